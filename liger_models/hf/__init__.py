@@ -1,10 +1,10 @@
-"""liger_models in transformers: one line, and its loaders and trainers run on our models.
+"""Integration with transformers: after one call its loaders and trainers use our models.
 
     import liger_models.hf
     liger_models.hf.register()
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")  # a LigerLlamaForCausalLM
 
-Only the modules of this package import transformers, and they are imported when they are first used.
+Only this package imports transformers; its modules are imported on first use.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A plugin of Axolotl, which lets its runs train our models:
+"""Axolotl plugin that trains our models:
 
     plugins:
       - liger_models.hf.axolotl.LigerModelsPlugin
 
-The class is made when Axolotl asks for it, since it is one of Axolotl's.
+The class is created on first access, since its base class is Axolotl's.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ def _plugin() -> type:
         """Switches transformers' Auto classes to our models before Axolotl loads one through them."""
 
         def pre_model_load(self, cfg: Any) -> None:
-            """With adapters, projections are layers of their own, which have the names that
-            `lora_target_modules` gives.
-            """
+            """Register our models, with split projections for adapters: `lora_target_modules` names them."""
             register("split" if cfg.get("adapter") else "fused")
 
     return LigerModelsPlugin

@@ -1,9 +1,9 @@
-"""Our decoder as a base model of transformers, with its caches and outputs.
+"""Our decoder as a transformers base model, with its caches and outputs.
 
     LigerModel: ids [batch, seq] -> BaseModelOutputWithPast, hidden states [batch, seq, H]
 
-The computation is that of `layers.Decoder`, as in the native model; this file has what transformers and the
-libraries around it ask of a base model.
+`layers.Decoder` runs the computation, as in the native model. This file implements the interface that
+transformers and the libraries around it expect of a base model.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
 
     Args:
         config: transformers' config of the family.
-        ignore_config_keys: unknown keys of it that are known not to matter. `from_pretrained` and
-            `from_config` of the Auto classes hand them on.
+        ignore_config_keys: unknown config keys to ignore. `from_pretrained` and `from_config` of the Auto
+            classes pass them on.
     """
 
-    forms: dict[str, Expr]  # by the names in the native model
-    names: dict[str, str]  # from those to the names that tensors have here
+    forms: dict[str, Expr]  # by native name
+    names: dict[str, str]  # native name -> name here
     ambiguous: set[str]
-    own_layout: Layout  # that of the modules of transformers' own model, and of ours
-    # Tensors that are carried along, by their names here: as transformers' own has them.
+    own_layout: Layout  # layout of the modules of transformers' own model, and of ours
+    # Unused tensors carried along, by their names here, which are transformers' names.
     unread: dict[str, Ref]
     initializers: dict[type, Callable[[nn.Module], None]]  # of their modules, by type
 
@@ -89,14 +89,14 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self._begin()
 
     def get_decoder(self) -> Any:
-        """The language model: all of this one if it does not see, or if another module has the name of the
-        language model (Gemma 4).
+        """Return the language model: this model itself if it is text-only, or if another module has the name
+        of the language model (Gemma 4).
         """
         found = child_table(self).get("language_model")
         return found if isinstance(found, LanguageModel) else self
 
     def note_forms(self) -> None:
-        """Remember what the tensors are before adapters and the like come between."""
+        """Record the tensors' names and expressions before adapters or wrappers are added."""
         forms = canonical_forms(self) if not hasattr(self, "forms") else self.forms
         embedding = "embed_tokens.weight"
         self.forms = {**forms, embedding: Ref(embedding, (self.spec.num_ids, self.spec.hidden_size))}
@@ -114,32 +114,32 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         output_attentions: bool | None = None,
         **others: Any,
     ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
-        """Hidden states behind the final norm, [batch, seq, H], zero at padding.
+        """Compute the hidden states after the final norm, [batch, seq, H], zero at padding.
 
         Args:
-            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] in their place, or beside them where
-                layers have inputs of their own, by id.
+            input_ids: [batch, seq]; or `inputs_embeds` [batch, seq, H] instead, or both where layers have
+                per-layer inputs looked up by id.
             attention_mask: [batch, all tokens so far], 0 at padding.
-            position_ids: [batch, seq]. Where they start anew, without an attention mask and a cache, a
-                document begins, which neither sees nor is seen by the one before. Of a model whose positions
-                have three axes also [3, batch, seq], or [4, batch, seq] with these in front.
-            past_key_values: any cache of transformers.
+            position_ids: [batch, seq]. Without an attention mask and a cache, a restart begins a document;
+                documents do not attend to each other. Models with three position axes also take
+                [3, batch, seq], or [4, batch, seq] with the text positions first.
+            past_key_values: any transformers cache.
             use_cache: fill a cache. Default: the config's `use_cache`, unless a row holds several documents.
-                A step of training then fills none, and returns an `UnfilledCache`: see `new_cache`.
-            output_hidden_states: also the input of each layer and the last output, [batch, seq, H] each, from
-                which the output is computed: `retain_grad` works on them.
+                A training step then fills none, and returns an `UnfilledCache`: see `new_cache`.
+            output_hidden_states: also return the input of each layer and the last output, [batch, seq, H]
+                each. They are part of the graph, so `retain_grad` works on them.
             output_attentions: not supported.
-            others: `pixel_values` and what else the processor of a family that sees gives beside ids;
+            others: `pixel_values` and the other vision inputs of the family's processor;
                 `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
-                which others these continue (layers/sequences/tree.py); `output_router_logits`, by default the
-                config's: also the routers' logits of each layer of experts, [batch * seq, E], zero at
-                padding; `logits_to_keep`, the head's business; keywords that ask for nothing.
+                the documents that these continue (layers/sequences/tree.py); `output_router_logits`, by
+                default the config's: also return the router logits of each MoE layer, [batch * seq, E],
+                zero at padding; `logits_to_keep`, ignored here; unused keywords at their default values.
 
         Raises:
             DataError: shapes that do not fit, ids outside the vocabulary, positions beyond the rotary tables.
-            ValueError: attention weights are asked for, router logits of a model without experts, or a cache
+            ValueError: attention weights are requested, router logits of a model without experts, or a cache
                 in training under gradient checkpointing.
-            TypeError: a keyword that asks for what is not there, or training with hidden states in float16.
+            TypeError: an unsupported keyword, or training with hidden states in float16.
         """
         text = self.config.get_text_config()
         if text.output_attentions if output_attentions is None else output_attentions:
@@ -147,7 +147,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 "output_attentions=True: attention weights are never made here; take transformers' own model"
             )
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
-        others.pop("logits_to_keep", None)  # as TRL's distillation gives it to the base model, too
+        others.pop("logits_to_keep", None)  # TRL's distillation also passes it to the base model
         sequences, checks = others.pop("sequences", None), others.pop("checks", None)
         groups = groups_of_step(self) if checks is None else checks.groups
         device = exchange_device(self.embed_tokens)
@@ -186,15 +186,15 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         routers = sequences.notes.router_logits.take()
         if not with_routers:
             return BaseModelOutputWithPast(**output)
-        # As theirs: not divided into rows.
+        # Not divided into rows, as in transformers.
         padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
         return MoeModelOutputWithPast(**output, router_logits=padded)
 
     def _sight(self, sequences: Sequences, others: dict[str, Any]) -> Any:
-        """What a call shows the model, taken out of its keywords.
+        """Take the vision inputs out of a call's keywords.
 
         Raises:
-            DataError: something is missing or does not fit, or the cache holds tokens already.
+            DataError: an input is missing or does not fit, or the cache holds tokens already.
         """
         sight = None if self.vision is None else self.vision.take(others)
         view = sequences.cache
@@ -208,7 +208,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         return None  # generated tokens are text
 
     def wants_router_logits(self, asked: bool | None) -> bool:
-        """What a call asks for, or else the config as it is now: TRL switches it when a trainer is made."""
+        """Return the argument, or else the config's current value, which TRL's trainers change."""
         if asked is None:
             asked = getattr(self.config.get_text_config(), "output_router_logits", False)
         if asked and self._experts() is None:
@@ -216,8 +216,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         return bool(asked)
 
     def router_loss(self, logits: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """(the load balancing loss, what the routers add to the model's loss), from the logits [T, E] of each
-        layer of experts and the coefficient that the config has now.
+        """Return (load balancing loss, its weighted contribution to the model's loss) from the logits [T, E]
+        of each MoE layer and the config's current coefficient.
         """
         experts = self._experts()
         assert experts is not None
@@ -237,7 +237,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others: dict[str, Any],
         with_labels: bool = False,
     ) -> tuple[Sequences, Cache | None]:
-        """The documents of a call, with the view of its cache, and the cache that the call returns."""
+        """Return the documents of a call, with its view of the cache, and the cache that the call returns."""
         if past_key_values is None:
             new = self.new_cache(shape, attention_mask, position_ids, use_cache, others, with_labels)
             past_key_values, filled = new, None if isinstance(new, UnfilledCache) else new
@@ -253,7 +253,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         past_key_values: Cache | None,
         others: dict[str, Any],
     ) -> Sequences:
-        """The documents of a call, and the view of its cache."""
+        """Return the documents of a call and its view of the cache."""
         device = exchange_device(self.embed_tokens)
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
@@ -265,7 +265,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             bounds = others.pop("cu_seqlens", None) if bounds is None else bounds
             if bounds is not None or position_ids is not None:
                 for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
-                    others.pop(name, None)  # the same documents in other words
+                    others.pop(name, None)  # redundant descriptions of the same documents
             return Sequences.from_call(shape, device, attention_mask, position_ids, bounds, parents)
         seen = int(past_key_values.get_seq_length())
         if torch.is_grad_enabled() and self.training and self.is_gradient_checkpointing:
@@ -298,7 +298,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             )
         sequences.cache = view = TransformersCache(past_key_values, sequences.documents, attention_mask)
         if view.shift is not None and not sequences.positions.given:
-            # Of images, which take fewer positions than tokens.
+            # With images, which take fewer positions than tokens.
             ids = (torch.arange(seen, view.longest, device=device) + view.shift[:, None]).flatten()
             sequences.positions = Positions(ids, view.longest + view.ahead)
         return sequences
@@ -312,12 +312,12 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         others: dict[str, Any],
         with_labels: bool = False,
     ) -> Cache | None:
-        """The cache that a first call fills.
+        """Return the cache that a first call fills.
 
-        None for packed documents, since later tokens would attend to all of them. Where only the config asks
-        for a cache, a step of training fills none either, because the keys and values would outlive the step:
-        if gradients are enabled and at least two hold of training mode, labels and gradient checkpointing.
-        Using the `UnfilledCache` that it returns is an error.
+        It is None for packed documents, since later tokens would attend to all of them. If only the config
+        requests a cache, a training step fills none either, because keys and values would outlive the step.
+        A call counts as a training step if gradients are enabled and at least two of training mode, labels
+        and gradient checkpointing hold. Using the `UnfilledCache` that it returns is an error.
 
         Raises:
             DataError: `use_cache` is true, and a row holds several documents.
@@ -340,7 +340,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     def _are_documents(
         self, shape: tuple[int, int], attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> bool:
-        """Whether position ids say that a row holds several."""
+        """Return whether position ids show several documents in a row."""
         if attention_mask is not None or position_ids is None:
             return False
         device = exchange_device(self.embed_tokens)
@@ -355,10 +355,10 @@ _NO_CACHE = (
 
 
 def spec_of(architecture: Architecture, config: Any, ignore_config_keys: Collection[str] = ()) -> ModelSpec:
-    """The spec of one of transformers' configs.
+    """Return the spec of a transformers config.
 
     Raises:
-        ConfigError: it asks for what the family does not have.
+        ConfigError: the config has a feature that the family does not support.
     """
     raw = {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
     read = HFConfig.load(raw, ignore_config_keys=tuple(ignore_config_keys))
@@ -367,6 +367,6 @@ def spec_of(architecture: Architecture, config: Any, ignore_config_keys: Collect
 
 
 def _refuse_others(others: dict[str, Any]) -> None:
-    """What transformers' models take beside what is above, and we do not."""
+    """Refuse the keywords of transformers' models that we do not support."""
     others.pop("return_dict", None)
     refuse_unknown(others)

@@ -1,7 +1,7 @@
-"""transformers' caches (dynamic, static, sliding, quantised ...), as our layers use a cache.
+"""Adapter from transformers' caches (dynamic, static, sliding, quantised ...) to our cache interface.
 
-What else the next call must know of images stays with theirs, as an attribute: how far their positions are
-from the number of tokens, and what layers have made of features.
+State of images for later calls is kept as an attribute of the transformers cache: the offset of positions
+from the number of tokens, and the features that layers computed.
 """
 
 from __future__ import annotations
@@ -20,25 +20,22 @@ from liger_models.layers.sequences.documents import Documents
 
 
 def knows_positions(cache: Cache | None) -> bool:
-    """Whether it holds images that take fewer positions than tokens, and tells those of what follows."""
+    """Return whether the cache has a position offset, from images that take fewer positions than tokens."""
     _, shift, *_ = getattr(cache, "of_images", None) or (0, None)
     return shift is not None
 
 
 class UnfilledCache(Cache):
-    """What a step of training returns in place of a cache that nobody asked for but the config.
+    """Placeholder that a training step returns when only the config requested a cache.
 
-    Without it, a decoding loop that passes `past_key_values` on would silently see its last token alone.
+    Without it, a decoding loop that passes `past_key_values` on would silently attend to its last token only.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=[])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """
-        Raises:
-            DataError: always.
-        """
+        """Raise DataError: the cache was never filled."""
         raise DataError(
             "this cache is from a training step, which fills none unless it is asked to: call the model with "
             "use_cache=True, in evaluation mode (model.eval()), or without labels"
@@ -48,12 +45,12 @@ class UnfilledCache(Cache):
 
 
 class TransformersCache(KVCache):
-    """One call's view of a cache of transformers, in which a batch keeps its shape [batch, seq], padding too.
+    """View of a transformers cache for one call. The cache stores a batch as [batch, seq], padding included.
 
     Args:
-        cache: theirs.
-        documents: the tokens of this call. Those that the cache is filled with first are documents without
-            their padding; behind these, all tokens are there.
+        cache: of transformers.
+        documents: the tokens of this call. The first call's documents have no padding; later calls include
+            all tokens.
         attention_mask: [batch, all tokens so far], 0 at padding, or None.
     """
 
@@ -64,7 +61,7 @@ class TransformersCache(KVCache):
         self.shape = shape
         self.seen = int(cache.get_seq_length())
         self.longest, self.newest = self.seen + shape[1], shape[1]
-        self._extent: dict[int, tuple[int, int]] = {}  # of a layer: how many tokens it returns, from which on
+        self._extent: dict[int, tuple[int, int]] = {}  # layer -> (number of tokens returned, first one)
         self._real: tuple[Tensor, Tensor] | None = None
         rows = torch.arange(shape[0], device=device)[:, None].expand(shape)
         self.rows = documents.pack(rows)
@@ -73,9 +70,9 @@ class TransformersCache(KVCache):
             self._recall()
 
     def keep(self) -> None:
-        """Leave what later calls need of images with the cache."""
+        """Store the image state that later calls need on the cache."""
         if self.seen == 0:
-            before = None if self.shift is None else self.shift + self.lengths - self.shape[1]  # of places
+            before = None if self.shift is None else self.shift + self.lengths - self.shape[1]  # of slots
             kept: Any = self.cache
             kept.of_images = (self.shape[0], before, self.ahead, self.images, self.of_images)
 
@@ -94,11 +91,11 @@ class TransformersCache(KVCache):
             self.images = images, VisibleTiles(tiles.mask.expand(-1, new, -1), *each)
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
-        """Store what a layer remembers of the new tokens, each [T, ...], and return it of all, each [batch,
-        those that are kept, ...].
+        """Store a layer's tensors for the new tokens, each [T, ...], and return those of all cached tokens,
+        each [batch, cached tokens, ...].
         """
         self._extent[layer] = self.cache.get_mask_sizes(self.shape[1], layer)
-        flat = [tensor.dim() == 2 for tensor in new]  # what has no heads gets one
+        flat = [tensor.dim() == 2 for tensor in new]  # add a head axis
         heads = [tensor[:, None] if alone else tensor for tensor, alone in zip(new, flat, strict=True)]
         update: Any = self.cache.update
         kept = update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
@@ -106,7 +103,7 @@ class TransformersCache(KVCache):
         return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """As `KVCache.states`: the convolution's last inputs [batch, width - 1, channels], and the state."""
+        """Return the convolution's last inputs [batch, width - 1, channels] and the recurrent state."""
         if self.seen == 0:
             return None
         held: Any = self.cache.layers[layer]
@@ -115,14 +112,14 @@ class TransformersCache(KVCache):
         return conv.transpose(1, 2), state
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store them where transformers' own model has them, the convolution's in full each time."""
+        """Store the states where transformers' own model keeps them; the convolution's is always complete."""
         cache: Any = self.cache
         conv, state = states
         cache.update_conv_state(conv.transpose(1, 2), layer)
         cache.update_recurrent_state(state, layer)
 
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:
-        """As `KVCache.real_tokens`. Behind the first tokens a call has its padding."""
+        """Return `KVCache.real_tokens`. Calls after the first include padding."""
         if self.seen == 0 or self.attention_mask is None:
             return None
         if self._real is None:
@@ -133,8 +130,8 @@ class TransformersCache(KVCache):
         return None if len(self._real[0]) == len(self.rows) else self._real
 
     def mask(self, layer: int, window: int | None, chunk: int | None = None) -> Tensor | None:
-        """As `KVCache.mask`. Padding attends to itself, since every query needs a key, and nothing else
-        attends to it.
+        """Return `KVCache.mask`. Padding attends only to itself, since every query needs a key, and no other
+        token attends to it.
         """
         if self.seen == 0:
             return None
@@ -151,7 +148,7 @@ class TransformersCache(KVCache):
         if window is not None:
             mask = mask & (keys > queries - window)
         mask = mask.expand(self.shape[0], -1, -1)
-        if chunk is not None:  # which are counted from the first token, not from the padding before it
+        if chunk is not None:  # chunks are counted from the first token, not from the padding before it
             first = 0 if self.attention_mask is None else self._padding_before()
             mask = mask & ((keys - first) // chunk == (queries - first) // chunk)
         if self.attention_mask is not None:
@@ -162,6 +159,6 @@ class TransformersCache(KVCache):
         return mask
 
     def _padding_before(self) -> Tensor:
-        """The number of places before the first token of each row, [batch, 1, 1]."""
+        """Number of padding positions before the first token of each row, [batch, 1, 1]."""
         assert self.attention_mask is not None
         return (self.attention_mask.cumsum(1) == 0).sum(1)[:, None, None]

@@ -1,4 +1,4 @@
-"""What a training loop of ours does between steps, for transformers' Trainer."""
+"""Callbacks that run our between-step updates in transformers' Trainer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from liger_models.layers.experts.moe import Router
 
 
 class CorrectionBiasCallback(TrainerCallback):
-    """Balances the load of experts by the routers' correction bias (DeepSeek-V3 and its like), after each
-    step of the optimizer: `liger_models.update_correction_bias`. Without it the bias stays as it was read.
+    """Balances expert load through the routers' correction bias (DeepSeek-V3 and similar) after each
+    optimizer step: `liger_models.update_correction_bias`. Without it the bias keeps its loaded value.
 
         Trainer(model, arguments, train_dataset=rows, callbacks=[CorrectionBiasCallback(rate=0.001)])
 
     Args:
-        rate: the bias's step; DeepSeek-V3 took 0.001, and 0 for the last of its training.
+        rate: step size of the bias; DeepSeek-V3 used 0.001, and 0 at the end of training.
 
     Raises:
-        ValueError: when training begins, a model in which no router has a correction bias.
+        ValueError: when training begins, if no router of the model has a correction bias.
     """
 
     def __init__(self, rate: float = 0.001):

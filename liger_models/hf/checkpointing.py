@@ -1,4 +1,4 @@
-"""Gradient checkpointing as transformers and trainers switch it, on our levels of activation memory."""
+"""Gradient checkpointing switches of transformers and trainers, mapped to our activation memory levels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_models.layers.recompute.activation_memory import RERUN, ActivationMem
 
 
 class CheckpointingSwitches:
-    """Mixin of a transformers model around a `base_decoder`."""
+    """Mixin for a transformers model with a `base_decoder`."""
 
     base_decoder: Any
     disable_input_require_grads: Any
@@ -38,17 +38,17 @@ class CheckpointingSwitches:
             self.base_decoder, activation_checkpointing_kwargs, every_n_layers, offload
         )
         if getattr(self, "_hf_peft_config_loaded", False):
-            self.disable_input_require_grads()  # it would lose sight of hooks that are there already
+            self.disable_input_require_grads()  # a second registration would drop the handle of the first
             self.enable_input_require_grads()
 
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
+        """Older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Back to the levels that were chosen before."""
+        """Restore the previous levels."""
         Decoder.gradient_checkpointing_disable(self.base_decoder)
         if getattr(self, "_hf_peft_config_loaded", False):
             self.disable_input_require_grads()
@@ -56,9 +56,7 @@ class CheckpointingSwitches:
     activation_checkpointing_disable = gradient_checkpointing_disable
 
     def _set_gradient_checkpointing(self, enable: bool = True, *others: Any, **options: Any) -> None:
-        """What tools with a checkpointing function of their own call (LLaMA-Factory): our level takes its
-        place.
-        """
+        """Hook for tools with their own checkpointing function (LLaMA-Factory); our level replaces it."""
         (self.activation_checkpointing_enable if enable else self.gradient_checkpointing_disable)()
 
     @property

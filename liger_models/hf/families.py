@@ -1,4 +1,4 @@
-"""One class a family and task, made from the registry of architectures, where transformers looks."""
+"""Model classes for each family and task, generated from the registry and added to the Auto classes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from liger_models.hf.seeing import METHODS, LigerForConditionalGeneration
 
 
 class FamilyClasses(NamedTuple):
-    """The classes of one family, named after transformers': `LigerLlamaForCausalLM`, and so on. A family that
-    sees has no classifier.
+    """Classes of one family, named after transformers': `LigerLlamaForCausalLM`, and so on. Vision-language
+    families have no classifier.
     """
 
     base: type[LigerModel]
@@ -36,18 +36,17 @@ class FamilyClasses(NamedTuple):
 
 
 def register(projections: Literal["fused", "split"] = "fused") -> None:
-    """Let transformers' Auto classes give our models, for every family that we have and it knows: those of
-    language models, and of models that see `AutoModelForImageTextToText` and whatever else gives these.
+    """Make transformers' Auto classes return our models for every family that both libraries have. This
+    includes `AutoModelForImageTextToText` and the other Auto classes for vision-language models.
 
-    So do the names of causal language models in `transformers` itself, where TRL looks up a model that is
-    given as a string, and the reference beside one that is trained: `transformers.LlamaForCausalLM` is ours
-    from then on. A class that was imported before is what it was, and transformers' own remains where it is
-    defined, in `transformers.models.llama.modeling_llama`.
+    The class names in `transformers` itself are replaced too, because TRL looks up models given as strings
+    and reference models there: `transformers.LlamaForCausalLM` is then ours. Classes imported earlier do not
+    change, and transformers' own stay in their modules, such as `transformers.models.llama.modeling_llama`.
 
     Args:
-        projections: "fused": query, key and value, and gate and up, are one layer each, which is faster.
-            "split": they are layers of their own, with the names that LoRA libraries and bitsandbytes look
-            for. `model.split_projections()` does the same to one model.
+        projections: "fused" packs query, key and value into one layer, and gate and up into another, which
+            is faster. "split" keeps them separate, under the names that LoRA libraries and bitsandbytes look
+            for. `model.split_projections()` splits one model.
     """
     if projections not in ("fused", "split"):
         raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
@@ -56,7 +55,7 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
     for model_type in (*list_architectures(), *list_architectures(sees=True)):
         if model_type in CONFIG_MAPPING:
             for auto, model in _places(model_type):
-                # Its own `register` passes over the configs of transformers itself in some versions.
+                # In some versions its own `register` ignores the configs of transformers itself.
                 auto._model_mapping._extra_content[CONFIG_MAPPING[model_type]] = model
                 if auto._model_mapping[CONFIG_MAPPING[model_type]] is not model:
                     raise RuntimeError(
@@ -64,12 +63,12 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
                         f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
                     )
             by_name[find_architecture(model_type).reference] = classes_of(model_type).causal_lm
-    for module in _all_transformers():  # which looks through every module that there is: once
+    for module in _all_transformers():  # call once: it scans all modules
         vars(module).update(by_name)
 
 
 def unregister() -> None:
-    """Give the Auto classes and the names back to transformers' own models."""
+    """Restore the Auto classes and the names to transformers' own models."""
     for auto in _auto_classes():
         extra: dict[Any, Any] = auto._model_mapping._extra_content
         for config in [config for config, model in extra.items() if _is_ours(model)]:
@@ -77,7 +76,7 @@ def unregister() -> None:
     for module in _all_transformers():
         for name, model in list(vars(module).items()):
             if isinstance(model, type) and issubclass(model, LigerForCausalLM):
-                delattr(module, name)  # which loads its own when it is next asked for
+                delattr(module, name)  # transformers loads its own on the next access
 
 
 def _is_ours(model: Any) -> bool:
@@ -89,7 +88,7 @@ def _auto_classes() -> list[Any]:
 
 
 def _places(model_type: str) -> Iterator[tuple[Any, Any]]:
-    """The Auto classes that give our models of a family, each with the model."""
+    """Yield (Auto class, our model class) pairs of a family."""
     classes, reference = classes_of(model_type), find_architecture(model_type).reference
     if classes.sequence_classification is not None:
         yield AutoModel, classes.base
@@ -105,8 +104,8 @@ def _places(model_type: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _all_transformers() -> list[Any]:
-    """The module `transformers`, of which there are two: it is made anew when its processors are first asked
-    for, and who has imported it before (TRL, the user's script) goes on with the one before.
+    """Find both copies of the module `transformers`. It is recreated when its processors are first accessed,
+    and earlier importers (TRL, the user's script) keep the first copy.
     """
     kind, found = type(transformers), {id(transformers): transformers}
     for module in list(sys.modules.values()):
@@ -118,15 +117,15 @@ def _all_transformers() -> list[Any]:
 
 @functools.cache
 def classes_of(model_type: str) -> FamilyClasses:
-    """The classes of a family.
+    """Return the classes of a family.
 
     Raises:
-        UnsupportedModelError: we do not have it.
-        KeyError: this version of transformers does not know it.
+        UnsupportedModelError: the family is not registered here.
+        KeyError: this version of transformers does not have it.
     """
     architecture = find_architecture(model_type)
     reference = architecture.reference
-    # transformers tells converters of checkpoints by the names of classes, so ours must not be its own.
+    # transformers selects checkpoint converters by class name, so ours must differ from its own.
     fields = {
         "architecture": architecture,
         "config_class": CONFIG_MAPPING[model_type],
@@ -150,7 +149,7 @@ def classes_of(model_type: str) -> FamilyClasses:
             base, make(reference, LigerForConditionalGeneration, base_class=base, **more), None
         )
     else:
-        layout = architecture.layouts[-1]  # that of transformers' own modules
+        layout = architecture.layouts[-1]  # the layout of transformers' own modules
         prefix = {"base_model_prefix": layout.root.partition(".")[0]}
         tied = {layout.name(HEAD): layout.name("embed_tokens.weight")}
         base = make(named, LigerModel, **prefix)
@@ -160,12 +159,12 @@ def classes_of(model_type: str) -> FamilyClasses:
             make(reference, LigerForCausalLM, **of_base, _tied_weights_keys=tied),
             make(f"{family}ForSequenceClassification", LigerForSequenceClassification, **of_base),
         )
-    globals().update({model.__name__: model for model in made if model is not None})  # where pickle looks
+    globals().update({model.__name__: model for model in made if model is not None})  # for pickle
     return made
 
 
 def _methods_of(theirs: Any) -> dict[str, Any]:
-    """Those of METHODS that one of transformers' own classes has, too."""
+    """Select the entries of METHODS that transformers' own class also has."""
     return {name: method for name, method in METHODS.items() if hasattr(theirs, name)}
 
 

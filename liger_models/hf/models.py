@@ -1,10 +1,10 @@
-"""Our models with heads as transformers' models: a language model, and a classifier.
+"""Our models with heads as transformers' models: a language model and a classifier.
 
     LigerForCausalLM: ids [batch, seq] -> CausalLMOutputWithPast, the loss without logits, or logits
     LigerForSequenceClassification: ... -> SequenceClassifierOutputWithPast
 
-The base model is in base_model.py, and everything that all models share in pretrained.py. families.py makes a
-family's classes from these. The computation is that of the native model's `LMHead`.
+The base model is in base_model.py, the common base class in pretrained.py. families.py generates each
+family's classes from these. The native model's `LMHead` runs the computation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
 
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
-    """A causal language model."""
+    """Causal language model."""
 
     base_class: type[LigerModel]
 
@@ -58,10 +58,10 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         self._begin()
 
     def _place_parts(self) -> None:
-        """Where transformers' own model has its parts."""
+        """Move submodules to their paths in transformers' own model."""
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
-        """With the head, whose name differs between layouts."""
+        """Add the head, whose name differs between layouts, to the decoder's map."""
         layout, own, spec = layout or self.layouts[0], self.base_decoder.own_layout, self.base_decoder.spec
         shapes = {HEAD: (spec.vocab_size, spec.hidden_size), HEAD_BIAS: (spec.vocab_size,)}
         heads = (HEAD, HEAD_BIAS) if spec.head_bias else (HEAD,)
@@ -71,7 +71,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         return self.lm_head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        """A plain linear layer, as resizing makes it, becomes a head that knows the loss."""
+        """Convert a plain linear layer, as resizing makes it, to our head with the fused loss."""
         if type(new_embeddings) is nn.Linear:
             with torch.device("meta"):
                 head = LMHead(new_embeddings.in_features, new_embeddings.out_features)
@@ -93,29 +93,29 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         logits_to_keep: int | Tensor = 0,
         **others: Any,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | ModelOutput:
-        """As `LigerModel.forward`, and:
+        """Compute the loss or logits. Takes the arguments of `LigerModel.forward`, and:
 
         Args:
-            labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
-                token of a document do not count. With `logits_to_keep` also [batch, positions], as in theirs:
-                what follows a position that is kept is the next label.
-            logits_to_keep: make logits of the last so many positions only, or of these positions (numbers
-                in ascending order, or a mask); 0: of all.
+            labels: [batch, seq], aligned with the input and shifted internally; -100, padding and the first
+                token of a document are ignored. With `logits_to_keep` also [batch, positions], as in
+                transformers: the target of a kept position is the next label.
+            logits_to_keep: compute logits of the last N positions only, or of these positions (indices in
+                ascending order, or a mask); 0: of all.
             others: `shift_labels` [batch, seq], shifted already, which take precedence over `labels`;
-                `score`, `ScoreOptions`, for what the method `score` returns in the place of all below;
-                `distill`, `Distillation`, for that of the method `distill`; `num_items_in_batch`, by which
-                the summed loss is divided; `return_logits`, or `skip_logits`: whether logits come beside the
-                loss (by default in evaluation, where metrics may want them, and not in training);
-                `output_router_logits`, by default the config's: the load balancing loss is part of the loss.
+                `score`, `ScoreOptions`, to return the output of the method `score` instead; `distill`,
+                `Distillation`, to return that of the method `distill`; `num_items_in_batch`, the divisor of
+                the summed loss; `return_logits` or `skip_logits`, whether logits are returned with the loss
+                (default: in evaluation, for metrics, and not in training); `output_router_logits`, by
+                default the config's: the load balancing loss is added to the loss.
 
         Returns:
-            `loss` (float32 scalar, with labels), `logits` [batch, seq, V], the cache, hidden states if asked;
-            with router logits also `aux_loss`, without the coefficient.
+            `loss` (float32 scalar, with labels), `logits` [batch, seq, V], the cache, hidden states if
+            requested; with router logits also `aux_loss`, without the coefficient.
 
         Raises:
-            DataError: as `LigerModel.forward`; labels outside the vocabulary, or none that counts.
+            DataError: as `LigerModel.forward`; labels outside the vocabulary, or all of them ignored.
         """
-        # Not in the signature: trainers take any parameter with "label" in its name for a column of labels.
+        # Not in the signature: trainers treat any parameter with "label" in its name as a label column.
         if others.get("shift_labels") is not None:
             labels = None  # as in transformers
         request = Request.take(others, labels, others.pop("num_items_in_batch", None))
@@ -141,7 +141,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             )
             targets = request.targets(sequences)
             request = request.packed(sequences)
-            # The base model begins them, once it has seen the images.
+            # The base model prepares these, after it has read the images.
             checks = request.checks(input_ids, targets, spec, sequences, groups, device)
         output = self.base_decoder(
             input_ids=input_ids,
@@ -155,7 +155,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         )
         hidden, routers, added = output.last_hidden_state, {}, None
         if with_routers:
-            # Padding does not count, as in theirs.
+            # Padding is ignored, as in transformers.
             of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
             aux_loss, added = self.base_decoder.router_loss(of_tokens)
             routers = {"aux_loss": aux_loss, "router_logits": output.router_logits}
@@ -185,12 +185,12 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
 
     @staticmethod
     def create_masks_for_generate(*, attention_mask: Tensor | None = None, **others: Any) -> Tensor | None:
-        """Asked for by `generate` in front of a static cache: our layers make their masks themselves."""
+        """Return the mask unchanged to `generate` with a static cache: our layers build their own masks."""
         return attention_mask
 
 
 class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreTrainedModel):  # type: ignore[misc]
-    """A linear layer on the last token's hidden state: a classifier, or a reward."""
+    """Linear layer on the last token's hidden state: a classifier or reward model."""
 
     base_class: type[LigerModel]
 
@@ -203,8 +203,8 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
 
 
 def _labels_of_all(labels: Tensor, kept: int | Tensor, shape: tuple[int, int]) -> Tensor:
-    """Labels of the positions that are kept as labels [batch, seq]: what they make unseen does not count.
-    Others are given back as they are, for the error that tells of their shape.
+    """Expand labels of kept positions to [batch, seq], ignoring the others. Labels of any other shape are
+    returned as is; the caller reports the shape.
     """
     positions = torch.arange(shape[1], device=labels.device)
     positions = positions[-kept:] if isinstance(kept, int) else positions[kept.to(labels.device)]

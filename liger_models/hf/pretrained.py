@@ -1,9 +1,9 @@
-"""What all our models in transformers have in common: what its base class has, on our parts.
+"""Common base of our transformers models: the `PreTrainedModel` interface implemented with our layers.
 
     checkpoints         names and layouts, its loader and writer, projections fused or split
     parameters          fresh values, resized embeddings
     activation memory   checkpointing.py
-    adapters            what PEFT has put in, and transformers' own loading of adapters
+    adapters            PEFT's layers, and transformers' own loading of adapters
 
 The models themselves are in models.py.
 """
@@ -51,19 +51,18 @@ from liger_models.layers.projections.packed_linear import (
 
 
 class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
-    """What the models below have in common.
+    """Base class of our transformers models.
 
     Attributes:
         architecture: the family, as registered.
-        projections: whether projections are packed ("fused") or layers of their own ("split") when a model
-            is made.
-        layouts: the forms that the family's checkpoints have; once one was read, those that it can be.
+        projections: whether a new model packs its projections ("fused") or keeps them separate ("split").
+        layouts: the family's checkpoint layouts; after a checkpoint was read, those that match it.
     """
 
     architecture: Architecture
     projections: str = "fused"
     layouts: tuple[Layout, ...]
-    model_at_the_top: bool = False  # the decoder's modules are not within one that is called `model`
+    model_at_the_top: bool = False  # whether the decoder's modules are not nested in a module named `model`
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -75,7 +74,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     _can_compile_fullgraph = False
 
     def _begin(self) -> None:
-        """What follows once the parts of a model are there."""
+        """Finish construction once the submodules exist."""
         self.layouts = self.architecture.layouts
         self._no_split_modules = self.base_decoder.kinds_of_layers()
         self._is_stateful = self.base_decoder.spec.is_recurrent
@@ -89,11 +88,10 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own.
+        """Load a checkpoint with transformers' own loader.
 
         Raises:
-            ValueError: transformers is asked to divide the model while it loads, by plans that it has for its
-                own modules alone.
+            ValueError: a tensor-parallel plan is requested; transformers' plans fit only its own modules.
         """
         asked = [name for name in _DIVIDED_LOADING if kwargs.get(name) is not None]
         if asked:
@@ -108,17 +106,15 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, which reads state dicts of checkpoints alone. `model.state_dict()` may have
-        other shapes under the same names (gpt-oss).
+        """Convert a given state dict to checkpoint form, the only one that transformers' loader reads.
+        `model.state_dict()` may have other shapes under the same names (gpt-oss).
         """
         if state_dict is not None:
             state_dict = as_checkpoint(model, state_dict)
         return PreTrainedModel._load_pretrained_model(model, state_dict, *args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
-        """A config from which transformers' own model was made says how that runs its experts; ours run in
-        one way.
-        """
+        """Ignore the experts implementation that transformers stored in a config; ours has only one."""
         return (
             "eager"
             if requested_experts == "grouped_mm"
@@ -127,18 +123,18 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     @property
     def base_decoder(self) -> Any:
-        """Embeddings, blocks and norm: the base model, or this one if it is that. (`decoder` would be what
-        transformers' `get_decoder` looks for.)
+        """Embeddings, blocks and norm: the base model, or this model if it is one. Not named `decoder`,
+        because transformers' `get_decoder` looks for that name.
         """
         return self.base_model
 
     # -- checkpoints
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
-        """The saved tensors of the decoder as expressions over a checkpoint's.
+        """Map each saved tensor of the decoder to an expression over checkpoint tensors.
 
         Args:
-            layout: of the checkpoint. Default: that of the one that was read, or the family's usual one.
+            layout: of the checkpoint. Default: the layout that was read, or the family's usual one.
         """
         layout = layout or self.layouts[0]
         decoder = self.base_decoder
@@ -156,12 +152,12 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         return {f"{prefix}{name}": e for name, e in weight_map.items()}
 
     def note_layouts(self, layouts: Sequence[Layout]) -> None:
-        """Of the forms that a checkpoint can have, those that a tensor of it was found to have."""
+        """Narrow the possible layouts to those that match the checkpoint read."""
         self.layouts = tuple(layout for layout in self.layouts if layout in layouts) or self.layouts
 
     @property
     def _weight_conversions(self) -> list[WeightConverter | WeightRenaming]:
-        """What transformers' writer turns round: made from the modules as they are now."""
+        """Conversions that transformers' writer inverts, built from the current modules."""
         if self.base_decoder is self and self.base_decoder.vision is not None:
             layout: Any = self.base_decoder.own_layout
             return self._conversions(
@@ -171,34 +167,32 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     @_weight_conversions.setter
     def _weight_conversions(self, used: object) -> None:
-        """The loader notes here what it used; the layouts that were read are noted already."""
+        """Ignore the loader's record of conversions; the layouts read are recorded already."""
 
     def _conversions(self, groups: Groups) -> list[WeightConverter | WeightRenaming]:
-        """The entries of transformers' mapping. Quantised layers are in none, for they are those of the
-        checkpoint.
-        """
+        """Entries of transformers' mapping. Quantised layers have none: they match the checkpoint already."""
         return [CheckpointConverter(type(self).__name__, groups)]
 
     def split_projections(self) -> None:
-        """Give query, key, value, gate and up layers of their own, with the usual names, as PEFT and
-        bitsandbytes look for them: `ModelParameters.split_projections`.
+        """Split packed projections into query, key, value, gate and up layers under the usual names, which
+        PEFT and bitsandbytes look for: `ModelParameters.split_projections`.
         """
         split_projections(self, self.weight_map())
 
     def fuse_projections(self) -> None:
-        """Turn `split_projections` back."""
+        """Undo `split_projections`."""
         fuse_projections(self)
 
     def checkpoint_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The (name, tensor) of the checkpoint that `save_pretrained` would write, one after the other, for
-        whoever takes weights without files, such as an engine that generates with the model as it trains.
+        """Yield the (name, tensor) pairs that `save_pretrained` would write, for consumers that take weights
+        without files, such as an inference engine during RL.
 
-        Adapters of PEFT that are active are merged into what is given; the model stays as it is. Tensors are
-        else views of the model's where strides can say so, in its dtypes and on its devices. Of a model that
-        is sharded over processes all of them must run through it together: one tensor at a time is gathered.
+        Active PEFT adapters are merged into copies; the model does not change. Other tensors are views of the
+        model's where strides allow, in its dtypes and on its devices. If the model is sharded over processes,
+        all of them must iterate together; one tensor is gathered at a time.
 
         Raises:
-            CheckpointError: the model is quantised, or has other tensors than it was made with.
+            CheckpointError: the model is quantised, or its tensors are not those it was made with.
         """
         found, tied = merged_tensors(self), getattr(self, "all_tied_weights_keys", None) or {}
         known = {name: e for name, e in self.weight_map().items() if name in found or name not in tied}
@@ -218,11 +212,11 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         push_to_hub: bool = False,
         **kwargs: Any,
     ) -> None:
-        """transformers' own, with config.json as transformers' own model writes it: `architectures` names
-        that, for whoever loads the checkpoint without us.
+        """Save as transformers does. `architectures` in config.json names transformers' own class, so that
+        the checkpoint loads without this library.
 
-        Of a model that is sharded over processes all of them must call this; the first one collects the
-        tensors on the host, one at a time, and writes.
+        If the model is sharded over processes, all of them must call this; the first one gathers the tensors
+        on the host, one at a time, and writes.
         """
         writes = is_main_process and (not dist.is_initialized() or dist.get_rank() == 0)
         sharded = any(is_sharded(p) or is_zero3(p) for p in self.parameters())
@@ -230,7 +224,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
             tensors = self.checkpoint_tensors()
             state_dict = {name: tensor.cpu() for name, tensor in tensors if writes}
             kwargs["save_original_format"] = False
-        if not writes:  # and may have nothing that could be converted
+        if not writes:  # such a process may have no tensors to convert
             kwargs["save_original_format"] = False
         super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
         path = Path(save_directory) / "config.json"
@@ -261,7 +255,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
             reset(getattr(self.config, "initializer_range", None) or 0.02)
 
     def set_input_embeddings(self, value: Any) -> None:
-        """A plain embedding, as resizing makes it, becomes one of ours: it keeps the family's scale."""
+        """Convert a plain embedding, as resizing makes it, to ours, which keeps the family's scale."""
         decoder = self.base_decoder
         spec = decoder.spec
         if isinstance(value, nn.Embedding):
@@ -283,28 +277,28 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         decoder.note_forms()
 
     def freeze(self, *parts: str) -> None:
-        """`layers.Decoder.freeze`: train the other parts alone, of "vision", "projector" and "language"."""
+        """Freeze some of "vision", "projector" and "language": `layers.Decoder.freeze`."""
         Decoder.freeze(self.base_decoder, *parts)
         leave_unread(self.base_decoder)
         head = self.get_output_embeddings()
         if self.base_decoder is not self and head is not None:
             head.requires_grad_("language" not in parts)
 
-    # -- adapters, and what others put into the model
+    # -- adapters and other injected modules
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "forward":
             _refuse_patch(value)
         super().__setattr__(name, value)
-        if name == "peft_config":  # PEFT's last word when it has put adapters into the model
+        if name == "peft_config":  # PEFT sets it last, after it has injected its adapters
             from liger_models.hf.adapters.expert_adapters import warn_of_layers_left_out
 
             self._meet_adapters()
             warn_of_layers_left_out(self)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """As of any module. PEFT asks for this name where it puts learned prompts in front of a model, and
-        tells it in no other way.
+        """Return the submodule at a path. PEFT calls this when it sets up prompt learning, which is the only
+        sign it gives of it.
 
         Raises:
             ValueError: a part of a packed projection that has an adapter.
@@ -331,10 +325,10 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     def load_adapter(
         self, peft_model_id: Any = None, adapter_name: str | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """transformers' own, which fills parameters as they are in files.
+        """Load an adapter with transformers' own loader, which copies parameters as files hold them.
 
         Raises:
-            CheckpointError: a tensor of the adapter has no place here.
+            CheckpointError: a tensor of the adapter has no matching parameter.
         """
         from liger_models.hf.adapters.expert_adapters import take_usual_order
 
@@ -348,9 +342,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         return loaded
 
     def train(self, mode: bool = True) -> Self:
-        """As of any module. Trainers call it in front of every step, so that what has been put into layers
-        since is found here.
-        """
+        """Set training mode. Trainers call this before every step, so newly injected adapters are found."""
         for module in self.modules():
             _refuse_patch(vars(module).get("forward"))
         if mode and getattr(self, "peft_config", None):  # adapters that were added later, in other layers
@@ -359,13 +351,13 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
 
 def keep_initialized(module: nn.Module, ours: nn.Module) -> None:
-    """Mark a module that replaces another as initialised if that was: `post_init` then passes over it."""
+    """Mark a replacement module as initialised if the original was, so that `post_init` skips it."""
     ours._is_hf_initialized = getattr(module, "_is_hf_initialized", False)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
 class _OfBase(Layout):
-    """A layout of a model without a head, whose tensors have no name of the base model before their own."""
+    """Layout of a model without a head, whose tensor names lack the base model's prefix."""
 
     base: str = ""
 

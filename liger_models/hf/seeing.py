@@ -1,9 +1,9 @@
-"""Models that see, as transformers' models: `LigerForCausalLM` with what a processor gives of images.
+"""Vision-language models as transformers' models: `LigerForCausalLM` with a processor's vision inputs.
 
     LigerForConditionalGeneration: ids [batch, seq], pixel_values, ... -> CausalLMOutputWithPast
 
-What computes is `layers.vision`, within `LigerModel`; here stands what generation, trainers and sharding ask
-of keywords, and the methods of base models that other tools call (METHODS).
+`LigerModel` runs the computation, through `layers.vision`. This file handles the keywords of generation,
+trainers and sharding, and defines the base model methods that other tools call (METHODS).
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 
 @can_return_tuple
 def get_image_features(self: Any, pixel_values: Tensor, **others: Any) -> BaseModelOutputWithPooling:
-    """The projected features of images: `pooler_output` holds [tokens, H] for each.
+    """Compute the projected features of images: `pooler_output` holds [tokens, H] for each.
 
     Args:
-        pixel_values: of the images, as the processor gives them.
-        others: what else it gives of images, such as `image_grid_thw`.
+        pixel_values: from the processor.
+        others: its other image inputs, such as `image_grid_thw`.
 
     Raises:
-        DataError: something is missing, or does not fit.
-        TypeError: a keyword that is not of images.
+        DataError: an input is missing or does not fit.
+        TypeError: a keyword is not an image input.
     """
     return _features(self.base_decoder, {"pixel_values": pixel_values, **others})
 
 
 @can_return_tuple
 def get_video_features(self: Any, pixel_values_videos: Tensor, **others: Any) -> BaseModelOutputWithPooling:
-    """As `get_image_features`, of videos."""
+    """Compute the projected features of videos, as `get_image_features`."""
     return _features(self.base_decoder, {"pixel_values_videos": pixel_values_videos, **others})
 
 
@@ -76,11 +76,11 @@ def get_rope_index(
     attention_mask: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
-    """(positions [3, batch, seq], 0 at padding; by how much the next token's exceeds the row's number of
-    tokens, [batch, 1]) of text with images, as `forward` computes them.
+    """Return (positions [3, batch, seq], 0 at padding; next position minus the row's number of tokens,
+    [batch, 1]) for text with images, as `forward` computes them.
 
     Raises:
-        DataError: the grids and the tokens do not fit.
+        DataError: the grids do not match the tokens.
     """
     given = [
         () if grid is None else torch.as_tensor(grid).tolist() for grid in (image_grid_thw, video_grid_thw)
@@ -94,7 +94,7 @@ def get_rope_index(
     self.vision.prepare(sight, sequences, input_ids)
     self.vision.finish(sight)
     axes = sequences.positions.axes
-    if axes is None:  # text alone, whose tokens are counted without padding
+    if axes is None:  # text only: count tokens without padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         axes = sequences.pack(mask.cumsum(1) - 1).expand(3, -1)
     rows = sequences.pack(torch.arange(shape[0], device=input_ids.device)[:, None].expand(shape))
@@ -112,7 +112,7 @@ METHODS = {
 
 
 class LigerForConditionalGeneration(LigerForCausalLM):
-    """A causal language model that sees images."""
+    """Causal language model with image inputs."""
 
     def _place_parts(self) -> None:
         if not self.base_decoder.own_layout.root.startswith("model."):
@@ -123,7 +123,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             LanguageModel.within(self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
+        """Call the model, with the seconds of videos converted to numbers: `seconds_as_numbers`."""
         return super().__call__(*args, **seconds_as_numbers(kwargs))
 
     def forward(  # type: ignore[override]
@@ -153,12 +153,12 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """As `LigerForCausalLM.forward`, with what the family's processor gives of images and videos: their
-        names are in the signature, where `generate` and trainers look for them.
+        """Run `LigerForCausalLM.forward` with the vision inputs of the family's processor. Their names are in
+        the signature, where `generate` and trainers look for them.
 
         Raises:
-            TypeError: what another family's processor gives, by name.
-            DataError: something is missing, or pictures and tokens do not fit.
+            TypeError: a vision input that this family does not take.
+            DataError: an input is missing, or images do not match the tokens.
         """
         given = locals()
         others |= {name: given[name] for name in (*PICTURES, *OF_TOKENS) if given[name] is not None}
@@ -177,8 +177,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         )
 
     def _all_prefix(self, input_ids: Tensor | None, given: dict[str, Any]) -> dict[str, Tensor]:
-        """Where a document's beginning is seen as a whole and nothing is to be learned, all is such (as in
-        PaliGemma, whose processor then leaves out the kinds of tokens).
+        """Mark all tokens as prefix when a prefix-LM is given no labels (PaliGemma, whose processor then
+        omits the token types).
         """
         spec = self.base_decoder.spec.vision
         whole = getattr(spec, "spans", None) == "prefix" and spec.kinds not in given
@@ -187,11 +187,11 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return {spec.kinds: torch.zeros_like(input_ids)}
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own.
+        """Expand inputs for several sequences per prompt, as transformers does.
 
         Raises:
-            ValueError: several sequences a prompt beside images that do not stand by rows: transformers would
-                repeat each patch, or each image, and not those of a row.
+            ValueError: the images are not arranged by row; transformers would repeat each patch or image
+                instead of those of a row.
         """
         by_rows = kwargs.get("aspect_ratio_ids") is not None
         if expand_size > 1 and not by_rows and any(kwargs.get(name) is not None for name in PICTURES):
@@ -203,8 +203,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: Any) -> Any:
-        """transformers' own, of text; None where images have positions on three axes, which are counted from
-        what the model and the cache are shown.
+        """Prepare positions of text as transformers does; None for models with three position axes, whose
+        positions are computed in the forward from its inputs and the cache.
         """
         held = knows_positions(model_kwargs.get("past_key_values"))
         shown = held or any(model_kwargs.get(name) is not None for name in PICTURES)
@@ -214,8 +214,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return whole._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """transformers' own. A cache that holds the prompt holds its images; any other call needs them, also
-        an assistant's first, where transformers leaves them out.
+        """Prepare inputs as transformers does. Images are passed unless the cache holds the prompt already;
+        transformers would drop them in an assistant model's first call.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             *args, **kwargs
@@ -227,7 +227,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             for name in (*PICTURES, *OF_TOKENS):
                 inputs.pop(name, None)
         ids = inputs.get("input_ids")
-        for name in OF_TOKENS:  # which transformers does not extend to the tokens of a draft
+        for name in OF_TOKENS:  # transformers does not extend these to draft tokens
             given = inputs.get(name)
             if ids is not None and given is not None and given.shape[1] < ids.shape[1]:
                 more = given[:, -1:] if name == "cross_attention_mask" else torch.zeros_like(given[:, -1:])
@@ -236,8 +236,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return inputs
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """transformers' own, whose drafts end before any token of an image. Prompt lookup copies such tokens,
-        and no image belongs to the copies.
+        """Return transformers' generator, with drafts cut before any image token. Prompt lookup may copy such
+        tokens from the prompt, and no image belongs to the copies.
         """
         generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
         draft, spec = generator.get_candidates, self.base_decoder.spec.vision

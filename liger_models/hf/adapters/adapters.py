@@ -1,16 +1,16 @@
-"""LoRA adapters of PEFT on packed projections, in files under the usual names. Files of other adapters are
-PEFT's own.
+"""Saving and loading of PEFT's LoRA adapters on packed projections under the usual names. PEFT itself handles
+the files of other adapters.
 
-A packed projection is one layer, and so has one adapter: W + s B A, with W = cat(W_q, W_k, W_v) by rows.
+A packed projection is one layer with one adapter: W + s B A, with W = cat(W_q, W_k, W_v) by rows.
 
-    packed -> usual:  each part gets A itself, and of B (and of DoRA's magnitude) its rows, in the order in
-                      which transformers' own model has them. Exact.
-    usual -> packed:  where the parts share A, the way back. Else A is stacked and B block-diagonal, the rank
-                      is the sum of the parts' ranks, and alpha is such that the scale s stays. Exact; a part
-                      without adapter has zeros.
+    packed -> usual:  each part gets A and its rows of B (and of DoRA's magnitude), in transformers' row
+                      order. Exact.
+    usual -> packed:  the inverse if the parts share A. Otherwise A is stacked and B block-diagonal, the rank
+                      is the sum of the parts' ranks, and alpha keeps the scale s. Exact; a part without an
+                      adapter has zeros.
 
-Modules bear the names of transformers' own (module_names.py). What is a linear layer there and a parameter
-here, as some routers are, has its adapter on the parameter.
+Modules have transformers' names (module_names.py). Some routers are linear layers there and parameters here;
+their adapters go on the parameter.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") -> None:
-    """Write an adapter of a PeftModel as PEFT writes it, under the usual names where projections are packed.
-    transformers' own model, and whatever else reads PEFT's files, loads it.
+    """Write an adapter of a PeftModel as PEFT does, with packed projections split into the usual names.
+    transformers' own model and any other reader of PEFT's files can load it.
 
     Raises:
-        CheckpointError: a packed projection is adapted by something else than LoRA or DoRA, or is one whose
-            usual names mean stacks of experts to PEFT.
+        CheckpointError: a packed projection has an adapter other than LoRA or DoRA, or PEFT takes its usual
+            names for stacked experts.
     """
     folder = Path(folder)
     _refuse_names_of_experts(model, adapter_name)
@@ -67,7 +67,7 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
                 tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor
     if not _is_lora(config):
         return
-    parts_by_name: dict[str, list[str]] = {}  # not every layer has all of them
+    parts_by_name: dict[str, list[str]] = {}  # a layer may lack some
     for path, parts in packed.items():
         found = parts_by_name.setdefault(path.rpartition(".")[2], [])
         found += [part for part in parts if part not in found]
@@ -75,20 +75,20 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
 
 
 def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
-    """A PeftModel of one of our models with an adapter from a folder, whose names are the usual ones,
-    however the model's projections are.
+    """Load an adapter with the usual names from a folder, for packed or split projections.
 
     Args:
         model: one of our models.
-        folder: what PEFT or `save_adapter` wrote.
+        folder: written by PEFT or `save_adapter`.
         options: of `PeftModel.from_pretrained`, such as `is_trainable`.
 
-    Adapters of single experts, as transformers 4 had them, become those of stacks; dropout, which these
-    cannot have, is left out unless they are to be trained.
+    Returns:
+        A PeftModel. Adapters of single experts (transformers 4) are stacked. Stacks cannot have dropout, so
+        it is dropped unless the adapter is to be trained.
 
     Raises:
-        CheckpointError: an adapter that no packed projection or stack can have, or of which a tensor has no
-            place; one of experts that unsloth wrote, which does not say in which order its columns are.
+        CheckpointError: a packed projection or stack cannot represent the adapter, a tensor has no matching
+            parameter, or unsloth wrote an expert adapter without stating its column order.
     """
     import peft
 
@@ -112,7 +112,7 @@ def _is_lora(config: Mapping[str, Any]) -> bool:
 
 
 def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_trainable: bool) -> None:
-    """Turn a LoRA adapter under the usual names into one of this model."""
+    """Convert a LoRA adapter with the usual names to this model's modules."""
     from liger_models.hf.adapters.expert_adapters import (
         put_ranks_first,
         stack_single_experts,
@@ -137,24 +137,24 @@ def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_
         if targets & set(paths.values()):
             targets = targets - set(paths.values()) | {path}
             _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
-    # Dense layers and shared experts that PEFT would take for stacks if they were among its modules.
+    # Dense layers and shared experts whose names PEFT would take for stacked experts.
     by_name = stacks_by_names(model, {path.rpartition(".")[2] for path in targets})[0]
     mistaken = {path for path in targets if path.rpartition(".")[2] in by_name}
     config["target_parameters"] = [*others, *sorted(f"{path}.weight" for path in mistaken)] or None
     config["target_modules"] = sorted(targets - mistaken)  # whole paths: no pattern finds a part by chance
     if (made or parameters or mistaken) and not is_trainable:
-        config["lora_dropout"] = 0.0  # which adapters of parameters cannot have
+        config["lora_dropout"] = 0.0  # adapters of parameters have none
     config["exclude_modules"] = None
 
 
 def _is_weight_of(parameter: str, layers: Collection[str]) -> bool:
-    """Whether a target parameter, a path or the end of one, is the weight of one of these layers."""
+    """Return whether a target parameter, a full path or a suffix, is the weight of one of these layers."""
     stem, _, kind = parameter.rpartition(".")
     return kind == "weight" and any(f".{path}".endswith(f".{stem}") for path in layers)
 
 
 def _refuse_names_of_experts(adapted: Any, adapter_name: str) -> None:
-    """An adapter of dense layers or shared experts whose names mean stacks to PEFT would load elsewhere."""
+    """Refuse adapters of dense layers or shared experts that PEFT would load onto stacked experts."""
     from liger_models.hf.adapters.expert_adapters import stacks_by_names
 
     model = adapted.get_base_model()
@@ -173,7 +173,7 @@ _KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 
 
 def _pack(path: str, parts: Mapping[str, Tensor], config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put the adapter of one packed projection in the place of those of its parts."""
+    """Replace the adapters of the parts by one of the packed projection."""
 
     def take(part: str, kind: str) -> Tensor | None:
         return tensors.pop(f"base_model.model.{part}.{kind}", None)
@@ -201,7 +201,7 @@ def _pack(path: str, parts: Mapping[str, Tensor], config: dict[str, Any], tensor
     stem, rank = f"base_model.model.{path}", len(packed_a)
     tensors |= {f"{stem}.lora_A.weight": packed_a, f"{stem}.lora_B.weight": packed_b}
     sizes = {part: tensor for part, tensor in magnitude.items() if tensor is not None}
-    if sizes:  # which DoRA gives to all parts or none
+    if sizes:  # DoRA: all parts or none
         packed = tensors[f"{stem}.lora_magnitude_vector"] = next(iter(sizes.values())).new_empty(height)
         for part, tensor in sizes.items():
             packed[parts[part]] = tensor
@@ -210,7 +210,7 @@ def _pack(path: str, parts: Mapping[str, Tensor], config: dict[str, Any], tensor
 
 
 def _onto_parameters(model: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
-    """Put adapters of layers that are parameters of a module here onto these, which it names.
+    """Move adapters of layers that are parameters here onto these parameters, and return their names.
 
     Raises:
         CheckpointError: such an adapter has more than lora_A and lora_B.
@@ -237,7 +237,7 @@ def _onto_parameters(model: Any, config: dict[str, Any], tensors: dict[str, Tens
 
 
 def _onto_layers(model: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """The way back, for parameters whose names differ in transformers' own model."""
+    """Undo `_onto_parameters`, for parameters with other names in transformers' own model."""
     for layer, parameter in _layers_elsewhere(model, model.layouts[-1:]).items():
         home = parameter.rpartition(".")[0]
         if home != layer and f"base_model.model.{home}.lora_A.weight" in tensors:
@@ -253,9 +253,7 @@ def _onto_layers(model: Any, config: dict[str, Any], tensors: dict[str, Tensor])
 
 
 def _layers_elsewhere(model: Any, layouts: Sequence[Layout]) -> dict[str, str]:
-    """Matrices that are parameters of modules here, by the paths of layers that can have them elsewhere:
-    routers.
-    """
+    """Map layer paths in transformers' own model to matrices that are parameters here, such as routers."""
     found = {}
     modules = dict(model.named_modules())
     for layout in layouts:
@@ -268,14 +266,14 @@ def _layers_elsewhere(model: Any, layouts: Sequence[Layout]) -> dict[str, str]:
 
 
 def _note_rank(config: dict[str, Any], path: str, rank: int, scale: float) -> None:
-    """A rank of its own for one adapter, with the alpha that gives it this scale."""
+    """Record one adapter's own rank, and the alpha that gives it this scale."""
     alpha = scale * (rank**0.5 if config.get("use_rslora") else rank)
     config["rank_pattern"] = {**(config.get("rank_pattern") or {}), path: rank}
     config["alpha_pattern"] = {**(config.get("alpha_pattern") or {}), path: alpha}
 
 
 def _scale(config: Mapping[str, Any], path: str) -> float:
-    """alpha / r of a layer, or alpha / sqrt(r)."""
+    """Scale of a layer's adapter: alpha / r, or alpha / sqrt(r)."""
     from peft.utils.other import get_pattern_key
 
     def of(pattern: str, default: Any) -> Any:
@@ -287,10 +285,10 @@ def _scale(config: Mapping[str, Any], path: str) -> float:
 
 
 def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) -> dict[str, Any]:
-    """A config whose targets and patterns name the parts of packed projections."""
+    """Return a config whose targets and patterns name the parts of packed projections."""
 
     def usual(name: str) -> list[str]:
-        if name in (config.get("target_parameters") or ()):  # which are packed in other people's models too
+        if name in (config.get("target_parameters") or ()):  # transformers packs these too
             return [name]
         for packed, names in parts.items():
             if name == packed or name.endswith(f".{packed}"):
@@ -314,9 +312,7 @@ def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) ->
 
 
 def _packed(model: Any) -> dict[str, dict[str, Tensor]]:
-    """The projections that are packed here alone, by their paths, and the rows of each layer that
-    transformers' own model has in their place.
-    """
+    """Return the projections that only our model packs, by path, with the rows of each part."""
     return packed_here_alone(model, model.weight_map(model.layouts[-1]))
 
 

@@ -1,15 +1,15 @@
-"""PEFT's adapters of stacked experts (`target_parameters`), in files as those of transformers' own models.
+"""PEFT's adapters of stacked experts (`target_parameters`), compatible with transformers' files.
 
     W_e + s B_e A_e                     lora_A [rank E, inputs], lora_B [outputs, rank E]
 
-Our stacks have the names and the axes that PEFT gives an adapter. Where a family's checkpoints have the rows
-of a stack in another order than we (gpt-oss: gate and up alternating), an adapter has its rows and columns in
-our order while it computes, and in theirs in every state dict: what PEFT, Trainer or a checkpoint of a run
-writes is what transformers' own model reads, and the other way round. Where theirs are also transposed, and
-PEFT is not told (Llama 4 has no `is_transposed`), A and B change places: W_e^T = A_e^T B_e^T.
+Our stacks have the names and axes that PEFT expects. Some checkpoints order the rows of a stack differently
+(gpt-oss alternates gate and up). The adapter then computes in our order and appears in theirs in every state
+dict, so PEFT's, Trainer's and run checkpoints are interchangeable with those of transformers' own model. If
+theirs are also transposed without telling PEFT (Llama 4 has no `is_transposed`), A and B are swapped:
+W_e^T = A_e^T B_e^T.
 
-Adapters of single experts, as transformers 4 had them, become those of stacks (`stack_single_experts`): those
-of gate and up together have A stacked and B block-diagonal. Exact; a part without adapter has zeros.
+`stack_single_experts` stacks adapters of single experts (transformers 4): gate and up together get A stacked
+and B block-diagonal. Exact; a part without an adapter has zeros.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from liger_models.layers.experts.moe import Experts
 
 
 def keep_usual_order(model: Any) -> None:
-    """Let the adapters on stacked experts of one of our models be in the usual order in state dicts.
+    """Convert adapters on stacked experts to the usual order in state dicts.
 
     Raises:
-        ValueError: an adapter of the experts' biases where their order is another: it cannot be told.
+        ValueError: an adapter of expert biases in another order, which it cannot express.
         CheckpointError: unsloth wrote the adapter.
     """
     maps = [model.weight_map(layout) for layout in model.layouts]
@@ -48,13 +48,13 @@ def keep_usual_order(model: Any) -> None:
 
 
 def stacks_by_names(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
-    """Those of these names of layers that PEFT takes for stacks of experts, in families whose experts were
-    layers in transformers 4, also where a dense layer or shared experts bear them; and the parameters that
-    it then adapts, as it names them.
+    """Return (the layer names that PEFT takes for stacked experts, the parameters it then adapts, under its
+    names). It does so in families whose experts were layers in transformers 4, even for dense layers and
+    shared experts with these names.
     """
     try:
         from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-    except ImportError:  # an older one, which looks for layers of these names
+    except ImportError:  # an older PEFT, which looks for layers with these names
         return set(), set()
     config = LoraConfig(target_modules=list(names))
     convert_peft_config_for_transformers(config, model, None)
@@ -62,9 +62,7 @@ def stacks_by_names(model: Any, names: Collection[str]) -> tuple[set[str], set[s
 
 
 def warn_of_layers_left_out(model: Any) -> None:
-    """Warn of linear layers whose names PEFT was given as targets and took for stacks of experts alone, so
-    that they have no adapter.
-    """
+    """Warn of targeted linear layers left without an adapter because PEFT took their names for experts."""
     layers = {path: module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
     bare = {path for path in layers if not {"base_layer", "lora_A", "lora_B"} & set(path.split("."))}
     taken, parameters = stacks_by_names(model, {path.rpartition(".")[2] for path in bare})
@@ -84,12 +82,12 @@ def warn_of_layers_left_out(model: Any) -> None:
 
 
 def put_ranks_first(model: nn.Module, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Put the columns of lora_B of stacks into PEFT's order, by rank and then by expert, where unsloth wrote
-    them by expert and then by rank. Its `adapter_config.json` says so from version 2026.9.6 on
-    (`lora_B_layout`); up to then it says no more than that unsloth wrote it.
+    """Reorder the columns of a stack's lora_B from unsloth's order, by expert then rank, to PEFT's, by rank
+    then expert. unsloth's `adapter_config.json` states the order since version 2026.9.6 (`lora_B_layout`);
+    before, it only shows that unsloth wrote it.
 
     Args:
-        config, tensors: of an adapter's files; changed in place, the marks of unsloth are taken out.
+        config, tensors: of an adapter's files; changed in place, unsloth's marks are removed.
 
     Raises:
         CheckpointError: the order is unknown.
@@ -116,7 +114,7 @@ def put_ranks_first(model: nn.Module, config: dict[str, Any], tensors: dict[str,
 
 
 def _refuse_unsloths_order(model: Any, wrapper: Any, name: str) -> None:
-    """PEFT drops the mark by which `put_ranks_first` knows the order of an adapter's columns.
+    """Refuse unsloth's adapters, since PEFT drops the mark that `put_ranks_first` needs.
 
     Raises:
         CheckpointError: unsloth wrote the adapter.
@@ -133,17 +131,17 @@ def _refuse_unsloths_order(model: Any, wrapper: Any, name: str) -> None:
 def stack_single_experts(
     model: Any, tensors: dict[str, Tensor], scale_of: Callable[[str], float]
 ) -> dict[str, tuple[int, float]]:
-    """Put adapters of stacks in the place of those of single experts.
+    """Replace adapters of single experts by adapters of stacks.
 
     Args:
         tensors: of an adapter's file, by their names there; changed in place.
-        scale_of: the scale of the adapter of a module.
+        scale_of: returns the scale of a module's adapter.
 
     Returns:
-        Of each stack that has an adapter now, by the parameter's path, the rank and the scale.
+        Rank and scale of each new stack adapter, by the parameter's path.
 
     Raises:
-        CheckpointError: adapters of one stack with different ranks or scales, or of some experts alone.
+        CheckpointError: adapters of one stack differ in rank or scale, or some experts have none.
     """
     made: dict[str, tuple[int, float]] = {}
     for path, module in model.named_modules():
@@ -155,7 +153,7 @@ def stack_single_experts(
                     found = _joined(f"{path}.{name}", parts, tensors, scale_of)
                     if found is not None:
                         stacks[name] = found
-            for name, (a, b, scale) in stacks.items():  # PEFT puts the wrapper of the second around the first
+            for name, (a, b, scale) in stacks.items():  # PEFT wraps the first wrapper in the second
                 inner = ".base_layer" if name == "gate_up_proj" and "down_proj" in stacks else ""
                 stem = f"base_model.model.{path}{inner}"
                 tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
@@ -164,7 +162,7 @@ def stack_single_experts(
 
 
 def _single(form: Expr) -> list[tuple[list[str], int]]:
-    """Of a stack whose experts are stored by themselves, each part's modules and the rows of each."""
+    """Return each part's modules and their row count, for a stack whose experts are stored separately."""
     parts = form.parts if isinstance(form, Cat) else (form,)
     if not all(isinstance(part, Stack) for part in parts):
         return []
@@ -177,7 +175,7 @@ def _joined(
     tensors: dict[str, Tensor],
     scale_of: Callable[[str], float],
 ) -> tuple[Tensor, Tensor, float] | None:
-    """lora_A, lora_B and scale of a stack, taken out of `tensors`; None if there are none."""
+    """Take the adapters of a stack out of `tensors`: lora_A, lora_B and scale, or None if there are none."""
 
     def take(module: str, kind: str) -> Tensor | None:
         return tensors.pop(f"base_model.model.{module}.{kind}.weight", None)
@@ -196,7 +194,7 @@ def _joined(
             f"({sorted(ranks)}) or scales ({sorted(scales)}); one of a stack has the same for all"
         )
     (rank,), (scale,) = ranks, scales
-    downs, ups = [], []  # of each expert [R, inputs] and [outputs, R]
+    downs, ups = [], []  # per expert: [R, inputs] and [outputs, R]
     for expert in range(len(parts[0][0])):
         downs.append(torch.cat([whole[names[expert]][0] for names in given]))
         up = downs[0].new_zeros(sum(rows for _, rows in parts), rank * len(given))
@@ -211,10 +209,10 @@ def _joined(
 
 
 def take_usual_order(model: nn.Module, adapter: str) -> None:
-    """Put an adapter whose parameters were filled in the usual order into ours.
+    """Convert an adapter that was filled in the usual order to ours.
 
     Raises:
-        CheckpointError: A and B change places, which they had not when they were filled.
+        CheckpointError: A and B must be swapped, but were filled without the swap.
     """
     for path, wrapper in model.named_modules():
         order = getattr(wrapper, "_usual_order", None)
@@ -231,12 +229,12 @@ def take_usual_order(model: nn.Module, adapter: str) -> None:
 
 @dataclass(frozen=True)
 class _Order:
-    """How an adapter of a stack lies in files.
+    """Order of a stack's adapter in files.
 
     Attributes:
-        outputs, inputs: at each place of a checkpoint's stack, the number of our output [2 I] and input [H].
-        exchanged: theirs are of the transposed matrices, so that A and B change places.
-        experts: how many there are.
+        outputs, inputs: our output index [2 I] and input index [H] at each position of the file's stack.
+        exchanged: files hold adapters of the transposed matrices, so A and B are swapped.
+        experts: number of experts.
     """
 
     outputs: Tensor
@@ -245,12 +243,12 @@ class _Order:
     experts: int
 
     def write(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Theirs, from our A [E r, inputs] and B [outputs, r E]."""
+        """Convert our A [E r, inputs] and B [outputs, r E] to the file order."""
         a, b = a.index_select(1, self.inputs.to(a.device)), b.index_select(0, self.outputs.to(b.device))
         return self._exchange(a, b) if self.exchanged else (a, b)
 
     def read(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Ours, from theirs."""
+        """Convert A and B from the file order to ours."""
         if self.exchanged:
             a, b = self._exchange(a, b)
         back = self.inputs.argsort(), self.outputs.argsort()
@@ -290,7 +288,7 @@ def _replace(wrapper: Any, state: dict[str, Any], prefix: str, change: Callable[
 
 
 def _usual_order(model: Any, forms: list[Expr]) -> _Order | None:
-    """None where theirs is ours, or each expert is stored by itself."""
+    """Return the file order, or None if it equals ours or each expert is stored separately."""
     whole = next((form for form in forms if len(list(form.refs())) == 1), None)
     if whole is None:
         return None
@@ -299,7 +297,7 @@ def _usual_order(model: Any, forms: list[Expr]) -> _Order | None:
         numbers = torch.arange(whole.shape[dim]).view(
             [-1 if i == dim else 1 for i in range(len(whole.shape))]
         )
-        ((_, _, _, view),) = whole.places(numbers.expand(whole.shape))  # without memory of its own
+        ((_, _, _, view),) = whole.places(numbers.expand(whole.shape))  # a view: allocates nothing
         orders.append(view[tuple(slice(None) if stride else 0 for stride in view.stride())].flatten())
         places.append(next(i for i, stride in enumerate(view.stride()) if stride))
     exchanged = places != sorted(places) and not _says_transposed(model)
@@ -309,7 +307,7 @@ def _usual_order(model: Any, forms: list[Expr]) -> _Order | None:
 
 
 def _says_transposed(model: Any) -> bool:
-    """Whether transformers' own experts tell PEFT that their matrices are transposed."""
+    """Return whether transformers' own experts declare transposed matrices to PEFT."""
     home = importlib.import_module(model.config_class.__module__.replace(".configuration_", ".modeling_"))
     kinds = [kind for name, kind in vars(home).items() if name.endswith("Experts") and isinstance(kind, type)]
     with torch.device("meta"):

@@ -2,16 +2,14 @@
 
     LowRankLinear(x) = base_layer(x) + sum of scaling[a] * lora_B[a](lora_A[a](lora_dropout[a](x)))
 
-PEFT makes its layers, and then notes its configs on the model that it has adapted (`model.peft_config =
-...`). Our models, native or registered, take that as the sign to look through their layers (`take_over`): a
-`peft.tuners.lora.Linear` becomes a `LowRankLinear`, which is the same object with the same parameters, names,
-files, merging and switches, and another forward. Nothing of PEFT is changed, and models of others never come
-here.
+PEFT creates its layers, and then sets `model.peft_config`. Our models, native or registered, react to that
+by going through their layers (`take_over`): a `peft.tuners.lora.Linear` becomes a `LowRankLinear`, the same
+object with the same parameters, names, files, merging and switches, and another forward. PEFT itself and
+other libraries' models are not changed.
 
-What our operation does not cover runs as PEFT has it, in the same layer (hf/peft_forward.py): variants
-(DoRA, aLoRA, ...), adapters that a call names for each row, merged and disabled adapters, hooks on parts of
-the layer, parts that are sharded or replaced. A layer of PEFT that has attributes which are unknown here is
-left as it is.
+PEFT's own forward runs in the same layer for cases that our operation does not cover (peft_forward.py):
+variants (DoRA, aLoRA, ...), per-row adapters, merged and disabled adapters, hooks on parts of the layer,
+sharded or replaced parts. A PEFT layer with unknown attributes is not touched.
 """
 
 from __future__ import annotations
@@ -30,12 +28,12 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
 def take_over(model: nn.Module) -> None:
-    """Run PEFT's LoRA layers in a model by our operation, wherever it can."""
+    """Run the PEFT LoRA layers of a model by our operation where possible."""
     for module in model.modules():
         if type(module) is peft_lora.Linear and is_known(module):
             change_class(module, LowRankLinear)
         elif type(module).__module__ in ("peft.tuners.lora.bnb", "bitsandbytes.nn.modules"):
-            from liger_models.hf.adapters import quantised_lora  # which imports bitsandbytes
+            from liger_models.hf.adapters import quantised_lora  # imports bitsandbytes
 
             quantised_lora.take_over(module)
         else:
@@ -48,14 +46,14 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
     activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out], in the dtype of the base layer's output."""
+        """Map x [..., in] to [..., out], in the dtype of the base layer's output."""
         projection = None if args or kwargs else self.low_rank_projection()
         if projection is None or not projection.adapters:
             return peft_forward.keep_input_alone(self, super().forward, x, *args, **kwargs)
         return low_rank_linear(x, projection)
 
     def low_rank_projection(self) -> Projection | None:
-        """The layer as layers/projections/low_rank.py takes it, or None where PEFT's own forward must run."""
+        """Return the layer for layers/projections/low_rank.py, or None where PEFT's own forward must run."""
         base = projection_of(self.base_layer)
         adapters = active_adapters(self)
         if base is None or adapters is None:
@@ -63,6 +61,6 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         return Projection(base.weight, base.bias, adapters)
 
     def adapter_costs(self) -> dict[str, Any]:
-        """As layers/memory/adapters.py asks."""
+        """Memory costs for layers/memory/adapters.py."""
         projection = self.low_rank_projection()
         return costs_of(self, None if projection is None else projection.adapters)

@@ -1,9 +1,8 @@
-"""PEFT's own forward of a layer, of which only the input is kept for the backward pass.
+"""PEFT's own forward of a layer, recomputed so that only the input is kept for the backward pass.
 
-It runs where our operation does not fit: DoRA, `lora_bias` and other variants of LoRA, weights of torchao,
-IA3. PEFT's code casts inputs and keeps several tensors as wide as the output; here it runs again in the
-backward pass instead, for one more matrix product. At the level `all` of activation memory it keeps all of
-these.
+It runs where our operation does not apply: DoRA, `lora_bias` and other LoRA variants, torchao weights, IA3.
+PEFT's code casts inputs and keeps several tensors as wide as the output. Running it again in the backward
+pass avoids that, for one more matrix product. At activation memory level `all` nothing is recomputed.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory, re
 def keep_input_alone(
     layer: Any, forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
-    """forward(x, *args, **kwargs), which is PEFT's own of this layer.
+    """Run PEFT's own forward(x, *args, **kwargs) of this layer, keeping only its input.
 
     Raises:
         RuntimeError: in the backward pass, if other adapters are active than in the forward pass.
@@ -45,24 +44,24 @@ def keep_input_alone(
 
 
 class KeepsInputAlone:
-    """One of PEFT's layers with `keep_input_alone` as its forward."""
+    """PEFT layer with `keep_input_alone` as its forward."""
 
     activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """Map x [..., in] to [..., out]."""
         return keep_input_alone(self, super().forward, x, *args, **kwargs)  # type: ignore[misc]
 
     def low_rank_projection(self) -> None:
-        """It is none that layers/projections/low_rank.py takes."""
+        """Return None: layers/projections/low_rank.py does not cover this layer."""
 
     def adapter_costs(self) -> dict[str, Any]:
-        """As layers/memory/adapters.py asks."""
+        """Memory costs for layers/memory/adapters.py."""
         return costs_of(self, None)
 
 
 def take_over(layer: nn.Module) -> None:
-    """Let a linear layer of IA3, or of LoRA on torchao's weights, keep its input alone."""
+    """Make a linear layer of IA3, or of LoRA on torchao weights, keep only its input."""
     theirs: Any = type(layer)
     if theirs.__module__ in _HOMES and "Linear" in theirs.__name__:
         change_class(layer, _ours(theirs))
@@ -76,7 +75,7 @@ def _ours(theirs: Any) -> type:
     ours = type(
         f"Lean{theirs.__module__.split('.')[2].upper()}{theirs.__name__}", (KeepsInputAlone, theirs), {}
     )
-    ours.__module__ = __name__  # where pickle looks for it
+    ours.__module__ = __name__  # for pickle
     globals()[ours.__name__] = ours
     return ours
 
@@ -86,7 +85,7 @@ def _parts(layer: nn.Module) -> list[nn.Module]:
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    """The switches that decide about the result."""
+    """Return the switches that affect the result."""
     return {
         "adapters": tuple(layer.active_adapters),
         "disabled": layer.disable_adapters,

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers as our operation sees them: which paths are active, and whether they are plain."""
+"""Inspection of PEFT's LoRA layers: the active low-rank paths, and whether our operation covers them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_models.layers.projections.low_rank_plan import Adapter
 
 
 def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:
-    """The low-rank paths of one of PEFT's LoRA layers as they are now, or None where they are more."""
+    """Return the active low-rank paths of a PEFT LoRA layer, or None if it does more than add them."""
     if layer.disable_adapters or layer.merged or not getattr(layer, "cast_input_dtype_enabled", True):
         return None
     adapters = []
@@ -31,8 +31,8 @@ def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:
 
 
 def costs_of(layer: Any, adapters: tuple[Adapter, ...] | None) -> dict[str, Any]:
-    """What layers/memory/adapters.py asks of one of PEFT's layers: the rank of its paths where our operation
-    runs it, or which of PEFT's own forwards does (`adapters` is None).
+    """Return a PEFT layer's memory costs for layers/memory/adapters.py: the rank of its paths where our
+    operation runs it, or the kind of PEFT's own forward (`adapters` is None).
     """
     if adapters is not None:
         return {"rank": sum(adapter.a.shape[0] for adapter in adapters)}
@@ -41,14 +41,14 @@ def costs_of(layer: Any, adapters: tuple[Adapter, ...] | None) -> dict[str, Any]
         outputs = "ia3 on outputs, quantised" if quantised else "ia3 on outputs"
         return {"peft": "ia3 on inputs" if layer.is_feedforward else outputs}
     active = [name for name in layer.active_adapters if name in layer.lora_A]
-    # Of other variants than DoRA none takes more.
+    # No other variant takes more than DoRA.
     kind = "dora" if any(name in layer.lora_variant for name in active) else "lora"
     dropout = any(_probability(layer.lora_dropout[name]) != 0 for name in active)
     return {"peft": f"{kind}, dropout" if dropout else kind}
 
 
 def is_known(layer: Any) -> bool:
-    """Whether a layer of PEFT has the attributes that we know alone: a newer PEFT may compute with others."""
+    """Return whether a PEFT layer has only known attributes: a newer PEFT may compute with others."""
     return _attributes(layer) <= _KNOWN and not layer.fan_in_fan_out
 
 
@@ -70,18 +70,18 @@ _KNOWN = {
         "kwargs",
     ),
     *("cast_input_dtype_enabled", "fan_in_fan_out", "is_target_conv_1d_layer", "in_features", "out_features"),
-    "adapter_layer_names",  # DoRA notes its magnitudes there
+    "adapter_layer_names",  # DoRA lists its magnitudes there
 }
 
 
 def _is_plain(linear: nn.Module) -> bool:
-    """One of the two small layers: a matrix without a bias (`lora_bias` gives B one)."""
+    """Return whether A or B is a matrix without a bias (`lora_bias` gives B one)."""
     projection = projection_of(linear)
     return projection is not None and projection.bias is None
 
 
 def _probability(dropout: nn.Module) -> float | None:
-    """Of one of PEFT's dropout layers (an identity where there is none); None of anything else."""
+    """Return the probability of a PEFT dropout layer, 0 for an identity, None for any other module."""
     if has_hooks(dropout):
         return None
     if type(dropout) is nn.Identity:

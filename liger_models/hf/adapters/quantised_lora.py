@@ -1,14 +1,12 @@
-"""PEFT's LoRA layers on quantised ones, by our operation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
+"""PEFT's LoRA on quantised layers, run by our operation (QLoRA: Dettmers et al., 2023, arXiv:2305.14314).
 
-    4 bits:  the operation of layers/projections/low_rank.py on the matrix that the weights stand for, which
-             is made in forward and again in backward and never kept, in the dtype in which bitsandbytes
-             multiplies
-    8 bits:  bitsandbytes' product, and the low-rank paths added to it. Its gradient, dx = dy W with
-             W = CB * SCB / 127, reads only the weights, so nothing else is kept (bitsandbytes
-             keeps the input)
+    4 bits:  the operation of layers/projections/low_rank.py on the dequantised matrix, which is computed in
+             forward and again in backward, in bitsandbytes' compute dtype, and never kept
+    8 bits:  bitsandbytes' product plus the low-rank paths. Its gradient, dx = dy W with W = CB * SCB / 127,
+             reads only the weights, so nothing else is kept (bitsandbytes keeps the input)
 
-As in hf/lora.py, layers are PEFT's own with another forward. PEFT's casts the input of every layer to the
-adapters' float32 and keeps that copy; here the input is kept as it is, or as its recipe.
+As in hf/lora.py, layers are PEFT's own with another forward. PEFT casts the input of every layer to the
+adapters' float32 and keeps that copy; here the input, or the recipe to recompute it, is kept.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
 def take_over(layer: nn.Module) -> None:
-    """Run one of PEFT's LoRA layers on a quantised one by our operation, if it can; and keep nothing of the
-    product of a layer of 8 bits.
+    """Run a PEFT LoRA layer on a quantised base by our operation where possible. The product of an 8-bit
+    layer then keeps no input for backward.
     """
     kinds, theirs = _kinds(), type(layer)
     if theirs in kinds and (not hasattr(layer, "lora_A") or is_known(layer)):
@@ -40,7 +38,7 @@ def take_over(layer: nn.Module) -> None:
 
 @functools.cache
 def _kinds() -> dict[type, type]:
-    """Our class for each of PEFT's, which are there where bitsandbytes is."""
+    """Map PEFT's bitsandbytes classes to ours."""
     from bitsandbytes.nn import Linear8bitLt
     from peft.tuners.lora import bnb
 
@@ -49,12 +47,12 @@ def _kinds() -> dict[type, type]:
         theirs: type(f"LowRank{theirs.__name__}", (ours, theirs), {}) for theirs, ours in kinds.items()
     }
     made[Linear8bitLt] = type("LeanLinear8bitLt", (EightBitProduct, Linear8bitLt), {})
-    globals().update({kind.__name__: kind for kind in made.values()})  # where pickle looks for them
+    globals().update({kind.__name__: kind for kind in made.values()})  # for pickle
     return made
 
 
 def _add_low_rank(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """The base layer's own product and the paths, or None where PEFT's forward must run."""
+    """Add the paths to the base layer's own product, or return None where PEFT's forward must run."""
     adapters = None if args or kwargs else active_adapters(layer)
     if not adapters or torch.is_autocast_enabled(x.device.type):
         return None
@@ -62,13 +60,13 @@ def _add_low_rank(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | 
 
 
 class FourBits:
-    """The forward that PEFT's layer on one of 4 bits gets."""
+    """Forward of PEFT's layer on a 4-bit layer."""
 
     base_layer: Any
     activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out], in the dtype of x."""
+        """Map x [..., in] to [..., out], in the dtype of x."""
         projection = None if args or kwargs else self.low_rank_projection()
         if projection is not None and projection.takes(x):
             return low_rank_linear(x, projection)
@@ -76,8 +74,8 @@ class FourBits:
         return keep_input_alone(self, super().forward, x, *args, **kwargs) if out is None else out  # type: ignore[misc]
 
     def low_rank_projection(self) -> Projection | None:
-        """The layer as layers/projections/low_rank.py takes it, or None where the base layer must be called:
-        where no gradient is wanted, bitsandbytes multiplies few tokens faster.
+        """Return the layer for layers/projections/low_rank.py, or None where the base layer must be called.
+        Without gradients, bitsandbytes is faster for few tokens.
         """
         base = self.base_layer
         state = getattr(base.weight, "quant_state", None)
@@ -88,33 +86,33 @@ class FourBits:
         return Projection(base.weight, base.bias, adapters, functools.partial(_dense, state), dtype)
 
     def adapter_costs(self) -> dict[str, Any]:
-        """As layers/memory/adapters.py asks."""
+        """Memory costs for layers/memory/adapters.py."""
         return costs_of(self, active_adapters(self))
 
 
 class EightBits:
-    """The forward that PEFT's layer on one of 8 bits gets."""
+    """Forward of PEFT's layer on an 8-bit layer."""
 
     activation_memory: ActivationMemory = "lean"
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """x [..., in] -> [..., out], in the dtype of x."""
+        """Map x [..., in] to [..., out], in the dtype of x."""
         out = _add_low_rank(self, x, *args, **kwargs)
         return keep_input_alone(self, super().forward, x, *args, **kwargs) if out is None else out  # type: ignore[misc]
 
     def adapter_costs(self) -> dict[str, Any]:
-        """As layers/memory/adapters.py asks."""
+        """Memory costs for layers/memory/adapters.py."""
         return costs_of(self, active_adapters(self)) | {"eight_bits": True}
 
 
 class EightBitProduct:
-    """The forward that a linear layer of 8 bits gets."""
+    """Forward of an 8-bit linear layer."""
 
     weight: Any
     bias: Any
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in the dtype of x."""
+        """Map x [..., in] to [..., out], in the dtype of x."""
         if torch.compiler.is_compiling() or self.weight.requires_grad:
             return super().forward(x)  # type: ignore[misc]
         return _EightBitProduct.apply(x, self.bias, self, super().forward)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Weights on their way between our layout and transformers' loader and writer.
+"""Conversion of weights between our layout and transformers' loader and writer.
 
 May import convert and layers; the model classes import it.
 """

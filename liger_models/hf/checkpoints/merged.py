@@ -1,7 +1,6 @@
-"""The saved tensors of a model that PEFT may have changed, as they would be without it: adapters merged.
+"""Saved tensors of a model with its PEFT adapters merged, under the names without PEFT.
 
-Nothing is changed in the model, so nothing is lost to rounding by merging and taking back: each tensor is
-merged alone, into a copy, when it is asked for.
+Each tensor is merged on request, into a copy. The model does not change, so unmerging cannot round it.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from liger_models.convert.errors import CheckpointError
 
 
 def merged_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """What gives each saved tensor, by the name that it has in the model without adapters; a tied one once.
+    """Return a function for each saved tensor, by its name without adapters; tied tensors appear once.
 
     Raises:
-        CheckpointError: a tied tensor that adapters make two of, or a quantised one.
+        CheckpointError: a tied tensor whose uses differ once merged, or a quantised one.
     """
     found: dict[str, Callable[[], Tensor]] = {}
-    first: dict[int, str] = {}  # of a tensor, the name under which it was met
+    first: dict[int, str] = {}  # tensor id -> first name
     for name, tensor, adapters in _saved(model, "", ()):
         if not tensor.is_floating_point():
             raise CheckpointError(
@@ -47,7 +46,7 @@ def merged_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 def _saved(
     module: nn.Module, path: str, adapters: tuple[Any, ...]
 ) -> Iterator[tuple[str, Tensor, tuple[Any, ...]]]:
-    """(name, tensor, the adapters around it) of what a checkpoint holds, in the model's order."""
+    """Yield (name, tensor, adapters around it) of the saved tensors, in the model's order."""
     peft = sys.modules.get("peft")  # without it there is no adapter
     while peft is not None:
         if isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer):
@@ -68,7 +67,7 @@ def _saved(
 
 
 def _merged(tensor: Tensor, adapters: Sequence[Any]) -> Tensor:
-    """With what the active adapters add, unless they are merged already or switched off."""
+    """Add the active adapters' deltas, unless they are merged or disabled."""
     adapters = [layer for layer in adapters if not layer.merged and not layer.disable_adapters]
     if not adapters:
         return tensor
@@ -76,7 +75,7 @@ def _merged(tensor: Tensor, adapters: Sequence[Any]) -> Tensor:
     before = [parameter.data for parameter in own]
     try:
         for layer in reversed(adapters):  # the innermost first
-            layer.merge(safe_merge=True)  # gives a parameter other memory, and writes nothing into its own
+            layer.merge(safe_merge=True)  # replaces the storage, never writes in place
         return tensor.data
     finally:
         for parameter, memory in zip(own, before, strict=True):

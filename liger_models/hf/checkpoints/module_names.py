@@ -1,16 +1,14 @@
-"""Modules under the names that transformers' own model gives them.
+"""Renaming of modules to their names in transformers' own model.
 
     layers.0.mlp.up_proj -> layers.0.mlp.fc1 (Phi)          layers.0.mlp -> layers.0.feed_forward (Llama 4)
     layers.0.per_layer_input.per_layer_projection -> layers.0.per_layer_projection (Gemma 4)
 
-Tools look for layers by name: PEFT's targets and files, lists of what is not to be quantised, hooks. Our
-parts bear one name in all families, by which the wiring of blocks reads them. Here they are put into the
-module tree where transformers' own model has them, and the wiring finds them through properties of a subclass
-that is made for the purpose and is else the class itself. Parameters keep the names that they have within
-modules.
+Tools look layers up by name: PEFT's targets and files, quantisation skip lists, hooks. Our blocks use one
+set of names for all families. This module moves each submodule to its path in transformers' own model, and
+the blocks find it through properties of a generated subclass. Parameters keep their names within modules.
 
-What transformers' own model has is the family's last layout, that of its modules in memory. Where its name is
-what the wiring calls another module (norms of GLM-4), both stay as they are.
+The names come from the family's last layout, that of transformers' modules in memory. If such a name already
+means another module in our block (norms of GLM-4), neither module is renamed.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ from liger_models.layers.projections.linear import Linear
 
 
 def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:
-    """Put the modules of a decoder where those of transformers' own stand.
+    """Move the modules of a decoder to their paths in transformers' own model.
 
     Args:
-        model: as its wiring has it.
-        weight_map: of its tensors, over those of transformers' own.
+        model: with our module names.
+        weight_map: its tensors as expressions over those of transformers' own model.
 
     Returns:
-        (the name that each tensor has now, the paths at which transformers' own has another module).
+        (the new name of each tensor, the paths that mean another module in transformers' own model).
     """
     modules = dict(model.named_modules())
     homes, ambiguous = _homes(modules, weight_map)
@@ -50,7 +48,7 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
             (holder, leaf), (parent, name) = _cut(home), _cut(path)
             wired = _join(homes[parent], name)
             within = holder
-            while within not in at:  # modules of theirs that are none of ours: they hold others
+            while within not in at:  # containers that only transformers' model has
                 made = _Around(leaf) if within == wired == holder else Holder()
                 at[within] = made.train(model.training)
                 above, last = _cut(within)
@@ -74,8 +72,8 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
 
 
 def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
-    """Put the modules of a decoder beside it, and the head at this path, where transformers' own model is
-    none within another.
+    """Move a decoder's modules up to the whole model and the head to this path, for families that
+    transformers does not nest in a base model.
     """
     for owner in list(decoder.modules()):
         for name, (start, path) in vars(owner).get("_elsewhere", {}).items():
@@ -94,9 +92,7 @@ def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
 
 
 def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:
-    """Let what is a parameter of a module in transformers' own model be no linear layer here, which tools
-    would adapt or quantise.
-    """
+    """Expose weights as plain parameters where transformers does, so that PEFT and quantisers skip them."""
     modules = dict(model.named_modules())
     for tensor, expr in weight_map.items():
         module = modules.get(_cut(tensor)[0])
@@ -105,21 +101,22 @@ def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:
 
 
 class Matrix(nn.Module):
-    """What `Linear` computes, of a matrix that is not to be taken for a layer."""
+    """Matrix with the forward of `Linear` that tools do not recognise as a linear layer."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     forward = Linear.forward  # type: ignore[assignment]
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise as `Linear` does."""
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 def refuse_ambiguous(decoder: Any) -> None:
-    """
+    """Refuse PEFT layers at ambiguous names.
+
     Raises:
-        ValueError: PEFT has put something around a module whose name means another one in transformers.
+        ValueError: PEFT has wrapped a module whose name means another one in transformers.
     """
     for path in decoder.ambiguous:
         module = decoder.get_submodule(path)
@@ -133,7 +130,7 @@ def refuse_ambiguous(decoder: Any) -> None:
 def _homes(
     modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]
 ) -> tuple[dict[str, str], set[str]]:
-    """Where each module goes, by its path, and the paths at which transformers' own has another one."""
+    """Return (new path of each module, paths that mean another module in transformers' own model)."""
     wishes = _wishes(modules, weight_map)
     ambiguous: set[str] = set()
     while True:
@@ -142,9 +139,9 @@ def _homes(
         for path in modules:  # parents before their children
             stays = _join(homes[_cut(path)[0]], _cut(path)[1]) if path else ""
             home = wishes.get(path, stays) if path else ""
-            homes[path] = stays if home in taken else home  # what only holds others holds nothing then
+            homes[path] = stays if home in taken else home  # its container is then empty
             taken[homes[path]] = path
-        hidden = {}  # what would stand at a name by which the wiring reads another module
+        hidden = {}  # modules whose new name already means another module in our block
         for path, home in homes.items():
             name = _join(homes[_cut(path)[0]], _cut(path)[1]) if path else ""
             if name != home and name in taken:
@@ -158,15 +155,15 @@ def _homes(
 
 
 def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) -> dict[str, str]:
-    """Where transformers' own model has a module with these tensors, or with these children."""
+    """Find the path in transformers' own model of the module with the same tensors or children."""
     found: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for tensor, expr in weight_map.items():
         path, name = _cut(tensor)
         theirs, their_name = _cut(next(expr.refs()).name)
         if their_name == name:
-            if isinstance(expr, Stack):  # the norms of single heads
+            if isinstance(expr, Stack):  # per-head norms
                 theirs = _common([_cut(ref.name)[0] for ref in expr.refs()])
-            elif not is_one_tensor(expr):  # a packed projection stands beside its parts
+            elif not is_one_tensor(expr):  # a packed projection goes next to its parts
                 beside = _common([_cut(_cut(ref.name)[0])[0] for ref in expr.refs()])
                 theirs = _join(beside, _cut(path)[1])
             found[path][theirs] += 1
@@ -176,7 +173,7 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
         if path and path in found:
             if path in holding:
                 wishes[path] = min(found[path].items(), key=lambda wish: (-wish[1], len(wish[0])))[0]
-            else:  # what only holds others stands where all of these are
+            else:  # a container goes to the common path of its children
                 wishes[path] = _common(found[path])
             if (parent := _cut(path)[0]) not in holding:
                 found[parent][_cut(wishes[path])[0]] += 1
@@ -184,35 +181,32 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
 
 
 def _common(paths: Iterable[str]) -> str:
-    """The path within which all of these are."""
+    """Return the longest common parent path."""
     steps = [path.split(".") for path in paths]
     shared = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*steps, strict=False))
     return ".".join(level[0] for level in shared)
 
 
 def _note(owner: Any, name: str, start: nn.Module, path: str) -> None:
-    """Let `owner.name` be what stands at this path from `start`: tools put modules of their own around any on
-    the way.
+    """Resolve `owner.name` to the module at this path from `start`, on each access, because tools may wrap
+    any module on the way.
     """
     if not isinstance(owner, _Renamed):
         kind: Any = type(owner)
         change_class(owner, _renamed(kind))
-    vars(owner).setdefault("_elsewhere", {})  # which one made from a renamed class does not have yet
+    vars(owner).setdefault("_elsewhere", {})  # not set yet on an instance of a renamed class
     owner._elsewhere[name] = (None if start is owner else start, path)
     if name not in vars(type(owner)):
         setattr(type(owner), name, property(functools.partial(_child, name=name)))
 
 
 class Holder(nn.Module):
-    """Stands where transformers' own model has a module that ours does without. It holds others and is never
-    run: no hook on it would be, of which who puts one there is told. (Some tools put one on every module.)
+    """Container at the path of a module that only transformers' own model has. It is never called.
+    Registering a hook on it warns and does not raise, because some tools hook every module.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise NotImplementedError: a container has no forward."""
         raise NotImplementedError(f"{self._said}; call the model, or one of these")
 
     @property
@@ -238,28 +232,28 @@ class Holder(nn.Module):
 
 
 class LanguageModel(Holder):
-    """The language model within one that sees, as `get_decoder` returns it.
+    """Language model inside a vision-language model, as `get_decoder` returns it.
 
-    It runs when it is called itself, for text or embeddings, and within no call of the whole model.
+    It runs when called directly, on ids or embeddings. A forward of the whole model does not call it.
     """
 
     @classmethod
     def within(cls, owner: Any) -> None:
-        """Turn the module that holds the parts of the owner's language model into one, if none of ours has
-        its place.
+        """Make the container of the owner's language layers a `LanguageModel`, unless one of our modules
+        has that path.
         """
         holder: Any = child_table(owner).get("language_model")
         if type(holder) is Holder:
             change_class(holder, cls)
-            vars(holder)["_owner"] = (owner,)  # in a tuple, or it would become a child of its own child
+            vars(holder)["_owner"] = (owner,)  # a tuple avoids registration as a child module
 
     @property
     def config(self) -> Any:
-        """The config of the text part."""
+        """Config of the language model."""
         return self._whole.config.get_text_config()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's that it is in."""
+        """Run the owner's forward."""
         return self._whole(*args, **kwargs)
 
     @property
@@ -273,7 +267,7 @@ class LanguageModel(Holder):
 
 
 class _Around(nn.Module):
-    """Stands where the wiring looks for a module, which transformers' own has within another one."""
+    """Forwards to a module that transformers' own model nests in another one, at the name our block uses."""
 
     def __init__(self, leaf: str):
         super().__init__()
@@ -284,10 +278,10 @@ class _Around(nn.Module):
 
 
 class _Renamed:
-    """A module some of whose children bear other names, or stand elsewhere.
+    """Mixin of a module with children that are renamed or moved.
 
     Attributes:
-        _elsewhere: by the name in the wiring, (from where, if not from this module, the path).
+        _elsewhere: our name -> (start module, or None for this one; path from it).
     """
 
     _elsewhere: dict[str, tuple[nn.Module | None, str]]
@@ -301,7 +295,7 @@ class _Renamed:
             super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle looks classes up by their names, under which it finds the plain one."""
+        """Pickle with the plain class, which is importable by name."""
         if not vars(type(self)).get("_is_made"):
             return super().__reduce_ex__(protocol)
         return _empty, (type(self).__mro__[2],), vars(self)
@@ -319,7 +313,7 @@ def _empty(kind: Any) -> Any:
 
 
 def _child(module: Any, name: str) -> Any:
-    if name in vars(module):  # None, where this one has no such part
+    if name in vars(module):  # may be None: this block lacks the part
         return vars(module)[name]
     start, path = vars(module).get("_elsewhere", {}).get(name, (None, name))
     return _at(module if start is None else start, path)
@@ -331,7 +325,7 @@ def _at(module: Any, path: str) -> Any:
             module = child_table(module)[step]
         elif isinstance(module, _Renamed):
             raise AttributeError(step)
-        else:  # what stands around one of ours gives what that has: in PEFT, of the copy that is trained
+        else:  # a wrapper forwards to ours: PEFT's to the copy that is trained
             module = getattr(module, step)
     return module
 

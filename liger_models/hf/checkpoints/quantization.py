@@ -1,11 +1,10 @@
-"""Quantised models: bitsandbytes and torchao in the places where they stand in transformers' own models.
+"""Quantised models: bitsandbytes and torchao layers in the same places as in transformers' own models.
 
-transformers puts quantised layers in the place of what is exactly torch's linear layer, before a weight is
-read, and quantises each weight as it comes from the checkpoint. So a model that is to be quantised consists
-of such layers, one for each that transformers' own model has. Blocks of 4 bits and their statistics, of which
-double quantisation takes means over a whole layer, are then the same, and so are saved files. Stacked experts
-and their routers are no linear layers, there and here, and stay as they are; so does the head, unless
-`llm_int8_skip_modules` is given without it.
+Before weights are read, transformers replaces modules whose class is exactly `torch.nn.Linear`, and quantises
+each weight as it is loaded. A model to be quantised therefore has one such layer for each in transformers'
+own model. 4-bit blocks and their statistics are then equal (double quantisation averages over a whole layer),
+and so are saved files. Stacked experts and routers are not linear layers in either library and are not
+quantised; nor is the head, unless `llm_int8_skip_modules` omits it.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ METHODS = ("bitsandbytes", "torchao")
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether transformers is about to quantise a model of this config, or it was saved quantised."""
+    """Return whether a config asks for quantisation or describes a quantised checkpoint."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def give_layers_to_quantise(model: Any) -> None:
-    """Let a model that was just made consist of torch's own linear layers.
+    """Replace the linear layers of a new model with torch's own.
 
     Raises:
-        ConfigError: another method than bitsandbytes and torchao; packed projections of what the checkpoint
-            has in parts.
+        ConfigError: the method is neither bitsandbytes nor torchao, or packed projections are requested where
+            the checkpoint has separate ones.
     """
     settings = model.config.quantization_config
     method = _setting(settings, "quant_method")
@@ -54,7 +53,7 @@ def give_layers_to_quantise(model: Any) -> None:
             "would not be those of transformers' own model. Call "
             'liger_models.hf.register(projections="split") before from_pretrained'
         )
-    model.split_projections()  # what is packed in the checkpoint too becomes a layer like the others
+    model.split_projections()  # projections packed in checkpoints too become plain layers
     skipped = _setting(settings, "llm_int8_skip_modules") or _setting(settings, "modules_to_not_convert")
     for path, module in model.named_modules():
         if isinstance(module, nn.Linear):

@@ -1,9 +1,8 @@
-"""What transformers' own model of a family that sees has and we have not: tensors that nothing reads.
+"""Unused tensors of vision-language checkpoints, which transformers' own model has and our forward ignores.
 
-A SigLIP tower ends in a head that language models pass over, LLaVA reads a layer of CLIP's before the last,
-and Gemma 4's checkpoints may hold an encoder of sounds. Such tensors are read and written with the rest, as
-modules of transformers' own at their places in our tree, which are never called: what tools look for by name
-is there, and a checkpoint goes out whole.
+Examples are the head of a SigLIP tower, the layers of CLIP after the one that LLaVA reads, and the audio
+encoder in some Gemma 4 checkpoints. They are read and written with the rest. Our tree holds transformers' own
+modules for them, which are never called, so that tools find the names and saved checkpoints are complete.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from liger_models.layers.projections.in_place import change_class, child_table
 
 
 def own_class(config_class: Any, name: str) -> Any:
-    """transformers' own class of a family, also while `register` has put ours in its place."""
+    """Return transformers' own class of a family, even while `register` replaces it by ours."""
     home = config_class.__module__.replace(".configuration_", ".modeling_")
     return getattr(importlib.import_module(home), name)
 
 
 def own_skeleton(architecture: Architecture, config: Any) -> nn.Module:
-    """transformers' own model, without memory."""
-    config = copy.deepcopy(config)  # into which some write
+    """Build transformers' own model on the meta device."""
+    config = copy.deepcopy(config)  # some models modify it
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"), _parts_of_theirs():
@@ -44,7 +43,7 @@ def own_skeleton(architecture: Architecture, config: Any) -> nn.Module:
 
 @contextmanager
 def _parts_of_theirs() -> Iterator[None]:
-    """Let transformers' own models be made of its own parts, which they look for in the Auto classes too."""
+    """Make the Auto classes return transformers' own submodels while one of its models is built."""
     mapping = AutoModel._model_mapping
     before, mapping._extra_content = mapping._extra_content, {}
     try:
@@ -54,10 +53,10 @@ def _parts_of_theirs() -> Iterator[None]:
 
 
 def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
-    """That of a family's layouts which has the names of transformers' own modules.
+    """Find the family's layout that uses the names of transformers' own modules.
 
     Raises:
-        UnsupportedModelError: none of them has.
+        UnsupportedModelError: no layout does.
     """
     layouts = model.architecture.layouts
     if theirs is None:
@@ -74,8 +73,8 @@ def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
 
 
 def carry_unread(model: Any, theirs: nn.Module) -> None:
-    """Put what transformers' own model has beside our tensors into one of ours, whose modules bear the names
-    of its own, and note the tensors in `model.unread`.
+    """Add the modules that only transformers' own model has to ours, and record their tensors in
+    `model.unread`. Our modules must have transformers' names already.
     """
     prefix = f"{model.base_model_prefix}."
     own = set(checkpoint_shapes(model.own_layout.weight_map(model.forms)))
@@ -88,26 +87,24 @@ def carry_unread(model: Any, theirs: nn.Module) -> None:
 
 
 def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type, Any]:
-    """What initialises modules of theirs, by their types: `_init_weights` of the model that they are in."""
+    """Return initialisers by module type: `_init_weights` of the transformers model that owns the module."""
     steps = path.split(".")
     around = [theirs.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
     owner = [holder for holder in around if isinstance(holder, PreTrainedModel)][-1]
-    alone = copy.copy(owner)  # its config alone counts
-    vars(alone).update(_modules={}, _parameters={})  # of the copy, whose tables are the owner's
+    alone = copy.copy(owner)  # only its config is used
+    vars(alone).update(_modules={}, _parameters={})  # the shallow copy shares the owner's dicts
     return {type(part): functools.partial(type(owner)._init_weights, alone) for part in module.modules()}
 
 
 def leave_unread(decoder: Any) -> None:
-    """Let what nothing reads need no gradient, for which DDP would wait: transformers' loader says that every
-    tensor needs one.
-    """
+    """Turn off gradients of unused tensors, for which DDP would wait; transformers' loader turns them on."""
     own = dict(decoder.named_parameters())
     for name in decoder.unread.keys() & own.keys():
         own[name].requires_grad_(False)
 
 
 def unread_in(decoder: Any, layout: Layout) -> dict[str, Ref]:
-    """Where a layout has the tensors that nothing reads."""
+    """Return the expressions of unused tensors in a layout."""
     return {name: Ref(_name_in(decoder, layout, ref.name), ref.shape) for name, ref in decoder.unread.items()}
 
 
@@ -122,7 +119,7 @@ def _name_in(decoder: Any, layout: Layout, name: str) -> str:
 
 
 def _unread_modules(module: nn.Module, path: str, unread: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The largest modules, and tensors of modules, of which all that is saved is unread."""
+    """Yield the largest modules, and single tensors, whose saved tensors are all unused."""
     saved = [f"{path}{name}" for name in module.state_dict()]
     if path and saved and all(name in unread for name in saved):
         yield path.removesuffix("."), module
@@ -149,19 +146,19 @@ def _place(model: nn.Module, path: str, module: nn.Module) -> None:
             child_table(holder)[step] = module
             return
         holder = child_table(holder).setdefault(step, nn.Module())
-    for name, parameter in module.named_parameters(recurse=False):  # of a module that is there
+    for name, parameter in module.named_parameters(recurse=False):  # of a module that ours has too
         holder.register_parameter(name, parameter)
 
 
 def _hide_further(layers: nn.ModuleList) -> None:
-    """Let what is added to a list from here on be no part of it, for whoever runs through the list."""
+    """Hide layers appended after this call from iteration over the list."""
     if type(layers) is nn.ModuleList:
         layers.read = len(layers)  # type: ignore[assignment]
         change_class(layers, ReadLayers)
 
 
 class ReadLayers(nn.ModuleList):
-    """A list of layers, of which the first `read` are run."""
+    """List of layers that iterates over the first `read` only."""
 
     read: int
 

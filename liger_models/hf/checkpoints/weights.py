@@ -1,13 +1,13 @@
-"""Checkpoints through transformers' own loader and writer, by our weight map.
+"""Checkpoint conversion inside transformers' own loader and writer, driven by our weight map.
 
-transformers converts a checkpoint tensor by tensor: entries of a mapping say what a name becomes, and an
-operation makes the model's tensors from those that were collected for it. Its own entries are patterns, with
-operations such as Concatenate, whose reverse cuts equal pieces (wrong with fewer key than query heads). Ours
-is one entry for the whole model, made from the model's layouts: it knows every name exactly, and reads and
-writes by the expressions, so that reading and writing are each other's inverse.
+transformers converts a checkpoint tensor by tensor: a mapping entry renames a tensor, and an operation builds
+the model's tensors from those collected. Its own entries are patterns with operations such as Concatenate,
+whose reverse cuts equal pieces (wrong with fewer key than query heads). Ours is one entry for the whole
+model, built from its layouts. It lists every name and uses the same expressions to read and to write, so
+that each is the inverse of the other.
 
-A `Group` is the smallest set of native tensors and checkpoint tensors that hang together: one packed
-projection and its parts, or all parts of a tensor that a checkpoint holds whole.
+A `Group` is the smallest connected set of native and checkpoint tensors: a packed projection and its parts,
+or all parts of a tensor that a checkpoint stores whole.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from liger_models.convert.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Group:
-    """Native tensors, and the checkpoint tensors of which they are made in one layout.
+    """Native tensors and the checkpoint tensors they are built from in one layout.
 
     Attributes:
         layout: the layout.
-        natives: their expressions, by name, in the order of names.
-        shapes: of the checkpoint tensors, by name, in the order of names.
+        natives: expressions of the native tensors, sorted by name.
+        shapes: shapes of the checkpoint tensors, sorted by name.
     """
 
     layout: Layout
@@ -43,26 +43,26 @@ class Group:
 
     @classmethod
     def of(cls, layout: Layout, natives: Mapping[str, Expr]) -> Group:
-        """The group of these natives and of all that they are made of."""
+        """Build the group of these native tensors and their sources."""
         shapes = {ref.name: ref.shape for expr in natives.values() for ref in expr.refs()}
         return cls(layout, _in_order(natives), _in_order(shapes))
 
     def read(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The native tensors from the checkpoint's."""
+        """Compute the native tensors from the checkpoint tensors."""
         return {name: expr.read(tensors.__getitem__) for name, expr in self.natives.items()}
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint tensors from the native ones."""
+        """Compute the checkpoint tensors from the native tensors."""
         written = write((expr, tensors[name]) for name, expr in self.natives.items())
         return {name: written[name] for name in self.shapes}
 
 
 class Groups:
-    """The groups of a model in each of its layouts. Tensors that no layout changes are in none.
+    """Groups of a model in each of its layouts, without the tensors that no layout changes.
 
     Args:
-        weight_maps: of each layout.
-        prefix: what stands before the names of a whole model, and not before those of its base model.
+        weight_maps: one for each layout.
+        prefix: of the names in a whole model, absent in its base model.
     """
 
     def __init__(self, weight_maps: Sequence[tuple[Layout, Mapping[str, Expr]]], prefix: str):
@@ -87,13 +87,13 @@ class Groups:
             self._add(layout, [Group.of(layout, natives) for natives in connected(concerned)])
 
     def in_layout(self, layout: Layout) -> Groups:
-        """Those of one layout alone."""
+        """Return the groups of one layout."""
         one = Groups([], self.prefix)
         one._add(layout, self.of_layout[layout])
         return one
 
     def note(self, name: str) -> None:
-        """A checkpoint has a tensor of this name: leave the layouts out that have none."""
+        """Record a tensor name found in a checkpoint, and drop the layouts without it."""
         having = {group.layout for group in self.of_checkpoint[name]}
         self.layouts = [layout for layout in self.layouts if layout in having] or self.layouts
 
@@ -107,13 +107,13 @@ class Groups:
 
 
 def groups_of(model: Any) -> Groups:
-    """The groups of one of our models in transformers, as its modules are now."""
+    """Build the groups of a model from its current modules."""
     weight_maps = [(layout, model.weight_map(layout)) for layout in model.layouts]
     return Groups(weight_maps, f"{model.base_model_prefix}.")
 
 
 class CheckpointConverter(WeightConverter):
-    """The entry of a model in transformers' mapping: from checkpoint to native names, or back."""
+    """Entry of a model in transformers' mapping, from checkpoint to native names or back."""
 
     __slots__ = ("backwards", "groups", "pattern")
 
@@ -123,7 +123,7 @@ class CheckpointConverter(WeightConverter):
         self.pattern, self.groups, self.backwards = pattern, groups, backwards
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
-        """(the first name of the other side of its group, what stands for this entry)."""
+        """Return (the first target name of the key's group, the pattern that identifies this entry)."""
         known = self.groups.of_native if self.backwards else self.groups.of_checkpoint
         for prefix in self._prefixes():
             name = source_key.removeprefix(prefix)
@@ -141,7 +141,7 @@ class CheckpointConverter(WeightConverter):
         return source_key, None
 
     def _prefixes(self) -> tuple[str, ...]:
-        """What can stand in front of this model's names: of a part, its path in the whole model."""
+        """Possible prefixes of this model's names; for a submodel, its path in the whole model."""
         if self.scope_prefix is None:
             return "", self.groups.prefix
         base, scope = (f"{part}." if part else "" for part in (self.base_model_prefix, self.scope_prefix))
@@ -151,7 +151,7 @@ class CheckpointConverter(WeightConverter):
         return self._with_direction(not self.backwards)
 
     def __deepcopy__(self, memo: object) -> CheckpointConverter:
-        # The loader makes a copy for every tensor that it meets; what the model is made of is shared.
+        # The loader copies this entry for every tensor; the copies share the groups.
         return self._with_direction(self.backwards)
 
     def _with_direction(self, backwards: bool) -> CheckpointConverter:
@@ -161,7 +161,7 @@ class CheckpointConverter(WeightConverter):
 
 
 class ReadGroups(ConversionOps):
-    """The native tensors of a group from those of a checkpoint, which come in the order of their names."""
+    """Convert the checkpoint tensors of a group, given in name order, to native tensors."""
 
     def __init__(self, groups: Groups):
         self.groups = groups
@@ -192,7 +192,7 @@ class ReadGroups(ConversionOps):
 
 
 class WriteGroups(ConversionOps):
-    """The checkpoint tensors of a group from the native ones, which come in the order of their names."""
+    """Convert the native tensors of a group, given in name order, to checkpoint tensors."""
 
     def __init__(self, groups: Groups):
         self.groups = groups
@@ -222,15 +222,15 @@ class WriteGroups(ConversionOps):
 
 
 def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
-    """A hook in front of `load_state_dict`: a state dict of a checkpoint's names becomes one of native names.
+    """Convert a state dict from checkpoint to native names: a `load_state_dict` pre-hook.
 
-    Trainer resumes with `load_state_dict(what save_pretrained wrote, strict=False)`, which would silently
-    leave as it was what is called otherwise. Some tensors have one name on both sides, and the same shape or
-    not (gpt-oss' experts lie transposed in checkpoints): what the others are tells what these are.
+    Trainer resumes by loading the saved checkpoint with `strict=False`, which would silently skip tensors
+    under other names. Some tensors have one name on both sides, with equal or different shapes (gpt-oss
+    stores its experts transposed). The other tensors decide which side these belong to.
 
     Raises:
-        CheckpointError: of a packed tensor only some parts are there, or tensors of both kinds beside some
-            that may be either.
+        CheckpointError: only some parts of a packed tensor are present, or the state dict mixes both kinds
+            and has tensors that could be either.
     """
     given = {name.removeprefix(prefix): x for name, x in state_dict.items() if name.startswith(prefix)}
     _native, stored = _groups_found(groups_of(model), given)
@@ -240,7 +240,7 @@ def convert_state_dict(model: nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def as_checkpoint(model: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict of native names as one of a checkpoint; one of a checkpoint stays as it is.
+    """Convert a state dict from native to checkpoint names; one with checkpoint names is returned as is.
 
     Raises:
         CheckpointError: as `convert_state_dict`.
@@ -258,8 +258,8 @@ def as_checkpoint(model: Any, state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[Group]], list[list[Group]]]:
-    """(groups that a state dict holds under native names, groups that it holds as a checkpoint does), each in
-    the layouts that fit. A group that may be either is what the others are, or native if there are none.
+    """Return (groups found under native names, groups found under checkpoint names), each in the layouts that
+    fit. An ambiguous group follows the others, or is native if there are no others.
     """
     shapes = {name: tuple(x.shape) for name, x in given.items() if isinstance(x, Tensor)}.items()
     native, stored, either = [], [], []
@@ -273,7 +273,7 @@ def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[G
                 native.append(candidates)
         elif fitting:
             stored.append(fitting)
-        elif not any(name in given for name in natives):  # else torch tells of it
+        elif not any(name in given for name in natives):  # otherwise torch reports it
             _refuse_parts(candidates, given)
     if native and stored and either:
         ours, theirs, unclear = native[0][0].natives, stored[0][0].shapes, either[0][0].natives
@@ -295,12 +295,12 @@ def _refuse_parts(candidates: Sequence[Group], given: Mapping[str, Any]) -> None
 
 
 def refuse_lost_adapters(model: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: object) -> None:
-    """A hook in front of `load_state_dict`: PEFT passes over what has no place, and an adapter that should do
-    something does nothing.
+    """Refuse LoRA tensors that would not be loaded: a `load_state_dict` pre-hook. PEFT skips tensors without
+    a matching parameter, which would leave the adapter without effect.
 
     Raises:
-        CheckpointError: a tensor of a LoRA adapter that is not there, such as those of single experts, as
-            transformers 4 had them.
+        CheckpointError: a LoRA tensor has no matching parameter, such as those of single experts from
+            transformers 4.
     """
     given = [name for name in state_dict if ".lora_" in name and name.startswith(prefix)]
     if not given:
@@ -316,7 +316,7 @@ def refuse_lost_adapters(model: nn.Module, state_dict: Mapping[str, Any], prefix
 
 
 def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:
-    """As transformers sorts a state dict."""
+    """Sort names as transformers sorts a state dict."""
     return {name: named[name] for name in sorted(named, key=dot_natural_key)}
 
 
@@ -330,7 +330,7 @@ def _collected(input_dict: Mapping[str, Any]) -> list[Tensor]:
 
 
 def _known(full_name: str, names: Mapping[str, Any]) -> tuple[str, str]:
-    """A name in parts: the path of our model in a whole one, and the name that is known."""
+    """Split a name into (path of our model in the whole model, known name)."""
     prefix, name = "", full_name
     while name not in names:
         step, _, name = name.partition(".")
