@@ -34,7 +34,7 @@ def cohere(c: HFConfig) -> ModelSpec:
     return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))
 
 
-# Keys of configs whose meaning the reference takes for granted.
+# Config keys whose meaning is fixed in the reference.
 GRANTED = (
     *("layer_switch", "order_of_interleaved_layers", "position_embedding_type", "use_embedding_sharing"),
     *("use_gated_activation", "use_parallel_block", "use_parallel_embedding"),
@@ -46,7 +46,7 @@ GRANTED = (
     reference="Cohere2ForCausalLM",
     defaults={**DEFAULTS, "sliding_window": 4096},
     unread=dict.fromkeys(GRANTED, "the reference does not read it"),
-    fixed={"rotary_pct": 1.0},  # which the reference does not read
+    fixed={"rotary_pct": 1.0},  # not read by the reference
 )
 def cohere2(c: HFConfig) -> ModelSpec:
     """Command R7B and A (Cohere, 2024): Command R with a sliding window on three layers of four, and no

@@ -1,6 +1,5 @@
 """DeepSeek-V2 and V2-Lite (2024, arXiv:2405.04434): multi-head latent attention; experts chosen from the best
-groups, with softmax weights that are not renormalised, beside a shared expert. The first layers have no
-experts.
+groups, with softmax weights that are not renormalised, and a shared expert. The first layers have no experts.
 """
 
 from liger_models.architectures.common import decoder, expert_layouts
@@ -19,7 +18,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, MoESpec, NormSpec
 
-# Of the first training.
+# Settings of pretraining.
 LOSS = dict.fromkeys(("aux_loss_alpha", "seq_aux"), "the reference adds no such loss")
 
 
@@ -31,7 +30,7 @@ LOSS = dict.fromkeys(("aux_loss_alpha", "seq_aux"), "the reference adds no such 
     fixed={
         "scoring_func": "softmax",
         "moe_layer_freq": 1,
-        "norm_topk_prob": False,  # the reference does not read it
+        "norm_topk_prob": False,  # not read by the reference
         "rope_interleave": True,
     },
     unread=LOSS,
@@ -48,7 +47,7 @@ def experts(c: HFConfig, bias: bool) -> MoESpec:
         raise ConfigError(
             f"{c.name}: topk_method must be 'greedy' or 'group_limited_greedy', found {method!r}"
         )
-    for key in ("n_group", "topk_group"):  # without groups of no effect
+    for key in ("n_group", "topk_group"):  # without groups, which have no effect
         c.take(key, None)
     return experts_beside_shared(
         c,

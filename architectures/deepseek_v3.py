@@ -1,5 +1,5 @@
-"""DeepSeek-V3 and R1 (2024, arXiv:2412.19437), Kimi K2: multi-head latent attention, and experts in groups,
-whose load is balanced by a correction bias instead of a loss. The first layers have no experts.
+"""DeepSeek-V3 and R1 (2024, arXiv:2412.19437), Kimi K2: multi-head latent attention, and grouped experts
+balanced by a correction bias instead of a loss. The first layers have no experts.
 """
 
 from liger_models.architectures.common import decoder

@@ -18,7 +18,7 @@ from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
-SCORES = ("sigmoid", "noaux_tc")  # which the reference takes for granted; the second names the choice by them
+SCORES = ("sigmoid", "noaux_tc")  # fixed in the reference; the second names the choice that they make
 
 
 @register(

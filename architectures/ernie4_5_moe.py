@@ -1,5 +1,5 @@
-"""ERNIE 4.5 with experts (Baidu, 2025): ERNIE 4.5 with experts in some layers, chosen by a softmax in float32
-and a correction bias, beside shared experts.
+"""ERNIE 4.5 with experts (Baidu, 2025): ERNIE 4.5 with experts in some layers, chosen by a float32 softmax
+and a correction bias, and shared experts.
 """
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp
@@ -20,7 +20,7 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
         *expert_layouts(ON_DISK, SHARED_EXPERTS, permuted=AS_A_ROW),
         *expert_layouts(IN_MEMORY, SHARED_EXPERTS, permuted=AS_A_ROW)[1:],
     ),
-    carried=lambda c: ("model.mtp_*",),  # further predictions, which the reference does not run
+    carried=lambda c: ("model.mtp_*",),  # multi-token prediction, which the reference does not run
     defaults={
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
@@ -52,7 +52,7 @@ def ernie4_5_moe(c: HFConfig) -> ModelSpec:
 
 
 def layers_with_experts(c: HFConfig) -> list[bool]:
-    """Each `moe_layer_interval`-th of those from `moe_layer_start_index` on, to `moe_layer_end_index`."""
+    """Every `moe_layer_interval`-th layer from `moe_layer_start_index` to `moe_layer_end_index`."""
     layers, every = c.take_count("num_hidden_layers"), c.take_count("moe_layer_interval", 1)
     first, last = (c.take_count(f"moe_layer_{end}_index", least=-1) for end in ("start", "end"))
     last = layers - 1 if last == -1 else last

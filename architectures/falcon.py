@@ -1,6 +1,6 @@
-"""Falcon and Falcon 2 (TII, 2023 and 2024, arXiv:2311.16867, 2407.14885): a plain MLP beside attention, after
-one LayerNorm or two, with one key/value head or several, and checkpoints that hold query, key and value
-together, one key/value head after the other.
+"""Falcon and Falcon 2 (TII, 2023 and 2024, arXiv:2311.16867, 2407.14885): attention and a plain MLP in
+parallel, after one LayerNorm or two, with one key/value head or several. Checkpoints store query, key and
+value together, grouped by key/value head.
 """
 
 from dataclasses import replace

@@ -29,8 +29,8 @@ def gemma(c: HFConfig) -> ModelSpec:
 
 
 def _mlp(c: HFConfig) -> MLPSpec:
-    """The first configs say "gelu" where the models were trained with its tanh form, which readers of them
-    have taken ever since.
+    """MLP with the tanh form of GELU: early configs say "gelu", but the models were trained with the tanh
+    form, and readers of these configs use it.
     """
     spec, later = mlp(c), c.take("hidden_activation", None)
     spec = MLPSpec(spec.intermediate_size, "gelu_tanh") if spec.activation == "gelu" else spec

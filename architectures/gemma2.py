@@ -39,7 +39,7 @@ def gemma2(c: HFConfig) -> ModelSpec:
 
 
 def capped(c: HFConfig, topology: Topology) -> ModelSpec:
-    """Gemma 2, with its norms placed like this."""
+    """Gemma 2, with its norms placed as given."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),

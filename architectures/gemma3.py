@@ -35,7 +35,7 @@ def gemma3(c: HFConfig) -> ModelSpec:
             f"cannot be pooled; expected the square of {side} // n for a whole n"
         )
     for key in ("boi_token_index", "eoi_token_index"):
-        c.take(key, None)  # which the processor places
+        c.take(key, None)  # placed by the processor
     image_id = c.take_count("image_token_index", 262144, least=0)
     vision = clip.vision(
         v, LinearProjectorSpec(merge, norm), image_id, kinds="token_type_ids", spans="images"

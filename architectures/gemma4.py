@@ -15,7 +15,7 @@ from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionS
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of what hears, and of the text's tensors that nothing reads."""
+    """Patterns of the audio tensors, and of the text model's unread tensors."""
     text = c.with_raw({"model_type": "gemma4_text", **c.raw["text_config"]})
     unread = [f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text)]
     return ("*audio_tower.*", "*embed_audio.*", *unread)
@@ -43,7 +43,7 @@ def gemma4(c: HFConfig) -> ModelSpec:
         *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
         *("audio_token_id", "audio_config", "vision_soft_tokens_per_image"),
     ):
-        c.take(key, None)  # which the processor places; and what hears is carried along
+        c.take(key, None)  # placed by the processor; audio tensors are carried along
     bidirectional = c.raw["text_config"].get("use_bidirectional_attention") is not None
     vision = encoder.vision(
         c.part("vision_config"),

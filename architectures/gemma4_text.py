@@ -58,7 +58,7 @@ NAMES = (
         "hidden_size_per_layer_input": 256,
         "vocab_size_per_layer_input": 262144,
     },
-    fixed={"use_bidirectional_attention": "vision"},  # of images
+    fixed={"use_bidirectional_attention": "vision"},  # for images
 )
 def gemma4_text(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="gemma")
@@ -67,7 +67,7 @@ def gemma4_text(c: HFConfig) -> ModelSpec:
     wide = replace(inner, intermediate_size=inner.intermediate_size * times)
     moe, size = experts(c, norm.eps), c.take_count("hidden_size_per_layer_input", 0, least=0)
     own = PerLayerInputSpec(size, inner.activation) if size else None
-    c.take("vocab_size_per_layer_input", None)  # of models without, too
+    c.take("vocab_size_per_layer_input", None)  # also of models without them
     ids = c.take_count("vocab_size_per_layer_input", least=c.take_count("vocab_size")) if own else None
     blocks = [
         BlockSpec(
@@ -84,7 +84,7 @@ def gemma4_text(c: HFConfig) -> ModelSpec:
 
 
 def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
-    """Attention of each layer, whose sizes and rotation differ by its type."""
+    """Attention of each layer; sizes and rotary embedding depend on the layer's type."""
     bias, same = c.take_flag("attention_bias", False), c.take_flag("attention_k_eq_v", False)
     usual = replace(attention(c, bias=bias, **LOCAL), scale=1.0, qk_norm=QKNormSpec(norm, values=True))
     heads = c.take_count("num_global_key_value_heads", usual.num_key_value_heads)
@@ -107,7 +107,7 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
 
 def experts(c: HFConfig, eps: float) -> MoESpec | None:
     for key in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        c.take(key, None)  # of models without, too
+        c.take(key, None)  # also of models without them
     if not c.take_flag("enable_moe_block", False):
         return None
     return MoESpec(

@@ -1,5 +1,5 @@
-"""GLM-4.7-Flash (Z.ai, 2026): the latent attention and the experts of DeepSeek-V3 at another size. A list
-says which layers have experts.
+"""GLM-4.7-Flash (Z.ai, 2026): the latent attention and the experts of DeepSeek-V3 in other sizes. A list says
+which layers have experts.
 """
 
 from liger_models.architectures.common import decoder, layer_types, mlp

@@ -1,6 +1,6 @@
 """GPT-NeoX and Pythia (EleutherAI, 2022 and 2023, arXiv:2204.06745, 2304.01373): attention and a plain MLP in
-parallel, each after a LayerNorm of its own, biases everywhere, partial rotary, and checkpoints that hold
-query, key and value head by head.
+parallel, each after its own LayerNorm, biases everywhere, partial rotary, and checkpoints that interleave
+query, key and value by head.
 """
 
 from dataclasses import replace
@@ -29,7 +29,7 @@ BUFFERS = ("*.attention.bias", "*.attention.masked_bias", "*.attention.rotary_em
     "gpt_neox",
     reference="GPTNeoXForCausalLM",
     layouts=(replace(IN_MEMORY, rename=(*NAMES, ("lm_head.", "embed_out."))), IN_MEMORY),
-    carried=lambda c: BUFFERS,  # of older files
+    carried=lambda c: BUFFERS,  # in older files
     defaults={"hidden_act": "gelu", "max_position_embeddings": 2048},
     rope_keys=("rotary_emb_base", "rotary_pct"),
 )

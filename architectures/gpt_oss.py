@@ -1,6 +1,6 @@
 """gpt-oss (OpenAI, 2025, arXiv:2508.10925): attention sinks, a sliding window on every other layer, biases
-everywhere, and experts with a clamped activation, whose checkpoints are stacked, transposed, and interleave
-gate and up.
+everywhere, and experts with a clamped activation. Checkpoints store the experts stacked and transposed, with
+gate and up interleaved.
 """
 
 from dataclasses import replace

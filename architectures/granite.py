@@ -16,7 +16,7 @@ def granite(c: HFConfig) -> ModelSpec:
 
 
 def multiplied(c: HFConfig, feed_forward: MLPSpec | MoESpec) -> ModelSpec:
-    """A model with Granite's multipliers, and this in each layer behind attention."""
+    """A model with Granite's multipliers, and `this` in each layer after attention."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),

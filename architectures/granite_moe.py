@@ -1,5 +1,6 @@
 """Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over the chosen ones alone;
-PowerMoE; and the form with one more expert that all tokens share.
+PowerMoE; and a variant with one more expert that all tokens share.
+44~a shared expert beside the chosen ones~>a shared expert in addition to the chosen ones
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Hunyuan, dense (Tencent, 2025): LLaMA with QK-norm per head after the rotary embedding, whose base grows by
-a fixed `alpha` (NTK-aware scaling, bloc97 2023).
+"""Hunyuan, dense (Tencent, 2025): LLaMA with QK-norm per head after the rotary embedding, whose base is
+enlarged by a fixed `alpha` (NTK-aware scaling, bloc97 2023).
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec, RopeSpec
 
-# Beside those of their type; all but alpha are of other types, and nobody reads them.
+# Keys next to those of their type; all but alpha belong to other types and are not read.
 ROPE_EXTRA = ("alpha", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _UNREAD = (
     *("attention_head_dim", "class_num", "cla_share_factor", "dense_list", "mask_init_id", "norm_type"),
@@ -49,7 +49,7 @@ def normed_attention(c: HFConfig, norm: NormSpec) -> AttentionSpec:
 
 
 def stretched(c: HFConfig, rope: RopeSpec | None) -> RopeSpec | None:
-    """Rotation of type dynamic is, with an alpha, of no other length than the default one."""
+    """With an alpha, the "dynamic" rotary type does not depend on the length."""
     alpha = c.take_rope(extra=ROPE_EXTRA)["extra"].get("alpha")
     if rope is None or rope.type != "dynamic" or not alpha:
         return rope

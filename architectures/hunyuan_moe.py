@@ -1,5 +1,5 @@
-"""Hunyuan with experts (Tencent, 2025): Hunyuan with experts chosen by a softmax in float32, beside a shared
-expert; layers may differ in how many experts a token has.
+"""Hunyuan with experts (Tencent, 2025): Hunyuan with experts chosen by a float32 softmax, and a shared
+expert; the number of experts per token may differ between layers.
 """
 
 from typing import Any
@@ -41,10 +41,10 @@ def hunyuan_moe(c: HFConfig) -> ModelSpec:
 
 
 def by_layer(c: HFConfig, value: Any, key: str) -> list[Any]:
-    """A value of each layer, from a list of such or from one that they have in common.
+    """One value per layer, from a list or from one common value.
 
     Raises:
-        ConfigError: not as many as layers.
+        ConfigError: a list of the wrong length.
     """
     layers = c.take_count("num_hidden_layers")
     values = value if isinstance(value, list) else [value] * layers

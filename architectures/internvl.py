@@ -1,5 +1,5 @@
-"""InternVL 3 (Zhu et al., 2025, arXiv:2504.10479): a language model that sees tiles of one size through an
-encoder with scaled branches; four patches make a token.
+"""InternVL 3 (Zhu et al., 2025, arXiv:2504.10479): a vision-language model over image tiles of one size, with
+LayerScale in the encoder; four patches make a token.
 """
 
 from dataclasses import replace
@@ -14,7 +14,7 @@ from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec
 
 
 def unread(c: HFConfig) -> tuple[str, ...]:
-    """Layers behind the one that is read, what is normalised and not read, and a token of pretraining."""
+    """Layers after the one that is read, the unread final norm, and a pretraining token."""
     v = c.part("vision_config")
     depth, (read,) = v.take_count("num_hidden_layers", 24), states_read(c, v, -1)
     layers = tuple(f"*vision_tower.encoder.layer.{i}.*" for i in range(read, depth))
@@ -41,9 +41,9 @@ def unread(c: HFConfig) -> tuple[str, ...]:
 )
 def internvl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    c.take_only(vision_feature_select_strategy="default")  # the class token goes
+    c.take_only(vision_feature_select_strategy="default")  # drops the class token
     for key in ("image_seq_length", "ignore_index"):
-        c.take(key, None)  # of the processor, and of the loss, where it is as everywhere
+        c.take(key, None)  # of the processor, and of the loss, which is computed as everywhere
     states, ratio = states_read(c, v, -1), c.take_number("downsample_ratio", 0.5)
     merge = round(1 / ratio) if ratio else 0
     if len(states) != 1 or not merge or 1 / merge != ratio:

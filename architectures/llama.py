@@ -1,5 +1,5 @@
-"""LLaMA 1 to 3.3 (Touvron et al., 2023, arXiv:2302.13971; 2307.09288; 2407.21783), text models: the form that
-most others vary, and many share.
+"""LLaMA 1 to 3.3 (Touvron et al., 2023, arXiv:2302.13971; 2307.09288; 2407.21783), text models: the
+architecture that most others vary, and many share.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp

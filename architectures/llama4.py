@@ -29,7 +29,7 @@ from liger_models.layers.specs import ModelSpec
 )
 def llama4(c: HFConfig) -> ModelSpec:
     for key in ("boi_token_index", "eoi_token_index"):
-        c.take(key, None)  # which the processor places
+        c.take(key, None)  # placed by the processor
     image_id = c.take_count(("image_token_index", "image_token_id"), 200092, least=0)
     return replace(language_model(c), vision=encoder.vision(c.part("vision_config"), image_id))
 
@@ -45,7 +45,7 @@ for_tests(
             "num_hidden_layers": 2,
             "moe_layers": [1],
             "no_rope_layers": [1, 0],
-            "floor_scale": 8192,  # the reference counts padding among the positions by which queries grow
+            "floor_scale": 8192,  # the reference counts padding in the positions that scale queries
         },
         "vision_config": encoder.TINY,
         "image_token_index": 3,

@@ -1,5 +1,5 @@
 """Llama 4, its text part (Meta, 2025): chunked attention, with full attention without positions (NoPE) on
-every fourth layer; experts whose inputs are weighted, beside a shared expert.
+every fourth layer; experts with weighted inputs, and a shared expert.
 """
 
 from dataclasses import replace
@@ -73,12 +73,12 @@ def llama4_text(c: HFConfig) -> ModelSpec:
 
 
 def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
-    """Each layer's: turned and then normalised, or without positions and with queries that grow."""
+    """Attention of each layer: rotary followed by a norm, or no positions and queries scaled by position."""
     plain = attention(c, bias=c.take_flag("attention_bias", False), interleaved=True, theta=500000.0)
     normed = QKNormSpec(norm, "unweighted", before_rope=False) if c.take_flag("use_qk_norm", False) else None
     growth = QueryScaleSpec(c.take_number("attn_scale"), c.take_count("floor_scale"), first=1)
     grows = c.take("attn_temperature_tuning", False)
-    if type(grows) not in (bool, int):  # older configs have a number, of which only zero counts
+    if type(grows) not in (bool, int):  # older configs have a number, of which only zero has a meaning
         raise ConfigError(f"{c.name}: attn_temperature_tuning must be true or false, found {grows!r}")
     without_positions = replace(plain, rope=None, query_scale=growth if grows else None)
     turns = turning_layers(c)
@@ -88,7 +88,7 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
 
 
 def layers_with_experts(c: HFConfig) -> list[bool]:
-    """Those of `moe_layers`; without it each `interleave_moe_layer_step`-th."""
+    """Layers in `moe_layers`; if it is missing, every `interleave_moe_layer_step`-th layer."""
     count, step = c.take_count("num_hidden_layers"), c.take_count("interleave_moe_layer_step", 1)
     listed = c.take_layers("moe_layers", None, among=count)
     return [(i + 1) % step == 0 if listed is None else i in listed for i in range(count)]

@@ -1,5 +1,5 @@
-"""LLaVA 1.5 (Liu et al., 2023, arXiv:2310.03744): a language model that sees images of one size, through the
-lower layers of CLIP or SigLIP and two linear layers; or images of any size, through Pixtral's encoder
+"""LLaVA 1.5 (Liu et al., 2023, arXiv:2310.03744): a vision-language model over images of one size, with the
+lower layers of CLIP or SigLIP and two linear layers; or over images of any size, with Pixtral's encoder
 (arXiv:2410.07073).
 """
 
@@ -17,7 +17,7 @@ NAMES = (*pixtral.NAMES, ("projector.", "multi_modal_projector."))
 
 
 def encoder(c: HFConfig) -> HFConfig:
-    """The config of the encoder, of one of three kinds."""
+    """Config of the encoder: one of three kinds."""
     v = c.part("vision_config")
     if v.model_type != pixtral.PIXTRAL:
         return clip.tower(c, [clip.CLIP, clip.SIGLIP])
@@ -37,7 +37,7 @@ def llava(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), encoder(c)
     states = states_read(c, v, -2)
     stated = c.take("vision_feature_select_strategy", "default")
-    # Others than CLIP have no class token to leave.
+    # Only CLIP has a class token to drop.
     known = ("default", "full") if v.model_type == clip.CLIP else ("full",)
     if stated not in known:
         raise ConfigError(

@@ -1,5 +1,5 @@
-"""LLaVA-OneVision (Li et al., 2024, arXiv:2408.03326): Qwen2 that sees images of any size through SigLIP, as
-tiles of one size side by side, and videos by frames.
+"""LLaVA-OneVision (Li et al., 2024, arXiv:2408.03326): Qwen2 with a SigLIP encoder, for images of any size as
+tiles of one size, and for videos as frames.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Mistral Small 3.1 (Mistral AI, 2025): Mistral, Ministral 3 or Mistral Small 4 that sees images of any size
-through Pixtral's encoder (arXiv:2410.07073).
+"""Mistral Small 3.1 (Mistral AI, 2025): Mistral, Ministral 3 or Mistral Small 4 with Pixtral's encoder
+(arXiv:2410.07073), for images of any size.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
     "mistral3",
     reference="Mistral3ForConditionalGeneration",
     sees=True,
-    # As transformers builds it comes first.
+    # The layout that transformers itself uses comes first.
     layouts=sighted_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
 )
 def mistral3(c: HFConfig) -> ModelSpec:

@@ -1,5 +1,5 @@
-"""Mistral Small 4 (Mistral AI, 2026): latent attention with queries that are scaled up with their positions,
-and experts weighted by a softmax, beside shared experts.
+"""Mistral Small 4 (Mistral AI, 2026): latent attention with queries scaled by position, and experts weighted
+by a softmax, and shared experts.
 """
 
 from dataclasses import replace

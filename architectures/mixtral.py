@@ -1,5 +1,5 @@
-"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral with mixtures of experts for MLPs, the weights of
-the chosen experts renormalised.
+"""Mixtral (Jiang et al., 2024, arXiv:2401.04088): Mistral with mixtures of experts as MLPs; the weights of
+the chosen experts are renormalised.
 """
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts

@@ -1,5 +1,5 @@
-"""Llama 3.2 Vision (Meta, 2024): Llama 3.1 with additional cross-attention layers over features of images,
-which are cut into tiles (arXiv:2407.21783, section 7).
+"""Llama 3.2 Vision (Meta, 2024): Llama 3.1 with additional cross-attention layers over features of image
+tiles (arXiv:2407.21783, section 7).
 """
 
 from liger_models.architectures.common import attention, decoder, mlp
@@ -14,7 +14,7 @@ from liger_models.layers.specs import BlockSpec, CrossAttentionSpec, ModelSpec, 
     "mllama",
     reference="MllamaForConditionalGeneration",
     sees=True,
-    layouts=sighted_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # as transformers builds it comes first
+    layouts=sighted_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # transformers' own comes first
 )
 def mllama(c: HFConfig) -> ModelSpec:
     text = c.part("text_config")

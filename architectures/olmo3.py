@@ -1,5 +1,5 @@
-"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a sliding window on three layers of four, whose rotary embedding is
-not stretched as that of the others is.
+"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a sliding window on three layers of four; only the other layers
+scale the rotary embedding for long contexts.
 """
 
 from dataclasses import replace

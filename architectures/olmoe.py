@@ -27,7 +27,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 def olmoe(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, bias=c.take_flag("attention_bias", False))
-    if attn.q_size != c.take_count("hidden_size"):  # which the reference's norm of queries is as wide as
+    if attn.q_size != c.take_count("hidden_size"):  # the reference's query norm has this width
         raise ConfigError(f"{c.name}: head_dim must be hidden_size / num_attention_heads, or left out")
     moe = chosen_experts(c, size="intermediate_size", renormalize=c.take_flag("norm_topk_prob", False))
     block = BlockSpec(replace(attn, qk_norm=QKNormSpec(norm, scope="all_heads")), moe, norm)

@@ -1,5 +1,6 @@
 """PaliGemma (Beyer et al., 2024, arXiv:2407.07726) and PaliGemma 2 (Steiner et al., 2024, arXiv:2412.03555):
-Gemma or Gemma 2 behind SigLIP and one linear layer; the tokens of images and prompt all see one another.
+Gemma or Gemma 2 with a SigLIP encoder and one linear layer; the tokens of images and prompt attend to each
+other in both directions.
 """
 
 from dataclasses import replace

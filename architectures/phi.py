@@ -44,7 +44,7 @@ for_tests(
         "layer_norm_eps": 1e-4,
         "hidden_act": "gelu_new",
         "hidden_size": 64,
-        "head_dim": ...,  # the reference's norms of queries and keys take it to be hidden_size / heads
+        "head_dim": ...,  # the reference's norms of queries and keys assume hidden_size / heads
         "qk_layernorm": True,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },

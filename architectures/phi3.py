@@ -23,7 +23,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 def phi3(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, window=c.take_count("sliding_window", None), partial=1.0)
-    c.take("original_max_position_embeddings")  # which longrope has read, and the others need not
+    c.take("original_max_position_embeddings")  # read for longrope, and unused by the others
     longrope_alone(c, attn.rope)
     block = BlockSpec(attn, mlp(c), norm)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
@@ -40,7 +40,7 @@ UNREAD = (
 
 
 def longrope_factors(pairs: int) -> dict[str, list[float]]:
-    """For tests, of heads of which so many pairs turn."""
+    """Factors for tests, for heads with this many rotated pairs."""
     return {
         "short_factor": [1.1 + 0.03 * i for i in range(pairs)],
         "long_factor": [2.1 + 0.5 * i for i in range(pairs)],
@@ -51,7 +51,7 @@ for_tests(
     "phi3",
     tiny={
         "hidden_size": 64,
-        "head_dim": ...,  # the reference's rotation takes it to be hidden_size / heads
+        "head_dim": ...,  # the reference's rotary embedding assumes hidden_size / heads
         "original_max_position_embeddings": 64,
         "sliding_window": 7,
         "pad_token_id": 0,

@@ -1,5 +1,5 @@
 """Phi-3.5-MoE (Microsoft, 2024, arXiv:2404.14219): Mixtral with LayerNorms, biases, longrope, and two experts
-a token, which are drawn at random in training (SparseMixer-v2).
+per token, sampled in training (SparseMixer-v2).
 """
 
 from dataclasses import replace
@@ -39,7 +39,9 @@ def phimoe(c: HFConfig) -> ModelSpec:
 
 
 def _attention(c: HFConfig) -> AttentionSpec:
-    """Its longrope has the factor of cosines and sines in the config, for short and for long texts."""
+    """Attention whose longrope takes the factors of cosines and sines from the config, for short and long
+    texts.
+    """
     bias, window = c.take_flag("attention_bias", False), c.take_count("sliding_window", None)
     attn = attention(c, bias=bias, window=window, theta=1e6, extra=MSCALES)
     turned = longrope_alone(c, attn.rope)

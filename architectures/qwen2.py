@@ -23,7 +23,7 @@ def qwen2(c: HFConfig) -> ModelSpec:
 
 
 def upper_windows(c: HFConfig) -> list[int | None]:
-    """The window of each layer: where `use_sliding_window` says so, from layer `max_window_layers` on."""
+    """Window of each layer: with `use_sliding_window`, from layer `max_window_layers` on."""
     slides = c.take_flag("use_sliding_window", False) and c.take_count("sliding_window", None) is not None
     first = c.take_number("max_window_layers", 28)
     return windows(

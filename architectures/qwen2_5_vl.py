@@ -1,5 +1,6 @@
-"""Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): Qwen2.5 that sees images and videos of any size. Most
-layers of its encoder look through windows, positions have three axes, and four patches make a token.
+"""Qwen2.5-VL (Bai et al., 2025, arXiv:2502.13923): Qwen2.5 with an encoder for images and videos of any size.
+Most of the encoder's layers have windowed attention, positions have three axes, and four patches make a
+token.
 """
 
 from dataclasses import replace

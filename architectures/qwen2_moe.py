@@ -1,5 +1,5 @@
-"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671), Qwen1.5-MoE: a gated shared expert beside the
-chosen ones, and a sliding window on every other of the lower layers where the config asks for one.
+"""Qwen2 with experts (Yang et al., 2024, arXiv:2407.10671), Qwen1.5-MoE: experts with a gated shared expert,
+and optionally a sliding window on every other of the lower layers.
 """
 
 from dataclasses import replace
@@ -45,13 +45,13 @@ def qwen2_moe(c: HFConfig) -> ModelSpec:
 
 
 def layers_with_experts(c: HFConfig) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th but for the `mlp_only_layers`."""
+    """Which layers have experts: every `decoder_sparse_step`-th, except the `mlp_only_layers`."""
     every, dense = c.take_count("decoder_sparse_step", 1), c.take_layers("mlp_only_layers", [])
     return [i not in dense and (i + 1) % every == 0 for i in range(c.take_count("num_hidden_layers"))]
 
 
 def experts(c: HFConfig) -> MoESpec:
-    """The experts that tokens choose."""
+    """The routed experts."""
     return chosen_experts(c, renormalize=c.take_flag("norm_topk_prob", False))
 
 

@@ -1,5 +1,5 @@
-"""Qwen2-VL (Wang et al., 2024, arXiv:2409.12191): Qwen2 that sees images and videos of any size, with
-positions on three axes (M-RoPE).
+"""Qwen2-VL (Wang et al., 2024, arXiv:2409.12191): Qwen2 with an encoder for images and videos of any size,
+and positions on three axes (M-RoPE).
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Qwen3.5 (Qwen Team, 2026), dense text models: three layers of linear attention by the gated delta rule to
-each layer of gated attention, which turns a quarter of each head.
+"""Qwen3.5 (Qwen Team, 2026), dense text models: three layers of linear attention by the gated delta rule for
+each layer of gated attention, which applies rotary to a quarter of each head.
 """
 
 from dataclasses import replace
@@ -42,12 +42,12 @@ def qwen3_5_text(c: HFConfig) -> ModelSpec:
 
 
 def centred_norm(c: HFConfig) -> NormSpec:
-    """A norm whose weight is around zero."""
+    """A norm with zero-centred weight."""
     return NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
 
 
 def gated_attention(c: HFConfig, norm: NormSpec, **rotary: Any) -> AttentionSpec:
-    """Attention with gates, and a norm of each head's query and key. `rotary` are options of `rope`."""
+    """Gated attention with QK-norm per head. `rotary` are options of `rope`."""
     attn = attention(c, bias=c.take_flag("attention_bias", False), partial=0.25, **rotary)
     return replace(attn, qk_norm=QKNormSpec(norm), gated=True)
 
@@ -55,7 +55,7 @@ def gated_attention(c: HFConfig, norm: NormSpec, **rotary: Any) -> AttentionSpec
 # -- tests
 
 TINY = {
-    "rms_norm_eps": 3e-2,  # outputs of heads cross zero, where a norm with a small one jumps
+    "rms_norm_eps": 3e-2,  # outputs of heads cross zero, where a norm with a small epsilon jumps
     "attention_bias": True,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_conv_kernel_dim": 3,

@@ -1,5 +1,5 @@
-"""Qwen3 with experts (Yang et al., 2025, arXiv:2505.09388): Qwen3 with mixtures of experts for MLPs, except
-in layers that the config keeps dense.
+"""Qwen3 with experts (Yang et al., 2025, arXiv:2505.09388): Qwen3 with mixtures of experts as MLPs, except in
+layers that the config keeps dense.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Qwen3-Next (Qwen Team, 2025): three layers of linear attention by the gated delta rule to each layer of
-gated attention, and many small experts with a gated shared one.
+"""Qwen3-Next (Qwen Team, 2025): three layers of linear attention by the gated delta rule for each layer of
+gated attention, and many small experts with a gated shared expert.
 """
 
 from dataclasses import replace

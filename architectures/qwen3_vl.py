@@ -1,5 +1,6 @@
-"""Qwen3-VL (Bai et al., 2025, arXiv:2511.21631): Qwen3 that sees images and videos of any size. Axes take
-turns over the pairs of a head, and features of lower layers of the encoder are added in the language model.
+"""Qwen3-VL (Bai et al., 2025, arXiv:2511.21631): Qwen3 with an encoder for images and videos of any size. The
+position axes are interleaved over the pairs of a head, and features of the encoder's lower layers are added
+in the language model.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Qwen3-VL with experts (Bai et al., 2025, arXiv:2511.21631): Qwen3 with experts that sees, as Qwen3-VL
-does.
+"""Qwen3-VL with experts (Bai et al., 2025, arXiv:2511.21631): Qwen3 with experts, with the encoder of
+Qwen3-VL.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): LLaMA with biases on queries, keys and values. The reference drops out in
+"""Seed-OSS (ByteDance, 2025): LLaMA with biases on queries, keys and values. The reference applies dropout in
 training unless its config says 0.
 """
 

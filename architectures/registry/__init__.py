@@ -1,5 +1,5 @@
-"""The registry of families: `register` adds one, `for_tests` gives it the configs of its tests, and
-`find_architecture` returns the one that a config names.
+"""The registry of families: `register` adds one, `for_tests` adds its test configs, and `find_architecture`
+looks up the family of a config.
 
 May import convert and the specs; every family's file imports it.
 """

@@ -68,16 +68,16 @@ class Architecture:
     skip: Mapping[str, str] = field(default_factory=dict)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """In a pickle, which a model's holds, its name stands for it: functions that it has may have none."""
+        """Pickle by name, since models hold their architecture and its functions may not be picklable."""
         if _ARCHITECTURES.get(self.model_type) is self:
             return find_architecture, (self.model_type,)
         return super().__reduce_ex__(protocol)
 
     def spec(self, config: HFConfig) -> ModelSpec:
-        """The spec of a config, every key of which has been looked at.
+        """The spec of a config. Every key of the config must be read.
 
         Raises:
-            ConfigError: a key is missing, unknown, or has a value that cannot be honoured.
+            ConfigError: a key is missing, unknown, or has an unsupported value.
         """
         config.rope_keys = self.rope_keys
         config.fill(self.defaults)
@@ -105,7 +105,7 @@ TINY: Mapping[str, Any] = {
 }
 """What the tiny configs of most families have in common."""
 
-# Names under which some checkpoints have a family's very models; what is exported keeps them.
+# Names that some checkpoints use for exactly a family's models; exports keep them.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
 
 _ARCHITECTURES: dict[str, Architecture] = {}
@@ -123,8 +123,8 @@ def register(
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
-    """Enter the decorated function into the table. The arguments are the fields of `Architecture`; what only
-    tests need follows below the function (`for_tests`).
+    """Add the decorated function to the table. The arguments are fields of `Architecture`; test configs
+    follow below the function (`for_tests`).
     """
 
     def enter(build: Callable[[HFConfig], ModelSpec]) -> Callable[[HFConfig], ModelSpec]:
@@ -154,7 +154,7 @@ def for_tests(
     variants: Mapping[str, Mapping[str, Any]] | None = None,
     skip: Mapping[str, str] | None = None,
 ) -> None:
-    """Give a registered family the configs that its tests use: fields of `Architecture`."""
+    """Set the test configs of a registered family: fields of `Architecture`."""
     family = _ARCHITECTURES[model_type]
     keys = {f"key:{key}": "has one value" for key in family.fixed}
     keys |= {f"key:{key}": reason for key, reason in family.unread.items()}
@@ -177,8 +177,8 @@ def find_architecture(model_type: str) -> Architecture:
     """The architecture of a `model_type`.
 
     Raises:
-        UnsupportedModelError: names what is supported, and the nearest; or what the type needs that is not
-            there.
+        UnsupportedModelError: lists the supported types and the nearest one, or what the type needs that
+            is missing.
     """
     model_type = ALIASES.get(model_type, model_type)
     if model_type in _ARCHITECTURES:
@@ -203,7 +203,5 @@ def find_architecture(model_type: str) -> Architecture:
 
 
 def list_architectures(sees: bool = False) -> list[str]:
-    """The `model_type`s that can be loaded, in alphabetical order: of language models, or of those that see
-    images.
-    """
+    """The supported `model_type`s in alphabetical order: of language models, or of vision-language models."""
     return sorted(name for name, family in _ARCHITECTURES.items() if family.sees == sees)

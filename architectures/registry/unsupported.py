@@ -1,4 +1,4 @@
-"""Families that are known and not supported: what their models need that is not here."""
+"""Known families that are not supported, and the missing features that each needs."""
 
 _MAMBA = "state-space layers (Mamba)"
 _MAMBA_2 = "state-space layers (Mamba 2)"
