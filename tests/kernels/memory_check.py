@@ -7,6 +7,7 @@ Without its cache, PyTorch gives each tensor an allocation of its own, and the c
 
 import functools
 import sys
+from unittest import mock
 
 import torch
 from kernel_operations import EVERYTHING, make_inputs, run_with_gradients
@@ -19,6 +20,7 @@ from liger_models.kernels import (
     gated_delta_rule,
     sum_of_squares,
 )
+from liger_models.kernels.recurrent import _chunk_table
 
 # Rows that do not fill a tile, of a width that no block divides.
 SHAPE = (5, 37)
@@ -33,16 +35,18 @@ def run_everything(device: str) -> None:
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
     pass_a_state(device)
+    with mock.patch.object(_chunk_table, "SEGMENT", 64):  # the last document has two segments
+        pass_a_state(device)
     take_a_step(device)
 
 
 def pass_a_state(device: str) -> None:
-    """Over documents that fill no chunk, in heads that fill no tile."""
+    """Over documents that fill no chunk, in heads that fill no tile, as wide as the kernels take on a GPU."""
     documents = torch.tensor([0, 1, 67], device=device)
-    values = [(67, 2, 24)]
+    values = [(67, 2, 72)]
     for rule, shapes in (
-        (gated_delta_rule, [(67, 1, 20)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
-        (channel_delta_rule, [(67, 2, 20)] * 2 + values + [(67, 2, 20), (67, 2), (2,), (2, 20)]),
+        (gated_delta_rule, [(67, 1, 68)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
+        (channel_delta_rule, [(67, 2, 68)] * 2 + values + [(67, 2, 68), (67, 2), (2,), (2, 68)]),
     ):
         inputs = [
             torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes

@@ -182,7 +182,7 @@ def test_bounds_may_stand_for_boundaries(implementation):
     assert bounds.tolist() == [starts, ends]
     assert bounds.dtype == torch.int32
     assert torch.equal(attention(q, k, v, bounds=bounds), attention(q, k, v, cu_seqlens=cu_seqlens))
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         attention(q, k, v, bounds=bounds, cu_seqlens=cu_seqlens)
 
 

@@ -214,7 +214,7 @@ def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(
     [
         ({"expert_parallel": 2, "shard": "none"}, "expected shard 'full' or 'hybrid'"),
         ({"sequence_parallel": 0}, "sequence_parallel is 0; expected a whole number of 1 or more"),
-        ({"sequence_parallel": 2}, "sequence_parallel is 2 and expert_parallel 1, and there are 1 processes"),
+        ({"sequence_parallel": 2}, "sequence_parallel is 2 and expert_parallel 1, but there are 1 processes"),
     ],
 )
 def test_the_error_names_sizes_that_processes_cannot_share(settings, match, settings_for, tmp_path):
