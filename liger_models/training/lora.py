@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA: Hu et al., 2021, arXiv:2106.09685) in a training run, through PEFT.
 
-PEFT puts its layers into the native model, whose projections are layers of their own, and our operation runs
-them (layers/projections/low_rank.py). Files are PEFT's, under the names that transformers' own model has:
-whatever reads adapters reads them. The weights below may be quantised (liger_models/models/quantization.py):
-QLoRA (Dettmers et al., 2023, arXiv:2305.14314).
+PEFT adds its layers to the native model with split projections, and our operation runs them
+(layers/projections/low_rank.py). Files are PEFT's, under transformers' names, so any reader of PEFT adapters
+can load them. The base weights may be quantised (liger_models/models/quantization.py): QLoRA (Dettmers et
+al., 2023, arXiv:2305.14314).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ FORM = "r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]"
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """What stands in `--lora r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,dora`.
+    """Settings of `--lora r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,dora`.
 
     Attributes:
-        r: the rank of the adapters.
-        alpha: what they are scaled by, over r (over its root with `rslora`). Default: 2 r.
-        targets: the linear layers that get one: "all-linear" (all but the head), or ends of their names in
-            the checkpoint, such as "q_proj", joined by +.
-        dropout: of the adapters' input.
-        dora: with a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
-        rslora: scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
+        r: rank of the adapters.
+        alpha: numerator of the scale alpha / r. Default: 2 r.
+        targets: linear layers to adapt: "all-linear" (all but the head), or suffixes of their names in the
+            checkpoint, such as "q_proj", joined by +.
+        dropout: on the adapters' input.
+        dora: learn a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
+        rslora: scale by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
     """
 
     r: int = 16
@@ -55,10 +55,10 @@ class LoraSettings:
 
     @classmethod
     def parse(cls, text: str) -> LoraSettings:
-        """The settings of a string.
+        """Parse settings from a string.
 
         Raises:
-            ConfigError: one that is not known, or has a value that it cannot have.
+            ConfigError: an unknown setting or an invalid value.
         """
         known = {field.name: field.type for field in fields(cls)}
         given: dict[str, Any] = {}
@@ -87,17 +87,17 @@ class LoraSettings:
 
 
 class Adapters:
-    """The adapters of a model: made anew or read, written, and merged.
+    """Adapters of a model: initialised or read, written, and merged.
 
     Args:
-        model: with split projections; it gets the adapters, and all else in it is frozen.
+        model: with split projections; adapters are added in place, and all other weights are frozen.
         settings: of the adapters.
-        base: the name of the model, for the adapter's config.
-        seed: decides the fresh weights.
-        frozen: parts of the model that get none.
+        base: name of the model, for the adapter's config.
+        seed: of the initial weights.
+        frozen: parts of the model without adapters.
 
     Raises:
-        ConfigError: PEFT is not installed; a target that the model does not have.
+        ConfigError: PEFT is not installed, or the model lacks a target.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Adapters:
     ) -> None:
         peft = import_peft()
         self.model, self._peft = model, peft
-        # One of labels is trained whole, and saved beside the adapters.
+        # A classification head is trained in full, and saved with the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
         self.names, parameters = _targets(model, settings, frozen)
         whole = {path: name for path, name in self.names.items() if path not in parameters}
@@ -129,7 +129,7 @@ class Adapters:
         )
         model.requires_grad_(False)
         seed_generators(seed, next(model.parameters()).device)
-        # A list would be of endings: `layers.0.mlp.down_proj` is one of an encoder's layer too.
+        # A list would match suffixes: `layers.0.mlp.down_proj` also ends an encoder layer's name.
         own = {
             "target_modules": "|".join(map(re.escape, self.names)),
             "target_parameters": None,
@@ -137,21 +137,21 @@ class Adapters:
         }
         here = peft.LoraConfig(**{**self._options(), **own})
         config = model.config
-        del model.config  # by which PEFT would look for experts under the names of dense layers
+        del model.config  # with it PEFT would take dense layers' names for experts
         try:
             peft.inject_adapter_in_model(here, model)
         finally:
             model.config = config
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.dtype != torch.float32:  # as PEFT has them by default
+            if parameter.requires_grad and parameter.dtype != torch.float32:  # PEFT's default
                 parameter.data = parameter.data.float()
             assert parameter.requires_grad is (".lora_" in name)
         if self.head is not None:
             self.head.requires_grad_(True)
 
     def write(self, folder: Path) -> None:
-        """The adapter as PEFT writes it, under the names of the checkpoint, into an empty folder; beside it
-        the generation config of a model that has learned to end its answers.
+        """Write the adapter as PEFT does, under checkpoint names, to an empty folder, with the generation
+        config if the model has learned to end its answers.
         """
         from safetensors.torch import save_file
 
@@ -165,10 +165,10 @@ class Adapters:
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
-        """Take the values of what `write` wrote.
+        """Read an adapter that `write` wrote.
 
         Raises:
-            CheckpointError: the tensors are not those of this model's adapters.
+            CheckpointError: the tensors do not match this model's adapters.
         """
         own = self._tensors()
         with CheckpointReader(folder) as reader:
@@ -185,8 +185,8 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Leave the model with adapters merged into plain layers, by PEFT's own merging. Weights that were
-        quantised are those that they stand for: the model computes what it was trained to.
+        """Merge the adapters into plain layers, by PEFT's own merging. Quantised weights are dequantised, so
+        the merged model computes the same function.
         """
         for path in self.names:
             layer: Any = self.model.get_submodule(path)
@@ -202,7 +202,7 @@ class Adapters:
         return {name: getattr(self.config, name) for name in names}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """By the name that each has in PEFT's files."""
+        """Return the adapter tensors by their names in PEFT's files."""
         own = self._peft.get_peft_model_state_dict(self.model, save_embedding_layers=False)
         usual = {}
         for name, tensor in own.items():
@@ -214,7 +214,7 @@ class Adapters:
 
 
 def import_peft() -> Any:
-    """PEFT, or a ConfigError that says how to get it."""
+    """Import PEFT, or raise a ConfigError that says how to install it."""
     try:
         import peft
     except ImportError as error:
@@ -225,11 +225,10 @@ def import_peft() -> Any:
 def _targets(
     model: LigerCausalLM, settings: LoraSettings, frozen: Sequence[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """The layers that get an adapter: their names in the model, and in a checkpoint. A head that is the
-    embedding is none: an adapter would make two of them. Nor has a frozen part any.
+    """Return (native name -> checkpoint name of the layers to adapt, the subset to pass as parameters).
 
-    Second, those among them that PEFT must be given as parameters: dense MLPs and shared experts whose names
-    it takes for stacks of experts if they are among its target modules.
+    A tied head is excluded, since an adapter would untie it, and so are frozen parts. The subset are dense
+    MLPs and shared experts whose names PEFT would take for stacked experts among its target modules.
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
@@ -272,13 +271,13 @@ def _targets(
 
 
 def _is_no_parameter_of_peft(model: LigerCausalLM, path: str, settings: LoraSettings) -> bool:
-    """Whether PEFT cannot read the adapter of this layer as that of a parameter."""
+    """Return whether PEFT cannot load this layer's adapter as a parameter adapter."""
     quantised = type(model.get_submodule(path).weight) is not nn.Parameter
     return bool(settings.dropout) or settings.dora or quantised
 
 
 def _stated(targets: str, whole: Mapping[str, str]) -> list[str]:
-    """The targets by which PEFT finds the layers that are given to it as modules."""
+    """Return the target patterns of the layers passed to PEFT as modules."""
     last = {_leaf(name) for name in whole.values()}
     return [target for target in targets.split("+") if _leaf(target) in last]
 

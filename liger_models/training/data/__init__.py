@@ -1,6 +1,6 @@
-"""Data to packed rows of tokens: no token lost, no random choice that the seed does not fix.
+"""Data pipeline to packed rows of tokens: no token is lost, and the seed fixes every random choice.
 
-sources -> records -> corpus (tokens with a mark on each that is trained, on disk) -> documents
+sources -> records -> corpus (tokens and their loss marks, on disk) -> documents
         -> units in a random order -> rows of seq_len inputs -> batches
 
 May import `corpora`, the text package and images; knows no model, objective or loop.

@@ -1,4 +1,4 @@
-"""What comes next is made in a thread, while the last is used."""
+"""Prefetching of an iterator in a thread."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _END = object()
 
 
 def ahead(items: Iterable[T], count: int = 1) -> Generator[T, None, None]:
-    """The items, in their order, of which up to `count` are made before they are asked for.
+    """Yield the items in order, computing up to `count` ahead.
 
-    All are made by one thread, one after another, which ends with the last, or when this is closed. What it
-    raises is raised here, in its place.
+    One thread computes them all; it ends with the last item or when the generator is closed. Its exceptions
+    are raised here, at their position.
     """
     iterator = iter(items)
     waiting: deque[Future] = deque()

@@ -1,4 +1,4 @@
-"""Ids and marks to a corpus: examples cut where that is asked for, and a count of what is seldom meant."""
+"""Building of a corpus from ids and loss marks, with optional truncation and counts of likely mistakes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from liger_models.training.text.tokenizer import TextTokenizer
 
 
 class CorpusBuilder:
-    """Appends what is encoded to a corpus, cut at `length` tokens if that is given; with `trees`, examples of
-    one conversation as documents of up to seq_len inputs in which their common beginning stands once.
+    """Appends encoded records to a corpus, truncated to `length` tokens if given. With `trees`, examples of
+    one conversation become documents of up to seq_len inputs that hold their common beginning once.
     """
 
     def __init__(
@@ -27,8 +27,8 @@ class CorpusBuilder:
     ) -> None:
         self.tokenizer, self.limits, self.length = tokenizer, limits, length
         self.writer, self.trees = writer, trees
-        self.examples: list[Branch] = []  # of the conversation that is read
-        self.open = False  # whether a document has begun and goes on
+        self.examples: list[Branch] = []  # of the current conversation
+        self.open = False  # whether a document is unfinished
 
     def add(self, batch: list[Encoded]) -> None:
         for encoded in batch:
@@ -64,7 +64,7 @@ class CorpusBuilder:
                 self._add_trees(record)
 
     def _add_trees(self, record: Record) -> None:
-        """The examples of a conversation, which this record was the last of."""
+        """Add the examples of a conversation after its last record."""
         examples, self.examples = self.examples, []
         for tree in trees_of(examples, self.limits.seq_len + 1):
             for branch in tree:
@@ -110,7 +110,7 @@ class CorpusBuilder:
             self.writer.counts[f"answers whose {what} the chat template leaves out"] += 1
 
     def _count_ends(self, record: Record, ids: list[int], trained: bytes) -> None:
-        """Count what is allowed, and hardly ever meant."""
+        """Count endings that are allowed but likely mistakes."""
         bos = self.tokenizer.bos_id
         if bos is not None and ids[:2] == [bos, bos]:
             self.writer.counts["that begin with the token of a beginning twice"] += 1
@@ -130,10 +130,7 @@ class CorpusBuilder:
 
 
 def _check_cut(record: Record, needed: tuple[int, ...], length: int, name: str) -> None:
-    """
-    Raises:
-        DataError: an image is cut off with what is beyond this length.
-    """
+    """Raise DataError if truncation to this length cuts off an image."""
     if needed and max(needed) > length:
         raise DataError(
             f"{record.where}: the example's last image ends at position {max(needed)}, and would be cut at "
@@ -142,9 +139,7 @@ def _check_cut(record: Record, needed: tuple[int, ...], length: int, name: str) 
 
 
 def _answers_without_end(ids: list[int], trained: bytes, special: frozenset[int]) -> int:
-    """How many runs of trained tokens have no special token among their last ones: who learns them does not
-    learn to stop.
-    """
+    """Count the runs of trained tokens without a special token near the end, which do not teach to stop."""
     count, stop, marks = 0, 0, trained + b"\0"
     while stop := marks.find(b"\1\0", stop) + 1:
         start = max(marks.rfind(b"\0", 0, stop) + 1, stop - LAST)

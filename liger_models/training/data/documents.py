@@ -1,9 +1,8 @@
-"""Documents to train on, of one corpus or several: which there are, and batches of their tokens.
+"""Training documents of one or several corpora, and batches of their tokens.
 
-A document of n tokens holds n - 1 pairs of an input and the label that follows it, and packing lays out
-those pairs: every position of a row is an input with its label beside it (`shift_labels`), so that a
-document cut at the end of a row loses context but no label, and the last token of a document, after which
-nothing follows, takes no place.
+A document of n tokens has n - 1 pairs of an input and the label that follows it. Rows are packed from these
+pairs (`input_ids`, `shift_labels`). A document cut at the end of a row therefore loses context but no label,
+and its last token takes no position.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.permutation import Permutation
 
 IGNORE = -100
-CHUNK = 1 << 16  # documents looked at together
+CHUNK = 1 << 16  # documents per step of a scan
 
 
 class Batch(NamedTuple):
-    """A micro-batch: rows laid end to end as one packed row of T tokens."""
+    """Micro-batch: rows concatenated to one packed row of T tokens."""
 
     input_ids: Tensor  # [1, T] int64
-    shift_labels: Tensor  # [1, T] int64, the token after each input; -100 where it is not trained
-    cu_seqlens: Tensor  # [documents + 1] int32, on the CPU: to read it there costs no synchronisation
-    images: dict[str, Tensor]  # further keywords of a call
+    shift_labels: Tensor  # [1, T] int64, the next token; -100 where not trained
+    cu_seqlens: Tensor  # [documents + 1] int32, on the CPU: reading it does not synchronise
+    images: dict[str, Tensor]  # further forward keywords
     parents: Tensor | None = None  # [2, documents] int64, on the CPU, where one continues another
 
     def pinned(self) -> Batch:
-        """In memory from which a GPU copies while the host goes on."""
+        """Copy to pinned memory, for asynchronous transfer to a GPU."""
         images = {name: x.pin_memory() for name, x in self.images.items()}
         ids, labels, bounds = (x.pin_memory() for x in (self.input_ids, self.shift_labels, self.cu_seqlens))
         return Batch(ids, labels, bounds, images, self.parents)
@@ -61,22 +60,22 @@ class Batch(NamedTuple):
 
     @property
     def documents(self) -> dict[str, Tensor]:
-        """How documents lie and what they show, as keywords of a call."""
+        """Return the document bounds and images as forward keywords."""
         tree = {} if self.parents is None else {"parents": self.parents}
         return {"cu_seqlens": self.cu_seqlens, **tree, **self.images}
 
 
 class Counts(NamedTuple):
-    """What rows hold, and losses are means over."""
+    """Counts of a set of rows, the denominators of mean losses."""
 
     lengths: (
         Tensor  # of the sequences that do not see one another, int64; of groups the first ones come first
     )
     labels: int
     groups: int = 0
-    first_labels: int = 0  # those of the groups' first sequences
-    first_said: int = 0  # tokens of these that something precedes and that can be said, trained or not
-    shared: Tensor | None = None  # tokens that are computed once for several sequences, each time
+    first_labels: int = 0  # labels of the groups' first sequences
+    first_said: int = 0  # their non-initial tokens that can be generated, trained or not
+    shared: Tensor | None = None  # for each shared beginning, its tokens
     repeated: int = 0  # tokens of the lengths that rows do not repeat
 
     @property
@@ -86,9 +85,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one corpus: all, or `count` of them from place `first` of a random order.
+    """Documents of one corpus: all, or `count` of them from position `first` of a random order.
 
-    `weight` is its share of the tokens of a mixture, if it is part of one.
+    `weight` is its share of a mixture's tokens, if any.
     """
 
     corpus: Corpus
@@ -101,8 +100,8 @@ class Part:
         return len(self.corpus) if self.order is None else self.count
 
     def bounds(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the documents at these places: first token, last token (which is no input), and `whole`. A group
-        takes a place for each of its tokens: its end is that of the last.
+        """Return first token, last token (not an input) and `whole` of the documents at these positions. All
+        tokens of a group are inputs, so its bound is the end of the last one.
         """
         if self.order is not None:
             places = Permutation(len(self.corpus), self.order)(places + self.first)
@@ -115,9 +114,9 @@ class Part:
 
 
 class Documents:
-    """The parts, whose tokens are counted as if they stood one after another. `counts` is what was read.
+    """Parts with tokens numbered consecutively. `counts` are the statistics of reading them.
 
-    `vision` is the spec of the part of the model that sees the documents' images.
+    `vision` is the spec of the model's vision part.
     """
 
     def __init__(self, parts: Sequence[Part], vision: Any = None) -> None:
@@ -137,7 +136,7 @@ class Documents:
         return sum(map(len, self.parts))
 
     def longest_piece(self, seq_len: int) -> int:
-        """The most inputs of one document in a row, or of an example that shares tokens with others."""
+        """Longest piece of one document in a row, or longest example of those that share tokens."""
         longest = max(
             part.corpus.longest_sequence() - 1
             if len(part.corpus.branches)
@@ -147,11 +146,11 @@ class Documents:
         return min(seq_len, longest)
 
     def inputs(self, piece: Piece) -> Tensor:
-        """[stop - start] int64"""
+        """Input tokens, [stop - start] int64."""
         return self._read(piece.start, piece.stop)[0].long()
 
     def labels(self, piece: Piece) -> Tensor:
-        """[stop - start] int64: what follows each input, or -100"""
+        """Next tokens, or -100, [stop - start] int64."""
         ids, trained = self._read(piece.start + 1, piece.stop + 1)
         return torch.where(trained, ids.long(), IGNORE)
 
@@ -164,7 +163,7 @@ class Documents:
         return Counts(lengths, labels, shared=shared if len(shared) else None, repeated=int(shared.sum()))
 
     def batch(self, rows: Sequence[Row]) -> Any:
-        """Rows as one packed micro-batch."""
+        """Concatenate rows to one packed micro-batch."""
         pieces = [piece for row in rows for piece in row]
         laid = self._laid_out(pieces)
         lengths = torch.tensor([0] + [stop - start for start, stop, *_ in laid])
@@ -179,8 +178,8 @@ class Documents:
         )
 
     def _laid_out(self, pieces: Iterable[Piece]) -> list[tuple[int, int, int, int]]:
-        """The documents of a call: first token and end, and the number of the one that it continues, or -1,
-        with how many tokens of it.
+        """Return (first token, end, index of the document continued or -1, tokens continued) of each
+        document in a call.
         """
         laid: list[tuple[int, int, int, int]] = []
         for start, stop in pieces:
@@ -193,7 +192,7 @@ class Documents:
         return laid
 
     def have_images(self, rows: Iterable[Row]) -> bool:
-        """Whether a document of these rows has one."""
+        """Return whether a document of these rows has images."""
         if not any(part.corpus.has_images for part in self.parts):
             return False
         starts = (piece.start for row in rows for piece in row)
@@ -202,11 +201,11 @@ class Documents:
         )
 
     def learned_tokens(self) -> LearnedTokens:
-        """Special tokens of all parts, by what is learned of them."""
+        """Special tokens of all parts, by their role in training."""
         return functools.reduce(operator.or_, (part.corpus.learned for part in self.parts))
 
     def fingerprint(self) -> str:
-        """A digest of all of it: the same data, tokenizer and options, or not."""
+        """Digest of the data, tokenizer and options."""
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
@@ -220,13 +219,13 @@ class Documents:
         return corpus.read(start - base, stop - base)
 
     def _corpus_at(self, token: int) -> tuple[Corpus, int]:
-        """The corpus in which a token stands, and its first token's number."""
+        """Return the corpus of a token, and the number of that corpus's first token."""
         number = bisect_right(self.bases, token) - 1
         return self.parts[number].corpus, self.bases[number]
 
 
 def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
-    """Documents for training and held-out ones: at random, `fraction` of each part, at least one."""
+    """Split into training and held-out documents: a random `fraction` of each part, at least one."""
     total = len(documents)
     if total < 2:
         raise DataError(
@@ -238,7 +237,7 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
         count = min(max(1, round(fraction * len(part))), len(part) - 1)
         order = f"held out, {seed} {number}"
         kept.append(replace(part, order=order, first=count, count=len(part) - count))
-        if count:  # a part of one document is trained on
+        if count:  # a part's only document is trained on
             held.append(replace(part, order=order, first=0, count=count, weight=None))
     if not held:
         raise DataError("eval_fraction holds out whole documents and each part of the data has one alone")

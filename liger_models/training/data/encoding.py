@@ -1,6 +1,6 @@
-"""Records to token ids and marks of what is trained, a batch at a time.
+"""Encoding of records to token ids and loss marks, in batches.
 
-Batches are of bounded size, so that the tokenizer's own threads are busy and what is held stays small.
+Batches keep the tokenizer's threads busy, and their size is bounded to limit memory.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from liger_models.training.text.tokenizer import TextTokenizer
 
 BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
 BATCH_CHARACTERS = 1 << 22
-IMAGE_CHARACTERS = BATCH_CHARACTERS // 32  # what is made of an image takes some 20 MB
+IMAGE_CHARACTERS = BATCH_CHARACTERS // 32  # a processed image takes some 20 MB
 
 
 class Encoded(NamedTuple):
-    """A record's document, or a piece of it, if there is `more`."""
+    """Encoded document of a record, or a piece of it if `more` follows."""
 
     record: Record
     ids: list[int]
@@ -37,19 +37,19 @@ class Encoded(NamedTuple):
     whole: bool
     more: bool = False
     images: bytes = b""
-    needed: tuple[int, ...] = ()  # of the ids of each sequence, up to and with the last of an image
-    group: tuple[int, int] | None = None  # tokens of the first of two sequences, and whether it is good
-    dropped: Sequence[str] = ()  # what the chat template left out of its answers
+    needed: tuple[int, ...] = ()  # per sequence: ids up to and including the last image token
+    group: tuple[int, int] | None = None  # tokens of the first sequence, whether its answer is good
+    dropped: Sequence[str] = ()  # answer contents that the chat template left out
 
 
 class Encoder:
-    """Records to ids and marks, a batch at a time."""
+    """Encodes records to ids and loss marks, in batches."""
 
     def __init__(
         self, tokenizer: TextTokenizer, pictured: PicturedEncoder, train_on: str = TRAIN_ON[0]
     ) -> None:
         self.tokenizer, self.pictured, self.train_on = tokenizer, pictured, train_on
-        self.last_answer: Any = None  # of what is labelled
+        self.last_answer: Any = None  # of labelled records
 
     def encode(self, records: Iterator[Record]) -> Iterator[list[Encoded]]:
         for batch in _batches(self._examples(records)):
@@ -61,9 +61,7 @@ class Encoder:
                 yield list(self._batch(batch))
 
     def _examples(self, records: Iterator[Record]) -> Iterator[Record]:
-        """Conversations as one example or several, rendered if they have no images; other records as they
-        are.
-        """
+        """Expand conversations to examples, rendered if without images; yield other records unchanged."""
         for record in records:
             if record.form != "messages":
                 yield record
@@ -77,7 +75,7 @@ class Encoder:
                 yield record._replace(content=part, examples_left=len(parts) - number)
 
     def _batch(self, records: list[Record]) -> Iterator[Encoded]:
-        """By kind, in order."""
+        """Encode a batch by kind, in order."""
         texts = iter(self.tokenizer.encode_batch([r.content for r in records if r.form == "text"]))
         pairs = iter(self._encode_pairs([r for r in records if r.form == "prompt/completion"]))
         talks = iter(
@@ -113,7 +111,7 @@ class Encoder:
             yield Encoded(record, ids, bytes(trained), whole=True, dropped=dropped)
 
     def _groups(self, records: list[Record]) -> Iterator[Encoded]:
-        """Each record's two sequences, one behind the other."""
+        """Encode each record's two sequences, concatenated."""
         wanted = [(record, self._answers(record, records)) for record in records]
         seen = [(r, [p.followed_by(a) for p, a in two]) for r, two in wanted if _have_images(two)]
         shown = iter(self.pictured.encode(seen))
@@ -140,7 +138,7 @@ class Encoder:
             )
 
     def _answers(self, record: Record, records: list[Record]) -> list[tuple[Any, Any]]:
-        """The (prompt, answer) of each of its two sequences."""
+        """Return (prompt, answer) of each of the record's two sequences."""
         prompt, answer, other = record.content
         if record.form == LABELLED:
             if self.last_answer is None:
@@ -158,7 +156,7 @@ class Encoder:
         return [(prompt, answer), (prompt, other)]
 
     def _encode_answers(self, answers: list[tuple[Record, Any, Any]]) -> list[Tokens]:
-        """Of each (record, prompt, answer)."""
+        """Encode each (record, prompt, answer)."""
         texts, spans = [], []
         dropped: list[list[str]] = []
         for record, prompt, answer in answers:
@@ -201,7 +199,7 @@ class Encoder:
         yield Encoded(record, end[1:], b"\1" * added, whole=False)
 
     def _encode_pairs(self, records: list[Record]) -> list[tuple[list[int], list[bool]]]:
-        # Encoded as one text: some tokenizers would put a space before a completion that comes alone.
+        # Encoded as one text: some tokenizers would prepend a space to a separate completion.
         texts = ["".join(record.content) for record in records]
         spans = [[(len(r.content[0]), len(text))] for r, text in zip(records, texts, strict=True)]
         return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
@@ -220,7 +218,7 @@ class Encoder:
         return rendering
 
     def _close(self, ids: list[int]) -> int:
-        """Append eos unless the tokenizer did; returns how many tokens that took."""
+        """Append eos unless the tokenizer did; return the number of tokens added."""
         eos = self.tokenizer.eos_id
         if eos is None:
             raise DataError(
@@ -234,7 +232,7 @@ class Encoder:
 
 
 def _batches(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Records in batches; a long text is one by itself."""
+    """Group records in batches; a long text is a batch of its own."""
     batch: list[Record] = []
     characters = 0
     for record in records:
@@ -266,12 +264,12 @@ def _check_size(record: Record, size: int) -> None:
 
 
 def _blocks(text: str) -> Iterator[str]:
-    """A long text in blocks, each of which begins with the last `OVERLAP` characters of the one before."""
+    """Yield a long text in blocks; each starts with the last `OVERLAP` characters of the previous one."""
     return (text[max(0, start - OVERLAP) : start + BLOCK] for start in range(0, len(text), BLOCK))
 
 
 def _characters(value: Any) -> int:
-    """How many there are in a record, without its images."""
+    """Count the characters in a record, without images."""
     if isinstance(value, Record):
         return _characters(value.content) + _characters(value.options)
     if isinstance(value, Conversation):
@@ -284,7 +282,7 @@ def _characters(value: Any) -> int:
 
 
 def _have_images(answers: list[tuple[Any, Any]]) -> bool:
-    """Whether a prompt or an answer has one."""
+    """Return whether a prompt or an answer has images."""
     return any(isinstance(part, Conversation) and part.images for one in answers for part in one)
 
 

@@ -1,14 +1,14 @@
-"""Groups of two sequences, which preferences and judgements are made of: two answers with their prompt, or
-one with a stranger beside it (KTO).
+"""Groups of two sequences for preference losses: a prompt with two answers, or an answer and an unrelated one
+(KTO).
 
-A corpus holds a group as one document, the tokens of its sequences one after another, and so it stays in one
-row and comes once an epoch. All its tokens are inputs, also a sequence's last, whose hidden state a reward is
-read from. In a batch the groups' first sequences come first, then the second ones in the same order: losses
-take them apart with `.chunk(2)`.
+A corpus stores a group as one document, its sequences concatenated, so that it stays in one row and comes
+once an epoch. All its tokens are inputs, including a sequence's last, whose hidden state gives the reward. A
+batch has the groups' first sequences, then the second ones in the same order; losses split them with
+`.chunk(2)`.
 
-Where an objective can, what both sequences of a group begin with is computed once, if that spares enough: it
-is a document of its own, up to its last token but one, and theirs continue it (losses/shared_prompts.py).
-With images that is done where all of them stand there.
+If the objective supports it and it saves enough, the common beginning of a group is computed once: it becomes
+a document, up to its second-to-last token, and both sequences continue it (losses/shared_prompts.py). Groups
+with images share it only if it contains all of them.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.pictured import are_alike, part_images
 from liger_models.training.data.records import LABELLED
 
-SPARED = 0.2  # of a batch's tokens: less is not worth attention of a kind of its own
+SPARED = 0.2  # of a batch's tokens: below this, tree attention does not pay
 
 
 class GroupBatch(NamedTuple):
-    """A micro-batch of n groups: D documents laid end to end as one packed row of T tokens."""
+    """Micro-batch of n groups: D documents concatenated to one packed row of T tokens."""
 
     input_ids: Tensor  # [1, T] int64
-    shift_labels: Tensor  # [1, T] int64, the token after each input; -100 where it is not trained
-    cu_seqlens: Tensor  # [D + 1] int32, on the CPU: to read it there costs no synchronisation
-    parents: Tensor  # [D] int32, on the CPU: the document that each continues, or -1
-    sequences: Tensor  # [2 n] int64: the documents in which the groups' sequences end
-    good: Tensor  # [n] bool: whether the first sequence ends in a good answer
-    reference: Tensor  # [2 n] float32: log-probabilities under the reference; nan where there is none
-    following: Tensor  # [1, T] int64: labels of all that can be said, trained or not; -100 elsewhere
-    images: tuple[dict[str, Tensor], ...]  # further keywords of the call; of labelled answers, of each half's
+    shift_labels: Tensor  # [1, T] int64, the next token; -100 where not trained
+    cu_seqlens: Tensor  # [D + 1] int32, on the CPU: reading it does not synchronise
+    parents: Tensor  # [D] int32, on the CPU: the document continued, or -1
+    sequences: Tensor  # [2 n] int64: the last document of each sequence
+    good: Tensor  # [n] bool: whether the first sequence's answer is good
+    reference: Tensor  # [2 n] float32: reference log-probabilities; nan if absent
+    following: Tensor  # [1, T] int64: labels that can be generated, trained or not; else -100
+    images: tuple[dict[str, Tensor], ...]  # further forward keywords; for labelled answers, one per half
 
     def pinned(self) -> GroupBatch:
-        """In memory from which a GPU copies while the host goes on."""
+        """Copy to pinned memory, for asynchronous transfer to a GPU."""
         return self._mapped(lambda x: x.pin_memory())
 
     def to(self, device: torch.device) -> GroupBatch:
@@ -54,7 +54,7 @@ class GroupBatch(NamedTuple):
         return self._mapped(lambda x: x.pin_memory().to(device, non_blocking=True), stay)
 
     def _mapped(self, function: Callable[[Tensor], Tensor], stay: Set[str] = frozenset()) -> GroupBatch:
-        """With what a function makes of all tensors but some."""
+        """Apply a function to all tensors except those in `stay`."""
 
         def mapped(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             return {name: x if name in stay else function(x) for name, x in tensors.items()}
@@ -65,17 +65,17 @@ class GroupBatch(NamedTuple):
 
     @property
     def documents(self) -> dict[str, Tensor]:
-        """How documents lie and what they show, as keywords of a call."""
+        """Return the document bounds and images as forward keywords."""
         tree = {"parents": self.parents} if bool((self.parents >= 0).any()) else {}
         (images,) = self.images
         return {"cu_seqlens": self.cu_seqlens, **tree, **images}
 
     def calls(self) -> list[GroupBatch]:
-        """What is to be one call each."""
+        """Split into batches of one forward each."""
         return [self] if len(self.images) == 1 else [self.half(0), self.half(1)]
 
     def half(self, number: int) -> GroupBatch:
-        """The first sequences alone (0), or the second ones (1), of labelled answers."""
+        """Return only the first (0) or second (1) sequences of labelled answers."""
         n = len(self.good)
         assert len(self.parents) == 2 * n
         bounds = self.cu_seqlens[number * n : (number + 1) * n + 1]
@@ -94,15 +94,15 @@ class GroupBatch(NamedTuple):
 
 
 class Groups(Documents):
-    """Documents that are groups. Rows of theirs hold whole groups.
+    """Documents that are groups; their rows hold whole groups.
 
-    `shares` says whether batches may have documents that two continue.
+    `shares`: whether the sequences of a group may share a beginning in batches.
     """
 
     shares = False
 
     def longest_piece(self, seq_len: int) -> int:
-        """The most tokens of one sequence."""
+        """Length of the longest sequence."""
         longest = 0
         for corpus in {id(part.corpus): part.corpus for part in self.parts}.values():
             first, total = _groups(corpus)[:, 0], corpus.starts.diff()
@@ -118,14 +118,14 @@ class Groups(Documents):
         return Counts(lengths, sum(labels), len(found), labels[0], following)
 
     def shared(self, rows: Iterable[Row]) -> list[int]:
-        """Of each group how many tokens its batch, of these rows, computes once for both sequences."""
+        """Return for each group in a batch of these rows how many tokens are computed once for both."""
         groups = [self._sequences(piece) for row in rows for piece in row]
         shared = [self._common(*group) if self.shares else 0 for group in groups]
         total = sum(stop - start for group in groups for start, stop in group)
         return shared if sum(shared) >= SPARED * total else [0] * len(groups)
 
     def _common(self, first: tuple[int, int], second: tuple[int, int]) -> int:
-        """The tokens that both begin with and that are not learned, but for the last of them."""
+        """Length of the common beginning before any trained token, less one."""
         length = min(stop - start for start, stop in (first, second))
         (a, a_trained), (b, b_trained) = (self._read(start, start + length) for start, _ in (first, second))
         same = (a == b) & ~a_trained & ~b_trained
@@ -138,7 +138,7 @@ class Groups(Documents):
         return common if all(bool(said.all()) for said in later) else 0
 
     def _said(self, start: int, stop: int) -> Tensor:
-        """Which of these tokens can be said, [stop - start] bool."""
+        """Mask of tokens that can be generated, [stop - start] bool."""
         tokens, trained = self._read(start, stop)
         if self.vision is None:
             return torch.ones_like(trained)
@@ -146,7 +146,7 @@ class Groups(Documents):
         return said_of(self.vision, tokens.long(), trained, bool(corpus.image_names(start - base)))
 
     def batch(self, rows: Sequence[Row]) -> GroupBatch:
-        """Rows as one packed micro-batch."""
+        """Concatenate rows to one packed micro-batch."""
         pieces = [piece for row in rows for piece in row]
         places = [self._place(piece) for piece in pieces]
         groups = [self._sequences(piece) for piece in pieces]
@@ -178,14 +178,16 @@ class Groups(Documents):
         )
 
     def _shown(self, piece: Piece) -> list[dict[str, Tensor]]:
-        """What the processor gave of the images of both sequences."""
+        """Return the processed images of both sequences."""
         if self.vision is None:
             return [{}, {}]
         corpus, base = self._corpus_at(piece.start)
         return part_images(corpus.images(piece.start - base))
 
     def _keywords(self, seen: list[Seen], parents: list[int]) -> tuple[dict[str, Tensor], ...]:
-        """Of a call on these documents, or of two, each on half of them, which continue none."""
+        """Return the image keywords of one call on these documents, or of two calls on half each if none
+        continues another.
+        """
         labelled, half = any(part.corpus.form == LABELLED for part in self.parts), len(seen) // 2
         if self.vision is None:
             return ({},) * (1 + labelled)
@@ -194,23 +196,23 @@ class Groups(Documents):
         return (pack_seen(self.vision, seen, parents),)
 
     def documents_of(self, rows: Iterable[Row]) -> list[int]:
-        """The numbers of the groups of rows in their corpora, in the order of `batch`."""
+        """Return the groups' numbers in their corpora, in the order of `batch`."""
         return [self._place(piece)[1] for row in rows for piece in row]
 
     def _place(self, piece: Piece) -> tuple[Corpus, int]:
-        """The corpus and the number of the document in it."""
+        """Return the corpus and the document's number in it."""
         corpus, base = self._corpus_at(piece.start)
         return corpus, int(torch.searchsorted(corpus.starts, piece.start - base, right=True)) - 1
 
     def _sequences(self, piece: Piece) -> list[tuple[int, int]]:
-        """First token and end of both."""
+        """Return (first token, end) of both sequences."""
         corpus, document = self._place(piece)
         cut = piece.start + int(_groups(corpus)[document, 0])
         return [(piece.start, cut), (cut, piece.stop)]
 
 
 class _Document(NamedTuple):
-    """First token and end, the document that it continues, or -1, and of which group and sequence it is."""
+    """Bounds of a document, the document that it continues or -1, and its group and sequence."""
 
     start: int
     stop: int
@@ -220,7 +222,7 @@ class _Document(NamedTuple):
 
 
 def _laid_out(groups: list[list[tuple[int, int]]], shared: list[int]) -> tuple[list[_Document], list[int]]:
-    """The documents, and those in which the groups' first and then second sequences end."""
+    """Return the documents, and the last document of each first and then each second sequence."""
     n = len(groups)
     if not any(shared):
         sides = [_Document(*groups[group][side], -1, group, side) for side in (0, 1) for group in range(n)]
@@ -228,7 +230,7 @@ def _laid_out(groups: list[list[tuple[int, int]]], shared: list[int]) -> tuple[l
     documents: list[_Document] = []
     for number, (group, once) in enumerate(zip(groups, shared, strict=True)):
         parent = len(documents) if once else -1
-        if once:  # what continues a document follows it at once
+        if once:  # continuations directly follow their document
             documents.append(_Document(group[0][0], group[0][0] + once, -1, number, 0))
         documents += [_Document(a + once, b, parent, number, side) for side, (a, b) in enumerate(group)]
     ends = list(itertools.accumulate(2 + (once > 0) for once in shared))

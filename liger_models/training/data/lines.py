@@ -1,4 +1,4 @@
-"""Records of text files and of JSON lines, plain, packed or from standard input."""
+"""Readers of text files and JSON lines, plain, compressed or from standard input."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from liger_models.training.data.records import LONG, Record, parse_line
 
 Advance = Callable[[int], object]
 Forms = tuple[str, ...]
-LONG_TEXT = 1 << 25  # bytes of a file that is not read as a whole
+LONG_TEXT = 1 << 25  # bytes; longer files are read in blocks
 BLOCK, OVERLAP = 1 << 20, 1 << 13  # characters
-# A few bytes of a packed file can stand for gigabytes.
+# A few bytes of a compressed file can expand to gigabytes.
 PACKED = 1 << 9  # bytes of a .zst file unpacked at once: at most 16 MiB, since 4 bytes give 128 KiB at most
 LONGEST_LINE = 1 << 27  # bytes
 BLANK_LINES = 1 << 16  # in a row
-EXPANSION, FREE_EXPANSION = 1000, 1 << 28  # largest ratio, and the bytes below which none is too large
+EXPANSION, FREE_EXPANSION = 1000, 1 << 28  # largest ratio, and the size below which any is accepted
 
 
 def read_text(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
@@ -34,7 +34,7 @@ def read_text(path: Path, counts: Counter[str], advance: Advance, forms: Forms) 
         yield Record(str(path), LONG, _blocks(path, advance))
         return
     try:
-        text = path.read_text(encoding="utf-8-sig")  # a byte order mark is no text
+        text = path.read_text(encoding="utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 at byte {error.start}; convert it first") from error
     if text.strip():
@@ -43,14 +43,14 @@ def read_text(path: Path, counts: Counter[str], advance: Advance, forms: Forms) 
 
 
 def _blocks(path: Path, advance: Advance) -> Iterator[str]:
-    """A long text in blocks, each of which begins with the last `OVERLAP` characters of the one before."""
+    """Yield a long text in blocks; each starts with the last `OVERLAP` characters of the previous one."""
     with path.open(encoding="utf-8-sig") as file:
         kept = ""
         try:
             while new := file.read(BLOCK):
                 yield kept + new
                 kept = (kept + new)[-OVERLAP:]
-                advance(len(new))  # bytes, nearly
+                advance(len(new))  # approximately bytes
         except UnicodeDecodeError as error:
             raise DataError(f"{path} is not UTF-8 ({error}); convert it first") from error
 
@@ -63,7 +63,7 @@ def _read_lines(
     forms: Forms,
     packed_size: int | None = None,
 ) -> Iterator[Record]:
-    """Records of JSON lines; of a packed file, `packed_size` is its size."""
+    """Read records from JSON lines; `packed_size` is the compressed file's size."""
     blank = done = 0
     for number in itertools.count(1):
         line = lines.readline(LONGEST_LINE + 1)
@@ -89,7 +89,7 @@ def _read_lines(
 
 
 def _check_expansion(where: str, unpacked: int, packed: int | None) -> None:
-    """Raises DataError where a packed file of `packed` bytes has become more than any real data would."""
+    """Raise DataError if `packed` bytes expand beyond any plausible ratio."""
     if packed is not None and unpacked > max(FREE_EXPANSION, EXPANSION * packed):
         raise DataError(
             f"{where}: a file of {packed:,} bytes has become {unpacked:,}, more than {EXPANSION:,} times as "
@@ -126,9 +126,7 @@ def read_zstandard(path: Path, counts: Counter[str], advance: Advance, forms: Fo
 
 
 def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]:
-    """The content of a .zst file, whose frames follow one another. The library's own reader takes a file that
-    was cut short for one that ends.
-    """
+    """Decompress the frames of a .zst file. The library's own reader does not detect truncated files."""
     try:
         import zstandard
     except ImportError as error:
@@ -151,7 +149,7 @@ def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]
 
 
 class _Pieces(io.RawIOBase):
-    """A file whose content comes in pieces."""
+    """File object over an iterator of byte strings."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self.pieces, self.left = pieces, memoryview(b"")

@@ -1,10 +1,9 @@
-"""Packing: units of tokens into rows of `seq_len` inputs, without padding.
+"""Packing of units into rows of `seq_len` inputs, without padding.
 
-Text fills each row to the last place, and what does not fit goes on in another row. An example with a prompt
-stays whole: a row is filled by best fit from those that wait, `WAITING` of them at most. It begins with the
-one that has waited longest, so that the order stays the random one, then takes the longest that fits, again
-and again; text fills what is left. When no more come, rows begin with the longest that waits (best fit
-decreasing). What is computed follows from the units and their order alone.
+Text fills each row completely and continues in the next. Examples with a prompt stay whole: a row is filled
+by best fit from at most `WAITING` of them. It starts with the one that has waited longest, to keep the random
+order, then repeatedly takes the longest that fits; text fills the rest. At the end of the stream, rows start
+with the longest example (best fit decreasing). The result depends only on the units and their order.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ WAITING = 2048
 
 
 class Piece(NamedTuple):
-    """The inputs tokens[start:stop] of one document; their labels are tokens[start + 1 : stop + 1]."""
+    """Inputs tokens[start:stop] of one document, with labels tokens[start + 1 : stop + 1]."""
 
     start: int
     stop: int
@@ -36,7 +35,7 @@ class Unit(NamedTuple):
 
 
 def pack(units: Iterable[Unit], seq_len: int, waiting: int = WAITING) -> Iterator[Row]:
-    """Rows of at most `seq_len` inputs, in which each input of the units stands once."""
+    """Yield rows of at most `seq_len` inputs, with each input of the units exactly once."""
     examples, text = _Examples(), _Text()
     for unit in units:
         if not unit.whole:
@@ -44,7 +43,7 @@ def pack(units: Iterable[Unit], seq_len: int, waiting: int = WAITING) -> Iterato
                 yield [Piece(unit.start, unit.start + seq_len)]
                 continue
             text.add(unit)
-            # One row's worth stays, to fill rows of examples with.
+            # Keep one row's worth of text to fill rows of examples.
             if text.length >= 2 * seq_len:
                 yield text.take(seq_len)
             continue
@@ -68,7 +67,7 @@ def _row(examples: _Examples, text: _Text, seq_len: int, first: Unit | None) -> 
 
 
 class _Examples:
-    """Examples that wait for a row, by length and by age."""
+    """Examples waiting for a row, by length and by age."""
 
     def __init__(self) -> None:
         self.by_length: list[tuple[int, int, Unit]] = []  # length, number, unit
@@ -86,7 +85,7 @@ class _Examples:
         self.by_age.append(entry)
 
     def pop_longest(self, room: int) -> Unit | None:
-        """The longest that is not longer than `room`."""
+        """Remove and return the longest example that fits in `room`."""
         place = bisect_right(self.by_length, room, key=lambda entry: entry[0])
         if place == 0:
             return None
@@ -103,7 +102,7 @@ class _Examples:
 
 
 class _Text:
-    """Text that waits for a row, in its order."""
+    """Queue of text waiting for a row."""
 
     def __init__(self) -> None:
         self.pieces: deque[Piece] = deque()
@@ -114,7 +113,7 @@ class _Text:
         self.length += unit.length
 
     def take(self, room: int) -> Row:
-        """Text for up to `room` places, the last piece of which may be cut."""
+        """Take up to `room` inputs of text, cutting the last piece if needed."""
         row: Row = []
         while room and self.pieces:
             piece = self.pieces.popleft()

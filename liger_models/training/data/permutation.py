@@ -1,9 +1,9 @@
-"""A random order of many things that nobody writes down: the number at any place is computed.
+"""Pseudorandom permutation of a large range, computed entry by entry instead of stored.
 
-A Feistel network turns (left, right) into (right, left xor f(right, key)) round after round. Whatever f is,
-that can be undone, so it is a permutation of the numbers of 2 * half bits; numbers that are too large are
-sent through it again until they are not ("cycle walking"), which leaves a permutation of the others
-(Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
+A Feistel network maps (left, right) to (right, left xor f(right, key)) in each round. This is invertible for
+any f, so it permutes the numbers of 2 * half bits. Results beyond the range are mapped again until they fall
+inside ("cycle walking"), which leaves a permutation of the range (Black and Rogaway, Ciphers with Arbitrary
+Finite Domains, 2002).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MASK = 0xFFFFFFFF  # products of 32 and 31 bits stay below 2**63
 
 
 class Permutation:
-    """A permutation of range(size) that the text `key` fixes, with no memory of its size."""
+    """Permutation of range(size) determined by the string `key`, in constant memory."""
 
     def __init__(self, size: int, key: str) -> None:
         self.size = size
@@ -26,7 +26,7 @@ class Permutation:
         self.keys = [int.from_bytes(digest[4 * i : 4 * i + 4], "little") for i in range(ROUNDS)]
 
     def __call__(self, places: Tensor) -> Tensor:
-        """The numbers at these places, int64 in and out."""
+        """Map positions to numbers, int64 in and out."""
         numbers = self._once(places)
         while (outside := numbers >= self.size).any():
             numbers[outside] = self._once(numbers[outside])

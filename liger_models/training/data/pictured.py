@@ -1,4 +1,4 @@
-"""Conversations with images to ids, marks and pixels, in processes of their own where they are many."""
+"""Encoding of conversations with images to ids, loss marks and pixels, in worker processes if many."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from liger_models.training.data.records import Conversation, Record, check_text
 from liger_models.training.data.sources import Source
 from liger_models.training.text.tokenizer import TextTokenizer
 
-ALONE = 32  # so many conversations are done before other processes would have begun
+ALONE = 32  # fewer conversations are faster without worker processes
 MOST_PROCESSES = 16
-BOTH, FIRST, SECOND = "both.", "first.", "second."  # of which conversation an image is
+BOTH, FIRST, SECOND = "both.", "first.", "second."  # the conversation of an image
 
 
 class Tokens(NamedTuple):
-    """What becomes of a conversation: its ids, a byte for each that says whether it is trained, and how many
-    of the ids there must be for all images to be whole; and what the template left out of its answers.
+    """Encoded conversation: its ids, a trained byte for each, the number of ids that covers all images, and
+    the answer text that the template dropped.
     """
 
     ids: list[int]
@@ -42,14 +42,14 @@ class Tokens(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What becomes of a record's conversations, and of their images, as safetensors (`join_images`)."""
+    """Encoded conversations of a record, and their images as safetensors (`join_images`)."""
 
     sequences: list[Tokens]
     images: bytes
 
 
 class Told(NamedTuple):
-    """A conversation as the chat template wrote it (chat_template.Rendering), and its images."""
+    """Conversation rendered by the chat template (chat_template.Rendering), and its images."""
 
     text: str
     spans: list[Span]
@@ -58,18 +58,18 @@ class Told(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The conversations of a record."""
+    """Conversations of a record, to be encoded."""
 
     where: str
     told: list[Told]
 
 
 class PicturedEncoder:
-    """Makes them in their order; to be used as a context.
+    """Encodes conversations in order; a context manager.
 
     Args:
-        tokenizer: whose chat template is used.
-        images: None for a model that sees none.
+        tokenizer: with the chat template.
+        images: None for a text model.
     """
 
     def __init__(self, tokenizer: TextTokenizer, images: Preprocessor | None) -> None:
@@ -88,14 +88,14 @@ class PicturedEncoder:
             self.pool.shutdown(cancel_futures=True)
 
     def files(self) -> list[dict[str, Any]]:
-        """What tells of each image file whether it is as it was."""
+        """Identity of each image file, to detect changes."""
         return list(self.seen.values())
 
     def encode(self, records: list[tuple[Record, list[Conversation]]]) -> Iterator[Made]:
-        """What becomes of each, of which all conversations or some have images.
+        """Encode records that have images in at least one conversation.
 
         Raises:
-            DataError: an image cannot be had, or does not fit its text; it names file and line.
+            DataError: an image cannot be read or does not fit its text, with file and line.
         """
         if records and self.images is None:
             raise DataError(
@@ -147,14 +147,12 @@ class PicturedEncoder:
 
 
 def located(where: str, error: DataError) -> DataError:
-    """The error with the place where it is, if it does not name it."""
+    """Prefix an error with its location unless it has one."""
     return error if str(error).startswith(where) else DataError(f"{where}: {error}")
 
 
 def join_images(images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """What a processor gave of the images of one conversation, or of two: by names that say of which; what
-    both have alike is there once.
-    """
+    """Join the processed images of one or two conversations under prefixes; equal tensors appear once."""
     if len(images) == 1:
         return images[0]
     first, second = images
@@ -166,7 +164,7 @@ def join_images(images: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def part_images(joined: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The inverse of `join_images`, of two conversations."""
+    """Invert `join_images` for two conversations."""
     return [
         {name.partition(".")[2]: x for name, x in joined.items() if name.startswith((BOTH, own))}
         for own in (FIRST, SECOND)
@@ -174,7 +172,7 @@ def part_images(joined: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def are_alike(names: Iterable[str]) -> bool:
-    """Whether two conversations have the same images, by the names of `join_images`."""
+    """Return whether two conversations have the same images, from the names of `join_images`."""
     return all(name.startswith(BOTH) or name.partition(".")[2] in OF_TOKENS for name in names)
 
 
@@ -201,12 +199,12 @@ def _tokens(shown: Shown, places: Tensor, dropped: list[str]) -> Tokens:
     return Tokens(shown.ids.tolist(), bytes(trained.tolist()), needed, dropped)
 
 
-# Of a process that makes them.
+# State of a worker process.
 _own: list[Preprocessor] = []
 
 
 def _begin(images: Any, pixels: int | None) -> None:
-    torch.set_num_threads(1)  # the processes are as many as there are cores
+    torch.set_num_threads(1)  # one process for each core
     allow_pixels(pixels)
     _own[:] = [images]
 

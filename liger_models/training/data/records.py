@@ -1,22 +1,22 @@
-"""One example as it stands in a file: what forms it has, and what makes it none.
+"""Record formats of training examples, and their validation.
 
     {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
 
-Beside messages `tools` and `chat_template_kwargs` are what the chat template reads. Messages may have
-ShareGPT's form (sharegpt.py).
+Next to messages, `tools` and `chat_template_kwargs` are passed to the chat template. Messages may be in
+ShareGPT's format (sharegpt.py).
 
-Images stand in messages as parts {"type": "image", "image": ...}, or as {"type": "image"} or "<image>" whose
-images stand in "images" beside "messages". How one is named: liger_models/images/files.py. A video is a part
-{"type": "video", "video": [frames], "fps": ...} that names its frames, and how many there are a second.
+Images are message parts {"type": "image", "image": ...}, or placeholders {"type": "image"} or "<image>" for
+the entries of an "images" field next to "messages". liger_models/images/files.py defines how images are
+named. A video is a part {"type": "video", "video": [frames], "fps": ...} with its frames and their rate.
 
-Where answers are compared or judged:
+For preferences and judged answers:
 
     {"prompt": ..., "chosen": ..., "rejected": ...}    {"prompt": ..., "completion": ..., "label": true}
 
-of which prompt and answers are text, or both are messages. A pair of whole conversations needs no prompt:
-that is what they begin with in common. What stands in "images" beside them belongs to the prompt.
+Prompt and answers are both text or both messages. A pair of whole conversations needs no prompt: their common
+beginning is the prompt. An "images" field belongs to the prompt.
 
-Lines of JSON and rows of tables are read by the same rules, and refused in the same words.
+JSON lines and table rows follow the same rules and raise the same errors.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ from liger_models.training.text.chat_template import NOTHING, OWN_NAMES
 FORMS = ("text", "prompt/completion", "messages")
 PAIRS = "prompt/chosen/rejected"
 LABELLED = "prompt/completion/label"
-LONG = "long text"  # whose content is an iterator of overlapping blocks
-IMAGES = "images"  # a field beside messages
-VIDEOS = "videos"  # a field that other tools know
-PLACE = "<image>"  # in text, where an image of that field stands
-TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields beside messages
+LONG = "long text"  # its content is an iterator of overlapping blocks
+IMAGES = "images"  # a field next to messages
+VIDEOS = "videos"  # a field of other tools
+PLACE = "<image>"  # placeholder in text for an image of that field
+TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields next to messages
 TRAIN_ON = ("all", "last", "each")  # answers of a conversation
 
 
 class Conversation(NamedTuple):
-    """Messages, in which {"type": "image"} is the place of an image and {"type": "video"} that of a video;
-    what names the images, and `Video`s, in their order; and how many of the messages are given: what the
-    assistant says there is not learned.
+    """Messages with placeholders {"type": "image"} and {"type": "video"}, the image sources and `Video`s in
+    order, and the number of leading messages whose assistant turns are not trained on.
     """
 
     messages: list[dict[str, Any]]
@@ -55,8 +54,8 @@ class Conversation(NamedTuple):
     given: int = 0
 
     def examples(self, train_on: str) -> list[Conversation]:
-        """This conversation with all answers to learn, or its "last" alone; or for "each" answer the
-        conversation that ends with it.
+        """Return this conversation with "all" answers or only the "last" one trained, or one conversation
+        for "each" answer, ending with it.
         """
         answers = [n for n, message in enumerate(self.messages) if message["role"] == ASSISTANT]
         if train_on == "all":
@@ -69,17 +68,17 @@ class Conversation(NamedTuple):
         ]
 
     def followed_by(self, answer: Conversation) -> Conversation:
-        """All of this is given."""
+        """Append an answer; nothing before it is trained on."""
         given = len(self.messages)
         return Conversation(self.messages + answer.messages, self.images + answer.images, given)
 
 
 class Record(NamedTuple):
-    """One example and where it stands; `content` is a str, a (prompt, completion) pair of str, or a
-    `Conversation`; of a pair (prompt, chosen, rejected), and of what is labelled (prompt, completion, label),
-    each a str or a `Conversation`. Relative paths go from `folder`; None: it may name no file. `options` is
-    what the chat template reads beside messages. Of a conversation that makes several examples
-    `examples_left` come after this one.
+    """One example and its location. `content` is a str, a (prompt, completion) pair of str, or a
+    `Conversation`; for preferences (prompt, chosen, rejected) and for labelled answers (prompt, completion,
+    label), with a str or a `Conversation` for each text. Relative paths start at `folder`; with None, files
+    are not allowed. `options` are further inputs of the chat template. If a conversation makes several
+    examples, `examples_left` follow this one.
     """
 
     where: str
@@ -91,33 +90,33 @@ class Record(NamedTuple):
 
     @property
     def images(self) -> int:
-        """How many it has, frames of videos among them."""
+        """Number of images, including video frames."""
         parts = self.content if self.form in (PAIRS, LABELLED) else (self.content,)
         shown = [one for part in parts if isinstance(part, Conversation) for one in part.images]
         return sum(len(one.frames) if isinstance(one, Video) else 1 for one in shown)
 
 
 def _shown(messages: list[dict[str, Any]]) -> int:
-    """How many images and videos have a place in messages."""
+    """Count the placeholders of images and videos in messages."""
     parts = (part for m in messages if isinstance(m.get("content"), list) for part in m["content"])
     return sum(isinstance(part, dict) and part.get("type") in ("image", "video") for part in parts)
 
 
 def fields_of(forms: tuple[str, ...]) -> set[str]:
-    """The fields that records of these forms may have."""
+    """Return the fields that records of these forms may have."""
     beside = {IMAGES, VIDEOS, TOOLS, OPTIONS, CONVERSATIONS, SYSTEM}
     return {key for form in forms for key in form.split("/")} | beside
 
 
 def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
-    """A line of JSON in one of these forms. Raises DataError, which begins with `where`."""
+    """Parse a JSON line in one of these forms. Raises DataError, starting with `where`."""
     try:
         fields = json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:  # a number or a nesting beyond Python's limits
+    except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f"{where}: found a {type(fields).__name__}, expected a JSON object")
@@ -127,14 +126,14 @@ def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, 
 def parse_row(
     where: str, row: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
 ) -> Record:
-    """A row of a table, in which a field that is not there is null. Raises DataError as `parse_line`."""
+    """Parse a table row, where missing fields are null. Raises DataError as `parse_line`."""
     fields = {key: value for key, value in row.items() if value is not None}
     fields = {key: value if key == IMAGES else _without_nulls(value) for key, value in fields.items()}
     return parse_fields(where, fields, counts, forms)
 
 
 def _without_nulls(value: Any) -> Any:
-    """Messages, and what is within them, as they were before a table gave all of a kind the same fields."""
+    """Remove the null fields that tables add to messages and nested values to make their schemas equal."""
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]
     if not isinstance(value, dict):
@@ -146,7 +145,7 @@ def _without_nulls(value: Any) -> Any:
 def parse_fields(
     where: str, fields: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
 ) -> Record:
-    """The record that these fields make; others are left aside and counted. Raises DataError."""
+    """Build a record from known fields; unknown ones are ignored and counted. Raises DataError."""
     found = ", ".join(map(repr, fields)) or "no fields"
     key = "messages" if "messages" in forms else "prompt"
     if CONVERSATIONS in fields and key not in fields:
@@ -180,14 +179,14 @@ def parse_fields(
 
 
 def _options(where: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """What a chat template reads beside messages. Raises DataError."""
+    """Return the chat template's inputs other than messages. Raises DataError."""
     options, tools = fields.get(OPTIONS) or {}, fields.get(TOOLS)
     if not isinstance(options, dict) or any(key in options for key in (*OWN_NAMES, TOOLS)):
         raise DataError(
             f"{where}: {OPTIONS!r} is {abbreviate(options)}; expected an object without "
             f"{', '.join((*OWN_NAMES, TOOLS))}"
         )
-    if isinstance(tools, str):  # as tables hold what differs from row to row
+    if isinstance(tools, str):  # tables store values with varying schemas as JSON
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
@@ -198,7 +197,7 @@ def _options(where: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
-    """Raises DataError for what would be shown beside this form, and cannot be."""
+    """Raise DataError for images or videos that this form cannot have."""
     if fields.get(VIDEOS):
         raise DataError(f"{where}: there are {VIDEOS!r}, {_INSTEAD_OF_VIDEOS}")
     judged = form in (PAIRS, LABELLED) and isinstance(fields.get("prompt", []), list)
@@ -215,7 +214,7 @@ _INSTEAD_OF_VIDEOS = (
 
 
 def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    """A pair of whole conversations as a prompt and two answers."""
+    """Split a pair of whole conversations into their common prompt and two answers."""
     chosen, rejected = fields.get("chosen"), fields.get("rejected")
     if not isinstance(chosen, list) or not isinstance(rejected, list):
         return fields
@@ -225,7 +224,7 @@ def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter[str]) -> tuple[Any, ...]:
-    """The values of these keys: a prompt, and answers with something in them, or a label."""
+    """Return the values of these keys: a prompt, non-empty answers, or a label."""
     if "label" in keys and not isinstance(fields["label"], bool):
         raise DataError(
             f"{where}: 'label' is {abbreviate(fields['label'])}, expected true of a good completion or false"
@@ -248,7 +247,7 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
             raise DataError(f"{where}: {key!r} is empty: there is no answer to learn from")
     prompt, answers = fields["prompt"], [fields[key] for key in texts if key != "prompt"]
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
-        if not isinstance(prompt, str):  # a text may well be what its answer begins with
+        if not isinstance(prompt, str):  # a text prompt may repeat at the answer's start
             raise DataError(
                 f"{where}: 'prompt' stands in {texts[1]!r} once more, and would be read twice; leave it out "
                 "of the answers"
@@ -258,7 +257,7 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
 
 
 def check_text(where: str, text: str) -> None:
-    """Raises DataError for a str that no tokenizer takes."""
+    """Raise DataError for a str that no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -278,7 +277,7 @@ def _check_messages(
         role, content = message["role"], message.get("content")
         if not isinstance(role, str):
             raise DataError(f"{where}: the role of message {number} is {abbreviate(role)}, expected a name")
-        # Templates would write the word "None", and a model would learn to say it.
+        # Templates would write the word "None", and the model would be trained on it.
         if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
             raise DataError(
                 f"{where}: the content of message {number} ({role}) is {abbreviate(content)}; expected text, "
@@ -293,7 +292,7 @@ def _check_messages(
 
 
 def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Conversation:
-    """The messages, and where there are images with {"type": "text"} for what stands between them."""
+    """Return the messages; those with images have {"type": "text"} parts between them."""
     if listed is not None and not isinstance(listed, list):
         raise DataError(f"{where}: {IMAGES!r} is {abbreviate(listed)}; expected a list")
     column = listed or []

@@ -1,9 +1,9 @@
-"""Conversations in ShareGPT's form, as messages.
+"""Conversion of ShareGPT conversations to messages.
 
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}], "system": ...}
 
-A turn of function_call has the call as JSON, {"name": ..., "arguments": {...}}, or a list of calls; a turn of
-observation or tool has the result.
+A function_call turn holds the call as JSON, {"name": ..., "arguments": {...}}, or a list of calls; an
+observation or tool turn holds the result.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROLES = {
 
 
 def messages_from(where: str, turns: Any, name: str = CONVERSATIONS) -> Any:
-    """Turns with "from" and "value" as messages with "role" and "content"; anything else as it is.
+    """Convert turns with "from" and "value" to messages with "role" and "content"; return all else unchanged.
 
     Raises:
-        DataError: turns of both forms, an unknown role, or a call that is not JSON; begins with `where`.
+        DataError: turns of both forms, an unknown role, or a call that is not JSON; starts with `where`.
     """
-    if isinstance(turns, dict) and "from" in turns:  # an answer that is compared
+    if isinstance(turns, dict) and "from" in turns:  # a single answer
         turns = [turns]
     if not isinstance(turns, list) or not any(isinstance(turn, dict) and "from" in turn for turn in turns):
         return turns
@@ -41,7 +41,7 @@ def messages_from(where: str, turns: Any, name: str = CONVERSATIONS) -> Any:
 
 
 def with_messages(where: str, fields: dict[str, Any], key: str) -> dict[str, Any]:
-    """The fields of a record, with the messages that "conversations" and "system" hold under `key`."""
+    """Move the messages in "conversations" and "system" of a record to `key`."""
     fields = dict(fields)
     messages = messages_from(where, fields.pop(CONVERSATIONS))
     if not isinstance(messages, list):

@@ -1,15 +1,13 @@
-"""What data can be named by, and the records in it, one after another.
+"""Data source names, and iteration over their records.
 
     a.txt  a.md                      one document each
-    a.jsonl                          a record a line; packed also a.jsonl.gz, and a.jsonl.zst (needs
-                                     zstandard)
-    a.parquet                        a record a row (needs pyarrow)
-    folder  'folder/**/*.jsonl'      all files of these kinds in it, or that match, by name
-    hf:OWNER/NAME[:CONFIG[:SPLIT]]   a data set of the Hugging Face hub, streamed (needs datasets); the split
-                                     is train if none is named
+    a.jsonl                          a record per line; also a.jsonl.gz, and a.jsonl.zst (needs zstandard)
+    a.parquet                        a record per row (needs pyarrow)
+    folder  'folder/**/*.jsonl'      all such files in the folder, or all matches, sorted by name
+    hf:OWNER/NAME[:CONFIG[:SPLIT]]   a Hugging Face hub dataset, streamed (needs datasets); split: train
     -                                JSON lines from standard input
 
-Before each may stand its weight, as in `0.7=a.jsonl`. A file of such a name is meant by `./0.7=a.jsonl`.
+A weight may precede each name, as in `0.7=a.jsonl`. Write `./0.7=a.jsonl` for a file with such a name.
 """
 
 from __future__ import annotations
@@ -46,10 +44,10 @@ WEIGHT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)=(.+)", re.DOTALL)
 
 
 def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
-    """Names without their weights, and the weights; None if there are none.
+    """Split names and weights; the weights are None if there are none.
 
     Raises:
-        DataError: some have a weight and others not, or one is 0.
+        DataError: only some names have a weight, or a weight is 0.
     """
     found = [(match[2], float(match[1])) if (match := WEIGHT.fullmatch(n)) else (n, None) for n in names]
     weights = [weight for _, weight in found if weight is not None]
@@ -63,23 +61,23 @@ def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
 
 @dataclass(frozen=True)
 class Source:
-    """A file (`path`), or what else `name` says."""
+    """Data source: a file (`path`), or a hub dataset or standard input by `name`."""
 
     name: str
     path: Path | None = None
 
     def size(self) -> int:
-        """Bytes, of a file."""
+        """Size of a file in bytes."""
         return self.path.stat().st_size if self.path else 0
 
     def full_name(self) -> str:
-        """The same from every working directory."""
+        """Name that does not depend on the working directory."""
         return str(self.path.absolute()) if self.path else self.name
 
     def identity(self, known: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What tells whether the source is as it was: size, time and digest of a file, a data set's commit.
+        """Identity of the content: size, time and digest of a file, or a dataset's commit.
 
-        `known` is an earlier identity, which spares reading a file of the same size and time.
+        `known` is an earlier identity; if size and time are equal, the file is not read again.
         """
         if self.path:
             status = self.path.stat()
@@ -93,11 +91,11 @@ class Source:
         return {"name": self.name}
 
     def records(self, counts: Counter[str], advance: Advance, forms: Forms = FORMS) -> Iterator[Record]:
-        """The records, in these forms; `advance` is told how many bytes of a file were read, or how many rows
-        of others.
+        """Yield the records, in these forms. `advance` receives the bytes read of a file, or the rows read of
+        other sources.
 
         Raises:
-            DataError: the source, or a record of it, cannot be used; it names file and line.
+            DataError: the source or a record is unusable, with file and line.
         """
         if self.path is None:
             read = read_hub if self.name.startswith(HUB) else read_stdin
@@ -108,7 +106,7 @@ class Source:
 
 
 def find_sources(name: str, counts: Counter[str]) -> list[Source]:
-    """The sources that one name means. Raises DataError where there are none."""
+    """Return the sources that a name matches. Raises DataError if there are none."""
     if name == STDIN:
         return [Source(name)]
     if name.startswith(HUB):
@@ -126,7 +124,7 @@ def find_sources(name: str, counts: Counter[str]) -> list[Source]:
 
 
 def _in_folder(folder: Path, counts: Counter[str]) -> list[Source]:
-    # Hidden files are nobody's data: those of version control, of editors, of downloads.
+    # Skip hidden files: version control, editors, downloads.
     files = [
         path
         for path in sorted(folder.rglob("*"))

@@ -1,4 +1,4 @@
-"""What a step of the optimizer reads, of which a process has its micro-batches."""
+"""Data of optimizer steps, divided into micro-batches for each process."""
 
 from __future__ import annotations
 
@@ -14,26 +14,24 @@ from liger_models.training.data.stream import Position, Stream
 
 
 class StepData(NamedTuple):
-    """What the rows of a step hold, over all processes, and the micro-batches of this one, as
-    `Documents.batch` makes them.
-    """
+    """Counts of a step over all processes, and this process's micro-batches from `Documents.batch`."""
 
     batches: list[Any]
     counts: Counts
-    images: bool  # whether there are any
-    position: Position  # behind it
+    images: bool  # whether any row of the step has images
+    position: Position  # after the step
 
 
 def read_steps(
     stream: Stream, batch_size: int, accumulation: int, rank: int, size: int, device: torch.device
 ) -> Iterator[StepData]:
-    """Steps without end, each of `size * accumulation` micro-batches of `batch_size` rows: `rank` has every
-    `size`-th. For a GPU they lie in memory that it copies from by itself.
+    """Yield steps forever, each of `size * accumulation` micro-batches of `batch_size` rows; `rank` gets
+    every `size`-th. Batches for a GPU are pinned.
     """
     documents = stream.documents
     while True:
-        # A thread of its own begins on the first GPU, where pinning would make it a context. It is another
-        # thread that closes this: the choice must not outlast the work.
+        # This may run in a new thread, whose device is the first GPU; pinning would create a context there.
+        # Another thread may close the generator, so the device is reset before each yield.
         on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
         with on_device:
             rows = stream.take(size * accumulation * batch_size)

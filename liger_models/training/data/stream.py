@@ -1,15 +1,15 @@
-"""Rows without end, in an order that (seed, epoch) fixes and nobody holds in memory.
+"""Infinite stream of packed rows, in an order computed from (seed, epoch) and never stored.
 
-What is shuffled are units: whole examples, and stretches of text of at most `seq_len` inputs. In an epoch
+Units are shuffled: whole examples, and stretches of text of at most `seq_len` inputs. In an epoch
 
-    without weights     each unit stands once;
-    with weights w_i    part i gives k_i units, which hold the share w_i / sum(w) of as many inputs as all
-                        parts together have:  k_i = round(share_i * inputs * units_i / inputs_i), at least 1.
-                        It gives them pass after pass, each in an order of its own, and goes on in the next
-                        epoch where it stopped: none is seen twice before all of its part were seen.
+    without weights     each unit occurs once;
+    with weights w_i    part i yields k_i units, the share w_i / sum(w) of the inputs of all parts together:
+                        k_i = round(share_i * inputs * units_i / inputs_i), at least 1.
+                        Each pass over the part has its own order, and the next epoch continues the pass: no
+                        unit repeats before the whole part was used.
 
-The draws of all parts are mixed by one permutation, and packed in that order. A position is an epoch and a
-row, whatever number of processes reads rows, and how many at a time.
+One permutation mixes the draws of all parts, which are packed in that order. A position is an epoch and a
+row, independent of the number of processes and of the rows read at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from liger_models.training.data.permutation import Permutation
 
 
 class Position(NamedTuple):
-    """How far training has read: the next row is number `row` of `epoch`."""
+    """Position in the stream: the next row is number `row` of `epoch`."""
 
     epoch: int
     row: int
@@ -37,7 +37,7 @@ START = Position(0, 0)
 
 
 class Units:
-    """The units of a part, by number. Holds 8 bytes a document."""
+    """Units of a part, indexed by number. Uses 8 bytes a document."""
 
     def __init__(self, part: Part, seq_len: int) -> None:
         self.part, self.seq_len = part, seq_len
@@ -56,7 +56,7 @@ class Units:
         return int(self.ends[-1])
 
     def find(self, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """First token, inputs, and `whole`, of the units with these numbers."""
+        """Return first token, number of inputs and `whole` of these units."""
         document = torch.searchsorted(self.ends, numbers, right=True)
         before = torch.where(document > 0, self.ends[(document - 1).clamp(min=0)], 0)
         start, stop, whole = self.part.bounds(document)
@@ -65,7 +65,7 @@ class Units:
 
 
 class Stream:
-    """Packed rows without end, from `position` on."""
+    """Infinite stream of packed rows from `position` on."""
 
     def __init__(self, documents: Documents, seq_len: int, seed: int, position: Position = START) -> None:
         self.documents, self.seq_len, self.seed = documents, seq_len, seed
@@ -75,7 +75,7 @@ class Stream:
         self._rows = self._from(position)
 
     def epoch(self, number: int) -> Iterator[Row]:
-        """The rows of an epoch."""
+        """Yield the rows of an epoch."""
         return pack(self._in_order(number), self.seq_len)
 
     def take(self, count: int) -> list[Row]:
@@ -86,7 +86,7 @@ class Stream:
         return rows
 
     def count_rows(self, epochs: float) -> int:
-        """Rows in this many epochs; half an epoch is half its rows."""
+        """Count the rows in this many epochs, which may be fractional."""
         whole = int(epochs)
         rows = sum(self.rows_of(e) for e in range(whole))
         if epochs > whole:
@@ -94,12 +94,12 @@ class Stream:
         return rows
 
     def rows_left(self, epochs: float) -> int:
-        """Rows of that many epochs which are not yet taken."""
+        """Count the rows of that many epochs that remain."""
         done = sum(self.rows_of(e) for e in range(self.position.epoch)) + self.position.row
         return max(0, self.count_rows(epochs) - done)
 
     def efficiency(self) -> float:
-        """The share of the places of the first epoch's rows that hold an input."""
+        """Fraction of the positions in the first epoch's rows that hold an input."""
         return self._inputs_of(0) / (self.rows_of(0) * self.seq_len)
 
     @functools.cache  # noqa: B019  # a stream lives as long as its run
@@ -115,7 +115,7 @@ class Stream:
         return sum(unit.length for unit in self._in_order(epoch))
 
     def _share_out(self) -> list[int]:
-        """Of each part the number of units that it gives to an epoch."""
+        """Compute the number of units of each part in an epoch."""
         weights = [part.weight for part in self.documents.parts if part.weight is not None]
         if not weights:
             return [len(units) for units in self.units]
@@ -141,7 +141,7 @@ class Stream:
             yield from map(Unit, starts, lengths, map(bool, whole))
 
     def _draw(self, part: int, epoch: int, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the draws of a part with these numbers give in an epoch."""
+        """Return the units of these draws from a part in an epoch."""
         units, numbers = self.units[part], torch.empty_like(draws)
         draws = draws + epoch * self.draws[part]
         passes = draws // len(units)

@@ -1,4 +1,4 @@
-"""Records of tables: Parquet files, and data sets of the Hugging Face hub."""
+"""Readers of tables: Parquet files and Hugging Face hub datasets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from liger_models.training.data.lines import Advance, Forms, _check_expansion
 from liger_models.training.data.records import Record, fields_of, parse_row
 
 HUB = "hf:"
-ROWS = 1024  # of a table at once
-BATCH_BYTES = 1 << 26  # of the rows of a table that are held at once, on average
+ROWS = 1024  # read at once
+BATCH_BYTES = 1 << 26  # of the rows read at once, on average
 
 
 def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
@@ -35,10 +35,10 @@ def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Form
                 raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(forms)}")
             texts, rows = _how_to_read(file)
         share, done = size / max(1, count), 0
-        # A text that stands there once for thousands of rows is held once: tables are read in their own
-        # encoding, and made into objects row by row.
+        # Dictionary-encoded columns stay encoded, so that a text repeated in thousands of rows is held once;
+        # rows are decoded one by one.
         with parquet.ParquetFile(path, read_dictionary=texts) as file:
-            batches = (  # of each row group by itself: Arrow joins no dictionaries within lists
+            batches = (  # per row group: Arrow cannot merge dictionaries within lists
                 batch
                 for group in range(file.num_row_groups)
                 for batch in file.iter_batches(rows, [group], columns=chosen)
@@ -56,7 +56,7 @@ def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Form
 
 
 def _how_to_read(file: Any) -> tuple[list[str], int]:
-    """The columns of a Parquet file to read as dictionaries of their values, and how many rows at once."""
+    """Return the Parquet columns to read dictionary-encoded, and the rows per batch."""
     about, most, rows = file.metadata, 0.0, ROWS
     texts = {
         column.path
@@ -68,7 +68,7 @@ def _how_to_read(file: Any) -> tuple[list[str], int]:
         most = max(most, group.total_byte_size / max(1, group.num_rows))
         for i in range(group.num_columns):
             column = group.column(i)
-            # Arrow does not read these as dictionaries, and one that leaves out common beginnings expands.
+            # Arrow cannot read these dictionary-encoded, and prefix compression expands when decoded.
             if column.path_in_schema in texts and any(name.startswith("DELTA") for name in column.encodings):
                 texts.remove(column.path_in_schema)
                 rows = ROWS // 64
@@ -76,7 +76,7 @@ def _how_to_read(file: Any) -> tuple[list[str], int]:
 
 
 def _size(value: Any) -> int:
-    """Characters and bytes in a value."""
+    """Count the characters and bytes in a value."""
     if isinstance(value, str | bytes):
         return len(value)
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ def _size(value: Any) -> int:
 
 
 def hub_parts(name: str) -> tuple[str, str | None, str]:
-    """Repository, configuration and split of `hf:OWNER/NAME[:CONFIG[:SPLIT]]`."""
+    """Parse repository, configuration and split from `hf:OWNER/NAME[:CONFIG[:SPLIT]]`."""
     repository, config, split = [*name.removeprefix(HUB).split(":", 2), "", ""][:3]
     if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", repository):
         raise DataError(f"{name}: expected hf:OWNER/NAME, or hf:OWNER/NAME:CONFIG:SPLIT")
@@ -98,7 +98,7 @@ def commit_of(name: str) -> str:
     repository = hub_parts(name)[0]
     try:
         return str(HfApi().dataset_info(repository).sha)
-    except Exception as error:  # of the network, of the hub, of offline mode
+    except Exception as error:  # network, hub or offline mode
         raise DataError(
             f"{name}: the hub does not tell the data set's commit ({type(error).__name__}: {error}). "
             "A corpus made of it with `liger-models tokenize --output FOLDER` can be used without the hub"
@@ -133,18 +133,16 @@ def read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) ->
 
 
 def _undecoded(data: Any) -> Any:
-    """A data set whose images are bytes or paths: to decode them, datasets opens whatever file of this
-    machine a row names.
-    """
+    """Turn off image decoding in a dataset, which would open any local file that a row names."""
     if not getattr(data, "features", None):
-        return data  # without features nothing is decoded
+        return data  # no features, no decoding
     data = data.decode(False)
     features = data.features.copy()
     return data.cast(type(features)(features)) if _decode_json(features) else data
 
 
 def _decode_json(feature: Any) -> bool:
-    """Decode the JSON in a feature, and in those that it holds. Whether there is any."""
+    """Enable JSON decoding in a feature and its nested features; return whether there is any."""
     if type(feature).__name__ == "Json":
         feature.decode = True
         return True
@@ -155,7 +153,7 @@ def _decode_json(feature: Any) -> bool:
 
 
 def _with_bytes(where: str, value: Any, repository: str) -> Any:
-    """A value of a row of a data set, with the bytes of images that are named as the data set's own files."""
+    """Replace images named as files of the dataset by their bytes."""
     if isinstance(value, list):
         return [_with_bytes(where, one, repository) for one in value]
     if not isinstance(value, dict):
@@ -164,11 +162,11 @@ def _with_bytes(where: str, value: Any, repository: str) -> Any:
     if value.keys() != {"bytes", "path"} or value["bytes"] is not None or not isinstance(path, str):
         return {key: _with_bytes(where, one, repository) for key, one in value.items()}
     if not path.split("::")[-1].startswith(f"hf://datasets/{repository}@"):
-        return value  # which is then refused as a file of this machine
+        return value  # refused later as a local file
     import fsspec
 
     try:
         with fsspec.open(path, "rb") as file:
             return {"bytes": file.read(), "path": None}
-    except Exception as error:  # of the network, of the hub, of an archive
+    except Exception as error:  # network, hub or archive
         raise DataError(f"{where}: {path} cannot be read ({type(error).__name__}: {error})") from error

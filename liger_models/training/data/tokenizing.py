@@ -1,7 +1,7 @@
-"""Sources to a corpus, once: built where there is none of the same sources, tokenizer and options.
+"""Tokenization of sources to a cached corpus, keyed by sources, tokenizer and options.
 
-Records are read and tokenized in batches of bounded size, by the tokenizer's own threads, while the batch
-before is appended to files; what is held at any time is two batches (and the longest single record).
+Records are tokenized in batches of bounded size by the tokenizer's own threads while the previous batch is
+written. Memory holds two batches (and the longest single record).
 """
 
 from __future__ import annotations
@@ -49,34 +49,31 @@ def load_documents(
     form: str | None = None,
     share: bool = False,
 ) -> Documents:
-    """The documents of what `data` names (see sources.py), or of corpora that `tokenize` made.
+    """Load the documents of `data` (sources.py), or of corpora that `tokenize` wrote.
 
-    Text is trained throughout; where there is a prompt, only the completion or what the assistant says. Text
-    of any length is cut into rows; an example with a prompt must fit in `seq_len`, or `truncate` says to cut
-    it. An end-of-sequence token closes each text and completion. Other fields of a record are left aside and
-    counted.
+    All of a text is trained on; with a prompt, only the completion or the assistant's turns. Text of any
+    length is cut into rows. An example with a prompt must fit in `seq_len`, unless `truncate` allows cutting
+    it. An end-of-sequence token closes each text and completion. Unknown fields are ignored and counted.
 
-    With `form`, PAIRS or LABELLED, records are of that form alone, and each makes a group of two sequences,
-    which stay together in a row (groups.py): the two answers with their prompt; or the answer, and for KTO's
-    estimate of a divergence the prompt with the answer of the record before. `truncate` cuts each at half of
-    `seq_len`.
+    With `form`, PAIRS or LABELLED, all records must have that form, and each makes a group of two sequences
+    in one row (groups.py): a prompt with both answers; or a prompt with its answer and, for KTO's KL
+    estimate, with the previous record's answer. `truncate` cuts each at half of `seq_len`.
 
-    `train_on` says which answers of a conversation are learned: "all", the "last", or "each" in an example of
-    its own, rendered as the conversation is when the model is asked. Where one example begins with another,
-    the two are one. With `share`, which not every model can take (`inputs.can_share_prompts`), what examples
-    of one conversation begin with stands in a row once (trees.py).
+    `train_on` selects the answers of a conversation: "all", the "last", or "each" as a separate example,
+    rendered as at inference. An example that is a prefix of another is merged with it. With `share`, which
+    some models do not support (`inputs.can_share_prompts`), a row holds the common beginning of a
+    conversation's examples once (trees.py).
 
-    What was tokenized before, and has not changed since, is taken from `cache` (default: liger_models/data
-    in the user's folder of caches). Of several processes the first to come builds it, and the others wait.
-    With `verify`, digests of what was tokenized before are computed anew: a corpus in the cache that is
-    damaged is made again, and one that was named is refused.
+    Unchanged data is read from `cache` (default: liger_models/data in the user's cache folder). One process
+    builds it while others wait. `verify` recomputes digests: damaged corpora are rebuilt in the cache, and
+    refused if given by name.
 
-    `images` is of a model that sees: images in conversations are preprocessed once, in other processes where
-    they are many, and lie beside the tokens.
+    `images` is for vision-language models: images are preprocessed once, in worker processes if many, and
+    stored with the tokens.
 
-    Raises DataError, with file and line, for what cannot be used: a missing or empty file, an unknown
-    suffix, text that is not UTF-8, a record of no known form, a token outside `vocab_size`, an example that
-    is too long, and for data in which nothing can be trained.
+    Raises DataError, with file and line, for unusable data: a missing or empty file, an unknown suffix, text
+    that is not UTF-8, an unknown record form, a token outside `vocab_size`, an example that is too long, or
+    no trainable token.
     """
     names, weights = split_weights(data)
     limits = limits_of(vocab_size, seq_len, form)
@@ -114,9 +111,9 @@ def build_corpus(
     form: str | None = None,
     share: bool = False,
 ) -> Corpus:
-    """Tokenize what `data` names into `folder`, which may be given to `load_documents`.
+    """Tokenize `data` into `folder`, for use with `load_documents`.
 
-    Raises DataError as that does, and where `folder` holds something else than a corpus.
+    Raises DataError as `load_documents`, and if `folder` holds anything but a corpus.
     """
     path = local_path(folder, DataError)
     if path.exists() and not is_corpus(path) and (not path.is_dir() or any(path.iterdir())):
@@ -136,7 +133,7 @@ def default_cache() -> Path:
 
 
 def _groups(names: list[str], apart: bool) -> list[list[str]]:
-    """What is tokenized together: all that needs it, unless each has a weight of its own."""
+    """Group names by corpus: all raw sources together, or each name alone if they have weights."""
     if apart:
         return [[name] for name in names]
     made = [name for name in names if is_corpus(local_path(name, DataError))]
@@ -190,7 +187,7 @@ def _made_before(
 
 
 class Request:
-    """A corpus of all that `names` mean."""
+    """Request for a corpus of all sources that `names` match."""
 
     def __init__(
         self,
@@ -208,27 +205,27 @@ class Request:
         self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
-        # Where tokens of text look at images beside it, those of a branch would be shown none.
+        # With cross-attention to images, the tokens of a branch would have none to attend to.
         tiled = images is not None and isinstance(images.spec.vision, TiledVisionSpec)
         self.trees = share and train_on == "each" and not tiled
-        self.length = limits.seq_len if truncate else None  # longer examples are cut
+        self.length = limits.seq_len if truncate else None  # cut longer examples
         self.counts: Counter[str] = Counter()
         self.sources = [source for name in names for source in find_sources(name, self.counts)]
 
     def key(self) -> str:
-        """The name of its folder in a cache: that of the same data, whatever has changed in it since."""
+        """Name of its cache folder, which does not change when the data does."""
         names = [source.full_name() for source in self.sources]
         return hashlib.sha256(json.dumps([self._about(), names]).encode()).hexdigest()[:32]
 
     def find_or_build(self, folder: Path, verify: bool = False) -> Corpus:
-        """The corpus in `folder`, built anew unless it is whole, and that of these sources as they are.
+        """Return the corpus in `folder`, rebuilt unless it is complete and matches the current sources.
 
         Raises:
-            DataError: the data cannot be used, or the folder not be written.
+            DataError: the data is unusable, or the folder cannot be written.
         """
         with _locked(folder):
             if is_corpus(folder):
-                with contextlib.suppress(DataError):  # a damaged one is built again
+                with contextlib.suppress(DataError):  # rebuild a damaged corpus
                     corpus = Corpus(folder, verify)
                     if self._is_of(corpus.manifest):
                         return corpus
@@ -237,7 +234,7 @@ class Request:
 
     def build(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
         identities = [source.identity() for source in self.sources]
-        # Ids of special tokens may lie beyond the vocabulary that a tokenizer tells.
+        # Ids of special tokens may exceed the vocabulary size that a tokenizer reports.
         size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
         with (
             written_corpus(folder, size, shard_tokens, self.form) as writer,
@@ -271,14 +268,14 @@ class Request:
             return False
         if any(source.name == STDIN for source in self.sources):
             return False
-        # The order is that of the names, which the folder's name stands for.
+        # Keep the order of the names, from which the folder's name is derived.
         if len(manifest["sources"]) != len(self.sources):
             return False
         named = [Source(then["name"], Path(then["name"])) for then in manifest["image files"]]
         found = zip((*manifest["sources"], *manifest["image files"]), (*self.sources, *named), strict=True)
         try:
             return all({**then, "time": 0} == {**source.identity(then), "time": 0} for then, source in found)
-        except OSError:  # an image is no longer there, which is told when it is asked for
+        except OSError:  # a missing image is reported when it is read
             return False
 
     def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
@@ -309,7 +306,7 @@ class Request:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time; the others wait. The lock dies with its process."""
+    """Hold an exclusive file lock, which is released if the process dies."""
     path = folder.with_name(f".{folder.name}.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +316,7 @@ def _locked(folder: Path) -> Iterator[None]:
             f"{path.parent}: cannot be written ({error.strerror}); name another folder with --data-cache"
         ) from error
     try:
-        with contextlib.suppress(OSError):  # a filesystem without locks: each builds, and the last one stays
+        with contextlib.suppress(OSError):  # no file locks: each process builds, the last wins
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

@@ -1,15 +1,15 @@
-"""Examples that begin alike as one document, in which that beginning stands once.
+"""Examples with a common beginning as one document that holds the beginning once.
 
     document    last example ............ | branch a ...      | branch b ...
     tokens      t_0 t_1 ............. t_n | t_k a_1 a_2 ...   | t_j b_1 ...
 
-A branch at k is the example t_0 .. t_(k-1) t_k a_1 a_2 ...: it begins with a copy of the last token that both
-have, which predicts a_1, and continues the first k tokens of the document (layers/sequences/tree.py). Nothing
-that an example learns stands before its branch, so labels are those of the examples one by one.
+A branch at k is the example t_0 .. t_(k-1) t_k a_1 a_2 ...: it starts with a copy of the last common token,
+which predicts a_1, and continues the first k tokens of the document (layers/sequences/tree.py). No trained
+token of an example precedes its branch, so labels equal those of the separate examples.
 
-The examples of a conversation, one for each answer, follow the last of them up to the answer that a chat
-template writes in another way when more follows. An example that is the beginning of another is part of it.
-The images of a document are those of its last example; a branch has none of its own.
+A conversation has one example for each answer. They agree with the last example up to an answer that the chat
+template renders differently when more follows. An example that is a prefix of another is merged with it. A
+document has the images of its last example; branches have none of their own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import NamedTuple
 
 
 class Branch(NamedTuple):
-    """Tokens of an example, with a byte for each that says whether it is learned, from number `shared` on.
+    """Tokens of an example from index `shared` on, with a trained byte for each.
 
-    `images` has what the processor gives of its `pictures`, which end before token number `needed`.
+    `images` are the processed `pictures`, whose tokens end before index `needed`.
     """
 
     ids: list[int]
@@ -33,13 +33,13 @@ class Branch(NamedTuple):
     needed: int = 0
 
 
-Tree = list[Branch]  # the first shares nothing; then those that share the most come first
+Tree = list[Branch]  # the trunk, then branches from the longest shared part to the shortest
 
 
 def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
-    """The examples as trees of at most `limit` tokens, or of a single example.
+    """Arrange examples as trees of at most `limit` tokens, or of a single example.
 
-    The last example of a tree is whole, and of the others those branch off it that fit, later ones first.
+    The last example of a tree is its trunk; others are added as branches while they fit, later ones first.
     """
     trees: list[Tree] = []
     waiting = list(examples)
@@ -52,7 +52,7 @@ def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
                 continue
             shared = _shared(trunk, example)
             length = len(example.ids) - shared
-            # One place is lost to the copy.
+            # The copied token takes one position.
             if shared > 1 and shared >= example.needed and total + length <= limit:
                 branches.append(Branch(example.ids[shared:], example.trained[shared:], shared))
                 total += length
@@ -64,7 +64,7 @@ def trees_of(examples: Sequence[Branch], limit: int) -> list[Tree]:
 
 
 def _begins(trunk: Branch, example: Branch) -> bool:
-    """Whether the trunk begins with an example, and learns none of its labels by itself."""
+    """Return whether an example is a prefix of the trunk, with no label trained in both."""
     twice = any(a and b for a, b in zip(trunk.trained, example.trained, strict=False))
     return trunk.ids[: len(example.ids)] == example.ids and not twice
 
@@ -74,9 +74,7 @@ def _either(trained: bytes, others: bytes) -> bytes:
 
 
 def _shared(trunk: Branch, example: Branch) -> int:
-    """How many tokens of an example the trunk begins with, but for the last of them, before any that the
-    example learns.
-    """
+    """Length of the common beginning before the example's first trained token, less one."""
     end = min(len(trunk.ids), example.trained.find(1))
     same = (n for n in range(end) if trunk.ids[n] != example.ids[n])
     return max(0, next(same, end) - 1)

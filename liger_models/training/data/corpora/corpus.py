@@ -1,25 +1,22 @@
-"""A corpus: tokenized documents in a folder, mapped into memory and never held in it.
+"""Corpus of tokenized documents in a folder, memory-mapped.
 
     manifest.json       format, tokenizer, options, sources, counts, shards, and a digest of all the rest
     tokens-00000.bin    the tokens of whole documents, end to end: uint16 where the vocabulary allows, or
                         int32
-    trained-00000.bin   a byte for each of them: 1 where the loss counts it (never a document's first:
-                        nothing precedes it)
+    trained-00000.bin   a byte for each token: 1 if it is trained (never a document's first token)
     starts.bin          int64 [documents + 1]: where each document begins, counted over all shards
-    whole.bin           a byte for each document: 1 if it must not be cut at a row's end (an answer without
-                        its prompt teaches nothing)
-    groups.bin          only where each document is a group of two sequences: int64 [documents, 2], how many
-                        of its tokens are those of the first, and whether that is a good answer
-    branches.bin        only where examples share their beginning (trees.py): int64 [branches, 2], where each
-                        branch begins, counted over all shards, and how many tokens of its document it
-                        continues
-    images-00000.bin    where there are images: of whole documents, what their processor gives of them, as
-                        safetensors
-    images.bin          int64 [documents + 1]: where each document's begin, counted over all shards
+    whole.bin           a byte for each document: 1 if it must not be cut at a row's end (an answer needs its
+                        prompt)
+    groups.bin          if documents are groups of two sequences: int64 [documents, 2], tokens of the first
+                        sequence, and whether its answer is good
+    branches.bin        if examples share their beginning (trees.py): int64 [branches, 2], start of each
+                        branch, counted over all shards, and tokens of its document that it continues
+    images-00000.bin    if there are images: processed images of whole documents, as safetensors
+    images.bin          int64 [documents + 1]: start of each document's images, counted over all shards
 
-Numbers are little-endian. The folder is written beside its place and renamed when it is whole and on the
-disk: there is no half of a corpus. Whoever opens one sees that its files have their sizes; their digest is
-computed where one of them is younger than the manifest, which is written last, or on request (`verify`).
+Numbers are little-endian. A corpus is written to a temporary folder and renamed once it is complete and
+synced, so no partial corpus exists. Opening checks file sizes. The digest is checked on request (`verify`),
+or if a file is newer than the manifest, which is written last.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ TYPECODES = {"uint16": "H", "int32": "i"}
 
 @dataclass(frozen=True)
 class Limits:
-    """What a run can take: ids below `vocab_size`, and whole examples of up to `seq_len` inputs."""
+    """Limits of a run: ids below `vocab_size`, whole examples of up to `seq_len` inputs."""
 
     vocab_size: int
     seq_len: int
@@ -61,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Extreme:
-    """The largest of something in a corpus, and the record where it stands."""
+    """Largest value of a kind in a corpus, and its record."""
 
     value: int = 0
     where: str = ""
@@ -69,19 +66,18 @@ class Extreme:
 
 
 class Corpus:
-    """A corpus that was written, read-only.
+    """Read-only corpus.
 
     Attributes: `folder`, `manifest`, `learned` (its special tokens), `starts` [documents + 1] int64, `whole`
     [documents] bool, `groups` [documents, 2] int64 or None, `branches` [branches, 2] int64, and `reference`
-    [documents, 2] float32, where somebody put it: the log-probabilities of a group's sequences under a
-    reference model.
+    [documents, 2] float32, if set: log-probabilities of a group's sequences under a reference model.
 
     Args:
-        folder: where it is.
-        verify: read all of it once, and compare its digest.
+        folder: of the corpus.
+        verify: read all files and compare the digest.
 
     Raises:
-        DataError: the folder holds none, or its files are not those that its manifest names.
+        DataError: the folder holds no corpus, or its files do not match the manifest.
     """
 
     def __init__(self, folder: Path, verify: bool = False) -> None:
@@ -142,32 +138,32 @@ class Corpus:
 
     @property
     def form(self) -> str | None:
-        """That of its records, if they make groups."""
+        """Form of its records, if they make groups."""
         return self.manifest.get("form")
 
     def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """(tokens, trained) of [start, stop), which lies within one document."""
+        """Return (tokens, trained) of [start, stop) within one document."""
         shard = bisect_right(self._shard_starts, start) - 1
         offset = self._shard_starts[shard]
         tokens, trained = self._shards[shard]
         return tokens[start - offset : stop - offset], trained[start - offset : stop - offset]
 
     def branches_of(self, start: int, stop: int) -> list[list[int]]:
-        """The branches within these tokens, of one document: [where it begins, what it continues] each."""
+        """Return the branches within these tokens of one document, each [start, tokens continued]."""
         if not len(self.branches):
             return []
         within = torch.searchsorted(self.branches[:, 0].contiguous(), torch.tensor([start, stop]))
         return self.branches[slice(*within.tolist())].tolist()
 
     def longest_sequence(self) -> int:
-        """The most tokens of a document, or of a branch with what it continues."""
+        """Length of the longest document, or branch including the tokens that it continues."""
         first, shared = self.branches.unbind(1)
         begins, order = torch.cat([self.starts[:-1], first]).sort()
         before = torch.cat([torch.zeros_like(self.starts[:-1]), shared])[order]
         return int((torch.cat([begins[1:], self.starts[-1:]]) - begins + before).max())
 
     def images_at(self, start: int) -> tuple[int, int] | None:
-        """The bytes of the images of the document in which this token stands, if it has any."""
+        """Return the byte range of the images of this token's document, if any."""
         if not self._images:
             return None
         number = int(torch.searchsorted(self.starts, start, right=True)) - 1
@@ -175,14 +171,14 @@ class Corpus:
         return None if begin == end else (begin, end)
 
     def images(self, start: int) -> dict[str, Tensor]:
-        """What the processor gave of the images of the document in which this token stands, by the names of a
-        call's keywords; of a group by those of `join_images`; empty where it has none.
+        """Return the processed images of this token's document as forward keywords, for a group under the
+        names of `join_images`; empty without images.
         """
         place = self.images_at(start)
         return {} if place is None else load(self._image_bytes(*place))
 
     def image_names(self, start: int) -> list[str]:
-        """The names of `images`, of which alone these are read."""
+        """Return the keys of `images` without reading the tensors."""
         place = self.images_at(start)
         if place is None:
             return []
@@ -195,7 +191,7 @@ class Corpus:
         return self._images[shard][begin - offset : end - offset]
 
     def verify(self) -> None:
-        """Raises DataError where the digest of what is there is not that of what was written."""
+        """Raise DataError if the files' digest differs from the manifest's."""
         digests = []
         for files in self._files():
             digest = hashlib.sha256()
@@ -209,15 +205,15 @@ class Corpus:
                 f"{self.folder} does not hold what was written into it: its digest is not the manifest's. "
                 "The disk or a program changed it; remove it and tokenize again"
             )
-        with contextlib.suppress(OSError):  # a corpus of somebody else
-            (self.folder / MANIFEST).touch()  # which spares reading a copy at every opening
+        with contextlib.suppress(OSError):  # no permission for another user's corpus
+            (self.folder / MANIFEST).touch()  # a copied corpus is then read only once
 
     def _changed_since_it_was_written(self) -> bool:
         written = (self.folder / MANIFEST).stat().st_mtime_ns
         return any(path.stat().st_mtime_ns > written for files in self._files() for path in files)
 
     def _files(self) -> list[list[Path]]:
-        """In the order in which they are digested."""
+        """Return the files in the order of the digest."""
         counts = {"tokens": "shards", "trained": "shards", "images": "images"}
         tokens, trained, images = (
             [self.folder / f"{name}-{k:05}.bin" for k in range(len(self.manifest[key]))]
@@ -230,7 +226,7 @@ class Corpus:
         return [tokens, trained, *own, *of_images, *groups, *branches]
 
     def check(self, limits: Limits) -> None:
-        """Raises DataError, which names the record, for what a run cannot take."""
+        """Raise DataError, naming the record, if the corpus exceeds a run's limits."""
         for name, extreme in self.extremes.items():
             check_extremes(name, extreme, limits)
 
@@ -253,8 +249,8 @@ def _memory_of(path: Path, size: int, access: int = mmap.ACCESS_READ) -> mmap.mm
 
 
 def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
-    """The file as a tensor, without numpy."""
-    # torch warns of memory that cannot be written; nobody writes, and what were written would be a copy.
+    """Memory-map a file as a tensor, without numpy."""
+    # torch warns about read-only memory; the tensor is never written, and a write would go to a private copy.
     memory = _memory_of(path, count * dtype.itemsize, mmap.ACCESS_COPY)
     return torch.frombuffer(memory, dtype=dtype) if memory else torch.empty(0, dtype=dtype)
 

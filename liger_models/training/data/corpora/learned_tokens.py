@@ -1,21 +1,20 @@
-"""Special tokens of a corpus, by what training makes of them."""
+"""Special tokens of a corpus, by their role in training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
-LAST = 3  # a line's end often follows that of a turn
+LAST = 3  # final tokens: a newline often follows the end-of-turn token
 
 
 class LearnedTokens:
     """Special tokens of documents.
 
     Attributes:
-        seen: those that occur, and other tokens that were added to the vocabulary.
-        last: those that end what is learned last of an example, an answer.
-        within: those that are learned with more of the same answer after them, as the end of a thought that
-            an answer follows.
+        seen: special and added tokens that occur.
+        last: tokens that end an example's last trained answer.
+        within: tokens trained inside an answer, such as the end of reasoning.
     """
 
     def __init__(
@@ -31,7 +30,7 @@ class LearnedTokens:
         whole: bool,
         added: frozenset[int] = frozenset(),
     ) -> None:
-        """Add a document; `whole`: it is an example, with an answer."""
+        """Add a document; `whole` if it is an example with an answer."""
         self.seen |= (special | added).intersection(ids)
         if not whole:
             return
@@ -44,7 +43,7 @@ class LearnedTokens:
         self.last.update(ends[-1:])
 
     def ends(self) -> list[int]:
-        """Tokens with which answers end, and no other part of them."""
+        """Return the tokens that only occur at the end of answers."""
         return sorted(self.last - self.within)
 
     def __or__(self, other: LearnedTokens) -> LearnedTokens:

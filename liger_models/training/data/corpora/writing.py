@@ -1,4 +1,4 @@
-"""Writing a corpus: corpus.py has its format."""
+"""Writing of a corpus in the format of corpus.py."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 def written_corpus(
     folder: Path, vocab_size: int, shard_tokens: int = SHARD_TOKENS, form: str | None = None
 ) -> Iterator[CorpusWriter]:
-    """Yields a writer, whose corpus is `folder` when the block ends; nothing is left of it if that raises.
+    """Yield a writer that creates `folder` when the block ends, or removes all output if it raises.
 
-    `vocab_size` is the tokenizer's, from which the dtype follows; `form` that of records that make groups.
+    `vocab_size` of the tokenizer determines the dtype; `form` is set for records that make groups.
 
     Raises:
         DataError: the folder cannot be written.
@@ -58,9 +58,7 @@ def written_corpus(
 
 
 class CorpusWriter:
-    """Appends documents. `counts`, `learned` and `about` (tokenizer, options, sources) go into the
-    manifest.
-    """
+    """Appends documents. The manifest gets `counts`, `learned` and `about` (tokenizer, options, sources)."""
 
     def __init__(self, folder: Path, dtype: str, shard_tokens: int, form: str | None = None) -> None:
         self.folder, self.dtype, self.shard_tokens, self.form = folder, dtype, shard_tokens, form
@@ -78,12 +76,12 @@ class CorpusWriter:
         self.shards: list[int] = []
         self.image_shards: list[int] = []
         self.documents = self.labels = self.branches = 0
-        self.start = self.stop = 0  # of the document that is written
+        self.start = self.stop = 0  # of the current document
         self._put("starts", self.starts, array("q", [0]))
 
     def extend(self, ids: list[int], trained: bytes) -> None:
-        """More of a document, which `end` ends: `trained` has a byte for each id, 0 for a document's first.
-        All of it is in one shard.
+        """Append to the current document, in one shard, until `end`. `trained` has a byte for each id, 0 for
+        a document's first.
         """
         new = self.start == self.stop
         if not self.shards or (new and self.shards[-1] + len(ids) > self.shard_tokens):
@@ -98,7 +96,7 @@ class CorpusWriter:
         self.labels += trained.count(1)
 
     def branch(self, shared: int) -> None:
-        """A branch of the document begins, which continues so many of its tokens."""
+        """Begin a branch that continues the document's first `shared` tokens."""
         if not self.branches:
             self.digests["branches"] = hashlib.sha256()
             self.branch_file = self._open("branches.bin")
@@ -106,8 +104,8 @@ class CorpusWriter:
         self.branches += 1
 
     def end(self, whole: bool, images: bytes = b"", group: tuple[int, int] | None = None) -> None:
-        """The document is done, and these are its images, as safetensors; of a `group`, the tokens of its
-        first sequence and whether it is good.
+        """End the document. `images` are safetensors; `group` is (tokens of the first sequence, whether its
+        answer is good).
         """
         assert (group is None) == (self.form is None)
         if group is not None:
@@ -132,7 +130,7 @@ class CorpusWriter:
         self.image_shards[-1] += len(images)
 
     def note(self, name: str, found: Extreme, limits: Limits) -> None:
-        """Keep the largest; raises DataError where it is beyond the limits."""
+        """Update a maximum; raise DataError if it exceeds the limits."""
         if found.value > self.extremes[name].value:
             check_extremes(name, found, limits)
             self.extremes[name] = found
