@@ -1,13 +1,13 @@
-"""The weight algebra: a native tensor as an expression over the tensors of a checkpoint.
+"""Weight algebra: native tensors as expressions over checkpoint tensors.
 
     gate_up = Cat((Ref("gate_proj.weight", (96, 64)), Ref("up_proj.weight", (96, 64))))  # [192, 64]
 
 `Ref` names one checkpoint tensor, `Cat` concatenates, `Stack` adds a leading dimension, `Permute` reorders
-(`permuted` writes one down as "e h (i 2) -> e (2 i) h"), `Rows` cuts out a shard. Nothing computes on values,
-so every expression moves elements and has an exact inverse.
+(`permuted` builds one from a pattern such as "e h (i 2) -> e (2 i) h"), `Rows` cuts out a shard. Expressions
+only move elements, so each has an exact inverse.
 
-All of it rests on one question, which each kind answers for itself: where in the native tensor do the
-checkpoint's elements lie? `places` tells, as strided views: reading fills them, writing reads them out.
+Each kind implements `places`: strided views of the native tensor that hold the checkpoint's elements. Reading
+fills these views, writing copies them out.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ of tensor `name`, which are counted in the tensor's own order, as they lie in it
 
 
 class Place(NamedTuple):
-    """Where elements of a checkpoint tensor lie: [start, stop) of `ref`, in order, are those of `view`.
+    """Location of checkpoint elements: [start, stop) of `ref` are the elements of `view`, in order.
 
-    `view` need not have the shape that they have in the checkpoint: where no strides give it, dimensions of
-    it are divided.
+    `view` may divide dimensions of the checkpoint's shape, where strides cannot express that shape.
     """
 
     ref: Ref
@@ -47,31 +46,31 @@ class Place(NamedTuple):
 
 
 class Expr:
-    """What `Ref`, `Cat`, `Stack`, `Permute` and `Rows` have in common."""
+    """Base class of `Ref`, `Cat`, `Stack`, `Permute` and `Rows`."""
 
     shape: Shape
 
     def refs(self) -> Iterator[Ref]:
-        """The checkpoint tensors, in order."""
+        """Yield the checkpoint tensors, in order."""
         raise NotImplementedError
 
     def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
-        """The same expression with another one in the place of each `Ref`."""
+        """Return the expression with each `Ref` replaced."""
         raise NotImplementedError
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
-        """Where in `tensor`, a native one of this expression's shape, the checkpoint's elements lie.
+        """Yield the places of the checkpoint's elements in a native `tensor` of this expression's shape.
 
         Raises:
-            ValueError: `tensor` has another shape than the expression.
+            ValueError: `tensor` does not have the expression's shape.
         """
         raise NotImplementedError
 
     def read(self, get: Callable[[str], Tensor]) -> Tensor:
-        """The native tensor from whole checkpoint tensors, `get(name)`.
+        """Build the native tensor from whole checkpoint tensors, `get(name)`.
 
         Raises:
-            ValueError: a tensor has another shape than its `Ref` says.
+            ValueError: a tensor does not have its `Ref`'s shape.
         """
         found = {ref: get(ref.name) for ref in self.refs()}
         for ref, tensor in found.items():
@@ -83,26 +82,26 @@ class Expr:
         return native
 
     def read_into(self, dest: Tensor, fetch: Fetch) -> None:
-        """Fills `dest` with the whole native tensor. Every fetch goes straight into a view of `dest`."""
+        """Fill `dest` with the native tensor. Every fetch writes directly to a view of `dest`."""
         for ref, start, stop, view in self.places(dest):
             fetch(ref.name, view, start, stop)
 
     def write(self, tensor: Tensor) -> dict[str, Tensor]:
-        """The checkpoint tensors of a native one (or their gradients, from its gradient), by name: views of
-        it, but for those that no strides describe, which are copies.
+        """Return the checkpoint tensors of a native tensor, or their gradients from its gradient, by name.
+        They are views where strides allow, else copies.
 
         Raises:
-            ValueError: `tensor` has another shape than the expression, or holds only rows of one of them.
+            ValueError: `tensor` does not have the expression's shape, or holds only some rows of one of them.
         """
         return write([(self, tensor)])
 
 
 @dataclass(frozen=True)
 class Ref(Expr):
-    """One tensor of the checkpoint.
+    """Checkpoint tensor.
 
-    In a canonical form, `axes` are the sizes that the module names (`layout.canonical_forms`), by which a
-    layout divides the tensor. They are no part of what the tensor is.
+    In a canonical form, `axes` are sizes named by the module (`layout.canonical_forms`), by which a layout
+    divides the tensor. They do not count in comparisons.
     """
 
     name: str
@@ -125,7 +124,7 @@ class Ref(Expr):
 
 @dataclass(frozen=True)
 class Cat(Expr):
-    """`parts` one after the other along `dim`."""
+    """Concatenation of `parts` along `dim`."""
 
     parts: tuple[Expr, ...]
     dim: int = 0
@@ -169,7 +168,7 @@ class Cat(Expr):
 
 @dataclass(frozen=True)
 class Stack(Expr):
-    """`parts`, all of one shape, along a new leading dimension."""
+    """Stack of equally shaped `parts` along a new leading dimension."""
 
     parts: tuple[Expr, ...]
 
@@ -204,10 +203,10 @@ class Stack(Expr):
 
 @dataclass(frozen=True)
 class Permute(Expr):
-    """`part.view(view).permute(order).reshape(shape)`, as torch has them.
+    """Reordering `part.view(view).permute(order).reshape(shape)`, with torch's semantics.
 
-    `view` divides dimensions of the part, and `shape` joins neighbours after the permutation; nothing else
-    is a reordering with an inverse of the same kind. `permuted` makes it from a line of text.
+    `view` may only divide dimensions and `shape` may only join neighbours, so that the inverse has the same
+    form. `permuted` builds one from a pattern.
     """
 
     part: Expr
@@ -252,11 +251,11 @@ class Permute(Expr):
 
 @dataclass(frozen=True)
 class Rows(Expr):
-    """The rows [start, stop) of `part`, or its columns with `dim=1`, and so on: a shard. Reading it fetches
-    its own elements alone.
+    """Shard of `part`: its rows [start, stop), or columns with `dim=1`, and so on. Reading fetches only the
+    shard's elements.
 
     Shards by rows (FSDP) are `Rows(whole, start, stop)`; by heads, a `Cat` of `Rows` of query, key and value;
-    by experts, `Rows` of a `Stack`. Only shards that together have all of a tensor can write it.
+    by experts, `Rows` of a `Stack`. Writing a tensor needs shards that together cover it.
     """
 
     part: Expr
@@ -283,8 +282,8 @@ class Rows(Expr):
         return dataclasses.replace(self, part=self.part.with_refs(replace))
 
     def places(self, tensor: Tensor) -> Iterator[Place]:
-        """Two tensors without memory stand for the whole: one strided as `tensor`, and one whose elements are
-        the numbers of their rows. Where the numbers of a place are those asked for is read off the strides.
+        """Find the places of the shard, using two tensors without storage for the whole: one strided as
+        `tensor`, one whose elements are row numbers. Strides tell where row numbers are in [start, stop).
         """
         _check_native(self, tensor)
         shape = self.part.shape
@@ -306,7 +305,7 @@ class Rows(Expr):
 
 
 def write(natives: Iterable[tuple[Expr, Tensor]]) -> dict[str, Tensor]:
-    """`Expr.write` of tensors that together hold whole checkpoint tensors, each maybe rows of them alone."""
+    """Write tensors that together cover whole checkpoint tensors, though each may hold only some rows."""
     written: dict[str, Tensor] = {}
     for ref, places in places_by_ref(natives).items():
         if len(places) == 1:
@@ -317,7 +316,7 @@ def write(natives: Iterable[tuple[Expr, Tensor]]) -> dict[str, Tensor]:
 
 
 def places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Place]]:
-    """The places of whole checkpoint tensors, of each in the order of its elements."""
+    """Return the places of whole checkpoint tensors, each in element order."""
     found: dict[Ref, list[Place]] = {}
     for expr, tensor in natives:
         found |= {ref: found.get(ref, []) for ref in expr.refs()}

@@ -1,8 +1,8 @@
-"""Names from the module tree: what each native tensor is made of, and how a checkpoint may differ from that.
+"""Canonical names of native tensors, and layouts of checkpoints that differ from them.
 
-The module tree is called as LLaMA's checkpoint is, so a tensor's path in it is its canonical name. A module
-that packs several tensors into one says so itself (`canonical_form`): a packed projection names its parts,
-stacked experts theirs. A family says only in what its checkpoints differ, as `Layout`s:
+The module tree uses the names of LLaMA's checkpoint, so a tensor's path is its canonical name. A module that
+packs several tensors, such as a packed projection or stacked experts, declares its parts (`canonical_form`).
+A family only declares how its checkpoints differ, as `Layout`s:
 
     Layout(rename=((".router.", ".gate."),), whole=("*.experts.*",))
 """
@@ -23,16 +23,16 @@ from liger_models.convert.checkpoints.weight_map import permuted, piece_of_group
 
 @dataclass(frozen=True)
 class Joined:
-    """Projections of one input that a checkpoint holds in one tensor.
+    """Projections of one input that a checkpoint stores as one tensor.
 
         Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_value_heads")
 
     Attributes:
-        name: of the module that holds the tensor in the checkpoint; it stands where the projections stand.
-        parts: the canonical names of the projections, in the checkpoint's order.
-        by: an axis that the module names (`canonical_forms`). The tensor's rows lie group by group: for each
-            key/value head its rows of q_proj, then those of k_proj and v_proj. Widths may differ. Default:
-            one group, each projection as a whole after the one before.
+        name: of the checkpoint's module, next to the projections' names.
+        parts: canonical names of the projections, in the checkpoint's order.
+        by: an axis named by the module (`canonical_forms`). Rows are interleaved by group: for each key/value
+            head its rows of q_proj, then those of k_proj and v_proj. Widths may differ. Default: one group,
+            with whole projections one after another.
     """
 
     name: str
@@ -42,18 +42,18 @@ class Joined:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a checkpoint differs from the canonical form.
+    """Differences of a checkpoint from the canonical form.
 
     Attributes:
-        rename: (old, new) pieces of the names in the checkpoint, replaced in this order.
-        whole: patterns (with `*`) of native names whose tensors the checkpoint holds packed, as we do.
-        permuted: (pattern, order) of canonical names whose tensors lie in another order, such as
+        rename: (old, new) substrings, replaced in this order to give the checkpoint's names.
+        whole: patterns (with `*`) of native names whose tensors the checkpoint stores packed, as we do.
+        permuted: (pattern, order) of canonical names whose tensors are stored in another order, such as
             ("*.experts.gate_up_proj", "e h (i 2) -> e (2 i) h"): see `weight_map.permuted`. The order may
-            use axes that the module names: "(heads 3 head_dim) h -> (3 heads head_dim) h".
-        joined: projections that the checkpoint holds in one tensor.
-        root: stands in front of every canonical name but those of the head.
-        parts: what canonical names begin with whose rest has names of its own, such as ("vision.",
-            Layout(root="visual.")): of these layouts `rename` and `root` count.
+            use axes named by the module: "(heads 3 head_dim) h -> (3 heads head_dim) h".
+        joined: projections that the checkpoint stores as one tensor.
+        root: prefix of every canonical name except the head's.
+        parts: (prefix of canonical names, layout of the names after it), such as ("vision.",
+            Layout(root="visual.")); only `rename` and `root` of these layouts apply.
     """
 
     rename: tuple[tuple[str, str], ...] = ()
@@ -64,10 +64,10 @@ class Layout:
     joined: tuple[Joined, ...] = ()
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
-        """Expressions over this layout's tensors from canonical ones (`canonical_forms`).
+        """Convert canonical expressions (`canonical_forms`) to expressions over this layout's tensors.
 
         Raises:
-            ValueError: a tensor cannot be divided as the layout says.
+            ValueError: a tensor cannot be divided as the layout requires.
         """
         shapes = {ref.name: ref.shape for form in forms.values() for ref in form.refs()}
         return {
@@ -78,7 +78,7 @@ class Layout:
         }
 
     def name(self, canonical: str) -> str:
-        """What the checkpoint calls a tensor."""
+        """Return a tensor's name in the checkpoint."""
         for beginning, layout in self.parts:
             if canonical.startswith(beginning):
                 return layout.name(canonical.removeprefix(beginning))
@@ -94,7 +94,7 @@ class Layout:
         return Ref(self.name(canonical.name), canonical.shape)
 
     def _joined(self, canonical: Ref, shapes: Mapping[str, Shape]) -> Expr | None:
-        """The expression of a projection that the checkpoint holds together with others."""
+        """Return the expression of a projection that the checkpoint stores joined with others."""
         path, _, kind = canonical.name.rpartition(".")
         owner, _, projection = path.rpartition(".")
         beside = f"{owner}." if owner else ""
@@ -124,11 +124,11 @@ class Layout:
 
 
 def canonical_forms(model: nn.Module) -> dict[str, Expr]:
-    """Every saved tensor of a model as an expression over canonical names, in the model's order.
+    """Return every saved tensor of a model as an expression over canonical names, in the model's order.
 
-    A module's `canonical_form(path, name)`, where it has one, says what its tensor `name` is made of; None
-    there means that it stands for itself, as everywhere else. A module's `axes`, where it has any, names
-    sizes by which layouts divide its tensors and those of the modules within it, such as {"head_dim": 64}.
+    A module may define `canonical_form(path, name)`, the expression of its tensor `name`. The default, and
+    the meaning of None, is a `Ref` of the same name. A module's `axes`, such as {"head_dim": 64}, names sizes
+    by which layouts divide its tensors and those of its submodules.
     """
     forms: dict[str, Expr] = {}
     axes: dict[str, Mapping[str, int]] = {}
@@ -150,12 +150,12 @@ def canonical_forms(model: nn.Module) -> dict[str, Expr]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds: the parameters and the persistent buffers, by native name; a tied one once."""
+    """Return the parameters and persistent buffers by native name; tied tensors appear once."""
     return {f"{path}.{name}" if path else name: tensor for path, _, name, tensor in _saved(model)}
 
 
 def plain_path(path: str) -> str:
-    """A path in the module tree without what torch's checkpoint wrapper and torch.compile put into it."""
+    """Strip the wrapper names of torch's checkpoint wrapper and torch.compile from a module path."""
     return ".".join(step for step in path.split(".") if step not in WRAPPERS)
 
 

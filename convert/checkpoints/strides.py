@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 def boxes(
     sizes: Sequence[int], strides: Sequence[int], low: int, start: int, stop: int
 ) -> Iterator[tuple[int | slice, ...]]:
-    """The indices at which `low + sum(index * stride)` is within [start, stop), as boxes: some integers, at
-    most one slice behind them, and whatever the further dimensions hold.
+    """Yield the indices where `low + sum(index * stride)` is within [start, stop), as boxes: leading
+    integers, then at most one slice, then all of the remaining dimensions.
     """
     span = sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
     if low + span < start or low >= stop:
@@ -32,7 +32,7 @@ def boxes(
 
 
 def first_element(sizes: Sequence[int], box: tuple[int | slice, ...]) -> int:
-    """The number of the first element of a box."""
+    """Return the flat index of the first element of a box."""
     element = 0
     for size, index in zip(sizes, (*box, *[0] * (len(sizes) - len(box))), strict=True):
         element = element * size + (index.start if isinstance(index, slice) else index)
@@ -40,7 +40,7 @@ def first_element(sizes: Sequence[int], box: tuple[int | slice, ...]) -> int:
 
 
 def divides(fine: Sequence[int], coarse: Sequence[int]) -> bool:
-    """Whether consecutive dimensions of `fine` multiply to those of `coarse`, in order."""
+    """Return whether consecutive dimensions of `fine` multiply to those of `coarse`, in order."""
     rest = list(fine)
     for size in coarse:
         product = 1

@@ -1,4 +1,4 @@
-"""Weight maps: from the name of each native tensor to its expression over a checkpoint (expressions.py)."""
+"""Weight maps: native tensor names mapped to expressions over checkpoint tensors (expressions.py)."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from liger_models.convert.checkpoints.expressions import Expr, Permute, Ref, Row
 
 
 def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
-    """The native tensor of `shape` that holds checkpoint tensor `name` in another order.
+    """Build the native tensor of `shape` that holds checkpoint tensor `name` in another order.
 
         permuted("gate_up_proj", (8, 192, 64), "e h (i 2) -> e (2 i) h")  # [8, 64, 192] in the checkpoint
 
-    Both sides of the arrow name the same axes; parentheses join neighbours to one dimension, the checkpoint's
-    on the left, the native one on the right. An axis may be a number, which is then its size; where two sizes
-    of one dimension are open, `sizes` gives them.
+    Both sides name the same axes, the checkpoint's on the left and the native ones on the right. Parentheses
+    join neighbours to one dimension. A number is an axis of that size; `sizes` gives sizes that the shape
+    leaves open.
 
     Raises:
-        ValueError: the pattern is none, or does not fit the shape.
+        ValueError: the pattern is invalid or does not fit the shape.
     """
     sides = [re.findall(r"\(([^()]*)\)|(\w+)", side) for side in pattern.split("->")]
     disk, native = ([(group or axis).split() for group, axis in side] for side in (sides * 2)[:2])
@@ -43,13 +43,13 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
 
 
 def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, rest: Shape = ()) -> Expr:
-    """One of several native tensors that lie together in checkpoint tensor `name`, group by group.
+    """Extract one of several native tensors that checkpoint tensor `name` interleaves by group.
 
         piece_of_groups("query_key_value.weight", (64, 64, 64), 1, groups=12, rest=(768,))  # the keys
 
-    The checkpoint tensor has the shape [groups * sum(widths), *rest]: of each group `widths[0]` rows of the
+    The checkpoint tensor has the shape [groups * sum(widths), *rest]: each group has `widths[0]` rows of the
     first native tensor, then `widths[1]` of the second, and so on. The native tensor, [groups *
-    widths[piece], *rest], has the rows of one of them alone, the groups in the same order.
+    widths[piece], *rest], has only the rows of its piece, with the groups in the same order.
     """
     width, start = sum(widths), sum(widths[:piece])
     shape = (groups, width, *rest)
@@ -63,10 +63,10 @@ WeightMap = Mapping[str, Expr]
 
 
 def connected(weight_map: WeightMap) -> list[dict[str, Expr]]:
-    """A weight map in the smallest sets that share no checkpoint tensor: most natives are one alone, and the
-    parts of a tensor that a checkpoint holds whole are together. In the map's order.
+    """Split a weight map into the smallest sets that share no checkpoint tensor, in the map's order. Parts of
+    a tensor that a checkpoint stores whole form one set; most others are sets of one.
     """
-    home: dict[str, int] = {}  # of a checkpoint tensor, the set that holds it
+    home: dict[str, int] = {}  # checkpoint tensor -> its set
     sets: dict[int, dict[str, Expr]] = {}
     for number, (native, expr) in enumerate(weight_map.items()):
         names = {ref.name for ref in expr.refs()}
@@ -79,10 +79,10 @@ def connected(weight_map: WeightMap) -> list[dict[str, Expr]]:
 
 
 def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
-    """The checkpoint tensors that a weight map names, with their shapes, in order.
+    """Return the shapes of a weight map's checkpoint tensors, by name, in order.
 
     Raises:
-        ValueError: two places of the map name one tensor, so that a write would lose one of them.
+        ValueError: the map uses one tensor twice, so that a write would lose one of the uses.
     """
     shapes: dict[str, Shape] = {}
     owners: dict[str, list[str]] = {}
@@ -99,12 +99,12 @@ def checkpoint_shapes(weight_map: WeightMap) -> dict[str, Shape]:
 
 
 def check_whole(weight_map: WeightMap) -> None:
-    """Raises ValueError unless each element of the checkpoint's tensors has one place, as writing needs."""
+    """Raise ValueError unless each checkpoint element occurs exactly once, as writing requires."""
     places_by_ref((expr, torch.empty(expr.shape, device="meta")) for expr in weight_map.values())
 
 
 def _is_disjoint(name: str, exprs: Sequence[Expr]) -> bool:
-    """Whether no element of a checkpoint tensor is used twice."""
+    """Return whether no element of a checkpoint tensor is used twice."""
     places = [place for expr in exprs for place in expr.places(torch.empty(expr.shape, device="meta"))]
     ranges = sorted((place.start, place.stop) for place in places if place.ref.name == name)
     return all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))

@@ -1,4 +1,4 @@
-"""Rotary settings in config.json, in the old spelling and the new one.
+"""Rotary settings of config.json, in the old and the new spelling.
 
 Old: `rope_theta`, `rope_scaling` and `partial_rotary_factor` at the top level. New: one object,
 `rope_parameters`, which may be nested by layer type.
@@ -22,8 +22,8 @@ _KIND_NAMES = {
     (bool,): "true or false",
 }
 
-# Of every type: the parameters it needs, and those it may have with their defaults. Names and defaults are
-# those of the published configs; a default of None means that a formula of the rope type fills it in.
+# Required and optional parameters of each type, with the names and defaults of published configs. A default
+# of None is computed by the rope type's formula.
 _ROPE_TYPES: dict[str, tuple[_RopeFields, dict[str, Any]]] = {
     "default": ({}, {}),
     "linear": ({"factor": _NUMBER}, {}),
@@ -65,12 +65,12 @@ ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 _NO_EFFECT = frozenset({"finetuned"})
 _SCALING = frozenset(key for fields in _ROPE_TYPES.values() for kind in fields for key in kind)
 _SHARES = frozenset({"partial_rotary_factor"})
-# What frequencies and lengths are divided by, or whose logarithm is taken.
+# Divisors of frequencies and lengths, and arguments of logarithms.
 _POSITIVE = frozenset({"rope_theta", "factor", "original_max_position_embeddings"})
 
 
 class Keys(Protocol):
-    """What is asked of a config here; `HFConfig` has it, and more."""
+    """Config interface used here; `HFConfig` implements it."""
 
     name: str
     model_type: str
@@ -94,7 +94,7 @@ def read_rope(
     default_local_theta: float | None,
     extra: Collection[str],
 ) -> dict[str, Any]:
-    """The rotary settings of a config in one form: what `HFConfig.take_rope` gives, and raises."""
+    """Read the rotary settings of a config in one form; see `HFConfig.take_rope` for results and errors."""
     theta, partial = (_stated(c, *names) for names in zip(c.rope_keys, ROPE_KEYS, strict=True))
     scaling = c.take("rope_scaling", None)
     new = c.take("rope_parameters", None)
@@ -153,15 +153,15 @@ def read_rope(
 
 
 def _stated(c: Keys, own: str, usual: str) -> Any:
-    """The value of a key under the family's own name. The usual name alone means nothing to the reference of
-    a family with another one, so it is left for `finish` to refuse; next to the own name it must agree.
+    """Return the value under the family's own name of a key. The usual name may repeat it with an equal
+    value. Alone it would be ignored by the reference, so it is left for `finish` to refuse.
     """
     return c.take_one_of(*dict.fromkeys((own, usual) if own in c.raw else (own,)), default=None)
 
 
 def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float) -> None:
-    """Refuse rotary settings that replaced the checkpoint's own and do not repeat `key`: the family's default
-    is hardly what the checkpoint was trained with. A null is refused too: the references cannot run with it.
+    """Refuse rotary settings that replaced the checkpoint's own but lack `key`: the checkpoint was probably
+    not trained with the family's default. A null is refused too: the references cannot run with it.
     """
     null = key in settings or c.raw.get(key, default) is None
     if settings.get(key) is None and (c.complete or null):
@@ -174,17 +174,17 @@ def _refuse_lost(c: Keys, key: str, settings: Mapping[str, Any], default: float)
 
 
 def both_rope_spellings(raw: Mapping[str, Any], names: tuple[str, str] = ROPE_KEYS) -> dict[str, Any]:
-    """The keys that make `raw` readable for readers of either spelling; {} if it has no rotary settings.
-    `names` are those of the older one.
+    """Return the keys that make `raw` readable in both spellings; {} if it has no rotary settings.
+    `names` belong to the old spelling.
     """
     new = raw.get("rope_parameters")
     if is_nested(new):
         full, sliding = new.get("full_attention"), new.get("sliding_attention")
         types = [of_type for of_type in (full, sliding) if of_type]
         if any("partial_rotary_factor" in of_type for of_type in types):
-            return {}  # which the old one cannot say of one type alone
+            return {}  # the old spelling cannot express one layer type alone
         if any(of_type.get("rope_type") == "proportional" for of_type in types):
-            return {}  # which is younger than the old one: who finds both reads that alone, and fails
+            return {}  # unknown to the old spelling, whose readers would fail on it
         old = _old_rope_spelling(full, names) if full else {}
         return {**old, "rope_local_base_freq": sliding["rope_theta"]} if sliding else old
     if new:
@@ -211,8 +211,8 @@ def _normalise(
     defaults: Mapping[str, Any],
     extra: Collection[str],
 ) -> dict[str, Any]:
-    """One flat dict of rotary settings, complete and checked. `defaults`: what stands outside `settings`;
-    `extra`: numbers that the family has beside those of the type.
+    """Complete and check rotary settings as one flat dict. `defaults` are values from outside `settings`;
+    `extra` are the family's numbers in addition to the type's.
     """
     rest = {key: value for key, value in settings.items() if value is not None}
     named = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest}
@@ -237,7 +237,7 @@ def _normalise(
     if "original_max_position_embeddings" in required:
         rest["original_max_position_embeddings"] = _original_length(c, where, rope_type, rest)
     if rope_type in ("longrope", "yarn") and "factor" not in rest:
-        # Both papers define the factor as this ratio, and some released configs state only the two lengths.
+        # Both papers define the factor as this ratio; some released configs give only the two lengths.
         original = rest["original_max_position_embeddings"]
         _checked(c, where, "original_max_position_embeddings", original, (int,))
         rest["factor"] = c.take_count("max_position_embeddings") / original
@@ -276,9 +276,9 @@ def _normalise(
 
 
 def _original_length(c: Keys, where: str, rope_type: str, rest: Mapping[str, Any]) -> Any:
-    """The context length before scaling: stated at the top level, or inside, or equal to the model's own."""
+    """Return the context length before scaling: at the top level, or inside, else the model's own."""
     inside = rest.get("original_max_position_embeddings")
-    if rope_type == "dynamic":  # scaling begins where the model's own range ends, whatever else is stated
+    if rope_type == "dynamic":  # scaling starts at the model's own length, whatever else is given
         length = c.take_count("max_position_embeddings")
         if inside not in (None, length):
             raise ConfigError(
@@ -311,7 +311,7 @@ def _checked(c: Keys, where: str, key: str, value: Any, kinds: tuple[type, ...])
 
 
 def is_finite(value: Any) -> bool:
-    """Whether this is a number below 2^63: torch takes no larger whole ones, and no model needs them."""
+    """Return whether this is a number below 2^63, the limit of torch's integers."""
     return type(value) in (int, float) and abs(value) < 2**63
 
 
@@ -325,7 +325,7 @@ def _plain(value: Any) -> Any:
 
 
 def is_nested(rope: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Whether these rope_parameters have one entry a layer type."""
+    """Return whether these rope_parameters have one entry per layer type."""
     return isinstance(rope, Mapping) and any(isinstance(value, Mapping) for value in rope.values())
 
 
