@@ -1,5 +1,5 @@
-"""One file a family: its spec and its checkpoint names. Every module in this folder is imported, and so
-registered.
+"""One file per family: its spec and its checkpoint names. Importing this package imports every module in this
+folder, which registers it.
 
 Imports the packages below it in this folder, the specs and the conversion package; it computes nothing.
 """

@@ -1,4 +1,4 @@
-"""Apertus (Swiss AI, 2025, arXiv:2509.14233): LLaMA with a plain MLP of xIELU, whose slopes are learned, and
+"""Apertus (Swiss AI, 2025, arXiv:2509.14233): LLaMA with a plain MLP of xIELU with learned slopes, and
 QK-norm per head.
 """
 

@@ -1,5 +1,5 @@
 """EXAONE 4 (LG AI Research, 2025, arXiv:2507.11407): norms after the branches (post-norm) and QK-norm per
-head; where some layers have a sliding window, only those have positions.
+head; if some layers have a sliding window, only those have positions.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team, 2025, arXiv:2503.19786): Gemma 3's text models with a SigLIP image encoder whose
-patches are pooled; the tokens of one image all see one another.
+patches are pooled; the tokens of one image attend to each other in both directions.
 """
 
 import math

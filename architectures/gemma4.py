@@ -1,5 +1,5 @@
 """Gemma 4 (Google DeepMind, 2026): Gemma 4's text models with an encoder for images and videos of any size;
-on sliding layers the tokens of one image all see one another.
+on sliding layers the tokens of one image attend to each other in both directions.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """Gemma 4 (Google DeepMind, 2026), its text models: Gemma 3 with wider heads, partial rotary and optionally
 keys as values on full-attention layers, norms of values too, and a stored scale after each layer; the small
-models have per-layer embeddings and share keys and values among later layers; others have experts beside the
-MLP.
+models have per-layer embeddings and share keys and values among later layers; others have experts in addition
+to the MLP.
 """
 
 from dataclasses import replace

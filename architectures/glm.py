@@ -1,6 +1,6 @@
 """GLM-4-9B (GLM team, 2024, arXiv:2406.12793): interleaved rotary on half of each head, biases on queries,
-keys and values, and checkpoints that pack gate and up as we do. The models of 2025, `glm4`, have a norm
-after each branch too.
+keys and values, and checkpoints that pack gate and up as we do. The 2025 models, `glm4`, also have a norm
+after each branch.
 """
 
 from dataclasses import replace

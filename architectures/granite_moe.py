@@ -1,6 +1,5 @@
 """Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over the chosen ones alone;
 PowerMoE; and a variant with one more expert that all tokens share.
-44~a shared expert beside the chosen ones~>a shared expert in addition to the chosen ones
 """
 
 from dataclasses import replace
@@ -42,7 +41,7 @@ def granitemoe(c: HFConfig) -> ModelSpec:
 
 @register("granitemoeshared", reference="GraniteMoeSharedForCausalLM", layouts=LAYOUTS, defaults=DEFAULTS)
 def granitemoeshared(c: HFConfig) -> ModelSpec:
-    """Granite 3 with experts, one of them shared (IBM, 2025): a shared expert beside the chosen ones."""
+    """Granite 3 with experts, one of them shared (IBM, 2025): a shared expert next to the chosen ones."""
     moe = experts(c)
     if size := c.take_count("shared_intermediate_size", 0, least=0):
         moe = replace(moe, shared_expert=MLPSpec(size, activation(c)))

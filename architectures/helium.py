@@ -1,4 +1,4 @@
-"""Helium 1 (Kyutai, 2025): LLaMA with interleaved rotary and norms that round after multiplying by their
+"""Helium 1 (Kyutai, 2025): LLaMA with interleaved rotary and norms that round after multiplication by their
 weights.
 """
 

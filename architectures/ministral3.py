@@ -1,4 +1,4 @@
-"""Ministral 3 (Mistral AI, 2025): Mistral with yarn, and queries that are scaled up with their positions."""
+"""Ministral 3 (Mistral AI, 2025): Mistral with yarn, and queries scaled by position."""
 
 from dataclasses import replace
 

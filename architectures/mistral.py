@@ -1,6 +1,4 @@
-"""Mistral (Jiang et al., 2023, arXiv:2310.06825): LLaMA with a sliding window over all layers, and without
-biases.
-"""
+"""Mistral (Jiang et al., 2023, arXiv:2310.06825): LLaMA with a sliding window on all layers and no biases."""
 
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import for_tests, register

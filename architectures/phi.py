@@ -1,4 +1,4 @@
-"""Phi-1, Phi-1.5 and Phi-2 (Li et al., 2023, arXiv:2309.05463): attention and a plain MLP in parallel behind
+"""Phi-1, Phi-1.5 and Phi-2 (Li et al., 2023, arXiv:2309.05463): attention and a plain MLP in parallel after
 one LayerNorm, biases everywhere, and partial rotary.
 """
 

@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025, arXiv:2505.09388), dense: QK-norm per head before the rotary embedding, and no
+"""Qwen3 (Yang et al., 2025, arXiv:2505.09388), dense: QK-norm per head before the rotary embedding and no
 biases.
 """
 

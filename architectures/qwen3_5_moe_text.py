@@ -1,5 +1,5 @@
-"""Qwen3.5 with experts (Qwen Team, 2026), text models: Qwen3.5 with many small experts and a gated shared one
-in every layer.
+"""Qwen3.5 with experts (Qwen Team, 2026), text models: Qwen3.5 with many small experts and a gated shared
+expert in every layer.
 """
 
 from dataclasses import replace

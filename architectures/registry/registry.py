@@ -5,8 +5,8 @@
 
     for_tests("llama", tiny={...})
 
-A registered family is what `from_hub`, the command line and the tests find: every test of conversion and of
-parity runs over this table.
+`from_hub`, the command line and the tests look families up here: every test of conversion and parity runs
+over this table.
 """
 
 from __future__ import annotations
@@ -34,23 +34,22 @@ class Architecture:
     """A family of models.
 
     Attributes:
-        model_type: as config.json has it.
-        build: from a config to a spec; it takes every key that the family knows.
+        model_type: the name in config.json.
+        build: turns a config into a spec; takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
-        sees: whether its models take images.
-        defaults: values that the reference gives to keys which config.json leaves out.
-        layouts: in what the family's checkpoints differ from the canonical form, the usual one first.
-        carried: of a config, the patterns (with `*`) of checkpoint tensors that nothing reads and an export
-            repeats.
-        fixed: keys that may stand in a config, each with the one value that is known.
-        rope_keys: what the older spelling of rotary settings calls `rope_theta` and `partial_rotary_factor`.
-        unread: keys that are of no effect, mostly since the reference does not read them, each with a reason.
-        tiny: a config small enough for tests, with the family's traits switched on: what is to be added to
-            `TINY`, or stands in its place. `...` leaves a key out.
+        sees: whether its models accept images.
+        defaults: the reference's values of keys missing from config.json.
+        layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
+        carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
+        fixed: accepted keys with the only supported value of each.
+        rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
+        unread: keys without effect, mostly because the reference does not read them, each with a reason.
+        tiny: a config small enough for tests, with the family's traits switched on, as changes of `TINY`.
+            `...` removes a key.
         variants: further configs for tests, as changes of `tiny`, by name.
-        skip: what tests leave out, such as "rope:yarn", each with the reason.
+        skip: cases that tests skip, such as "rope:yarn", each with the reason.
 
-    A family that sees images has the config of its language model under "text_config", in `tiny` as well.
+    A vision-language family has the config of its language model under "text_config", also in `tiny`.
     """
 
     model_type: str

@@ -1,4 +1,4 @@
-"""Transformer blocks, one file a topology: how a mixer, an MLP, norms and residual streams are connected.
+"""Transformer blocks, one file per topology of mixer, MLP, norms and residual stream.
 
 May import attention, experts and parts. A new topology is a new block, never a flag of an old one.
 """

@@ -1,9 +1,9 @@
-"""The base class of blocks, and how one is run.
+"""Base class of blocks, and the function that runs one.
 
 A block takes and returns the hidden states as two tensors, `x` and `residual`, whose sum is the residual
 stream: the sum is computed inside the next norm, in one kernel. `residual` is None before the first block and
-after blocks that change the sum itself. Everything else that layers read and make, such as keys and values,
-is passed as further arguments and results, so that sharding frameworks and recomputation see every tensor.
+after blocks that change the sum itself. Other tensors that layers exchange, such as keys and values, are
+further arguments and results, so that sharding frameworks and recomputation handle them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Streams = tuple[Tensor, Tensor | None]
 
 
 def keys_and_values(layer: int) -> tuple[str, str]:
-    """What the keys and values of a layer are called where later ones read them."""
+    """Name of a layer's keys and values, for later layers that read them."""
     return f"keys.{layer}", f"values.{layer}"
 
 
@@ -45,25 +45,25 @@ IMAGES = "images"
 
 
 def own_input(layer: int) -> str:
-    """What the input is called that a layer has for itself."""
+    """Name of a layer's own input."""
     return f"input.{layer}"
 
 
 class Block(nn.Module):
-    """A mixer and an MLP, by the types of their specs. What connects them is a subclass.
+    """A mixer and an MLP, built from their specs. Subclasses define how they are connected.
 
     Args:
         hidden_size: the width H of the hidden states.
         spec: the layer's parts.
-        layer: its place in the model.
+        layer: its index in the model.
         attention: the attention backend.
 
     Attributes:
-        reads: the names of the tensors that the layer reads beside the residual stream.
-        makes: and of those that it makes for later layers; of keys and values, if some layer reads them.
+        reads: names of the tensors that the layer reads in addition to the residual stream.
+        makes: names of the tensors that it returns for later layers: keys and values, if a layer reads them.
 
     Raises:
-        ValueError: parts that the topology has no room for.
+        ValueError: parts that the topology does not support.
     """
 
     reads: tuple[str, ...] = ()
@@ -92,26 +92,26 @@ class Block(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """Which lets a token see others."""
+        """The token mixer: attention or a recurrent layer."""
         return getattr(self, self.mixer_name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """x, residual [T, H], sequences, and what it `reads` -> two tensors [T, H] whose sum is the residual
-        stream behind the layer, or one and None; and what it `makes`.
+        """Map x, residual [T, H], sequences and the tensors in `reads` to two tensors [T, H] whose sum is the
+        residual stream after the layer, or to one and None; followed by the tensors in `makes`.
         """
         raise NotImplementedError
 
     def set_activation_memory(self, level: ActivationMemory) -> None:
-        """Choose what is kept for the backward pass, here and in the parts that have a choice."""
+        """Choose what is kept for the backward pass, in all parts that support a choice."""
         parts: Iterable[Any] = self.modules()
         for part in parts:
             if hasattr(part, "activation_memory"):
                 part.activation_memory = level
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes that the layer keeps for its backward pass, of each token, as on a GPU.
+        """Bytes per token that the layer keeps for its backward pass on a GPU.
 
-        What a level needs during the backward pass, one layer at a time, is not in it.
+        Excludes temporary memory of the backward pass, which is needed for one layer at a time.
         """
         if level in RERUN:
             own = 0 if level == "offload" else itemsize * self.hidden_size
@@ -121,15 +121,17 @@ class Block(nn.Module):
         return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
-        """How many tensors [T, H] the branches keep of what they read, beside the norms' own inputs."""
+        """Number of tensors [T, H] that the branches keep of their inputs, in addition to the norms' own
+        inputs.
+        """
         raise NotImplementedError
 
     def norm_outputs(self) -> int:
-        """How many outputs of norms, [T, H], are kept at `all` alone."""
+        """Number of norm outputs [T, H] that only the level `all` keeps."""
         return self._branch_inputs("all") - self._branch_inputs("lean")
 
     def _noted_bytes(self, itemsize: int) -> int:
-        """The router's choice, which the second run takes, and its logits, where the loss reads them."""
+        """Bytes of the router's choice, reused by recomputation, and of its logits if the loss reads them."""
         kept = 0
         for part in self.children():
             if isinstance(part, MixtureOfExperts):
@@ -139,12 +141,12 @@ class Block(nn.Module):
         return kept
 
     def _handed_bytes(self, itemsize: int) -> int:
-        """The keys and values that later layers read."""
+        """Bytes of the keys and values that later layers read."""
         mixer = self.spec.mixer
         return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """What a branch adds to the residual stream."""
+        """Scale a branch's output before it is added to the residual stream."""
         return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
 
 
@@ -156,14 +158,14 @@ def run_block(
     *read: Tensor,
     offload: Offload,
 ) -> tuple[Any, ...]:
-    """What the layer gives, keeping for the backward pass what its level of activation memory says. `offload`
-    is that of the pass.
+    """Run a layer, keeping tensors for the backward pass according to its activation memory level. `offload`
+    belongs to the pass.
     """
     offload.settle()
     lean = torch.is_grad_enabled()
-    # A second run of a layer that fills a cache would fill it twice.
+    # Recomputing a layer that fills a cache would fill it twice.
     if layer.activation_memory in RERUN and lean and sequences.cache is None:
-        # The sum is taken in front of the layer, so that one tensor is kept and not two.
+        # The sum is taken before the layer, so that one tensor is kept instead of two.
         again = offload.recompute if layer.activation_memory == "offload" else recompute
         return again(layer, x if residual is None else x + residual, None, sequences, *read)
     with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
@@ -171,5 +173,5 @@ def run_block(
 
 
 def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), or of x alone where there is nothing to add."""
+    """Return (norm(x + residual), x + residual); the sum is x if residual is None."""
     return (norm(x), x) if residual is None else norm(x, residual)

@@ -17,7 +17,7 @@ from liger_models.layers.specs import BlockSpec
 
 class GatedCrossBlock(Block):
     """`h = x + tanh(a) * attention(norm(x), images); y = h + tanh(b) * shown * mlp(norm(h))`, a and b
-    learned, and `shown` 0 for tokens that have been shown no image (Llama 3.2 Vision).
+    learned, and `shown` 0 for tokens with no preceding image (Llama 3.2 Vision).
     """
 
     reads = (IMAGES,)
@@ -40,9 +40,9 @@ class GatedCrossBlock(Block):
         return self._scaled(self.cross_attn_mlp_gate.tanh() * x), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
-        return 4 if level == "all" else 2  # what the gates multiply
+        return 4 if level == "all" else 2  # inputs of the gates
 
     def reset_parameters(self, *_: Any) -> None:
-        """Closed gates: the language model is as it was."""
+        """Close the gates, so that the language model is unchanged."""
         nn.init.zeros_(self.cross_attn_attn_gate)
         nn.init.zeros_(self.cross_attn_mlp_gate)

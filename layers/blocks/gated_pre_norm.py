@@ -29,9 +29,9 @@ class GatedPreNormBlock(PreNormBlock):
         return self._scaled(self.gate_ffn.tanh() * self.mlp(x, sequences)), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
-        return super()._branch_inputs(level) + 2  # what the gates multiply
+        return super()._branch_inputs(level) + 2  # inputs of the gates
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise the gates like matrices."""
         for gate in (self.gate_attn, self.gate_ffn):
             nn.init.normal_(gate, 0.0, std, generator)

@@ -16,7 +16,7 @@ from liger_models.layers.specs import BlockSpec
 
 
 class ChannelScale(nn.Module):
-    """What a branch adds to each channel of the residual stream, times a learned number, which starts small.
+    """Per-channel learned scale of a branch, initialised small.
 
     Args:
         hidden_size: the width H.
@@ -31,11 +31,11 @@ class ChannelScale(nn.Module):
         return x * self.weight.to(x.dtype)
 
     def reset_parameters(self, *_: Any) -> None:
-        """A tenth, whatever matrices start with."""
+        """Set the scale to 0.1, regardless of how matrices are initialised."""
         nn.init.constant_(self.weight, 0.1)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: what it multiplies."""
+        """Bytes per token: its input."""
         return itemsize * self.weight.numel()
 
 

@@ -1,4 +1,4 @@
-"""Mixers: the part of a layer in which tokens see one another, chosen by the type of its spec."""
+"""Mixers: the part of a layer that mixes tokens, chosen by the type of its spec."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Mixer(Protocol):
         """Empty cache tensors for `batch` sequences of up to `max_length` tokens."""
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes a token that it keeps for the backward pass."""
+        """Bytes per token kept for the backward pass."""
 
 
 MIXERS: dict[type, Callable[..., Mixer]] = {

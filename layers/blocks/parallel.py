@@ -1,4 +1,4 @@
-"""Blocks whose attention and MLP run side by side, on one norm of their input or on two."""
+"""Blocks whose attention and MLP run in parallel, after one norm or two."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Inputs that each layer has of its own, beside the residual stream (Gemma 3n and Gemma 4, Google DeepMind,
-2025 and 2026: per-layer embeddings).
+"""Per-layer inputs in addition to the residual stream (per-layer embeddings in Gemma 3n and Gemma 4, Google
+DeepMind, 2025 and 2026).
 
-    for all L layers at once, of a token's id and its embedding e [H]:
-        inputs = (norm(e W^T / sqrt(H)) + table[id] sqrt(P)) / sqrt(2)       [L, P], a norm for each layer
-    layer l, behind its MLP, with the residual stream h:
-        h + norm(project(act(gate(h)) * inputs[l]))                          the outer norm is the block's
+    for all L layers at once, from a token's id and its embedding e [H]: inputs = (norm(e W^T / sqrt(H)) +
+        table[id] sqrt(P)) / sqrt(2)       [L, P], a norm for each layer
+    layer l, after its MLP, with the residual stream h: h + norm(project(act(gate(h)) * inputs[l]))
+        the outer norm is the block's
 
-The table [V, L P] is most of a small model's parameters, of which a token reads one row.
+The table [V, L P] is most of a small model's parameters, but a token reads only one row.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from liger_models.layers.specs import LayerNormSpec, NormSpec, PerLayerInputSpec
 
 
 class PerLayerInputs(nn.Module):
-    """What all layers have of their own.
+    """The inputs of all layers.
 
     Args:
         hidden_size: the width H of the embeddings.
-        num_layers, size: how many layers there are, L, and the width P of their inputs.
+        num_layers, size: the number of layers L, and the width P of their inputs.
         vocab_size: the number of ids.
-        norm: that of the projected embeddings.
+        norm: applied to the projected embeddings.
         padding_idx: the row whose lookup has no gradient.
     """
 
@@ -58,7 +58,7 @@ class PerLayerInputs(nn.Module):
 
 
 class PerLayerInput(nn.Module):
-    """The branch of one layer, but for its norm: `project(act(gate(h)) * input)`.
+    """The branch of one layer, without its norm: `project(act(gate(h)) * input)`.
 
     Args:
         hidden_size: the width H of the residual stream.
@@ -81,13 +81,13 @@ class PerLayerInput(nn.Module):
 
     def _forward(self, x: Tensor, own: Tensor) -> Tensor:
         gate = self.per_layer_input_gate(x)
-        own = own.to(gate.dtype)  # under autocast embeddings are wider
+        own = own.to(gate.dtype)  # autocast may leave embeddings in a wider dtype
         product = self.gated_product(gate, own)
         return self.per_layer_projection(carry_recipe(product, self.gated_product, gate, own))
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token: the layer's own input, and of its norm the input and the statistic; the gate and the
-        product, as far as they are kept.
+        """Bytes per token: the layer's own input, the norm's input and statistic, and the gate and the
+        product if the level keeps them.
         """
         kept = {"all": 4, "lean": 3}.get(level, 2)
         return kept * itemsize * self.spec.size + 4

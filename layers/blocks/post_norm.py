@@ -28,4 +28,4 @@ class PostNormBlock(Block):
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), x
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
-        return 2  # the branches read the residual stream itself
+        return 2  # inputs of the branches, which have no norm before them

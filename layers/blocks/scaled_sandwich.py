@@ -1,4 +1,4 @@
-"""The sandwich block with a stored scale and an input for each layer."""
+"""The sandwich block with a stored scale and an optional per-layer input."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from liger_models.layers.specs import BlockSpec, SharedAttentionSpec
 
 
 class ScaledSandwichBlock(SandwichBlock):
-    """`y = s * (h + norm(own(h)))`, h what the sandwich makes, s a number that is stored and not trained, and
-    `own` a branch for the layer's own input (layers/blocks/per_layer_input.py), where there is one (Gemma 4).
+    """`y = s * (h + norm(own(h)))`, with h the output of the sandwich block, s a stored, untrained number,
+    and `own` an optional branch for the layer's own input (layers/blocks/per_layer_input.py) (Gemma 4).
     """
 
     has_room_for: tuple[str, ...] = ("per_layer_input", "keys of another layer")
@@ -53,7 +53,7 @@ class ScaledSandwichBlock(SandwichBlock):
         return (x * self.layer_scalar.to(x.dtype), None, *made)
 
     def _feed(self, x: Tensor, residual: Tensor, sequences: Sequences) -> Tensor:
-        """The MLP of x [T, H], which is the norm of `residual`."""
+        """Apply the MLP to x [T, H], the norm of `residual`."""
         return self.mlp(x, sequences)
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
@@ -65,5 +65,5 @@ class ScaledSandwichBlock(SandwichBlock):
         return super()._handed_bytes(itemsize) + kept
 
     def reset_parameters(self, *_: Any) -> None:
-        """A factor of one."""
+        """Set the scale to one."""
         nn.init.ones_(self.layer_scalar)

@@ -14,8 +14,8 @@ from liger_models.layers.specs import BlockSpec
 
 
 class ScaledSandwichWithExpertsBlock(ScaledSandwichBlock):
-    """The same with experts beside the MLP, `norm(norm(mlp(norm(h))) + norm(experts(norm(h))))`, whose router
-    reads h itself (Gemma 4).
+    """The same with experts in parallel to the MLP, `norm(norm(mlp(norm(h))) + norm(experts(norm(h))))`; the
+    router reads h itself (Gemma 4).
     """
 
     has_room_for = (*ScaledSandwichBlock.has_room_for, "experts")
@@ -35,5 +35,5 @@ class ScaledSandwichWithExpertsBlock(ScaledSandwichBlock):
         return dense + self.post_feedforward_layernorm_2(routed)
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
-        # Two norms have one input; the experts' own is kept as an output.
+        # Two norms share one input; the output of the experts' norm is kept.
         return super()._branch_inputs(level) - 1 + (1 if level == "all" else 0)

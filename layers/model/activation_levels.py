@@ -1,4 +1,4 @@
-"""The activation memory level of each layer, as users choose it and as trainers switch checkpointing."""
+"""The activation memory level of each layer: users choose it, and trainers toggle checkpointing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_models.layers.recompute.offload import drop_unused_buffers
 
 
 class _Levels(NamedTuple):
-    """A choice of levels, and what chooses them again for a larger batch."""
+    """Chosen levels, and the function that chooses again for a larger batch."""
 
     layers: tuple[ActivationMemory, ...]
     encoder: tuple[ActivationMemory, ...]
@@ -22,17 +22,17 @@ class _Levels(NamedTuple):
 
 
 class ActivationLevels(nn.Module):
-    """A module with layers, and perhaps an encoder of images, whose activation memory can be chosen.
+    """A module with layers, and possibly an image encoder, whose activation memory can be chosen.
 
     Attributes:
-        fit_levels: chooses the levels when a batch arrives; None unless "auto" was asked for.
+        fit_levels: chooses the levels when a batch arrives; None unless "auto" was requested.
     """
 
     layers: Sequence[Block]
     vision: Any
     fit_levels: FittingLevels | None = None
     _before_checkpointing: _Levels | None = None  # while a trainer has it enabled
-    _disabled_levels: tuple[_Levels, ...] = ()  # for each time that a trainer has disabled it, until enabled
+    _disabled_levels: tuple[_Levels, ...] = ()  # one per disabling by a trainer, until enabled
 
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
@@ -46,11 +46,11 @@ class ActivationLevels(nn.Module):
         optimizer_bytes: float | None = None,
         say: Callable[[str], object] | None = None,
     ) -> None:
-        """Choose what is kept for the backward pass: one level for all layers, or one a layer. One for all is
-        that of an encoder of images too; for others see its `set_activation_memory`.
+        """Choose what is kept for the backward pass: one level for all layers, or one a layer. A single level
+        also applies to an image encoder; otherwise call the encoder's own `set_activation_memory`.
 
-        "auto" chooses the levels that repeat the least work within a budget of memory, when a batch to train
-        on is there: see `FittingLevels` in layers/memory/, which tells of the other arguments.
+        "auto" chooses the levels with the least recomputation within a memory budget when a training batch
+        arrives: see `FittingLevels` in layers/memory/, which documents the other arguments.
 
         Raises:
             ValueError: an unknown level, the wrong number of them, or a budget that cannot be honoured.
@@ -74,18 +74,17 @@ class ActivationLevels(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """Recompute layers in the backward pass, as trainers switch it on: level `checkpoint`, or with
-        `offload` the level `offload`, for the first of every `every_n_layers` layers.
+        """Recompute layers in the backward pass, as trainers request it: level `checkpoint`, or `offload`
+        with `offload`, for the first of every `every_n_layers` layers.
 
-        What `set_activation_memory` chose and recomputes already stays: a layer at `tiled` or `offload`, and
-        "auto". After `gradient_checkpointing_disable` the levels come back that it found, lists too: trainers
-        disable and enable around the pass of a reference model.
+        Levels from `set_activation_memory` that already recompute are kept: `tiled`, `offload` and "auto".
+        After `gradient_checkpointing_disable`, this restores the previous levels, including lists: trainers
+        disable and enable around a reference model's pass.
 
-        `use_reentrant` and `preserve_rng_state` may be anything: the results are those of a run without
-        checkpointing whatever they say.
+        `use_reentrant` and `preserve_rng_state` have no effect: results equal those without checkpointing.
 
         Raises:
-            ValueError: another option, which would not be honoured.
+            ValueError: an unsupported option.
         """
         given = set(activation_checkpointing_kwargs or {}) - {"use_reentrant", "preserve_rng_state"}
         if given or every_n_layers < 1:
@@ -115,12 +114,12 @@ class ActivationLevels(nn.Module):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
+        """Older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **options)
 
     def gradient_checkpointing_disable(self) -> None:
-        """Back to what was chosen before checkpointing was enabled. Levels of layers that were recomputed by
-        choice stay.
+        """Restore the levels from before checkpointing was enabled. Layers that the user chose to recompute
+        still do.
         """
         if self.is_gradient_checkpointing:
             self._disabled_levels += (self._chosen_levels(),)
@@ -144,7 +143,7 @@ class ActivationLevels(nn.Module):
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether some layer runs again as a whole in the backward pass."""
+        """Whether some layer is recomputed as a whole in the backward pass."""
         return any(level in RERUN for level in self.activation_memory)
 
 

@@ -1,4 +1,4 @@
-"""What a call of the model must satisfy: shapes at once, values when the device has got to them."""
+"""Checks of a model call: shapes immediately, values once the device has computed them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 
-_INTEGERS = (torch.int64, torch.int32)  # what an embedding and the kernels take
+_INTEGERS = (torch.int64, torch.int32)  # accepted by an embedding and the kernels
 
 
 def batch_shape(
     input_ids: Tensor | None, embeds: Tensor | None, hidden_size: int, *, ids_needed: bool = False
 ) -> tuple[tuple[int, int], torch.device]:
-    """(batch, seq) and the device of ids [batch, seq] or embeddings [batch, seq, H]; where `ids_needed`, of
-    ids, with embeddings beside them or without.
+    """(batch, seq) and the device of ids [batch, seq] or embeddings [batch, seq, H]; if `ids_needed`, of ids,
+    with optional embeddings.
 
     Raises:
         DataError: both or neither, the wrong shape or dtype, or no token.
@@ -59,7 +59,7 @@ def refuse_float16_training(model: nn.Module, hidden: Tensor) -> None:
     """Refuse to train with a residual stream in float16.
 
     Raises:
-        TypeError: `hidden`, the embeddings, are in float16, and parameters are trained.
+        TypeError: `hidden`, the embeddings, are in float16 and parameters require gradients.
     """
     training = hidden.dtype == torch.float16 and model.training and torch.is_grad_enabled()
     if training and any(p.requires_grad for p in model.parameters()):
@@ -72,7 +72,7 @@ def refuse_float16_training(model: nn.Module, hidden: Tensor) -> None:
 
 
 def targets_of(documents: Documents, labels: Tensor | None, shift_labels: Tensor | None) -> Tensor | None:
-    """What every token shall predict, [T], or None.
+    """The target of each token, [T], or None.
 
     Raises:
         DataError: both kinds of labels, or the wrong shape or dtype.
@@ -94,9 +94,9 @@ def targets_of(documents: Documents, labels: Tensor | None, shift_labels: Tensor
 def labels_of_beginnings(
     documents: Documents, labels: Tensor | None, num_items: Tensor | int | None
 ) -> Tensor | None:
-    """How many documents of packed rows begin with a token that has a label, though nothing predicts it; None
-    where rows are not packed, or there is no tensor that may count these labels. A row's own first token is
-    left out, as transformers' Trainer does.
+    """Number of documents in packed rows that begin with a labelled token, which nothing predicts; None if
+    rows are not packed, or if no tensor may count these labels. A row's own first token is excluded, as in
+    transformers' Trainer.
     """
     if not isinstance(num_items, Tensor) or labels is None:
         return None
@@ -109,10 +109,10 @@ def labels_of_beginnings(
 
 
 def refuse_unknown(keywords: Mapping[str, Any]) -> None:
-    """Let pass what asks for nothing, as other libraries' models are often called.
+    """Accept unknown keywords whose value requests nothing, as other libraries often pass them.
 
     Raises:
-        TypeError: a keyword that asks for something, by name.
+        TypeError: a keyword that requests something; the message names it.
     """
     for name, value in keywords.items():
         nothing = {"return_dict": (False, True), "is_causal": (True,)}.get(name, (False,))
@@ -124,11 +124,11 @@ def refuse_unknown(keywords: Mapping[str, Any]) -> None:
 
 
 def check_windows(spec: ModelSpec, extent: int) -> None:
-    """Of rows with padding between their tokens, the longest of which has this extent.
+    """Check rows with padding between their tokens; the longest has this extent.
 
     Raises:
-        DataError: the window, or the chunks, of some layer are shorter: they count tokens here, side by side,
-            and places in the row in others' models, where padding counts too, and decays states.
+        DataError: layers are recurrent, where padding would change a state; or some layer's window or chunk
+            is shorter than the extent: here it counts tokens only, but in other libraries also padding.
     """
     if spec.is_recurrent:
         raise DataError(
@@ -149,24 +149,25 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
 
 class CallChecks:
     """The range of ids and labels and the given count, computed on the device when a call begins (`begin`)
-    and read when its layers are queued (`finish`), so that neither the host nor the device waits.
+    and read once its layers are queued (`finish`), so that neither host nor device waits.
 
     Args:
         input_ids: [batch, seq], or None.
         targets: [T], or None.
         vocab_size: ids and labels must be below it.
-        num_items: what the loss is divided by, if it is given.
-        sequences: which of the targets are here, if they are divided over ranks.
-        num_ids: what ids must be below, if not the same.
+        num_items: the divisor of the loss, if given.
+        sequences: defines this rank's targets, if they are divided over ranks.
+        num_ids: upper bound of ids, if not `vocab_size`.
         beginnings: `labels_of_beginnings` of the call.
-        groups: process groups in which every process makes such an object: `groups_of_step`.
-        device: on which they exchange it; else the counts are on that of the targets, or of the ids.
+        groups: process groups in which every process creates this object: `groups_of_step`.
+        device: used for their exchange. Default: the device of the targets, or of the ids.
 
     Attributes:
-        num_valid, own_valid: the number of labels that count, and of those here, once `finish` has returned.
+        num_valid, own_valid: the number of counted labels, in total and on this rank, once `finish` has
+            returned.
 
     Raises:
-        DataError: a count that is not above 0, or of a dtype that does not hold counts.
+        DataError: a count that is not positive, or has an unsuitable dtype.
     """
 
     def __init__(
@@ -219,11 +220,11 @@ class CallChecks:
         wait: bool = False,
     ) -> None:
         """Start the copy to the host; with `groups`, exchange whether the batch is refused. Call it before
-        the layers run: on a CPU, where their collectives block, a refusal by any process is raised here.
+        the layers run: on a CPU, where collectives block, any process's refusal is raised here.
 
         Args:
             wrong: whether another check of this call fails, a bool on the device.
-            explain: raises the error of that check.
+            explain: raises that check's error.
             wait: raise a refusal here on a GPU too, since a blocking collective follows.
 
         Raises:
@@ -240,7 +241,7 @@ class CallChecks:
             self.finish()
 
     def _is_refused(self, found: Tensor) -> Tensor:
-        """[1] int64: whether `finish` will raise, still on the device."""
+        """[1] int64: whether `finish` will raise, on the device."""
         lowest_id, highest_id, num_valid, _, lowest_label, highest_label, *given = found
         wrong = (lowest_id < 0) | (highest_id >= self._num_ids)
         wrong |= (lowest_label < 0) | (highest_label >= self._vocab_size)
@@ -251,7 +252,7 @@ class CallChecks:
         return wrong.long()[None]
 
     def finish(self) -> int:
-        """The number of labels that count.
+        """Return the number of counted labels.
 
         Raises:
             DataError: an id or a label outside the vocabulary, no label, or a count that is not above 0; what

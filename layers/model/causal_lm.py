@@ -39,14 +39,13 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     """Embeddings, blocks, a final norm and a head.
 
     Args:
-        spec: what the model is made of.
+        spec: the model's specification.
         attention: the attention backend, see layers/attention/backends.py.
-        activation_memory: what is kept for the backward pass, one name for all layers or one a layer, see
-            layers/recompute/activation_memory.py.
-        memory_budget: of the level "auto", see layers/memory/.
+        activation_memory: level for all layers, or one per layer, see layers/recompute/activation_memory.py.
+        memory_budget: for the level "auto", see layers/memory/.
     """
 
-    sequence_group: Any = None  # of the ranks that divide each batch: layers/sequences/sequence_parallel.py
+    sequence_group: Any = None  # ranks that divide each batch: layers/sequences/sequence_parallel.py
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         self.set_activation_memory(activation_memory, memory_budget)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As of any module, with the seconds of videos as numbers: `seconds_as_numbers`."""
+        """Call the module, with the seconds of videos converted to numbers: `seconds_as_numbers`."""
         return super().__call__(*args, **seconds_as_numbers(kwargs))
 
     @not_compiled
@@ -87,46 +86,44 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         return_logits: bool | None = None,
         **others: Any,
     ) -> ModelOutput:
-        """Loss with labels, logits without; scores of labels where they are asked for.
+        """Compute the loss with labels, logits without, or scores of labels on request.
 
         Args:
-            input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] in their place, or beside
-                them where layers have inputs of their own, by id (Gemma 4's small models).
-            labels: [batch, seq], aligned with the input and shifted in here; -100, padding, and the first
+            input_ids: [batch, seq] integers; or `inputs_embeds` [batch, seq, H] instead, or both if layers
+                have per-id inputs (Gemma 4's small models).
+            labels: [batch, seq], aligned with the input and shifted internally; -100, padding, and the first
                 token of a document do not count.
             attention_mask: [batch, seq], 0 at padding.
             position_ids: [batch, seq]; the default counts from 0 in every row, or in every document of
-                `cu_seqlens`. Where positions have three axes, as those of Qwen's images, also [3, batch,
-                seq], or [4, batch, seq] with those that count tokens in front; the default are the images'.
+                `cu_seqlens`. With three-axis positions, as for Qwen's images, also [3, batch, seq], or [4,
+                batch, seq] with token positions first; by default they follow from the images.
             cu_seqlens: [n + 1] integers, the boundaries of packed documents in the flattened batch: documents
-                neither see nor predict one another. On the CPU it costs no synchronisation.
-            parents: [n] integers, the number of the document that each of these continues, or -1: it sees
-                that one as if it stood before it, and positions go on. [2, n]: with how many tokens of that
-                one it continues. See layers/sequences/tree.py.
-            shift_labels: [batch, seq], already shifted: the label of position t is what position t shall
-                predict.
-                (Not in the signature: trainers take any parameter with "label" in its name for one that every
-                batch must have.)
-            score: `ScoreOptions`: the scores of the labels in the place of the loss, as `score` returns them;
-                nor is it in the signature.
-            distill: `Distillation`: the loss is that of a teacher's pupil, as `distill` returns it.
-            num_items_in_batch: the loss is the sum over labels divided by this count, not by their own (exact
-                gradient accumulation). What routers add is weighed by the share of labels that are here: all
-                parts of a step together have the mean of it, and not the sum.
-            logits_to_keep: make logits of the last so many positions only, or of these positions; 0: of all.
-            return_logits: make logits beside the loss. Default: only if there are no labels.
-            pixel_values and other keywords: what the processor of a family with `vision` gives beside ids.
-            others: keywords of other libraries' models are taken where they ask for nothing: None, False, and
+                neither attend to nor predict each other. A CPU tensor avoids a synchronisation.
+            parents: [n] integers, index of the document that each document continues, or -1: it attends to
+                that one as its prefix, and positions continue. [2, n]: the second row is the length of that
+                prefix. See layers/sequences/tree.py.
+            shift_labels: [batch, seq], already shifted: position t predicts shift_labels[:, t]. (Not in the
+                signature: trainers require every parameter with "label" in its name.)
+            score: `ScoreOptions`: return the scores of the labels instead of the loss, as `score` does; also
+                not in the signature.
+            distill: `Distillation`: return a distillation loss, as `distill` does.
+            num_items_in_batch: divisor of the summed loss instead of the label count (exact gradient
+                accumulation). Router losses are weighted by this call's share of labels, so that a step's
+                parts add up to their mean.
+            logits_to_keep: compute logits of only this many last positions, or of these positions; 0: all.
+            return_logits: also return logits with the loss. Default: only without labels.
+            pixel_values and other keywords: outputs of the processor of a family with `vision`.
+            others: keywords of other libraries' models are accepted if they request nothing: None, False, and
                 return_dict=True.
 
         Returns:
-            A dict with `loss` (float32 scalar) and `logits` ([batch, seq, V], zero at padding) as asked.
+            A dict with `loss` (float32 scalar) and `logits` ([batch, seq, V], zero at padding) as requested.
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
-                positions beyond the rotary tables, a num_items_in_batch that is not above 0; or another
+                positions beyond the rotary tables, a num_items_in_batch that is not positive; or another
                 process of the training step refused its batch.
-            TypeError: a keyword that asks for what is not there.
+            TypeError: an unsupported keyword.
         """
         request = Request.take(others, labels, num_items_in_batch)
         if request.teaching is not None:
@@ -158,21 +155,21 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         return output
 
     def _router_loss(self, request: Request, num_valid: int, sequences: Sequences) -> Tensor | None:
-        """What the routers add to the output, of a rank's share; None if they add nothing."""
+        """Contribution of the routers to the loss for a rank's share; None if there is none."""
         if self.spec.router is None:
             return None
         added = router_loss(sequences.notes.router_logits.take(), self.spec.router, sequences.slice)
         if request.score is not None:
             return added
-        # Of one part of a divided step, in the proportion of its labels, so that the parts sum to the step.
+        # Weight a part of a divided step by its share of labels, so that the parts sum to the step.
         return added * (num_valid / request.divisor(num_valid))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [..., V] of hidden states [..., H], as `hidden_states` gives them."""
+        """The logits [..., V] of hidden states [..., H] from `hidden_states`."""
         return self.logit_form(self.lm_head(hidden))
 
     def check_ids(self, input_ids: Tensor) -> None:
-        """Check [batch, seq] ids as `forward` does, now and not beside the work (it waits for the device).
+        """Check [batch, seq] ids as `forward` does, but immediately (synchronises the device).
 
         Raises:
             DataError: they are not integers of this shape, or one is outside the vocabulary.
@@ -183,9 +180,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         checks.finish()
 
     def new_cache(self, batch: int, max_length: int) -> KVCache:
-        """Room for what the layers remember of `batch` sequences of up to `max_length` tokens, for
-        generation.
-        """
+        """Empty cache for generation from `batch` sequences of up to `max_length` tokens."""
         weight = self.embed_tokens.weight
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype

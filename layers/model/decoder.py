@@ -1,4 +1,4 @@
-"""What a language model is without its head: embeddings, blocks and a final norm.
+"""A language model without its head: embeddings, blocks and a final norm.
 
 input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidden [T, H]
 """
@@ -37,10 +37,10 @@ from liger_models.layers.vision.image_gradients import ImageGradients
 
 
 class Decoder(ActivationLevels):
-    """Embeddings, blocks and a final norm, which `make_decoder` gives to any module.
+    """Embeddings, blocks and a final norm; `make_decoder` adds them to any module.
 
     Attributes:
-        gathered_once: whether layers that are divided over processes stay whole from the forward pass on.
+        gathered_once: whether sharded layers stay gathered after the forward pass.
     """
 
     spec: ModelSpec
@@ -61,7 +61,7 @@ class Decoder(ActivationLevels):
         )
 
     def make_decoder(self, spec: ModelSpec, attention: AttentionBackend = "auto") -> None:
-        """The parts of a spec.
+        """Build the parts of a spec.
 
         Raises:
             ValueError: an unknown attention backend.
@@ -96,15 +96,14 @@ class Decoder(ActivationLevels):
 
     @not_compiled
     def prepare_call(self, sequences: Sequences, input_ids: Tensor | None = None, sight: Any = None) -> None:
-        """All of a call that can be refused for its shapes and positions, before anything is computed that
-        several processes share.
+        """Check shapes and positions of a call and prepare it, before any computation that processes share.
 
         Args:
             input_ids: [batch, seq].
-            sight: what a model with `vision` is shown. `vision.finish` reports whether images and tokens fit.
+            sight: inputs of a model with `vision`. `vision.finish` reports whether images and tokens match.
 
         Raises:
-            DataError: documents, padding, positions or images that this model cannot take.
+            DataError: documents, padding, positions or images that this model does not support.
         """
         if sequences.documents.tree is not None:
             check_tree(self.spec, sight)
@@ -115,7 +114,7 @@ class Decoder(ActivationLevels):
         sequences.prepare_rotary(self.spec.ropes)
 
     def begin_checks(self, checks: CallChecks, sight: Any = None) -> None:
-        """Begin the checks of a call that is prepared, with those of its images."""
+        """Begin the checks of a prepared call, and those of its images."""
         # Processes that choose levels together wait for each other.
         wait = self.fit_levels is not None and self.fit_levels.plan is None
         if sight is None:
@@ -133,15 +132,15 @@ class Decoder(ActivationLevels):
         sight: Any = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
-        embeddings; from both where layers have inputs of their own. The call is prepared (`prepare_call`).
+        embeddings, or from both if layers have per-id inputs. Requires `prepare_call`.
 
-        To a list `inputs_of_layers` the residual stream in front of each layer is added, [batch, seq, H] each
-        and zero at padding, without what images add there; the layers read it from there, so that gradients
-        pass through it.
+        Appends the residual stream before each layer, [batch, seq, H] and zero at padding, to a list
+        `inputs_of_layers`, without features added there from images. The layers read these tensors, so that
+        gradients flow through them.
         """
         if self.fit_levels is not None and torch.is_grad_enabled():
             self.fit_levels(self, sequences, None if sight is None else sight.pictures)
-        # An id outside the vocabulary is reported by the checks; until then it must not stop the device.
+        # The checks report an id outside the vocabulary; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
@@ -164,7 +163,7 @@ class Decoder(ActivationLevels):
                 handed.update(zip(layer.makes, made, strict=True))
             if inputs_of_layers is not None and number + 1 < len(self.layers):
                 x, residual = x if residual is None else x + residual, None
-                # Without what images add, as transformers has it.
+                # Without the features that images add, as in transformers.
                 inputs_of_layers.append(sequences.unpack(x))
                 x = sequences.pack(inputs_of_layers[-1])
             if self.vision is not None and sight is not None:
@@ -178,24 +177,24 @@ class Decoder(ActivationLevels):
         return out
 
     def kinds_of_layers(self) -> set[str]:
-        """The names of the layers' classes, as sharding libraries ask for them: of this model's own, since a
-        name that no module has is an error there.
+        """Class names of the layers, for sharding libraries: only this model's own, since they reject a name
+        that no module has.
         """
         encoder = () if self.vision is None else self.vision.encoder.layers
         return {type(layer).__name__ for layer in (*encoder, *self.layers)}
 
     def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, sight: Any) -> dict[str, Tensor]:
-        """The inputs that layers have for themselves, by name."""
+        """The per-layer inputs, by name."""
         if self.per_layer_inputs is None:
             return {}
-        assert ids is not None  # which `batch_shape` sees to
-        if sight is not None:  # those of pictures have what padding has
+        assert ids is not None  # ensured by `batch_shape`
+        if sight is not None:  # image tokens use the input of padding
             ids = self.vision.ids_of_text(sight, ids, self.spec.padding_idx or 0)
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules of each part: "language", and of a model that sees "vision" and "projector"."""
+        """The modules of each part: "language", and in a vision-language model "vision" and "projector"."""
         own = (getattr(self, name, None) for name in _OF_LANGUAGE)
         found: dict[str, list[nn.Module]] = {"language": [module for module in own if module is not None]}
         if self.vision is not None:
@@ -203,8 +202,8 @@ class Decoder(ActivationLevels):
         return found
 
     def freeze(self, *parts: str) -> None:
-        """Train the other parts alone: no parameter of "vision", "projector" or "language" needs a gradient
-        from here on, as named, and all others do. Without a name all train.
+        """Freeze the named parts ("vision", "projector", "language") and train all others. Without a name,
+        train all.
 
         Raises:
             ValueError: a part that the model does not have.
@@ -217,7 +216,7 @@ class Decoder(ActivationLevels):
                 module.requires_grad_(name not in parts)
 
     def seeing_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that only images reach: the encoder, the way from there, layers that read features."""
+        """Parameters that only images reach: the encoder, the projector and layers that read features."""
         seeing: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
         if self.vision is not None:
             seeing += [self.vision.encoder, *self.vision.ways_out()]
@@ -225,7 +224,7 @@ class Decoder(ActivationLevels):
 
     @property
     def needs_ids(self) -> bool:
-        """Whether embeddings alone do not say what the model reads: its layers have inputs by id."""
+        """Whether embeddings alone are insufficient, because layers have per-id inputs."""
         return self.per_layer_inputs is not None
 
 
@@ -233,10 +232,11 @@ _OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
-    """
+    """Build the inputs of all layers; None if they have none.
+
     Raises:
-        ValueError: some layers have inputs of their own and others have not, or they differ in size, or the
-            number of ids is missing.
+        ValueError: only some layers have their own inputs, or the inputs differ in size, or the number of ids
+            is missing.
     """
     sizes = {None if block.per_layer_input is None else block.per_layer_input.size for block in spec.blocks}
     size = next(iter(sizes), None)
@@ -253,11 +253,11 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
 
 
 def _hand_on_keys(layers: Sequence[Block]) -> None:
-    """Let layers hand on their keys and values that later ones read.
+    """Let layers return the keys and values that later layers read.
 
     Raises:
-        ValueError: the layer that is read comes later, has no keys of its own, others than are expected, or
-            does not hand them on.
+        ValueError: the source layer comes later, has no keys of its own or unexpected ones, or cannot return
+            them.
     """
     for i, reader in enumerate(layers):
         mixer = reader.spec.mixer

@@ -1,4 +1,4 @@
-"""Distillation from a teacher in the same process, out of hidden states: no logits of either, but a chunk's.
+"""Distillation from a teacher in the same process, from hidden states: logits exist for one chunk at a time.
 
     loss = model.distill(teacher, input_ids, labels, beta=0.5, hard_weight=0.1).loss
     loss = ddp(input_ids=input_ids, labels=labels, distill=Distillation(teacher)).loss    # of a wrapped model
@@ -6,11 +6,11 @@
     loss = weight D(teacher, student) + hard_weight (- log p(label)),    a mean over the labels
 
 D is a generalized Jensen-Shannon divergence (kernels/losses/divergence.py: beta 0 is KL(teacher || student),
-1 is KL(student || teacher)), or one minus the cosine of the two rows of logits. With `top_k` it is that of
-the teacher's k likeliest tokens and, as one token more, all others together.
+1 is KL(student || teacher)), or one minus the cosine of the two rows of logits. With `top_k` it is over the
+teacher's k likeliest tokens, with all others merged into one.
 
-The teacher runs without gradients. Its head's weight is read inside its own forward, and there the student's
-inside its: both may be sharded.
+The teacher runs without gradients. Each head's weight is read inside its own forward, the student's within
+the teacher's: both may be sharded.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from liger_models.layers.sequences.sequences import Sequences
 
 
 class Distillation:
-    """What the student learns from a teacher in one call: the keyword `distill` of the model.
+    """Distillation settings of one call: the model's keyword `distill`.
 
     Args:
-        teacher: a model of liger_models with the student's vocabulary, here or in transformers.
+        teacher: a liger_models model with the student's vocabulary, native or for transformers.
         divergence: "jsd" or "cosine".
-        beta: of the JSD, from 0 (KL(teacher || student)) to 1 (KL(student || teacher)).
+        beta: parameter of the JSD, from 0 (KL(teacher || student)) to 1 (KL(student || teacher)).
         temperature: divides the logits of both; there is no factor of its square.
         top_k: compare the teacher's k likeliest tokens and the rest as a whole. None: all tokens.
-        weight, hard_weight: of the divergence, and of the labels' negative log-likelihood.
+        weight, hard_weight: factors of the divergence and of the labels' negative log-likelihood.
 
     Raises:
-        ValueError: what does not go together.
+        ValueError: incompatible settings.
 
-    Not a dataclass: sharding frameworks that cast a call's arguments look into those.
+    Not a dataclass: sharding frameworks that cast a call's arguments recurse into dataclasses.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class Distillation:
 
 
 class TeacherCall:
-    """What the teacher is called with, as its keyword `teaching`: the documents, and what to do with its
-    head, hidden states [T, H] and form of logits while its forward runs.
+    """The teacher's keyword `teaching`: the documents, and a function to call with its head, hidden states
+    [T, H] and form of logits while its forward runs.
     """
 
     def __init__(self, sequences: Sequences, use: Callable[[nn.Module, Tensor, LogitForm], None]):
@@ -93,7 +93,7 @@ class TeacherCall:
 
 
 class Distilling(KnowsItsWrapper):
-    """A model that learns from another."""
+    """A model that can be distilled from another."""
 
     def distill(
         self,
@@ -109,17 +109,17 @@ class Distilling(KnowsItsWrapper):
         hard_weight: float = 0.0,
         **inputs: Any,
     ) -> DistillationOutput:
-        """`loss`, and without gradients its parts: `divergence` and, with a hard_weight, `hard_loss`.
+        """Return `loss` and, without gradients, its parts: `divergence` and, with a hard_weight, `hard_loss`.
 
         Args:
-            teacher, divergence, beta, temperature, top_k, weight, hard_weight: those of `Distillation`.
-            input_ids: [batch, seq], which both models read.
-            labels: [batch, seq], which say where the models are compared, and what the hard labels are.
-            inputs: what else `forward` takes beside labels.
+            teacher, divergence, beta, temperature, top_k, weight, hard_weight: as in `Distillation`.
+            input_ids: [batch, seq], input of both models.
+            labels: [batch, seq], the hard labels; the models are compared where they count.
+            inputs: other arguments of `forward`.
 
         Raises:
             RuntimeError: the model is inside DistributedDataParallel: call the wrapper with `distill=`; or
-                behind the learned prompts of a PeftModel.
+                inside a PeftModel with learned prompts.
             DataError: the teacher has another vocabulary, or there are no ids; else as `forward`.
         """
         refuse_beside_wrapper(self, "distill=Distillation(...)")
@@ -128,9 +128,11 @@ class Distilling(KnowsItsWrapper):
 
 
 def check_lesson(lesson: Distillation | None, score: Any, targets: Tensor | None) -> None:
-    """Raises:
-    DataError: there is a lesson, and scores are wanted in place of its loss, no labels say where it is, or
-        its teacher is no model of liger_models.
+    """Check a call with a lesson.
+
+    Raises:
+        DataError: the lesson is combined with scores, has no labels, or its teacher is not a liger_models
+            model.
     """
     if lesson is None:
         return
@@ -146,7 +148,7 @@ def check_lesson(lesson: Distillation | None, score: Any, targets: Tensor | None
 def learn(
     lesson: Distillation, input_ids: Tensor | None, sequences: Sequences, *call: Any
 ) -> DistillationOutput:
-    """The loss and its parts. `call`: the arguments of `loss_of_head`."""
+    """Return the loss and its parts. `call`: the arguments of `loss_of_head`."""
     divergence = _divergence(lesson, input_ids, sequences, *call)
     loss, hard = lesson.weight * divergence, None
     if lesson.hard_weight:
@@ -167,13 +169,13 @@ def _divergence(
     num_items: Tensor | int,
     form: LogitForm,
 ) -> Tensor:
-    """The divergence of a student whose hidden states are [T, H] from the lesson's teacher, a scalar: the sum
-    over targets [T] that count, over num_items.
+    """Scalar divergence of a student with hidden states [T, H] from the lesson's teacher: the sum over
+    counted targets [T], divided by num_items.
 
     Raises:
-        DataError: no ids, sequences that are divided over ranks, or two vocabularies.
+        DataError: no ids, sequences divided over ranks, or different vocabularies.
     """
-    # The teacher gets neither images nor positions on axes.
+    # The teacher gets neither images nor multi-axis positions.
     images = sequences.visibility.with_images or sequences.positions.axes is not None
     if input_ids is None or sequences.slice is not None or images:
         raise DataError(
@@ -217,8 +219,8 @@ def _fused(
     num_items: Tensor | int,
     lesson: Distillation,
 ) -> Tensor:
-    """By the kernels over two linear layers: the teacher's weight is there while its head runs, and the
-    student's while its head runs in there.
+    """Divergence from the kernels over two linear layers. The student's head runs within the teacher's, so
+    that both weights are gathered.
     """
     (head, hidden, form), (teacher_head, teacher_hidden, teacher_form) = student, teacher
     options: dict[str, Any] = {
@@ -254,8 +256,8 @@ def _in_chunks(
     num_items: Tensor | int,
     lesson: Distillation,
 ) -> Tensor:
-    """From the logits of some tokens at a time, which run again in the backward pass: for heads that are
-    wrapped or replaced, and for a divergence of the likeliest tokens.
+    """Divergence from logits of a chunk of tokens at a time, recomputed in the backward pass: for wrapped or
+    replaced heads, and for top-k divergences.
     """
     (head, hidden, form), (teacher_head, teacher_hidden, teacher_form) = student, teacher
     kept = (targets != IGNORE_INDEX).nonzero()[:, 0]
@@ -286,10 +288,10 @@ def _in_chunks(
         pieces = in_pieces(_CHUNK, hidden, *known, together=has_gathered_parts(head) or taught_again)
         return torch.stack([recompute(of_piece, *piece) for piece in pieces]).sum()
 
-    # For the backward pass, once a piece; where the teacher is sharded, it is gathered for that.
+    # For the backward pass, once per piece; a sharded teacher is gathered for it.
     taught_again = not likeliest and any(is_sharded(p) or is_zero3(p) for p in teacher_head.parameters())
     known = (teacher_hidden[kept],)
-    if likeliest:  # few numbers a token, so that the teacher is not asked again
+    if likeliest:  # few numbers per token, which saves a second run of the teacher
         known = in_one_call(teacher_head, *known, taught_tokens)
     return in_one_call(head, hidden[kept], summed) / num_items
 
@@ -298,18 +300,18 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-_CHUNK = 1024  # tokens, whose logits are float32
+_CHUNK = 1024  # tokens; their logits are float32
 
 
 def top_k_divergence(logits: Tensor, log_p: Tensor, tokens: Tensor, beta: float) -> Tensor:
-    """The generalized JSD of logits [N, V] over the teacher's k likeliest tokens [N, k], which have
-    log-probabilities log_p, and the rest as one more.  [N]
+    """The generalized JSD of logits [N, V] over the teacher's k likeliest tokens [N, k], with
+    log-probabilities log_p, and the rest merged into one. Returns [N].
     """
     log_q = logits.gather(-1, tokens) - logits.logsumexp(-1, keepdim=True)
     return generalized_jsd(_with_rest(log_q), _with_rest(log_p), beta=beta, reduction="none")
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """[N, k] and the logarithm of what is left of one, which is 1e-7 at the least: [N, k + 1]."""
+    """Append the logarithm of the remaining probability, at least 1e-7, to [N, k]: [N, k + 1]."""
     total = log_probs.logsumexp(-1, keepdim=True).clamp(max=-1e-7)
     return torch.cat([log_probs, (-total.expm1()).log()], -1)

@@ -1,4 +1,4 @@
-"""The output head: logits, or the loss or the scores of labels without them."""
+"""The output head: logits, or the loss or the scores of labels without logits."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What becomes of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`.
+    """Transform of a head's product z: `scale * z`, or `softcap * tanh(scale * z / softcap)`.
 
-    It stands beside the head and not in it: an adapter around the head adds to the product.
+    Kept outside the head, since an adapter around the head adds to the product.
     """
 
     scale: float = 1.0
@@ -41,10 +41,10 @@ class LogitForm:
 
 
 class LMHead(Linear):
-    """A projection onto the vocabulary that also knows the loss and the scores of labels.
+    """Projection onto the vocabulary that also computes the loss and the scores of labels.
 
-    They are computed in here, so that the weight is read inside its own module's forward alone (sharding
-    frameworks gather it for just that time).
+    They are computed here, so that the weight is read only inside its own module's forward (sharding
+    frameworks gather it just for that time).
     """
 
     def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False):
@@ -62,14 +62,14 @@ class LMHead(Linear):
     ) -> Any:
         """Without `labels`: hidden [..., H] -> the product [..., V].
 
-        With labels [T] (of the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
-        summed cross entropy of the logits, in their form, over `num_items`, or over the count of labels if
-        that is None. `num_valid` is the count of labels, if it is known on the host.
+        With labels [T] (the tokens to predict; -100 does not count): hidden [T, H] -> float32 scalar, the
+        summed cross entropy of the logits, in their form, divided by `num_items`, or by the count of labels
+        if None. `num_valid` is that count, if known on the host.
 
-        With `score` too, whose coefficients are [T]: what `kernels.linear_log_probs` gives of them, as a
-        plain tuple, which all frameworks look through.
+        With `score` too, whose coefficients are [T]: the result of `kernels.linear_log_probs` as a plain
+        tuple, which all frameworks can traverse.
 
-        With `within`: what within(hidden, weight, bias) gives, while the weight is there.
+        With `within`: the result of within(hidden, weight, bias), called while the weight is gathered.
 
         Raises:
             TypeError: hidden and the weight differ in dtype, without autocast.
@@ -104,10 +104,10 @@ def loss_of_head(
     num_items: Tensor | int | None = None,
     form: LogitForm = LogitForm(),
 ) -> Tensor:
-    """The loss, as `LMHead.forward` gives it with labels, of a head that may have been wrapped or replaced.
+    """The loss of `LMHead.forward` with labels, for a head that may have been wrapped or replaced.
 
-    An adapter around the head, or a quantised one, knows its product alone. It is made in chunks of tokens,
-    which run again in the backward pass so that not all exist at once.
+    Adapters and quantised heads compute only the product. It is computed in chunks of tokens and recomputed
+    in the backward pass, so that not all logits exist at once.
     """
     if type(head).forward is LMHead.forward:
         return head(hidden, labels, num_valid=num_valid, num_items=num_items, form=form)
@@ -118,7 +118,7 @@ def loss_of_head(
         def of_piece(hidden: Tensor, labels: Tensor) -> Tensor:
             z, cap = product(hidden), form.softcap
             loss = cross_entropy(z, labels, reduction="sum", logit_scale=form.scale, softcap=cap)
-            assert isinstance(loss, Tensor)  # nothing else was asked for
+            assert isinstance(loss, Tensor)  # nothing else was requested
             return loss
 
         pieces = in_pieces(_CHUNK, hidden, labels, together=has_gathered_parts(head))
@@ -136,7 +136,7 @@ def scores_of_head(
     *,
     score: ScoreOptions,
 ) -> TokenScores:
-    """The scores [T], as `LMHead.forward` gives them, of a head that may have been wrapped or replaced: see
+    """The scores [T] of `LMHead.forward`, for a head that may have been wrapped or replaced: see
     `loss_of_head`.
     """
     if type(head).forward is LMHead.forward:
@@ -148,7 +148,7 @@ def scores_of_head(
         def of_piece(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
             return tuple(log_probs(product(hidden), labels, **options))
 
-        # One piece at least, of no tokens: it tells what is asked for, and joins the result to the graph.
+        # At least one piece, possibly empty: it determines the outputs and connects the result to the graph.
         pieces = in_pieces(_CHUNK, hidden, labels[kept], together=has_gathered_parts(head))
         return tuple(recompute(of_piece, *piece) for piece in pieces)
 
@@ -173,10 +173,10 @@ Product = Callable[[Tensor], Tensor]
 
 
 def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Tensor], Any]) -> Any:
-    """What function(product, hidden) gives, within one call of the head, whose own forward `product` is.
+    """Return function(product, hidden), run within one call of the head, whose own forward is `product`.
 
-    Sharding frameworks gather parameters for a call, and exchange gradients behind it. So processes with more
-    pieces than others do not wait for these for ever.
+    Sharding frameworks gather parameters at a call and exchange gradients after it. With one call per head,
+    processes with different numbers of pieces do not deadlock.
     """
     others, product = vars(head).get("forward"), head.forward
     head.forward = lambda hidden: function(product, hidden)  # type: ignore[method-assign]
@@ -189,13 +189,13 @@ def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Te
 
 
 def has_gathered_parts(head: nn.Module) -> bool:
-    """Whether parts of the head are gathered each time that they run, in a call of the whole too (ZeRO-3)."""
+    """Whether parts of the head are gathered at each run, even within a call of the whole head (ZeRO-3)."""
     return any(is_zero3(p) for part in head.children() for p in part.parameters())
 
 
 def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor, ...]]:
-    """Columns of as many tokens in pieces of `size`, one at the least; `together`: in as many as the process
-    that has most of them, the last of which are empty.
+    """Split columns of equal length into pieces of `size` tokens, at least one; `together`: into as many as
+    the process with the most pieces has, the last of them empty.
     """
     count = max(1, -(-len(columns[0]) // size))
     if together and dist.is_initialized():
@@ -205,4 +205,4 @@ def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor,
     return [tuple(column[i * size : (i + 1) * size] for column in columns) for i in range(count)]
 
 
-_CHUNK = 4096  # tokens, as many as make a matrix product run at full speed
+_CHUNK = 4096  # enough tokens for a matrix product to run at full speed

@@ -12,8 +12,8 @@ from torch.utils import _pytree
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Made from names or, as wrappers that convert outputs make them again, from a mapping. None stands for
-    no entry. The entries that a class names are attributes, None where there is none.
+    """Built from keywords or, by wrappers that convert outputs, from a mapping. Entries that are None are
+    left out. Declared entries are attributes, None if missing.
 
     Ordered, since FSDP2 (a policy with output_dtype) would make a plain dict of any other.
     """
@@ -23,7 +23,7 @@ class ModelOutput(OrderedDict[str, Any]):
         super().__init__({name: value for name, value in entries.items() if value is not None})
 
     def __init_subclass__(cls) -> None:
-        # Wrappers (FSDP, DDP, torch.compile) look for the tensors of an output through this registry.
+        # Wrappers (FSDP, DDP, torch.compile) find the tensors of an output through this registry.
         _pytree.register_pytree_node(
             cls,
             lambda output: (list(output.values()), list(output.keys())),
@@ -33,7 +33,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class CausalLMOutput(ModelOutput):
-    """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if there is one; `output.loss`,
+    """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if present; `output.loss`,
     `output["loss"]`.
     """
 
@@ -47,7 +47,7 @@ class CausalLMOutput(ModelOutput):
 
 
 class DistillationOutput(CausalLMOutput):
-    """What `model.distill` gives: `loss`, and its parts without gradients and weights."""
+    """Result of `model.distill`: `loss`, and its parts without gradients and weights."""
 
     @property
     def divergence(self) -> Tensor:
@@ -59,10 +59,10 @@ class DistillationOutput(CausalLMOutput):
 
 
 class ScoreOutput(ModelOutput):
-    """What `model.score` gives, [batch, seq - 1] or [batch, seq], each only if it was asked for.
+    """Result of `model.score`, [batch, seq - 1] or [batch, seq], each only if requested.
 
     Raises:
-        TypeError: a wrapper rounds them: a loss would be one of other scores.
+        TypeError: a wrapper rounds the scores, which would change the loss.
     """
 
     def __setitem__(self, name: str, value: Any) -> None:

@@ -1,6 +1,4 @@
-"""The parameters of a model: their names in checkpoints, memory, fresh values, the head that shares the
-embedding's.
-"""
+"""Parameters of a model: checkpoint names, memory, initialisation, and tying of head and embedding."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from liger_models.layers.specs import ModelSpec
 
 
 class ModelParameters(nn.Module):
-    """What `CausalLM` can do with its parameters, beside computing with them.
+    """Operations of `CausalLM` on its parameters other than computation.
 
     Attributes:
         layout: how the model's checkpoint differs from the canonical form.
@@ -36,29 +34,28 @@ class ModelParameters(nn.Module):
     lm_head: nn.Linear
 
     def saved_tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: the parameters and the persistent buffers; a tied one once."""
+        """The contents of a checkpoint: parameters and persistent buffers; a tied one once."""
         return saved_tensors(self)
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
-        """Every saved tensor as an expression over the checkpoint's, in the model's order.
+        """Every saved tensor as an expression over checkpoint tensors, in the model's order.
 
         Args:
-            layout: of the checkpoint. Default: the model's own.
+            layout: the checkpoint's layout. Default: the model's own.
         """
         return weight_map_of_parts(self, (layout or self.layout).weight_map(self._canonical_forms))
 
     def note_canonical_forms(self) -> None:
-        """Remember what the tensors are, as they are now: what is changed later is then noticed."""
+        """Record the current form of the tensors, so that later changes are detected."""
         self._canonical_forms = canonical_forms(self)
 
     def split_projections(self) -> None:
-        """Give query, key, value, gate and up layers of their own, in place and over the same memory (copied
-        where their rows lie in another order in the checkpoint).
+        """Split query, key, value, gate and up into separate layers, in place and over the same memory
+        (copied if the checkpoint orders their rows differently).
 
-        The model computes the same as before, somewhat slower; layers are those of the checkpoint, with its
-        names (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and whoever sends weights elsewhere:
-        what it holds packed as well stays one layer. Parameters are new objects: make the optimizer
-        afterwards.
+        The model computes the same, slightly slower; layers and names match the checkpoint
+        (`self_attn.q_proj.weight`), for LoRA libraries, quantisers and weight transfer. Layers that the
+        checkpoint also packs stay packed. Parameters are new objects: create the optimizer afterwards.
 
         Raises:
             ValueError: the model is sharded, or wrapped by an adapter.
@@ -66,7 +63,7 @@ class ModelParameters(nn.Module):
         split_projections(self, self.weight_map())
 
     def fuse_projections(self) -> None:
-        """Turn `split_projections` back, in place.
+        """Undo `split_projections`, in place.
 
         Raises:
             ValueError: a projection is sharded, or wrapped by an adapter.
@@ -83,13 +80,13 @@ class ModelParameters(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | Mapping[str, torch.dtype] | None = None,
     ) -> None:
-        """Give tensors that were made on the meta device uninitialised memory on a real one. Sharded ones get
-        their part, by default where their mesh is.
+        """Allocate uninitialised memory for tensors on the meta device. Sharded tensors get their shard, by
+        default on their mesh's device.
 
         Args:
-            device: where; None for torch's default.
-            dtype: of the parameters (buffers keep theirs); or of each saved tensor, by its native name. By
-                default all keep theirs.
+            device: the target; None for torch's default.
+            dtype: for the parameters (buffers keep theirs), or one per saved tensor by native name. Default:
+                unchanged.
         """
         if isinstance(dtype, torch.dtype):
             chosen = {id(parameter): dtype for parameter in self.parameters()}
@@ -100,10 +97,10 @@ class ModelParameters(nn.Module):
             kept = chosen.get(id(old), old.dtype)
             if (mesh := getattr(old, "device_mesh", None)) is not None:
                 return torch.empty_like(old, dtype=kept, device=device or mesh.device_type)
-            # As empty_like, which of a tensor of the meta device takes half a second, for it imports sympy.
+            # Same as empty_like, which takes half a second on the meta device because it imports sympy.
             return torch.empty(old.shape, dtype=kept, device=device or torch.get_default_device())
 
-        made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one
+        made: dict[nn.Parameter, nn.Parameter] = {}  # keeps tied parameters tied
         for module in self.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, memory(buffer))
@@ -114,18 +111,18 @@ class ModelParameters(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Fresh weights in place: matrices from a normal distribution of `initializer_range`, biases and the
-        embedding of padding zero; norms, routers, experts and sinks by their own `reset_parameters`.
+        """Initialise weights in place: matrices from a normal distribution of `initializer_range`, biases and
+        the padding embedding to zero; norms, routers, experts and sinks by their own `reset_parameters`.
 
-        Processes that share a model must have drawn as many random numbers before: each draws all values, one
-        tensor after the other, and keeps its part.
+        Processes that share a model need the same random state: each draws all values, tensor by tensor, and
+        keeps its shard.
         """
         for module in self.modules():
             self.reset_parameters_of(module, generator)
 
     @torch.no_grad()
     def reset_parameters_of(self, module: nn.Module, generator: torch.Generator | None = None) -> None:
-        """The same for the parameters of one module alone, its children's aside."""
+        """Initialise one module's own parameters, without its children's."""
         std, embedding = self.spec.initializer_range, self.embed_tokens.weight
         reset = getattr(module, "reset_parameters", None)
         tied = getattr(module, "weight", None) is embedding
@@ -149,8 +146,8 @@ class ModelParameters(nn.Module):
 
 @contextmanager
 def whole_parameters(module: nn.Module) -> Iterator[None]:
-    """While values are given to a module's own parameters, those that are sharded over processes stand in it
-    whole, without values. What this process holds of them is taken over in the end.
+    """Replace a module's sharded parameters by full uninitialised ones while values are assigned. Afterwards
+    this process's shard of the values is copied back.
     """
     own = module._parameters
     sharded = {name: tensor for name, tensor in own.items() if tensor is not None and is_sharded(tensor)}
@@ -174,7 +171,7 @@ def _take(whole: Tensor, name: str, dest: Tensor, start: int, stop: int) -> None
 def drop_tied_head(
     model: nn.Module, state_dict: dict[str, Tensor], prefix: str, local_metadata: object
 ) -> None:
-    """A tied parameter has one entry: sharding and safetensors refuse two."""
+    """Remove the second entry of a tied parameter: sharding and safetensors reject duplicates."""
     state_dict.pop(f"{prefix}lm_head.weight", None)
 
 
@@ -185,5 +182,5 @@ def restore_tied_head(model: nn.Module, state_dict: dict[str, Tensor], prefix: s
 
 
 def tie_again(model: ModelParameters, incompatible_keys: object) -> None:
-    """With assign=True each module gets a parameter of its own."""
+    """Tie again after loading with assign=True, which gives each module its own parameter."""
     model.tie_weights()

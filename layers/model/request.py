@@ -1,9 +1,9 @@
-"""A call's labels and what is computed of them: a loss, scores, or a distillation loss.
+"""A call's labels, and the loss, scores or distillation loss computed from them.
 
     request = Request.take(keywords, labels, num_items)      # takes its keywords out of the call's
     targets = request.targets(sequences)                     # [T]
     output = request.compute(head, form, hidden, targets, ...)
-    output = request.complete(output, sequences, added)      # with what the routers add
+    output = request.complete(output, sequences, added)      # with the routers' loss
 
 The native model and the ones for transformers run these steps around their own passes through the decoder.
 """
@@ -28,14 +28,14 @@ from liger_models.layers.specs import ModelSpec
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What a call asks of the model's head.
+    """Computation that a call requests from the model's head.
 
     Attributes:
         labels: [batch, seq], aligned with the input.
-        shift_labels: [batch, seq], already shifted, in their place.
-        num_items: the divisor of a summed loss. Default: the number of labels that count.
+        shift_labels: [batch, seq], already shifted, instead of labels.
+        num_items: the divisor of a summed loss. Default: the number of counted labels.
         score: compute the scores of the labels and no loss.
-        lesson: the loss is that of a teacher's student.
+        lesson: compute a distillation loss.
         teaching: the model is the teacher, and computes nothing itself.
     """
 
@@ -58,7 +58,7 @@ class Request:
         return self.labels is not None or self.shift_labels is not None
 
     def check_score(self, batch: int, cu_seqlens: Any, return_logits: bool | None) -> None:
-        """Check the call of scores, if they are asked for: see `check_score_call`."""
+        """Check the arguments of a call with scores: see `check_score_call`."""
         if self.score is not None:
             given = self.num_items, return_logits
             check_score_call(self.labels, self.shift_labels, cu_seqlens, batch, *given)
@@ -67,7 +67,7 @@ class Request:
         """The token that each position must predict, [T], of whole sequences; None without labels.
 
         Raises:
-            DataError: labels that do not fit the tokens, or none for a lesson.
+            DataError: labels that do not match the tokens, or a lesson without labels.
         """
         targets = targets_of(sequences.documents, self.labels, self.shift_labels)
         check_lesson(self.lesson, self.score, targets)
@@ -88,8 +88,8 @@ class Request:
         groups: Sequence[Any],
         device: torch.device,
     ) -> CallChecks:
-        """The checks of the call's values, of a rank's share of its sequences."""
-        # Scores are divided by nothing, so a call without labels is not an error.
+        """Checks of the call's values, for a rank's share of its sequences."""
+        # Scores have no divisor, so a call without labels is valid.
         num_items = self.num_items if self.score is None else 1
         beginnings = labels_of_beginnings(sequences.documents, self.labels, num_items)
         vocab_size, num_ids = spec.vocab_size, spec.num_ids
@@ -111,8 +111,8 @@ class Request:
         sequences: Sequences,
         input_ids: Tensor | None,
     ) -> ModelOutput:
-        """The output of hidden states [T, H] and targets [T], of a rank's share; empty without targets. The
-        checks are finished.
+        """The output for a rank's hidden states [T, H] and targets [T]; empty without targets. Requires
+        finished checks.
 
         Raises:
             DataError: a teacher cannot read the call.

@@ -1,10 +1,9 @@
-"""Per-token scores of a model: what post-training's losses are functions of (kernels/losses/log_probs.py has
-the formulas).
+"""Per-token scores of a model, the inputs of post-training losses (formulas in kernels/losses/log_probs.py).
 
     scores = model.score(input_ids, labels, entropy=True)  # log_probs, entropy [batch, seq - 1]; no logits
     scores = ddp(input_ids=input_ids, labels=labels, score=ScoreOptions(entropy=True))  # of a wrapped model
 
-The head makes them in its own forward, so that its weight may be sharded, adapted or quantised.
+The head computes them in its own forward, so that its weight may be sharded, adapted or quantised.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class ScoreOptions:
     """Which scores a call of the model returns instead of a loss: its keyword `score`.
 
     Args:
-        temperature: divides the logits; one number for all tokens.
-        entropy: also the entropy of each token's distribution.
-        top1: also whether the label is the largest logit, the first of equal ones.
-        log_sum_sq_probs: also the logarithm of the sum of the squared probabilities.
+        temperature: divides the logits; the same for all tokens.
+        entropy: also return the entropy of each token's distribution.
+        top1: also return whether the label has the largest logit (the first one in a tie).
+        log_sum_sq_probs: also return the logarithm of the sum of squared probabilities.
         coefficients: in the shape of the scores. Gradients then flow through `weighted_sum`, the sum of
             coefficients * log_probs, and are computed in the forward pass, which saves up to a quarter of
             the head's work where tokens fill several chunks. For losses whose gradients are known before the
@@ -56,7 +55,7 @@ class ScoreOptions:
         self.entropy, self.top1, self.log_sum_sq_probs = entropy, top1, log_sum_sq_probs
 
     def keywords(self) -> dict[str, Any]:
-        """All but the coefficients, as `kernels.log_probs` takes them."""
+        """All settings except the coefficients, as `kernels.log_probs` takes them."""
         return {
             "temperature": self.temperature,
             "entropy": self.entropy,
@@ -65,7 +64,7 @@ class ScoreOptions:
         }
 
     def packed(self, sequences: Sequences, shifted: bool) -> ScoreOptions:
-        """The same with the coefficients of T tokens, [T], in the place of a caller's.
+        """The same with packed coefficients [T].
 
         Raises:
             DataError: coefficients that do not have the shape of the scores.
@@ -85,7 +84,9 @@ class ScoreOptions:
 
 
 class KnowsItsWrapper(nn.Module):
-    """A module that notes whether it was put into DistributedDataParallel, or behind learned prompts."""
+    """A module that records whether it was wrapped in DistributedDataParallel or combined with learned
+    prompts.
+    """
 
     _wrapped = False
     _prompted = False
@@ -93,7 +94,7 @@ class KnowsItsWrapper(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Asked for by DistributedDataParallel when it wraps a model: how the model knows that it did."""
+        """Read by DistributedDataParallel when it wraps a model, which is how the model detects it."""
         self._wrapped = True
         return self._left_out
 
@@ -103,9 +104,10 @@ class KnowsItsWrapper(nn.Module):
 
 
 def refuse_beside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
-    """Raises:
-    RuntimeError: the model's wrapper is passed by: its learned prompts would be missing, or gradients are
-        wanted, which it would not average.
+    """Refuse a call that bypasses the model's wrapper.
+
+    Raises:
+        RuntimeError: learned prompts would be left out, or gradients would not be averaged.
     """
     if model._prompted:
         raise RuntimeError(
@@ -120,7 +122,7 @@ def refuse_beside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
 
 
 class Scoring(KnowsItsWrapper):
-    """A model that scores."""
+    """A model with `score`."""
 
     def score(
         self,
@@ -135,26 +137,27 @@ class Scoring(KnowsItsWrapper):
         coefficients: Tensor | None = None,
         **inputs: Any,
     ) -> ScoreOutput:
-        """The log-probability of each label and what else is asked for, without logits.
+        """Compute each label's log-probability and the other requested scores, without logits.
 
         Args:
             input_ids: [batch, seq] integers.
             labels: [batch, seq], aligned with the input: position t of the result scores labels[:, t + 1];
                 -100, padding, and the first token of a document do not count.
-            shift_labels: [batch, seq], already shifted, in the place of labels: position t of the result
-                scores shift_labels[:, t].
-            temperature, entropy, top1, log_sum_sq_probs, coefficients: those of `ScoreOptions`.
-            inputs: what else `forward` takes: attention_mask, position_ids, cu_seqlens and so on.
+            shift_labels: [batch, seq], already shifted, instead of labels: position t of the result scores
+                shift_labels[:, t].
+            temperature, entropy, top1, log_sum_sq_probs, coefficients: as in `ScoreOptions`.
+            inputs: other arguments of `forward`: attention_mask, position_ids, cu_seqlens and so on.
 
         Returns:
             `log_probs`, in nats, and `entropy`, `is_top1` (bool), `log_sum_sq_probs`, `weighted_sum` (a
-            scalar) as asked: float32 [batch, seq - 1], or [batch, seq] with shift_labels, zero where there is
+            scalar) as requested: float32 [batch, seq - 1], or [batch, seq] with shift_labels, zero where
+                there is
             no label. log_probs and entropy have gradients. `router_loss`, a scalar, if routers add to the
             model's loss.
 
         Raises:
             RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients,
-                or behind the learned prompts of a PeftModel: call these, with score=ScoreOptions(...).
+                or a PeftModel with learned prompts: call the wrapper with score=ScoreOptions(...).
             TypeError: a tensor of temperatures.
             DataError: no labels; else as `forward`.
         """
@@ -166,8 +169,8 @@ class Scoring(KnowsItsWrapper):
 def score_output(
     scores: TokenScores, sequences: Sequences, shifted: bool, router_loss: Tensor | None = None
 ) -> ScoreOutput:
-    """Scores [T] as a caller sees them: in rows, without the last column, which predicts nothing, unless the
-    labels came shifted.
+    """Convert scores [T] to rows as the caller expects them: without the last column, which predicts nothing,
+    unless the labels came shifted.
     """
 
     def seen(score: Tensor | None) -> Tensor | None:
@@ -185,11 +188,10 @@ def score_output(
 def check_score_call(
     labels: Tensor | None, shift_labels: Tensor | None, cu_seqlens: Any, batch: int, *others: Any
 ) -> None:
-    """Check what a call gives beside `score`; `others` should be None.
+    """Check the other arguments of a call with `score`; `others` must be None.
 
     Raises:
-        DataError: nothing to score, scores that would fall into the column that is left out, or options of
-            the loss and of logits.
+        DataError: nothing to score, scores in the omitted last column, or options for the loss or logits.
     """
     if any(other is not None for other in others):
         raise DataError("scores come alone: leave out num_items_in_batch and return_logits")
