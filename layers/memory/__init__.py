@@ -1,6 +1,6 @@
-"""What a training step takes of a GPU's memory, and the levels of activation memory with which it fits.
+"""GPU memory of a training step, and the activation memory levels with which it fits.
 
-A step's memory is largest in one of these moments:
+Memory peaks at one of these moments:
 
 | moment               | beside the weights and the optimizer's state                                        |
 |----------------------|-------------------------------------------------------------------------------------|
@@ -9,11 +9,11 @@ A step's memory is largest in one of these moments:
 | the embedding's      | all gradients, and of a weight that the head shares a second one                    |
 | the optimizer's step | all gradients, and what of a state on the host is at work                           |
 
-`choose_levels` begins with everything kept, and while the largest is above the budget gives up, in one layer
-after the other, what costs the least work for each byte that it saves: down to `checkpoint`; if that does not
-fit, down to `tiled`; and if that does not, to `offload`.
+`choose_levels` starts by keeping everything. While the peak exceeds the budget, it lowers the level of one
+layer at a time, by the least recomputation per byte saved: down to `checkpoint`, then if needed `tiled`, then
+`offload`.
 
-May import the blocks and everything that they stand on, whose costs it adds up; only the model imports it.
+May import the blocks and everything below them; only the model imports it.
 """
 
 from liger_models.layers.memory.counting import Planned, StepMemory, largest

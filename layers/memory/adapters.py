@@ -1,7 +1,7 @@
-"""What adapters keep and need of a token beside a layer's own activations.
+"""Memory of adapters per token, in addition to a layer's own activations.
 
-Where our operation runs a layer (layers/projections/low_rank.py), its input is done with when the gradient
-of the input is made. Where PEFT's own forward runs, see layers/memory/peft_forward.py.
+Where our operation runs a layer (layers/projections/low_rank.py), its input is freed once its gradient
+exists. For PEFT's own forward see layers/memory/peft_forward.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from liger_models.layers.projections.packed_linear import PackedLinear
 
 @dataclass(frozen=True)
 class Work:
-    """Bytes that the backward pass of a linear layer takes beside the gradient of its output.
+    """Bytes of a linear layer's backward pass in addition to the gradient of its output.
 
     Attributes:
-        with_input: the most while its input is needed, which is not counted.
-        without: the most after that.
+        with_input: peak while its input is needed, excluding the input.
+        without: peak after that.
         forward, kept, begun: of PEFT's own forward, see `PeftForward`.
     """
 
@@ -34,7 +34,7 @@ class Work:
     begun: int = 0
 
     def total(self, of_input: int = 0) -> int:
-        """With an input of that many bytes."""
+        """Peak for an input of this size."""
         return max(of_input + self.with_input, self.without)
 
     def most(self, other: Work) -> Work:
@@ -62,7 +62,7 @@ class Work:
 
 @dataclass(frozen=True)
 class AdapterCosts:
-    """Of the adapters in a layer.
+    """Memory of the adapters in a layer.
 
     Attributes:
         columns: of the low-rank paths' t = x A^T, which are kept where a layer does not run again.
@@ -88,7 +88,7 @@ class AdapterCosts:
 
     @staticmethod
     def of(layer: nn.Module, step: Step, tokens: int, itemsize: int) -> AdapterCosts:
-        """Of the adapters that a layer has, or will have in this step, for so many tokens."""
+        """Costs of a layer's adapters, present or planned, for this many tokens."""
         work = dict.fromkeys(_PLACES, Work())
         columns = kept = 0
         trained: set[str] = set()

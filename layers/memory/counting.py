@@ -1,4 +1,4 @@
-"""The memory of a step, moment by moment, and the choice of levels."""
+"""The memory of a step at each moment, and the choice of levels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_models.layers.specs import ModelSpec
 
 
 class Planned(Protocol):
-    """What a plan asks of a model, as a decoder has it."""
+    """Interface of a model to plan for, as implemented by a decoder."""
 
     spec: ModelSpec
     layers: Sequence[Block]
@@ -32,7 +32,7 @@ class Planned(Protocol):
     gathered_once: bool
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All of them, a tied one once."""
+        """All parameters, a tied one once."""
 
 
 class StepMemory:
@@ -49,7 +49,7 @@ class StepMemory:
         self.itemsize = model.embed_tokens.weight.dtype.itemsize
 
     def resized(self, batch: int, seq: int, shown: Shown = NOTHING) -> StepMemory:
-        """The same step with other rows: what does not depend on them is not counted again."""
+        """The same step with other rows; quantities that do not depend on them are reused."""
         other = StepMemory(self.model, replace(self.step, batch=batch, seq=seq, shown=shown))
         vars(other).update((name, vars(self)[name]) for name in _OF_PARAMETERS if name in vars(self))
         return other
@@ -60,7 +60,7 @@ class StepMemory:
         budget: int | None = None,
         host_budget: int | None = None,
     ) -> Plan:
-        """The memory of a step with these levels of all `stages`, beside the bytes that there are."""
+        """Plan the memory of a step with these levels of all `stages`, within the available bytes."""
         stages = list(zip(self.stages, levels, strict=True))
         kept = [costs.kept[level] for costs, level in stages]
         if self._frozen_input and levels[len(self.encoder)] in ("lean", "mlp"):
@@ -83,8 +83,8 @@ class StepMemory:
         return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
 
     def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
-        """The levels that repeat the least work among those tried with which the step fits; if it does not,
-        those with the lowest peak.
+        """The levels with the least recomputation among those with which the step fits; if none fits, those
+        with the lowest peak.
         """
         plans: list[Plan] = []
         for ladder in LADDERS:
@@ -97,7 +97,7 @@ class StepMemory:
     def _descend(
         self, ladder: Sequence[ActivationMemory], budget: int, host_budget: int | None
     ) -> list[Plan]:
-        """One level for all, and the way from the first level down to where a step fits."""
+        """One level for all layers, lowered step by step until the step fits."""
         plans = [self.plan([level] * len(self.stages), budget, host_budget) for level in ladder]
         plan, levels = plans[0], [ladder[0]] * len(self.stages)
         while not plan.fits:
@@ -105,7 +105,7 @@ class StepMemory:
             further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
             if not further:
                 break
-            # Of equal layers the first one: what it keeps, it keeps the longest.
+            # The first of equal layers, since it keeps its tensors the longest.
             _, i, to = min(further)
             levels[i] = to
             plan = self.plan(levels, budget, host_budget)
@@ -126,7 +126,7 @@ class StepMemory:
         return "the loss", self._parts(self._beside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
-        """The forward pass of an encoder that keeps nothing, where no layer behind it has run."""
+        """Forward pass of an encoder that keeps nothing, before the language model's layers run."""
         if not self._encoder_costs or self.encoder:
             return []
         room = max(costs.transient["lean"] + 2 * costs.stream for costs in self._encoder_costs)
@@ -163,7 +163,7 @@ class StepMemory:
         return found
 
     def _embedding(self) -> tuple[str, dict[str, int]]:
-        """Of a weight that the head shares two gradients, before they are added."""
+        """Gradients of the embedding: two for a weight shared with the head, until they are added."""
         second = self._trained_bytes(self.model.embed_tokens) if self._tied else 0
         return "the embedding's gradient", self._parts(0, second, self.gradients)
 
@@ -185,12 +185,12 @@ class StepMemory:
 
     @property
     def stages(self) -> list[LayerCosts]:
-        """All layers that keep something, in the order in which they run: the encoder's come first."""
+        """All layers that keep something, in execution order: the encoder's first."""
         return [*self.encoder, *self.layers]
 
     @property
     def encoder(self) -> list[LayerCosts]:
-        """The layers of an encoder that is trained and is shown images."""
+        """Layers of a trained encoder that receives images."""
         return self._encoder_costs if self._trains[0] else []
 
     @cached_property
@@ -211,7 +211,7 @@ class StepMemory:
 
     @cached_property
     def _trains(self) -> tuple[bool, bool]:
-        """Whether the encoder is trained, and whether the way from there into the language model."""
+        """Whether the encoder is trained, and whether the projector is."""
         if self.model.vision is None:
             return False, False
         vision = self.model.vision
@@ -228,13 +228,13 @@ class StepMemory:
 
     @property
     def _beside_layers(self) -> int:
-        """Kept of images outside of layers."""
+        """Bytes kept for images outside of layers."""
         edges = self._edges
         return self.step.shown.pixels + edges.encoder + edges.projector + edges.language
 
     @cached_property
     def layers(self) -> list[LayerCosts]:
-        """Those of the language model."""
+        """Layers of the language model."""
         known: dict[Any, LayerCosts] = {}
         for layer in self.model.layers:
             if layer.spec not in known:
@@ -289,13 +289,13 @@ class StepMemory:
 
     @cached_property
     def _headless(self) -> int:
-        """Elements of the head of a decoder that is held by another model, which has it."""
+        """Elements of the head of a decoder whose head belongs to another model."""
         has_head = self._tied or hasattr(self.model, "lm_head")
         return 0 if has_head else self.model.spec.vocab_size * self.model.spec.hidden_size
 
     @cached_property
     def _trained(self) -> int:
-        """Elements."""
+        """Number of trained elements."""
         if self.step.lora_rank:
             return self._adapter_elements
         own = sum(own_elements(p) for p in self.model.parameters() if p.requires_grad)
@@ -303,12 +303,12 @@ class StepMemory:
 
     @property
     def _state(self) -> int:
-        """Bytes of the optimizer's."""
+        """Bytes of the optimizer's state."""
         return int(self._trained * self.step.optimizer_bytes / self.step.gpus)
 
     @cached_property
     def _state_on_host(self) -> int:
-        """As it is pinned: each of its tensors takes a power of two."""
+        """Bytes of the pinned state: each tensor is rounded up to a power of two."""
         if not self.step.optimizer_on_host:
             return 0
         sizes = [-(-own_bytes(p) // self.step.gpus) for p in self.model.parameters() if p.requires_grad]
@@ -321,7 +321,7 @@ class StepMemory:
 
     @cached_property
     def gradients(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all gradients."""
         if self.step.lora_rank:
             return 4 * self._adapter_elements
         headless = self._headless * self.itemsize if self.model.embed_tokens.weight.requires_grad else 0
@@ -329,9 +329,7 @@ class StepMemory:
 
     @cached_property
     def _own_gradients(self) -> tuple[list[int], int, list[int]]:
-        """Of each layer of the encoder, of what else there is of images, and of each layer of the language
-        model.
-        """
+        """Gradients of each encoder layer, the other image parts, and each layer of the language model."""
         gpus, vision = self.step.gpus, self.model.vision
         layers = [self._trained_bytes(layer) // gpus for layer in self.model.layers]
         if vision is None:
@@ -356,7 +354,7 @@ class StepMemory:
 
     @cached_property
     def _dequantised(self) -> int:
-        """A quantised matrix as it is multiplied with."""
+        """A quantised matrix, dequantised for its product."""
         if self.step.weight_bytes is None:
             return 0
         return max(p.nbytes for p in self._matrices)
@@ -367,7 +365,7 @@ class StepMemory:
         return 6 * self.step.tokens * spec.hidden_size * spec.vocab_size
 
 
-# What a plan counts once for all sizes of a batch.
+# Counted once for all batch sizes of a plan.
 _OF_PARAMETERS = (
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
     *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host"),
@@ -375,8 +373,8 @@ _OF_PARAMETERS = (
 
 
 def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
-    """The largest number up to `most` for which `fits(number)` holds, to a part in 256; 0 if it does not hold
-    for `start`. Below a number for which it holds it is taken to hold.
+    """The largest number up to `most` for which `fits(number)` holds, to within 1/256; 0 if it does not hold
+    for `start`. Assumes that it holds for all smaller numbers.
     """
     if not fits(start):
         return 0

@@ -1,4 +1,4 @@
-"""Levels for a model that trains, chosen when a batch is there."""
+"""Choice of levels during training, when a batch arrives."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ _log = logging.getLogger("liger_models")
 
 
 class FittingLevels:
-    """Chooses a decoder's levels when it first meets a batch to train on, and again when one has more tokens,
-    or when the optimizer has made its first step: on a GPU, what its state really takes is measured then. A
-    label is counted for each token.
+    """Choose a decoder's levels at the first training batch, and again for a larger batch and after the
+    optimizer's first step, when the GPU memory of its state is measured. Assumes a label for each token.
 
     Args:
         budget: what the process may take of the GPU: bytes, text such as "120GiB", or a share up to 1 of what
             it could have when it is first asked; None: 0.95 of that.
         optimizer_bytes: the optimizer's state of each trained element. Default: that of
             `liger_models.optim.AdamW`, by the parameters' dtypes. 0 if it is on the host.
-        say: told what was chosen. Default: the log "liger_models", as information.
+        say: called with a description of the choice. Default: the log "liger_models", as information.
 
     Raises:
         ValueError: a budget that is none of these.
@@ -54,9 +53,9 @@ class FittingLevels:
         self._has_state = False  # whether the optimizer's state is among what the process holds
 
     def __call__(self, model: Planned, sequences: Sequences, pictures: Any = None) -> None:
-        """Choose for this batch, if it has more tokens than those before, or more of its images.
+        """Choose levels if this batch has more tokens or images than previous ones.
 
-        Of a model that is divided over processes all choose alike, and once: when each has met its first
+        Processes that share a sharded model choose the same levels, once: after each has received its first
         batch.
 
         Raises:
@@ -107,7 +106,7 @@ class FittingLevels:
             _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
 
     def _measured(self, model: Planned, device: torch.device) -> int:
-        """What this step may take: the share of the GPU, without what else the process holds there."""
+        """Bytes available to this step: the share of the GPU, minus the process's other memory there."""
         if device.type != "cuda":
             raise ValueError(
                 f"activation_memory='auto' measures a GPU, and the model is on {device}; give memory_budget "
@@ -118,7 +117,9 @@ class FittingLevels:
         return int(self.share * (free + mine)) - self._others(model, device)
 
     def _others(self, model: Planned, device: torch.device) -> int:
-        """What the process holds on the GPU beside parameters and gradients, such as an optimizer's state."""
+        """Bytes that the process holds on the GPU besides parameters and gradients, such as an optimizer's
+        state.
+        """
         known = (own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in model.parameters())
         return max(torch.cuda.memory_allocated(device) - sum(known), 0)
 
@@ -158,7 +159,7 @@ def parse_budget(budget: float | str | None) -> tuple[float, int | None]:
 
 
 def _adamw_bytes(parameters: Iterator[nn.Parameter]) -> float:
-    """What AdamW keeps of a trained element, on average: two moments, and 16 further bits of a bfloat16."""
+    """Bytes of AdamW state per trained element, on average: two moments, and 2 more bytes for bfloat16."""
     trained = [p for p in parameters if p.requires_grad]
     state = sum(own_elements(p) * (6 if p.dtype.itemsize == 2 else 2 * p.dtype.itemsize) for p in trained)
     return state / max(1, sum(own_elements(p) for p in trained))

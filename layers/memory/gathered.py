@@ -1,9 +1,9 @@
-"""What FSDP2 holds of parameters that processes divide, beside the part that each has.
+"""Memory that FSDP2 needs for sharded parameters, in addition to each process's shard.
 
-A layer is gathered for each pass while the one that ran before it works, into one buffer out of which its
-parameters are copied when it begins. Its gradients exist whole until its backward pass ends, and then in one
-buffer, on their way to the other processes, until that of the layer before it ends. The embedding and the
-head are given back when they have run; a weight that they share, and what is in no layer, stays to the end.
+A layer is gathered into one buffer while the previous one runs, and its parameters are copied out when it
+starts. Its full gradients exist until its backward pass ends, then in one communication buffer until the
+backward pass of the layer before it ends. The embedding and the head are freed after they run; a tied weight,
+and parameters outside of layers, stay gathered to the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from liger_models.layers.memory.own_parts import gathered_bytes, own_bytes, whol
 
 @dataclass(frozen=True)
 class Gathered:
-    """Bytes, as they are gathered, and of gradients (0 where none are trained).
+    """Bytes of gathered parameters and of gradients (0 if none are trained).
 
     Attributes:
         layers: of each layer, in the order in which they run.
@@ -74,7 +74,7 @@ class Gathered:
         )
 
     def at_the_loss(self) -> int:
-        """The head with the buffer that it came in, and the last layer, which is needed first."""
+        """The head with its buffer, and the last layer, which is gathered next."""
         layers = sum(self.layers) if self.once else self.layers[-1]
         return self.rest[0] + 2 * self.head[0] + layers
 

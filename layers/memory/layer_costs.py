@@ -1,4 +1,4 @@
-"""Of a layer, by level: what it keeps and needs, and the work of making again what it does not keep."""
+"""Costs of a layer by level: memory kept, memory needed, and work of recomputation."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ BYTES_MOVED = 3
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """Of a layer, by level: what it keeps, what it needs beside that and its gradients while its backward
-    pass runs, and the work of making again what it does not keep. Bytes, and operations; of a step's tokens.
+    """Costs of a layer by level: bytes kept, further bytes needed in its backward pass besides its gradients,
+    and operations of recomputation, for all tokens of a step.
 
     Attributes:
         own_input: bytes of `kept` for the layer's own input. One operation makes these inputs for all layers,
@@ -53,7 +53,7 @@ class LayerCosts:
 
     @staticmethod
     def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
-        """Of a layer over all tokens of a step."""
+        """Costs of a layer over all tokens of a step."""
         tokens = step.tokens
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
         if step.sequence_ranks > 1:
@@ -91,7 +91,7 @@ class LayerCosts:
     def next_of(
         self, level: ActivationMemory, ladder: Sequence[ActivationMemory]
     ) -> tuple[float, ActivationMemory | None]:
-        """The level further down to which a saved byte costs the least work, and that price."""
+        """The lower level that costs the least work per saved byte, and that price."""
         found = [
             ((self.work[to] - self.work[level]) / (self.kept[level] - self.kept[to]), to)
             for to in ladder[ladder.index(level) + 1 :]
@@ -101,7 +101,7 @@ class LayerCosts:
 
 
 def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
-    """What a layer that reads features keeps of them, and of which of them each token sees."""
+    """Bytes that a layer reading image features keeps for them and for the mask of visible features."""
     mixer = layer.mixer
     if not isinstance(mixer, CrossAttention) or not step.shown.read:
         return 0
@@ -111,8 +111,8 @@ def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
 
 @dataclass(frozen=True)
 class _Moments:
-    """What is there of a layer in the moments of its backward pass in which that may be most. With S bytes of
-    the residual stream, P of what the MLP's last product multiplies, and of experts R rows in all:
+    """Peak memory of one layer during its backward pass. S is the bytes of the residual stream, P those of
+    the input of the MLP's last product, and R the total rows of the experts:
 
     | at work                 | beside what `lean` keeps, and the stream's gradient | gradients not made yet |
     |-------------------------|-----------------------------------------------------|------------------------|
@@ -299,7 +299,7 @@ def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
 
 
 def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
-    """As they are made, before processes that divide them have each a part."""
+    """Bytes of gradients as computed, before they are reduced to shards."""
     return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
 
 
@@ -371,14 +371,14 @@ def matrix_elements(layer: Block) -> tuple[int, int, int]:
 
 
 def _mixing(layer: Block, seq: int) -> int:
-    """Operations of the mixer's forward pass for each token, on average, beside its projections."""
+    """Operations per token of the mixer's forward pass, on average, excluding its projections."""
     if isinstance(layer.spec.mixer, RecurrentSpec):
         return layer.spec.mixer.state_flops
     return 4 * _attended(layer, seq)
 
 
 def _attended(layer: Block, seq: int) -> int:
-    """Elements of the values that a query meets, over all heads, on average."""
+    """Average elements of the values that a query attends to, over all heads."""
     mixer: Any = layer.spec.mixer
     mixer = getattr(mixer, "attention", mixer)
     if not isinstance(mixer, AttentionSpec):

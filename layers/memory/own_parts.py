@@ -1,4 +1,4 @@
-"""Of a parameter, what this process has of it and what there is of it at work."""
+"""Sizes of a parameter: this process's part, and the gathered tensor."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from liger_models.convert.checkpoints.shards import local_tensor
 
 
 def own_bytes(p: Tensor) -> int:
-    """What this process has."""
+    """Bytes of this process's part."""
     return local_tensor(p).nbytes
 
 
 def own_elements(p: Tensor) -> int:
-    """What this process has."""
+    """Elements of this process's part."""
     return local_tensor(p).numel()
 
 

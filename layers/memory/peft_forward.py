@@ -1,7 +1,7 @@
 """PEFT's own forward of a linear layer, in bytes: of DoRA, `lora_bias`, IA3 and the like (hf/adapters).
 
-It casts the input and makes several tensors as wide as the output. It keeps its input alone and runs again in
-the backward pass, but at the level `all`.
+It casts the input and makes several tensors as wide as the output. Except at the level `all`, it keeps only
+its input and is recomputed in the backward pass.
 """
 
 from __future__ import annotations

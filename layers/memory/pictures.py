@@ -1,4 +1,4 @@
-"""What a batch shows an encoder of images, in numbers, and what is kept of it beside the encoder's layers."""
+"""Sizes of a batch's images, and memory kept for them outside of the encoder's layers."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from liger_models.layers.vision.projectors import PROJECTORS
 
 @dataclass(frozen=True)
 class Shown:
-    """The images that one GPU has at a time.
+    """Sizes of the images that one GPU processes at a time.
 
     Attributes:
         tokens: of the encoder: patches, class tokens and what fills tiles up.
-        longest: the most of them that see one another.
-        window: the most that see one another in layers with windows; 0: there are none.
+        longest: the most tokens that attend to one another.
+        window: the same in layers with windows; 0: there are none.
         patches: rows of pixels.
         features: tokens of the language model that stand for them.
-        read: features beside the text, which layers of the language model read.
+        read: features that layers of the language model read by cross-attention.
         pixels: bytes of what the processor gives, on the GPU.
     """
 
@@ -48,7 +48,7 @@ class Shown:
         return self.at_least(other) == other
 
     def at_least(self, other: Shown) -> Shown:
-        """Of each number the larger one."""
+        """The larger value of each number."""
         return Shown(*map(max, astuple(self), astuple(other)))
 
 
@@ -56,7 +56,7 @@ NOTHING = Shown()
 
 
 def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
-    """The numbers of the pictures of a call, if it has any, whose pixels are counted where they are."""
+    """Sizes of a call's images, if any; pixels count where they are stored."""
     if spec is None or pictures is None:
         return NOTHING
     if isinstance(spec, TiledVisionSpec):
@@ -145,7 +145,7 @@ def edges_of(
     dtype: torch.dtype,
     trained: tuple[bool, bool],
 ) -> Edges:
-    """What is kept of images beside the encoder's layers.
+    """Memory kept for images outside of the encoder's layers.
 
     Args:
         spec: of the encoder and the projector.
@@ -185,7 +185,7 @@ def edges_of(
 
 
 def _kept(module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool) -> int:
-    """What autograd saves of a module's call on [rows, width], counted on the meta device."""
+    """Bytes that autograd saves for a module's call on [rows, width], measured on the meta device."""
     saved: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:

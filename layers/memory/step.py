@@ -1,4 +1,4 @@
-"""A training step that is planned for, and its plan."""
+"""A planned training step, and its plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from liger_models.layers.memory.pictures import NOTHING, Shown
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
-# The levels among which is chosen: the first row with which a step fits.
+# Candidate levels: the first row with which a step fits is used.
 LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
     ("all", "lean", "mlp", "checkpoint"),
     ("all", "lean", "mlp", "tiled"),
@@ -20,12 +20,12 @@ LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
 
 @dataclass(frozen=True)
 class Step:
-    """What a training step is, beside its model.
+    """A training step's settings, without its model.
 
     Attributes:
         batch, seq: rows, and tokens in a row, that one GPU has at a time.
-        optimizer_bytes: state of each trained element. AdamW in bfloat16 keeps two moments, and by default 16
-            bits that rounding would lose.
+        optimizer_bytes: optimizer state per trained element. AdamW in bfloat16 keeps two moments, and by
+            default 16 bits that rounding would lose.
         accumulates: whether gradients of an earlier micro-batch are there in the forward pass.
         gpus: that divide the parameters among them (FSDP2).
         lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
@@ -70,11 +70,11 @@ class Plan:
     """The levels of a model's layers, and the memory of a step with them.
 
     Attributes:
-        levels: one a layer.
+        levels: one per layer.
         encoder_levels: and of an encoder of images, where there are any.
-        peak: bytes at the largest moment.
-        moment: which that is.
-        parts: what the peak is made of, in bytes.
+        peak: peak memory in bytes.
+        moment: when the peak occurs.
+        parts: components of the peak, in bytes.
         repeated: the matrix products and other work done again, over those of a step that repeats nothing.
         budget: the bytes that there are; None: any number.
         host: bytes of the host's memory, pinned, for what is kept there.
