@@ -1,7 +1,7 @@
-"""GPU tests are skipped where there is no GPU; Triton's interpreter can run the kernels instead.
+"""Shared fixtures. GPU tests are skipped without a GPU; Triton's interpreter can run the kernels instead.
 
-The interpreter must be asked for before Triton is first imported, hence here. It changes nothing by itself:
-kernels run in it only inside `liger_models.kernels._dispatch.interpret()`, all else runs the plain twins.
+The interpreter must be enabled before Triton is first imported, hence here. Kernels run in it only inside
+`liger_models.kernels._dispatch.interpret()`; all other code runs the plain twins.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ import torch
 
 
 def patch_triton_once():
-    """At every launch, and at every call of a function within a kernel, the interpreter looks through all of
-    triton.language for what it must replace, and in the end puts all back: half of the time of a small
-    kernel. Here nothing is compiled, and once for each module of kernels will do.
+    """Patch triton.language once per kernel module. The interpreter patches and restores it at every launch
+    and device function call, half of the time of a small kernel; nothing is compiled here that needs it back.
     """
     from triton.runtime import interpreter
 
@@ -41,7 +40,7 @@ if not torch.cuda.is_available():
     with contextlib.suppress(ImportError):
         patch_triton_once()
 
-sys.path.append(str(Path(__file__).parent))  # for support_table, which lies beside it
+sys.path.append(str(Path(__file__).parent))  # for support_table
 
 
 def pytest_addoption(parser):
@@ -66,7 +65,7 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     for item in items:
-        # A test's properties, unlike its markers, come back from the processes of xdist.
+        # xdist workers return a test's properties, but not its markers.
         item.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
     if torch.cuda.is_available():
         return
@@ -77,22 +76,20 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What is there by now lives to the end. Whoever collects garbage from here on, as accelerate does after
-    every run, need not look through it.
-    """
+    """Freeze existing objects, so that later garbage collections, such as accelerate's, skip them."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Let the interpreter free it all at exit: nanobind would list Triton's objects as leaks."""
+    """Unfreeze objects before exit, since nanobind would report Triton's as leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Tensors of a few hundred elements gain nothing from a second thread, and wait for it. Some runs ask for
-    more, since the order of sums is another with them (tests/matrix.py).
+    """Use one thread, which is faster for tiny tensors. Some runs ask for more, to change the order of sums
+    (tests/matrix.py).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -113,7 +110,7 @@ def interpreted():
 
 @pytest.fixture
 def within_a_second():
-    """`with within_a_second():` holds what stands in it to one second of the processor and 200 MB."""
+    """Context manager that limits its body to one second of CPU time and 200 MB."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("only Linux tells the peak of a process's memory")
     return _within_a_second
@@ -121,18 +118,18 @@ def within_a_second():
 
 @contextlib.contextmanager
 def _within_a_second():
-    """One second of the processor, of which a busy machine needs no more, 200 MB, and no waiting at all."""
+    """Limit CPU time to one second, which does not depend on the machine's load, and memory to 200 MB."""
 
     def peak(reset=False):
         if reset:
-            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+            Path("/proc/self/clear_refs").write_text("5")  # reset the peak to current use
         return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
     def waits(*_):
         raise AssertionError("waited for a file")
 
     handler = signal.signal(signal.SIGALRM, waits)
-    signal.alarm(120)  # a busy machine may take long for a second of work; a pipe nobody writes to, for ever
+    signal.alarm(120)  # generous on a busy machine, but ends a read from an idle pipe
     before, started = peak(reset=True), time.process_time()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Conversations as people have them with models, and the day on which templates write them."""
+"""Sample conversations, and a fixed date for chat templates."""
 
 import datetime
 import json
@@ -141,7 +141,7 @@ CONVERSATIONS = {
 
 
 class OnePinnedDay(datetime.datetime):
-    """Ours is always this day; transformers' is today."""
+    """Datetime fixed at the date of our renderings, since transformers' uses today's."""
 
     @classmethod
     def now(cls):

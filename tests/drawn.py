@@ -1,4 +1,4 @@
-"""A tiny model that sees, with its tokenizer and its processor, and what is drawn for it."""
+"""Tiny vision-language model with tokenizer and processor, and drawn images."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEMPLATE = (
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A checkpoint of Qwen2.5-VL's form with fresh weights, its tokenizer and its processor."""
+    """Write a Qwen2.5-VL checkpoint with fresh weights, tokenizer and processor."""
     tiny = find_architecture("qwen2_5_vl").tiny
     ids = {f"{name}_token_id": WORDS.index(f"<|{name}_pad|>") for name in ("image", "video")}
     ids |= {f"vision_{end}_token_id": WORDS.index(f"<|vision_{end}|>") for end in ("start", "end")}

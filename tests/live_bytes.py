@@ -1,5 +1,5 @@
-"""Bytes of the tensors that are alive, whoever made them: forward or backward, hooks or recomputation; and a
-CPU that allocates as a GPU does.
+"""Counting of live tensor bytes from forward, backward, hooks and recomputation, on a CPU that allocates like
+a GPU.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ TILE = 64
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that an operation makes within it, until the storage is freed. Buffers in which
-    the level `offload` keeps tensors on the host do not count; how many of them are in use is `on_host`.
+    """Counts every storage created within it until it is freed. Host buffers of the level `offload` do not
+    count; `on_host` is their number in use.
 
     Args:
-        before: tensors whose storages exist already (parameters); they do not count.
-        device: the type of device on which storages count.
-        unit: storages are rounded up to a multiple of this many bytes, as an allocator does.
-        zero: fill memory that operations leave unwritten, for results must not depend on it.
+        before: tensors that exist already (parameters); their storages do not count.
+        device: device type on which storages count.
+        unit: allocation unit in bytes; storages are rounded up to a multiple.
+        zero: fill uninitialised memory, on which results must not depend.
     """
 
     def __init__(self, before: Iterable[Tensor] = (), device: str = "cpu", unit: int = 1, zero: bool = False):
         super().__init__()
         self.device, self.unit, self.zero = device, unit, zero
         self.now = self.peak = self.on_host = 0
-        self._sizes: dict[int, int] = {}  # by the address of a storage
+        self._sizes: dict[int, int] = {}  # by storage address
         for tensor in before:
             self.exclude(tensor)
 
     def exclude(self, tensor: Tensor) -> Tensor:
-        """Do not count a tensor's storage. Returns the tensor."""
+        """Exclude a tensor's storage from the count, and return the tensor."""
         for part in _parts(tensor):
             storage = part.untyped_storage()
             self._follow(storage, size=0)
@@ -100,7 +100,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a subclass consists of."""
+    """Return the plain tensors inside a tensor subclass."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()
@@ -109,8 +109,8 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 @contextmanager
 def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
-    """Allocate on a CPU, or on the meta device, as on a GPU: Triton's operations run, but for their kernels,
-    and in place of torch's attention runs what allocates as cuDNN does. Results mean nothing.
+    """Allocate on a CPU or the meta device as on a GPU. Triton operations run without their kernels, and
+    attention is replaced by a function that allocates like cuDNN. Results are meaningless.
     """
     of_loss = importlib.import_module("liger_models.kernels.losses.linear_cross_entropy")
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_models")]
@@ -119,7 +119,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
         (backends, "grouped_attention", lambda q, k, v, spec, mask: _AsCuDNN.apply(q, k, v)),
         (backends, "_boundaries_on_host", lambda q, visibility: False),
         (offload._HostMemory, "copy", _nothing),
-        # In place on a GPU, and by copies on a CPU, which meta is taken for.
+        # In place on a GPU, with copies on a CPU; meta follows the CPU.
         (low_rank_autograd, "_outer", _wide_product),
         (_linear_chunks, "_without_gaps", lambda x: x),
     ]
@@ -130,7 +130,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     if device == "meta":
         stand_ins += [
             (torch.distributed, "all_to_all_single", _nothing),
-            (torch, "is_autocast_enabled", lambda *kind: False),  # which knows no meta device
+            (torch, "is_autocast_enabled", lambda *kind: False),  # fails for the meta device
             (torch, "autocast", lambda *kind, **options: nullcontext()),
             (of_loss, "valid_rows", lambda labels, vocab, ignored, count: labels.new_empty(count)),
         ]
@@ -142,7 +142,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
 
 @contextmanager
 def surroundings() -> Iterator[None]:
-    """A GPU, and short tiles."""
+    """Simulate a GPU with short tiles."""
     lengths = [
         *((tiles, "TILE", TILE), (head, "_CHUNK", TILE), (distilling, "_CHUNK", TILE)),
         *((backends, "LONG", 2 * TILE), (layer_costs, "LONG", 2 * TILE), (offload, "CHUNK", 1 << 15)),
@@ -165,7 +165,7 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 class _AsCuDNN(torch.autograd.Function):
-    """Its output, and in the backward pass its gradients and what it takes beside them."""
+    """Attention that allocates like cuDNN: the output, and in backward the gradients and workspace."""
 
     @staticmethod
     def forward(ctx, q, k, v):

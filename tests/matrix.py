@@ -1,12 +1,12 @@
-"""Run the suite as other CPUs would: python tests/matrix.py [SETTING ...] [-- PYTEST ARGUMENTS]
+"""Run the suite with other CPUs' instructions: python tests/matrix.py [SETTING ...] [-- PYTEST ARGUMENTS]
 
     python tests/matrix.py                          # everything, under every setting: hours on two cores
     python tests/matrix.py sse avx2                 # under these two
     python tests/matrix.py sse -- tests/hf -k lora  # of these tests
 
-Libraries choose instructions, and with them the order of sums, by the CPU; these environment variables make
-them choose as they do on an older one. Prints a line for each setting; pytest's output is in build/matrix.
-A run that passed at this commit is not repeated.
+Libraries choose instructions, and so the order of sums, by the CPU. The settings are environment variables
+that select those of older CPUs. Prints a line per setting; pytest's output is in build/matrix. A run that
+passed at this commit is not repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run(name: str, tests: list[str]) -> bool:
-    """Run the tests under a setting, in a process of its own, and print its verdict; whether they passed."""
+    """Run the tests under a setting in a new process, print the verdict, and return whether they passed."""
     log = ROOT / "build" / "matrix" / f"{name}-{state(tests)}.log"
     passed = log.with_suffix(".passed")
     if not passed.exists():
@@ -56,7 +56,7 @@ def run(name: str, tests: list[str]) -> bool:
 
 
 def state(tests: list[str]) -> str:
-    """Short for the commit, what was changed since, the interpreter and the tests."""
+    """Return a key of the commit, local changes, the interpreter and the tests."""
     git = ["git", "-C", str(ROOT)]
     parts = [*tests, sys.executable]
     for what in (["rev-parse", "HEAD"], ["diff", "HEAD"]):

@@ -1,10 +1,10 @@
-"""Random values where a fresh model has zeros and ones, which would hide faults."""
+"""Randomised parameters: the zeros and ones of a fresh model would hide faults."""
 
 import torch
 
 
 def randomise(module, generator=None):
-    """In every parameter: in matrices such as keep the size of what they multiply, in vectors around one."""
+    """Randomise every parameter: matrices preserve the scale of their input, vectors are around one."""
     with torch.no_grad():
         for p in module.parameters():
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
@@ -13,7 +13,7 @@ def randomise(module, generator=None):
 
 
 def randomise_trained(model):
-    """In every parameter that is trained, as adapters are, in the order of their names."""
+    """Randomise every trained parameter, such as adapters, in name order."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, p in sorted(model.named_parameters()):

@@ -1,6 +1,5 @@
-"""Tests of several processes: the ranks of one group run one program, which lies beside its test. They are
-forks of a process that has imported the program; and this is a fork of one that has imported torch and
-liger_models, once for all tests.
+"""Multi-process tests: all ranks run one program, in a file next to its test. They are forked from a process
+that has imported the program, itself forked from one that imported torch and liger_models once for all tests.
 
 found = run_ranks(RANK, tmp_path, "fsdp")                 # in test_NAME.py, RANK being NAME_rank.py
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 
 class Count:
-    """Counts the bytes of tensors that are read from checkpoints within it."""
+    """Counts the bytes of tensors read from checkpoints within it."""
 
     def __enter__(self) -> Count:
         self.nbytes, self.true = 0, os.preadv
@@ -55,8 +54,8 @@ def run_ranks(
     backend: str = "gloo",
     seconds: float = 300,
 ) -> list[Any]:
-    """What the program's `results` gave for each rank. Fails with all complaints, if one rank does, and with
-    what each was doing, if they are not done in time.
+    """Return the program's `results` of each rank. If a rank fails, fails with all errors; on a timeout, with
+    every rank's stack.
     """
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
@@ -68,31 +67,31 @@ def run_ranks(
 
 
 def _told(run: list[Any], seconds: float) -> str:
-    """With what the run ended."""
+    """Return the run's outcome."""
     server = _server()
     server.stdin.write(json.dumps(run).encode() + b"\n")
-    number = int(server.stdout.readline())  # of the process group of all ranks
+    number = int(server.stdout.readline())  # process group of all ranks
     if wait([server.stdout], seconds):
         return server.stdout.readline().decode().strip()
-    time.sleep(2)  # the ranks say where they are
-    with contextlib.suppress(ProcessLookupError):  # it has ended just now
+    time.sleep(2)  # the ranks print their stacks
+    with contextlib.suppress(ProcessLookupError):  # it may just have ended
         os.killpg(number, signal.SIGKILL)
     return f"{server.stdout.readline().decode().strip()}: not done in {seconds:g} s"
 
 
 @functools.cache
 def _server() -> Any:
-    """Ends with this process, which holds the other end of its input."""
+    """Start the fork server, which ends with this process, the owner of its stdin pipe."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    # Nothing is read ahead: `wait` would not see it.
+    # Unbuffered: `wait` would not see data read ahead.
     return subprocess.Popen([sys.executable, __file__], env=environment, bufsize=0, **pipes)
 
 
 def _serve() -> None:
-    sys.path.pop(0)  # this folder, in which names are those of packages
+    sys.path.pop(0)  # this folder, whose subfolders shadow packages
     sys.modules["ranks"] = sys.modules["__main__"]
-    import torch._dynamo  # noqa: F401 - which FSDP2 imports
+    import torch._dynamo  # noqa: F401 - imported by FSDP2
 
     import liger_models.parallel  # noqa: F401
 
@@ -141,7 +140,7 @@ def _run_all(end: float, program: str, backend: str, folder: Path, *arguments: s
         for sentinel in wait(list(waiting)):
             waiting.pop(sentinel).join()
     codes = [child.exitcode for child in children]
-    for child in children:  # those that wait for one that failed
+    for child in children:  # they may wait for one that failed
         child.kill()
     if any(codes):
         print(f"ranks ended with {codes}", file=sys.stderr)
@@ -167,7 +166,7 @@ def _be_a_rank(
     store = dist.FileStore(str(folder / f"meeting{os.getppid()}"), ranks)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     torch.save(results(folder, rank, ranks, *arguments), folder / f"rank{rank}.pt")
-    # None leaves while another may wait for a message of its.
+    # No rank leaves while another may wait for its message.
     store.set(f"rank {rank} is done", "")
     store.wait([f"rank {other} is done" for other in range(ranks)])
     # What outlives its process group waits for ever now and then: what `results` made is gone by now.

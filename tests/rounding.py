@@ -1,11 +1,10 @@
-"""How far rounding alone moves a result: the same computation with the terms of its sums in another order.
+"""Effect of rounding on a result, measured by repeating the computation with sums in another order.
 
     with OtherOrder(seed):
         again = run()                     # forward and backward
 
-CPUs differ in the order in which they add the terms of a product of matrices: by the width of their vectors,
-the blocks that fit their caches, how operands are aligned. Two correct implementations are about as far apart
-as one is from itself.
+CPUs add the terms of a matrix product in different orders, depending on vector width, cache blocking and
+operand alignment. Two correct implementations differ about as much as one from its own reordering.
 """
 
 from __future__ import annotations
@@ -31,9 +30,7 @@ LARGEST_ROUNDING = 1e-4  # of a truth to which anything is compared: a fault is 
 
 
 def relative_distance(found: Tensor, expected: Tensor, least_size: float = 0.0) -> float:
-    """|found - expected| / |expected|, or over `least_size` if that is larger, in float64; NaN counts as
-    infinitely far.
-    """
+    """Return |found - expected| / max(|expected|, least_size) in float64; infinite for NaN."""
     assert found.shape == expected.shape, (found.shape, expected.shape)
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     distance, size = (found - expected).norm().item(), max(expected.norm().item(), least_size)
@@ -45,11 +42,11 @@ def relative_distance(found: Tensor, expected: Tensor, least_size: float = 0.0) 
 def beyond_rounding(
     distances: Mapping[str, float], again: Callable[[int], Mapping[str, float]], bound: float = BOUND
 ) -> dict[str, float]:
-    """The distances from a truth that rounding does not explain.
+    """Return the distances from a truth that rounding does not explain.
 
     Args:
-        again: the distances of the truth from itself when it is computed in another order of sums, chosen by
-            a seed. Called if the bound is missed.
+        again: returns the distances of the truth from itself with sums in another order, given a seed. Called
+            only if the bound is missed.
     """
     missed = {name: distance for name, distance in distances.items() if not distance <= bound}
     if missed:
@@ -64,7 +61,7 @@ def beyond_rounding(
 def beyond_bound(
     found: Mapping[str, Tensor], run: Callable[[], Mapping[str, Tensor]], bound: float = BOUND
 ) -> dict[str, float]:
-    """The relative distances from the results of `run`, by name, that rounding does not explain."""
+    """Return the relative distances from the results of `run` that rounding does not explain, by name."""
     expected = dict(run())
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
 
@@ -80,7 +77,7 @@ def beyond_bound(
 
 aten = torch.ops.aten
 
-# The operands whose sum runs over (the last dimension of the first, the last but one of the second).
+# Operands contracted over (last dimension of the first, second-to-last of the second).
 PRODUCTS = {
     aten.mm.default: (0, 1),
     aten.bmm.default: (0, 1),

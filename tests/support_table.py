@@ -1,6 +1,6 @@
-"""The table of docs/frameworks.md: what runs of other people's tools, by the tests that ran.
+"""Table in docs/frameworks.md of supported tools, generated from test outcomes.
 
-A test is marked with the tool and the cases of it that the test shows, all literal strings:
+A marker names a tool and the cases that the test covers, as literal strings:
 
     @pytest.mark.supports("TRL", "DPO", "DPO with PEFT")
 
@@ -48,7 +48,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What the table says of one tool. `versions`: of each package, the minor versions."""
+    """Row of one tool. `versions`: minor versions of each package."""
 
     cases: tuple[str, ...]
     versions: Mapping[str, tuple[str, ...]]
@@ -73,10 +73,10 @@ class Row:
 
 
 def marked_cases() -> dict[str, tuple[str, ...]]:
-    """The cases of every tool in the order of the tests, read from their source: nothing is imported.
+    """Return each tool's cases in test order, read from source without importing the tests.
 
     Raises:
-        ValueError: a marker of a tool that TOOLS lacks, without cases, or with others than literal strings.
+        ValueError: a marker names a tool missing in TOOLS, no case, or something other than literal strings.
     """
     found: dict[str, dict[str, None]] = {tool: {} for tool in TOOLS}
     for path in sorted(ROOT.glob("tests/**/test_*.py")):
@@ -100,7 +100,7 @@ def marked_cases() -> dict[str, tuple[str, ...]]:
 
 
 def read_table() -> dict[str, Row]:
-    """The rows of the committed table, by tool."""
+    """Return the rows of the committed table, by tool."""
     text = PAGE.read_text(encoding="utf-8")
     lines = text[text.index(BEGIN) : text.index(END)].splitlines()[3:]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -108,14 +108,14 @@ def read_table() -> dict[str, Row]:
 
 
 class TableWriter:
-    """A plugin of pytest that writes the table after a run."""
+    """Pytest plugin that writes the table after a run."""
 
     def __init__(self) -> None:
         self.outcomes: list[tuple[str, str, str]] = []
         self.complaints: list[str] = []
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        if report.when == "call" or report.outcome != "passed":  # or skipped, or failed, before it began
+        if report.when == "call" or report.outcome != "passed":  # or skipped or failed in setup
             for name, value in report.user_properties:
                 if name == "supports":
                     tool, *cases = value
@@ -130,7 +130,7 @@ class TableWriter:
 
 
 def write_table(outcomes: Iterable[tuple[str, str, str]]) -> list[str]:
-    """Write the table after a run, and return what it could not say.
+    """Write the table after a run, and return its problems.
 
     Args:
         outcomes: (tool, case, "passed", "failed" or "skipped") of the marked tests that ran.

@@ -37,11 +37,11 @@ LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 
 @dataclass
 class Made:
-    """A model, the part of it that has `layers` and takes a level, and what calls it.
+    """Model, its part with `layers` and levels, and a function that calls it.
 
     Attributes:
-        beside: bytes for each token and layer that adapters keep where a layer does not run again.
-        planned: the model that is planned, if another.
+        beside: bytes per token and layer that adapters keep in layers that are not recomputed.
+        planned: the model given to the planner, if another.
         step: further settings of the planned step.
         call: tokens -> the loss.
     """
@@ -74,7 +74,7 @@ def of_labels(model: Any) -> Callable[[int], Any]:
 def full(
     family: str, kinds: tuple[str, ...] = ("sliding_attention", "full_attention"), **changes: Any
 ) -> Callable[[int], Made]:
-    """`kinds` are the types of layers, in turn, where the family's config has such."""
+    """Build a full fine-tune. `kinds` are the repeating layer types, in families whose configs have them."""
 
     def make(layers: int) -> Made:
         config = config_of(family, layers, **changes)
@@ -87,7 +87,7 @@ def full(
 
 
 def adapted(family: str = "llama", quantised: str | None = None, ours: bool = False, **settings: Any):
-    """PEFT's adapters: on the class for transformers, or on our own."""
+    """Build a model with PEFT adapters, on the transformers class or our native one."""
 
     def make(layers: int) -> Made:
         peft = pytest.importorskip("peft")
@@ -163,7 +163,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
 
 @dataclass
 class Found:
-    """Bytes."""
+    """Measured bytes."""
 
     kept: int
     peak: int
@@ -280,11 +280,11 @@ def test_inputs_of_each_layer_are_planned_until_layer_0_has_gone_back(level):
 
 
 class Stopped(BaseException):
-    """As KeyboardInterrupt, which is no Exception."""
+    """Stands in for KeyboardInterrupt, which is not an Exception."""
 
 
 def stop(module: torch.nn.Module, backward: bool, error: type[BaseException]) -> Any:
-    """Let a module raise, in the forward pass or when it runs again."""
+    """Make a module raise in the forward pass or during recomputation."""
 
     def hook(*_: Any) -> None:
         if (torch._C._current_graph_task_id() != -1) == backward:

@@ -26,7 +26,7 @@ LEVELS = ("lean", "checkpoint", "offload")
 
 
 class Seen(NamedTuple):
-    """Bytes of one step: alive before the backward pass, at the most, and after it."""
+    """Bytes of one step: live before the backward pass, peak, and after it."""
 
     kept: int
     peak: int
@@ -71,7 +71,7 @@ def tokenizer():
 
 
 def rows(kind: str) -> Any:
-    """Two of each length, to which TRL adds an end."""
+    """Make two rows of each length, to which TRL appends eos."""
     if kind == "trainer":
         return [{"input_ids": [12 + i % 100 for i in range(n)], "labels": [12] * n} for n in TOKENS] * 2
     datasets = pytest.importorskip("datasets")
@@ -97,7 +97,7 @@ def class_and_settings(kind: str) -> tuple[Any, Any]:
 
 
 def train(kind: str, level: str, layers: int, folder: Any, steps: Steps) -> float:
-    """Fill `steps`. Returns the bytes that a layer promises for a token."""
+    """Fill `steps`, and return a layer's promised bytes per token."""
     transformers = pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     import liger_models.hf

@@ -1,4 +1,4 @@
-"""What holds for the package as a whole: its layers, its weight, its contents, and what must not be in it."""
+"""Checks of the whole package: import layers, import cost, contents and forbidden content."""
 
 import ast
 import os
@@ -45,7 +45,7 @@ def sources(part):
 
 
 def installed(path):
-    """Where a file lies once installed: kernels/norms/rms_norm.py is liger_models/kernels/rms_norm.py."""
+    """Return the installed path of a file: kernels/norms/rms_norm.py is liger_models/kernels/rms_norm.py."""
     path = path.relative_to(ROOT)
     return path if path.parts[0] in ("liger_models", "benchmarks") else "liger_models" / path
 
@@ -55,7 +55,7 @@ def module_name(path):
 
 
 def built_on(name):
-    """The library of whose classes a module is made, or None; a package itself can always be imported."""
+    """Return the library that a module is built on, or None; packages themselves can always be imported."""
     while name and name not in BUILT_ON:
         name = name.rpartition(".")[0]
     return BUILT_ON.get(name)
@@ -65,7 +65,7 @@ ALL_MODULES = sorted(module_name(path) for part in MAY_IMPORT for path in source
 
 
 def imported(path, nodes):
-    """Full names of the modules that these import statements of the file name."""
+    """Return the full names of the modules in these import statements."""
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -78,7 +78,7 @@ def imported(path, nodes):
 
 
 def part_of(name):
-    """The part a module belongs to; None for other people's modules."""
+    """Return the part of a module, or None for third-party modules."""
     first, *rest = name.split(".")
     if first != "liger_models":
         return None
@@ -133,9 +133,7 @@ def test_what_is_made_of_another_librarys_classes_is_imported_by_nothing_else():
 
 
 def imports_between(files):
-    """Of every module in `files` (by name) those others that it imports, at its top, in a function or for
-    types alone.
-    """
+    """Map every module in `files` to the others that it imports, at the top, in functions or for types."""
     graph = {}
     for name, path in files.items():
         graph[name] = set()
@@ -155,9 +153,7 @@ def test_no_module_imports_another_that_imports_it(parts):
 
 
 def folder_of(name, path):
-    """The folder of a module. A package's `__init__` stands above the modules that it presents: it is a node
-    of its own.
-    """
+    """Return the folder of a module. A package's `__init__` is a separate node above its modules."""
     return f"{name}.__init__" if path.name == "__init__.py" else name.rpartition(".")[0]
 
 
@@ -323,7 +319,7 @@ def test_a_checkout_imports_no_part_of_another(tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The sdist, and the wheel that is built from it, of a copy of the tree."""
+    """Build the sdist and, from it, the wheel of a copy of the tree."""
     tree = tmp_path_factory.mktemp("build") / "tree"
     out = tree.parent / "dist"
     keep_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "demo-output")

@@ -1,4 +1,4 @@
-"""What the README shows can be typed as it stands there, and no page points at a file that is not there."""
+"""README commands and code run as written, and links in the docs point to existing files."""
 
 import re
 import shlex
@@ -35,7 +35,7 @@ def test_every_link_to_a_heading_leads_to_one(page):
 
 
 def headings(page):
-    """As links name them: in small letters, without punctuation, with hyphens for spaces."""
+    """Return heading anchors: lower case, no punctuation, hyphens for spaces."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
 

@@ -1,4 +1,4 @@
-"""The table of docs/frameworks.md says what the marked tests show, and is written from their outcomes."""
+"""The table of docs/frameworks.md agrees with the marked tests and is written from their outcomes."""
 
 from __future__ import annotations
 

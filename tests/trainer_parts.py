@@ -1,4 +1,4 @@
-"""What tests of transformers' Trainer train on, and its settings for plain gradient descent."""
+"""Data and settings for tests of transformers' Trainer with plain gradient descent."""
 
 from collections.abc import Iterator
 
@@ -21,7 +21,7 @@ PLAIN = {
 
 
 def make_rows(vocab_size: int) -> Iterator[dict[str, Tensor]]:
-    """Sequences with very different counts of labels, as fine-tuning has them."""
+    """Make sequences with very different label counts, as in fine-tuning."""
     generator = torch.Generator().manual_seed(0)
     for row in range(ROWS):
         ids = torch.randint(3, vocab_size, (LENGTH,), generator=generator)

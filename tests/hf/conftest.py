@@ -1,4 +1,4 @@
-"""Our models in transformers beside transformers' own, with the same random parameters."""
+"""Fixtures that pair our transformers models with transformers' own, with the same random parameters."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from hf_pairs import Both
 
 @pytest.fixture(autouse=True)
 def own_choices() -> Iterator[None]:
-    """accelerate and Trainer keep what they are told, in the environment and by themselves: the next test
-    must not find it.
-    """
+    """Reset the settings that accelerate and Trainer keep in the environment and in globals."""
     yield
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -35,7 +33,7 @@ def own_choices() -> Iterator[None]:
 
 @pytest.fixture
 def hf() -> Iterator[Any]:
-    """liger_models.hf, and transformers' own models in the Auto classes again when the test is over."""
+    """Provide liger_models.hf, and restore the Auto classes after the test."""
     pytest.importorskip("transformers")
     import liger_models.hf
 
@@ -45,8 +43,8 @@ def hf() -> Iterator[Any]:
 
 @pytest.fixture
 def make_both(hf, tmp_path) -> Callable[..., Both]:
-    """A factory: `make_both("llama", task="CausalLM", projections="fused", attention_bias=False)` is the
-    family's tiny config with changes.
+    """Factory: `make_both("llama", task="CausalLM", projections="fused", attention_bias=False)`
+    uses the family's tiny config with changes.
     """
     import transformers
 
@@ -76,7 +74,7 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
 
 @pytest.fixture
 def batch() -> dict[str, Tensor]:
-    """Two documents, the first of which is padded on the right, with labels on most of the tokens."""
+    """Two documents, the first padded on the right, with labels on most tokens."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, 131, (2, 13), generator=generator)
     mask = torch.ones_like(ids)
@@ -88,7 +86,7 @@ def batch() -> dict[str, Tensor]:
 
 @pytest.fixture
 def four_rows() -> dict[str, Tensor]:
-    """Four rows for two ranks, which have different numbers of labels."""
+    """Four rows for two ranks with different label counts."""
     ids = torch.randint(3, 131, (4, 13), generator=torch.Generator().manual_seed(0))
     labels = ids.clone()
     labels[2:, :8] = -100
@@ -97,7 +95,7 @@ def four_rows() -> dict[str, Tensor]:
 
 @pytest.fixture
 def run_ranks() -> Callable[..., list[dict[str, Any]]]:
-    """A factory: `run_ranks(folder, cases, batch)` runs sharded_rank.py twice, and is its results by rank."""
+    """Factory: `run_ranks(folder, cases, batch)` runs sharded_rank.py twice and returns results."""
 
     def run(
         folder: Path, cases: Any, batch: Any, device: str = "cpu", ranks: int = 2, **environment: str

@@ -1,4 +1,4 @@
-"""accelerate divides models over accelerators alone; everything behind that switch runs on CPUs as well."""
+"""Switch that lets accelerate shard models over CPUs, which it only does over accelerators."""
 
 import os
 from typing import Any
@@ -8,7 +8,7 @@ from accelerate.utils import DistributedType
 
 
 def let_cpus_shard() -> None:
-    """Let accelerate (and so Trainer) take its plugins for FSDP and DeepSpeed on CPUs, too."""
+    """Make accelerate (and so Trainer) accept its FSDP and DeepSpeed plugins on CPUs."""
     if "DS_ACCELERATOR" in os.environ:
         import deepspeed
 

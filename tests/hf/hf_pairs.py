@@ -1,4 +1,4 @@
-"""One of our models in transformers beside transformers' own, and how far apart their results are."""
+"""Pairs of our model and transformers' own, and the distances of their results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients of a model, by the names of its checkpoint."""
+    """Return a model's gradients under checkpoint names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -22,7 +22,7 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 @dataclass
 class Both:
-    """transformers' own model, the folder to which it was saved, and ours that was read from there."""
+    """transformers' own model, its saved checkpoint folder, and our model loaded from it."""
 
     reference: Any
     folder: Path

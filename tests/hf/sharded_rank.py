@@ -42,7 +42,7 @@ def main(folder: Path, device: str) -> None:
 def train_with_accelerate(
     folder: Path, batch: dict, device: str, fsdp: dict | None = None, level: str = "lean"
 ) -> dict[str, Any]:
-    """Two steps of gradient descent on this rank's share; the second one again from a saved state."""
+    """Train two steps of gradient descent on this rank's share; repeat the second from a saved state."""
     plugin = None
     if fsdp is not None:
         plugin = accelerate.FullyShardedDataParallelPlugin(
@@ -79,9 +79,7 @@ def train_with_accelerate(
 
 
 def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) -> dict[str, Any]:
-    """Two steps of Trainer. Under ZeRO-3 the arguments come before the model: its tensors are divided as they
-    are read.
-    """
+    """Train two steps with Trainer. ZeRO-3 needs the arguments before the model, to shard tensors on load."""
     plain = {
         "per_device_train_batch_size": 2,
         "max_steps": 2,
@@ -111,7 +109,7 @@ def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) 
 def train_with_deepspeed(
     folder: Path, batch: dict, device: str, config: dict, level: str, scored: bool = False
 ) -> dict[str, Any]:
-    """Two steps of a native model in an engine of DeepSpeed, by its loss or by its scores."""
+    """Train a native model for two steps in a DeepSpeed engine, by its loss or its scores."""
     import deepspeed
 
     rank, ranks = PartialState(cpu=device == "cpu").process_index, PartialState().num_processes
@@ -143,13 +141,13 @@ WAYS = {
 
 
 def share_of(batch: dict, rank: int, ranks: int) -> tuple[dict, float]:
-    """This rank's rows, and its share of the labels of all, by which it divides: gradients are averaged."""
+    """Return this rank's rows, and its share of all labels as divisor, since gradients are averaged."""
     own = {name: value.chunk(ranks)[rank] for name, value in batch.items()}
     return own, int((batch["labels"][:, 1:] != -100).sum()) / ranks
 
 
 def what_is_sent(model: Any, folder: Path) -> dict[str, Any]:
-    """The names that `checkpoint_tensors` gives, and those whose tensors are not what was saved."""
+    """Return the names from `checkpoint_tensors`, and those whose tensors differ from the saved ones."""
     sent = {name: tensor.cpu() for name, tensor in model.checkpoint_tensors()}
     saved = load_file(folder / "trained" / "model.safetensors")
     return {"sent": set(sent), "sent_wrong": [n for n, x in sent.items() if not torch.equal(saved[n], x)]}

@@ -1,4 +1,4 @@
-"""Adapters of every family: what PEFT makes on transformers' own model is ours, and ours are its own."""
+"""Adapters of every family are interchangeable with PEFT's on transformers' own model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tensors(folder):
 
 
 def layers(model):
-    """Its linear layers, without the head, and without routers, which are parameters in ours."""
+    """Return the linear layers without the head and routers, which are parameters in ours."""
     found = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     return {path for path in found if not path.endswith(("lm_head", ".router", ".router.proj", ".gate.wg"))}
 

@@ -1,4 +1,4 @@
-"""`checkpoint_tensors()` gives, one by one and by name, the tensors that `save_pretrained` writes."""
+"""`checkpoint_tensors()` yields the named tensors that `save_pretrained` writes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_an_adapter_that_unties_the_head_is_refused(make_both):
 
 @pytest.fixture
 def sync_weights():
-    """A factory: `sync_weights(model, iterator)` is what TRL sends to a vLLM that shares its process."""
+    """Factory: `sync_weights(model, iterator)` returns the weights that TRL sends to a colocated vLLM."""
     from types import SimpleNamespace
 
     generation = pytest.importorskip("trl.generation.vllm_generation", reason="TRL is not installed")

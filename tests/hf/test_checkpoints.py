@@ -1,4 +1,4 @@
-"""Checkpoints through transformers' loader and writer: byte for byte those of its own models."""
+"""Checkpoints through transformers' loader and writer equal those of its own models byte for byte."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def files(folder) -> dict[str, bytes]:
 
 
 def tensors_of(folder) -> dict[str, torch.Tensor]:
-    """By the index, whose files hold what it says."""
+    """Read all tensors through the index, from the files that it lists."""
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     return {name: load_file(folder / file)[name] for name, file in index.items()}
 

@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def task(make_both, tmp_path):
-    """A tiny checkpoint with a tokenizer of letters, and data."""
+    """Tiny checkpoint with a character tokenizer, and data."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     letters = {chr(i): i for i in range(3, 128)} | {"<pad>": 0, "<eos>": 1, "<unk>": 2}

@@ -1,4 +1,4 @@
-"""PEFT's LoRA on stacked experts: in files as transformers' own models have them, both ways."""
+"""PEFT's LoRA on stacked experts has the same files as on transformers' own models, both ways."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapt(model, parameters=STACKS, modules=(), **settings):
-    """With random adapters, which change what the model computes."""
+    """Add random adapters, which change the model's output."""
     config = peft.LoraConfig(
         r=3, target_modules=list(modules), target_parameters=parameters, init_lora_weights=False, **settings
     )
@@ -36,7 +36,7 @@ def tensors(folder):
 
 
 def gradients(adapted):
-    """Of the adapters, as their file would hold them."""
+    """Return the adapters' gradients in file order."""
     with torch.no_grad():
         for p in adapted.parameters():
             if p.requires_grad:
@@ -267,7 +267,7 @@ def test_linear_layers_that_peft_takes_for_stacks_are_named_in_a_warning_that_sa
 
 
 def as_unsloth_writes(source, folder, experts, marks):
-    """PEFT's files as unsloth's forward reads them, with the columns of lora_B by expert, and its marks."""
+    """Rewrite PEFT's files as unsloth does, with the columns of lora_B by expert, and its marks."""
     config = json.loads((source / "adapter_config.json").read_text())
     by_expert = {
         name: x.unflatten(1, (-1, experts)).transpose(1, 2).flatten(1).contiguous() if "lora_B" in name else x

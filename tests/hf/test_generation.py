@@ -1,4 +1,4 @@
-"""transformers' own `generate`, with its caches, gives the reference's tokens."""
+"""transformers' `generate`, with its caches, produces the reference's tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAYS = {
 
 @pytest.fixture
 def prompts():
-    """Two, the second of which is padded on the left."""
+    """Two prompts, the second padded on the left."""
     ids = torch.randint(3, 131, (2, 11), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -55,14 +55,14 @@ def generate(model, ids, mask, **options):
 
 
 def assert_same_tokens(found, expected):
-    """Where the two likeliest tokens are nearer than rounding, either may be taken: none is here."""
+    """Compare greedy tokens; no two likeliest tokens here are closer than rounding."""
     assert torch.equal(found.sequences, expected.sequences)
     for ours, theirs in zip(found.logits or (), expected.logits or (), strict=True):
         assert relative_distance(ours, theirs) <= BOUND
 
 
 def skip_where_the_reference_fails(way):
-    """In chunks, with a static cache."""
+    """Skip chunked attention with a static cache."""
     takes = inspect.signature(transformers.masking_utils.create_chunked_causal_mask).parameters
     if "static" in way and "block_sequence_ids" not in takes:
         pytest.skip("this transformers makes no masks of chunks for a static cache")
@@ -189,7 +189,7 @@ def test_classes_that_generate_say_so_among_their_direct_bases(hf):
 
 
 def decode(model, ids, steps=4, **first):
-    """Greedy tokens of a loop that passes the cache on, as users write it."""
+    """Decode greedily in a loop that passes the cache on, as users write it."""
     output, tokens = model(ids, **first), []
     for _ in range(steps):
         tokens.append(output.logits[:, -1:].argmax(-1))

@@ -1,4 +1,4 @@
-"""Lightning's Trainer runs on our models, native and in transformers, as on transformers' own."""
+"""Lightning's Trainer trains our models, native and in transformers, like transformers' own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quiet():
 
 
 class FineTuning(lightning.LightningModule):
-    """As its documentation writes one."""
+    """Module in the style of Lightning's documentation."""
 
     def __init__(self, model, optimizer=torch.optim.SGD, rate=0.3):
         super().__init__()
@@ -51,7 +51,7 @@ def rows():
 
 @pytest.fixture
 def fit(rows, tmp_path):
-    """A factory: trains a module for some epochs of four batches, and returns its trainer."""
+    """Factory that trains a module for some epochs of four batches, and returns its trainer."""
 
     def run(module, epochs=1, checkpoint=None, **settings):
         module.model.train()

@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers run by our operation: PEFT's own numbers, files and switches."""
+"""PEFT's LoRA layers run by our operation keep PEFT's results, files and switches."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lora(hf):
 
 @pytest.fixture
 def calls(lora, monkeypatch):
-    """How often the operation runs: of a layer alone, and of several that are split."""
+    """Count the operation's runs for single layers and for several split ones."""
     seen = []
     own = lora.low_rank_linear
 
@@ -52,7 +52,7 @@ def config(targets, **settings):
 
 
 def fill(model):
-    """Random values in every adapter, which change what the model computes."""
+    """Fill every adapter with random values, which change the model's output."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, p in sorted(model.named_parameters()):
@@ -63,7 +63,7 @@ def fill(model):
 
 
 def as_peft_has_it(model, copied=True):
-    """The same model, whose LoRA layers are PEFT's own again."""
+    """Return the same model with PEFT's own LoRA layers."""
     model = copy.deepcopy(model) if copied else model
     for module in model.modules():
         if isinstance(module, PeftLinear):
@@ -72,7 +72,7 @@ def as_peft_has_it(model, copied=True):
 
 
 def run(model, batch):
-    """The loss and every gradient, with the same random numbers every time."""
+    """Return the loss and every gradient, with the same random numbers each time."""
     model.zero_grad()
     torch.manual_seed(5)
     loss = model(**batch).loss

@@ -1,4 +1,4 @@
-"""Our models in transformers compute what its own compute, and do what libraries ask of a model."""
+"""Our transformers models match the results of transformers' own, and the interface libraries expect."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture
 def load(make_both, hf):
-    """What the Auto class gives of a checkpoint, once a tool has been told of us."""
+    """Load a checkpoint with the Auto class after a tool's hook has run."""
     both = make_both("llama")
     hf.unregister()
 

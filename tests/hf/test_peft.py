@@ -1,4 +1,4 @@
-"""PEFT on our models: adapters with the usual names are those of transformers' own models, both ways."""
+"""PEFT adapters with the usual names are interchangeable between our and transformers' own models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 
 def adapt(model, targets=USUAL, **settings):
-    """With random adapters, which change what the model computes."""
+    """Add random adapters, which change the model's output."""
     config = peft.LoraConfig(
         r=3, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False, **settings
     )

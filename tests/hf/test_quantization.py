@@ -1,6 +1,6 @@
-"""Quantised models beside transformers' own, quantised the same way: bitsandbytes, 4 and 8 bits.
+"""Quantised models match transformers' own with the same quantisation: bitsandbytes, 4 and 8 bits.
 
-They are compared in training mode: for inference, bitsandbytes turns to other arithmetic on some CPUs.
+They are compared in training mode: for inference, bitsandbytes uses other arithmetic on some CPUs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def settings(bits, **more):
 
 @pytest.fixture
 def make_quantised(make_both, hf):
-    """A factory: transformers' own quantised model, ours, and the folder from which both were read."""
+    """Factory of transformers' own quantised model, ours, and the folder both were loaded from."""
 
     def make(family, bits, task="CausalLM", **more):
         both = make_both(family, task, "split")
@@ -63,7 +63,7 @@ def quantised_layers(model):
 
 
 def gradients(model):
-    """Of what is not quantised, by the names of a checkpoint."""
+    """Return the gradients of unquantised weights under checkpoint names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     there = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -71,7 +71,7 @@ def gradients(model):
 
 
 def check_files(both, hf, batch):
-    """Ours are theirs, byte for byte, and each reads the other's."""
+    """Check that our files equal theirs byte for byte, and that each library reads the other's."""
     auto = transformers.AutoModelForCausalLM
     both.ours.save_pretrained(both.folder / "ours")
     both.reference.save_pretrained(both.folder / "reference")

@@ -1,4 +1,4 @@
-"""`model.score` of our models in transformers gives what TRL's fused head gives on transformers' own."""
+"""`model.score` of our transformers models equals TRL's fused head on transformers' own."""
 
 from __future__ import annotations
 

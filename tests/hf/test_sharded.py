@@ -34,7 +34,7 @@ CASES = {
 
 
 def check(cases, make_both, batch, folder, run_ranks, device="cpu", bound=BOUND, **environment):
-    """Each case beside transformers' own model, which one process trains on the whole batch."""
+    """Compare each case with transformers' own model, trained by one process on the whole batch."""
     references = {}
     for name in cases:
         # Losses of routers are not sums over tokens: their mean over ranks is another number.

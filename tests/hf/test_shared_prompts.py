@@ -1,4 +1,4 @@
-"""Our models in transformers take answers that share their prompt, with adapters too."""
+"""Our transformers models accept answers with a shared prompt, with adapters too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights of 8 bits through torchao, beside transformers' own model with the same."""
+"""8-bit torchao weights match transformers' own model with the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer and accelerate run on our models as on its own, with the same numbers."""
+"""transformers' Trainer and accelerate train our models with the same numbers as its own."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARY = 131
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """A factory of Trainers, by default with plain gradient descent, over eight rows a step."""
+    """Factory of Trainers, by default with plain gradient descent over eight rows a step."""
 
     def make(model, batch_size=2, name="run", more=(), **settings):
         batches = {
@@ -105,7 +105,7 @@ def assert_same_parameters(both):
 
 
 def flattened(rows, first_label):
-    """Rows as documents of one packed row; their first tokens have labels, or not."""
+    """Pack rows as documents of one row, with or without labels on their first tokens."""
     labels = [row["labels"].where(torch.arange(LENGTH) > 0, first_label(row["labels"])) for row in rows]
     return {
         "input_ids": torch.cat([row["input_ids"] for row in rows])[None],

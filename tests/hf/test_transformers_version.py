@@ -1,7 +1,7 @@
-"""What the adapter uses of transformers beyond its documented interface is there, in the version installed.
+"""The installed transformers has all undocumented names that our integration uses.
 
-A release that changes it fails here, with the name of what it changed. A user's `import liger_models.hf`
-never fails; what is then asked of it says what it lacks.
+A release that changes one fails here, with its name. A user's `import liger_models.hf` never fails; using it
+then raises an error that names the missing part.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ USED = {
 
 
 def imported():
-    """module -> names, of transformers, in the modules of the adapter."""
+    """Collect the names imported from transformers, by its modules."""
     for path in sorted(HERE.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "transformers":
@@ -72,7 +72,7 @@ def imported():
 
 
 def lacks(module: str, path: str, parameters: tuple[str, ...] = ()) -> str | None:
-    """What is missing, or None."""
+    """Return the missing name, or None."""
     try:
         found = importlib.import_module(module)
         for name in path.split("."):

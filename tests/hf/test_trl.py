@@ -1,4 +1,4 @@
-"""TRL's trainers run on our models as on transformers' own, with the same numbers.
+"""TRL's trainers train our models with the same numbers as transformers' own.
 
 Every case trains both for two steps with the same trainer, seeds and data, and compares the loss of each
 batch and the change of every parameter, by the names of the checkpoint.
@@ -49,7 +49,7 @@ CHAT = (
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """One token a letter."""
+    """Tokenizer with one token per letter."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = {chr(i): i for i in range(3, 128)} | {"<pad>": 0, "<eos>": 1, "<unk>": 2}
@@ -90,12 +90,12 @@ PROMPTS = [{"prompt": "abc" + "d" * i} for i in range(8)]
 
 
 def size_of_letters(completions, **_):
-    """A reward that differs between nearly all completions."""
+    """Reward that differs between nearly all completions."""
     return [sum(map(ord, text)) / 100 for text in completions]
 
 
 class Case(NamedTuple):
-    """A trainer of TRL with its data and options. `arguments`: further ones of the trainer."""
+    """TRL trainer with its data and options. `arguments`: further trainer arguments."""
 
     trainer: str
     rows: list[dict[str, Any]]
@@ -258,7 +258,7 @@ def test_a_string_gives_our_model_once_registered_and_so_does_the_reference(
 
 
 class Run(NamedTuple):
-    """The losses of the batches, and the tensors of the checkpoint or of the adapter before and after."""
+    """Batch losses, and checkpoint or adapter tensors before and after training."""
 
     losses: list[float]
     before: dict[str, Tensor]
@@ -267,7 +267,7 @@ class Run(NamedTuple):
 
 @pytest.fixture
 def train_both(make_both, tokenizer, tmp_path, hf):
-    """A factory: (the run of our model, that of transformers' own)."""
+    """Factory of (run of our model, run of transformers' own)."""
 
     def train(family, case, adapted=False, **config):
         config |= {"pad_token_id": 0, "eos_token_id": 1}
@@ -317,7 +317,7 @@ def make_trainer(case, model, tokenizer, folder, **more):
 
 
 def find(method, kind):
-    """A class of TRL, which has some methods among its experimental ones."""
+    """Find a TRL class, also among its experimental ones."""
     home = (
         trl if hasattr(trl, method + kind) else importlib.import_module(f"trl.experimental.{method.lower()}")
     )
@@ -325,7 +325,7 @@ def find(method, kind):
 
 
 def with_other_words(model):
-    """A teacher: the model before training, with its embeddings exchanged."""
+    """Make a teacher: the model before training, with exchanged embeddings."""
     teacher = copy.deepcopy(model).eval()
     embeddings = teacher.get_input_embeddings().weight
     with torch.no_grad():
@@ -334,7 +334,7 @@ def with_other_words(model):
 
 
 def randomize(adapted):
-    """An adapter that starts at zero would not learn with one of its halves in the first step."""
+    """Randomise adapters: one that starts at zero has no gradient for one factor in the first step."""
     generator = torch.Generator().manual_seed(3)
     state = peft.get_peft_model_state_dict(adapted)
     drawn = {name: torch.randn(state[name].shape, generator=generator) for name in sorted(state)}
