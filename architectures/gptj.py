@@ -1,4 +1,4 @@
-"""GPT-J (EleutherAI, 2021): attention without biases and a plain MLP with them, in parallel behind one
+"""GPT-J (EleutherAI, 2021): attention without biases and a plain MLP with them, in parallel after one
 LayerNorm, interleaved rotary on a part of each head, and a bias of the logits.
 """
 

@@ -7,13 +7,13 @@ _CONVOLUTION = "gated short convolutions as mixers"
 
 MISSING: dict[str, str] = {
     "bailing_hybrid": "lightning linear attention",
-    "bamba": f"{_MAMBA_2} beside attention",
+    "bamba": f"{_MAMBA_2} next to attention",
     "falcon_h1": f"{_MAMBA_2} in parallel with attention",
     "falcon_mamba": _MAMBA,
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
-    "granitemoehybrid": f"{_MAMBA_2} beside attention",
-    "jamba": f"{_MAMBA} beside attention",
+    "granitemoehybrid": f"{_MAMBA_2} next to attention",
+    "jamba": f"{_MAMBA} next to attention",
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
