@@ -112,7 +112,7 @@ def test_init_gives_the_same_weights_for_the_same_seed_only(tmp_path):
 @pytest.mark.parametrize(
     ("words", "command", "message"),
     [
-        (["train", "model", "--seq", "256"], "liger-models train", "ambiguous option: --seq could match"),
+        (["train", "model", "--seq", "256"], "liger-models train", "the following arguments are required"),
         (["train", "model", "--quickly"], "liger-models train", "the following arguments are required"),
         (["inspect", "model", "--quickly"], "liger-models", "unrecognized arguments: --quickly"),
         ([], "liger-models", "the following arguments are required: COMMAND"),
