@@ -10,8 +10,8 @@ from liger_models.architectures.common.deepseek import (
     TINY_EXPERTS,
     TINY_LATENT,
     dense_then,
-    experts_beside_shared,
     latent_attention,
+    routed_and_shared_experts,
 )
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
@@ -49,7 +49,7 @@ def experts(c: HFConfig, bias: bool) -> MoESpec:
         )
     for key in ("n_group", "topk_group"):  # without groups, which have no effect
         c.take(key, None)
-    return experts_beside_shared(
+    return routed_and_shared_experts(
         c,
         in_groups=method == "group_limited_greedy",
         bias=bias,

@@ -16,7 +16,7 @@ from liger_models.layers.specs import LinearProjectorSpec, ModelSpec, NormSpec
 @register(
     "gemma3",
     reference="Gemma3ForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=clip.layouts(
         (("norm.", "mm_soft_emb_norm."), ("linear.weight", "mm_input_projection_weight")),
         permuted=(("vision.projector.linear.weight", "i o -> o i"),),

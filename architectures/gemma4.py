@@ -24,7 +24,7 @@ def carried(c: HFConfig) -> tuple[str, ...]:
 @register(
     "gemma4",
     reference="Gemma4ForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=tuple(
         Layout(
             NAMES,

@@ -28,7 +28,7 @@ def unread(c: HFConfig) -> tuple[str, ...]:
 @register(
     "internvl",
     reference="InternVLForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=tower_layouts(
         encoder.NAMES,
         (("norm.", "layer_norm."),),

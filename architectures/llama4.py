@@ -16,7 +16,7 @@ from liger_models.layers.specs import ModelSpec
 @register(
     "llama4",
     reference="Llama4ForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=(
         replace(
             TEXT,

@@ -5,7 +5,7 @@ lower layers of CLIP or SigLIP and two linear layers; or over images of any size
 
 from dataclasses import replace
 
-from liger_models.architectures.common.images import language_model, sighted_layouts
+from liger_models.architectures.common.images import language_model, vision_layouts
 from liger_models.architectures.encoders import clip, pixtral
 from liger_models.architectures.encoders.parts import mlp_projector, states_read
 from liger_models.architectures.registry import for_tests, register
@@ -29,8 +29,8 @@ def encoder(c: HFConfig) -> HFConfig:
 @register(
     "llava",
     reference="LlavaForConditionalGeneration",
-    sees=True,
-    layouts=(*clip.layouts(), *sighted_layouts({"vision.": ("", NAMES)})),
+    vision=True,
+    layouts=(*clip.layouts(), *vision_layouts({"vision.": ("", NAMES)})),
     carried=lambda c: clip.unread_tensors(c, encoder(c), -2),
 )
 def llava(c: HFConfig) -> ModelSpec:

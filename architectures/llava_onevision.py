@@ -16,7 +16,7 @@ from liger_models.layers.specs import AnyresPictures, ModelSpec
 @register(
     "llava_onevision",
     reference="LlavaOnevisionForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=clip.layouts(),
     carried=lambda c: clip.unread_tensors(c, clip.tower(c, [clip.SIGLIP]), -1),
 )

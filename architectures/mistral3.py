@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whose configs the variants take)
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
-from liger_models.architectures.common.images import language_model, sighted_layouts
+from liger_models.architectures.common.images import language_model, vision_layouts
 from liger_models.architectures.encoders import pixtral
 from liger_models.architectures.encoders.parts import projector_activation
 from liger_models.architectures.registry import find_architecture, for_tests, register
@@ -24,9 +24,9 @@ EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
 @register(
     "mistral3",
     reference="Mistral3ForConditionalGeneration",
-    sees=True,
+    vision=True,
     # The layout that transformers itself uses comes first.
-    layouts=sighted_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
+    layouts=vision_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
 )
 def mistral3(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")

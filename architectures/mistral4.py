@@ -13,8 +13,8 @@ from liger_models.architectures.common.deepseek import (
     TINY_EXPERTS,
     TINY_LATENT,
     dense_then,
-    experts_beside_shared,
     latent_attention,
+    routed_and_shared_experts,
 )
 from liger_models.architectures.ministral3 import YARN as MINISTRAL_YARN
 from liger_models.architectures.registry import for_tests, register
@@ -47,7 +47,7 @@ def mistral4(c: HFConfig) -> ModelSpec:
     mixer = latent_attention(c, partial=True, scaling=YARN, extra=GROWING_QUERIES)
     mixer = replace(mixer, query_scale=query_scale(c, YARN))
     renormalize = c.take_flag("norm_topk_prob", False)
-    sparse = experts_beside_shared(c, ("n_routed_experts", "num_local_experts"), renormalize=renormalize)
+    sparse = routed_and_shared_experts(c, ("n_routed_experts", "num_local_experts"), renormalize=renormalize)
     return decoder(c, [BlockSpec(mixer, inner, norm) for inner in dense_then(c, sparse)], norm)
 
 

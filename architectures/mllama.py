@@ -3,7 +3,7 @@ tiles (arXiv:2407.21783, section 7).
 """
 
 from liger_models.architectures.common import attention, decoder, mlp
-from liger_models.architectures.common.images import sighted_layouts
+from liger_models.architectures.common.images import vision_layouts
 from liger_models.architectures.encoders import mllama as encoder
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
@@ -13,8 +13,8 @@ from liger_models.layers.specs import BlockSpec, CrossAttentionSpec, ModelSpec, 
 @register(
     "mllama",
     reference="MllamaForConditionalGeneration",
-    sees=True,
-    layouts=sighted_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # transformers' own comes first
+    vision=True,
+    layouts=vision_layouts({"vision.": ("", encoder.NAMES)})[::-1],  # transformers' own comes first
 )
 def mllama(c: HFConfig) -> ModelSpec:
     text = c.part("text_config")
@@ -34,9 +34,9 @@ def mllama(c: HFConfig) -> ModelSpec:
     cross = CrossAttentionSpec(
         own.num_attention_heads, own.num_key_value_heads, own.head_dim, own.scale, norm
     )
-    seeing = text.take_layers("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
+    cross_attention = text.take_layers("cross_attention_layers", [3, 8, 13, 18, 23, 28, 33, 38])
     blocks = [
-        BlockSpec(cross, inner, norm, "gated_cross") if i in seeing else BlockSpec(own, inner, norm)
+        BlockSpec(cross, inner, norm, "gated_cross") if i in cross_attention else BlockSpec(own, inner, norm)
         for i in range(text.take_count("num_hidden_layers"))
     ]
     image_id = c.take_count(("image_token_index", "image_token_id"), 128256, least=0)

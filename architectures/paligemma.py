@@ -15,7 +15,7 @@ from liger_models.layers.specs import AttentionSpec, LinearProjectorSpec, ModelS
 @register(
     "paligemma",
     reference="PaliGemmaForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=clip.layouts(),
     carried=lambda c: clip.HEAD,
 )

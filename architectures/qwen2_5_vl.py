@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import EllipsisType
 
 from liger_models.architectures.common import activation
-from liger_models.architectures.common.images import language_model, turned_by_axes
+from liger_models.architectures.common.images import language_model, with_axis_sections
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
 from liger_models.architectures.registry import for_tests, register
@@ -25,7 +25,7 @@ TINY_TEXT: dict[str, object | EllipsisType] = {
 }
 
 
-@register("qwen2_5_vl", reference="Qwen2_5_VLForConditionalGeneration", sees=True, layouts=layouts(NAMES))
+@register("qwen2_5_vl", reference="Qwen2_5_VLForConditionalGeneration", vision=True, layouts=layouts(NAMES))
 def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
     width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
@@ -43,7 +43,7 @@ def qwen2_5_vl(c: HFConfig) -> ModelSpec:
         windowed=tuple(i for i in range(v.take_count("depth", 32)) if i not in whole),
     )
     side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size
-    return replace(turned_by_axes(c, text, (16, 24, 24)), vision=replace(vision, window=side))
+    return replace(with_axis_sections(c, text, (16, 24, 24)), vision=replace(vision, window=side))
 
 
 # -- tests

@@ -5,7 +5,7 @@ and positions on three axes (M-RoPE).
 from dataclasses import replace
 
 from liger_models.architectures.common import activation
-from liger_models.architectures.common.images import language_model, turned_by_axes
+from liger_models.architectures.common.images import language_model, with_axis_sections
 from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention
 from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
 from liger_models.architectures.qwen2_5_vl import TINY_TEXT
@@ -17,7 +17,7 @@ from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSp
 @register(
     "qwen2_vl",
     reference="Qwen2VLForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=layouts((*NAMES, *LINEAR_NAMES)),
 )
 def qwen2_vl(c: HFConfig) -> ModelSpec:
@@ -29,7 +29,7 @@ def qwen2_vl(c: HFConfig) -> ModelSpec:
     attention = axial_attention(v, width, v.take_count("num_heads", 16))
     v.take_only(hidden_size=text.hidden_size)
     vision = grid_vision(c, v, width, BlockSpec(attention, mlp, norm), norm, positions=TimeSpec())
-    return replace(turned_by_axes(c, text, (16, 24, 24)), vision=vision)
+    return replace(with_axis_sections(c, text, (16, 24, 24)), vision=vision)
 
 
 # -- tests

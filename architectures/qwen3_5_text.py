@@ -54,7 +54,7 @@ def gated_attention(c: HFConfig, norm: NormSpec, **rotary: Any) -> AttentionSpec
 
 # -- tests
 
-TINY = {
+TINY: dict[str, Any] = {
     "rms_norm_eps": 3e-2,  # outputs of heads cross zero, where a norm with a small epsilon jumps
     "attention_bias": True,
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

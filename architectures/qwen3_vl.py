@@ -3,18 +3,15 @@ position axes are interleaved over the pairs of a head, and features of the enco
 in the language model.
 """
 
-import math
 from dataclasses import replace
 
-from liger_models.architectures.common import activation
-from liger_models.architectures.common.images import language_model, turned_by_axes_in_turn
-from liger_models.architectures.encoders.parts import axial_attention
-from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3, grid_vision
+from liger_models.architectures.common.images import language_model, with_interleaved_axes
+from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3, stretched_vision
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, StretchedTable, TimeSpec
+from liger_models.layers.specs import ModelSpec
 
 LAYOUT = Layout(
     root="model.language_model.",
@@ -24,26 +21,10 @@ LAYOUT = Layout(
 )
 
 
-@register("qwen3_vl", reference="Qwen3VLForConditionalGeneration", sees=True, layouts=(LAYOUT,))
+@register("qwen3_vl", reference="Qwen3VLForConditionalGeneration", vision=True, layouts=(LAYOUT,))
 def qwen3_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    width, norm = v.take_count("hidden_size", 1152), LayerNormSpec(eps=1e-6)
-    v.fill({"hidden_act": "gelu_pytorch_tanh"})
-    mlp = MLPSpec(v.take_count("intermediate_size", 4304), activation(v, gated=False), bias=True, gated=False)
-    attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    v.take_only(out_hidden_size=text.hidden_size)
-    vision = grid_vision(
-        c,
-        v,
-        width,
-        BlockSpec(attention, mlp, norm),
-        norm,
-        depth=27,
-        patch_size=16,
-        patch_bias=True,
-        positions=TimeSpec(steps_apart=True),
-        position_table=StretchedTable(math.isqrt(v.take_count("num_position_embeddings", 2304))),
-    )
+    vision = stretched_vision(c, v, text.hidden_size)
     deep = tuple(v.take_layers("deepstack_visual_indexes", [8, 16, 24], among=len(vision.blocks)))
     if len(deep) > len(text.blocks):
         raise ConfigError(
@@ -51,7 +32,7 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
             f"model has layers, {len(text.blocks)}"
         )
     vision = replace(vision, deep=deep)
-    return replace(turned_by_axes_in_turn(c, text, (24, 20, 20)), vision=vision)
+    return replace(with_interleaved_axes(c, text, (24, 20, 20)), vision=vision)
 
 
 # -- tests

@@ -17,7 +17,7 @@ from liger_models.layers.specs import ModelSpec
 @register(
     "qwen3_vl_moe",
     reference="Qwen3VLMoeForConditionalGeneration",
-    sees=True,
+    vision=True,
     layouts=(LAYOUT, replace(LAYOUT, permuted=INPUTS_FIRST)),
 )
 def qwen3_vl_moe(c: HFConfig) -> ModelSpec:

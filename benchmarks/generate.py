@@ -86,7 +86,7 @@ def _measure(args: argparse.Namespace, provider: str, device: torch.device) -> l
 
 
 def _check(args: argparse.Namespace, device: torch.device, rows: list[dict[str, Any]]) -> str:
-    """Whether the first peer takes as long in a process that never imports anything of ours."""
+    """Compare the first peer with its time in a process that never imports this package."""
     row = next((row for row in rows if not row["provider"].startswith("ours") and "note" not in row), None)
     if row is None:
         return ""

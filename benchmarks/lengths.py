@@ -156,7 +156,7 @@ def _apart(case: Case, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace, rows: list[dict[str, Any]]) -> str:
-    """Whether TRL's first timed case takes as long in a process that never imports anything of ours."""
+    """Compare TRL's first timed case with its time in a process that never imports this package."""
     found = ((parse_case(row["case"]), row) for row in rows if "note" not in row)
     case, row = next(
         ((case, row) for case, row in found if case.side == "trl" and case.tokens <= TIMED), (None, {})

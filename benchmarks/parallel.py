@@ -143,7 +143,7 @@ def measure_all(
 def check_divided(
     rows: Sequence[dict[str, Any]], model: str, config: Mapping[str, Any], processes: int, end: float
 ) -> list[str]:
-    """A sentence on whether the first peer takes as long in processes that never import anything of ours.
+    """Return a sentence comparing the first peer with its time in processes that never import this package.
     Empty if no peer was measured.
     """
     row = next((row for row in rows if row["provider"] != "ours" and "step_ms" in row), None)

@@ -72,4 +72,7 @@ def check(questions: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*map(int, sys.argv[1:]))

@@ -88,7 +88,7 @@ def write_data(out: Path) -> tuple[Path, Path, Path]:
 
 
 def share_of_polite(folder: Path) -> float:
-    """Of 32 answers to questions about what no pair was about, drawn at random."""
+    """Score 32 answers, drawn at random, to questions outside the pairs' topics."""
     import torch
 
     import liger_models as library

@@ -164,4 +164,7 @@ def same_in_transformers(out: str, test: dict[str, torch.Tensor], said: list[tup
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])

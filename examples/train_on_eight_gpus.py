@@ -49,5 +49,8 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
-    dist.destroy_process_group()  # once the model is gone
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])
+        dist.destroy_process_group()  # once the model is gone

@@ -52,4 +52,7 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])

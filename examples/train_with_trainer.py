@@ -51,4 +51,7 @@ def tokenize(tokenizer, prompt: str, completion: str) -> dict[str, list[int]]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])

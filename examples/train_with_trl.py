@@ -37,4 +37,7 @@ def main(checkpoint: str, data: str, out: str, **settings) -> trl.SFTTrainer:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "--help" in sys.argv:
+        print(__doc__)
+    else:
+        main(*sys.argv[1:])

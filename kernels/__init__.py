@@ -34,6 +34,7 @@ from liger_models.kernels.recurrent.channel_delta_rule import (
 )
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels.recurrent.short_conv import conv_state, short_conv, short_conv_step
+from liger_models.kernels.recurrent.ssd import ssd, ssd_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 
@@ -81,6 +82,8 @@ __all__ = [
     "softmax",
     "split_norm_rotary_qkv",
     "split_rotary_qkv",
+    "ssd",
+    "ssd_step",
     "sum_of_squares",
     "swiglu",
     "total_variation",

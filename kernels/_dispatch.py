@@ -126,10 +126,11 @@ def wait_for_inputs(EARLY_START: tl.constexpr):
         gdc_launch_dependents()
 
 
-def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
+def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None) -> list[Any]:
     """Tensor descriptors for tiles of `rows` rows of one head of each operand [T, heads, D], which Hopper's
     copy engine (TMA) fetches while a program computes: `.load([row, head * D])`, zero past the last token. If
-    any operand cannot be described, returns None for all, and programs load element by element.
+    any operand cannot be described, returns None for all, and programs load element by element. `columns`
+    makes tiles of a part of a head.
     """
     described = []
     for x in operands:
@@ -138,7 +139,9 @@ def rows_to_copy(rows: int, *operands: Tensor) -> list[Any]:
         apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and rows do not overlap
         if not able or not apart or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
             return [None] * len(operands)
-        described.append(TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, dim]))
+        described.append(
+            TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, columns or dim])
+        )
     return described
 
 

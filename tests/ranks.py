@@ -61,12 +61,12 @@ def run_ranks(
     environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
     complaints = folder / "complaints"
     run = [environment, str(complaints), time.time() + seconds, str(program), backend, str(folder)]
-    ended = _told([*run, *arguments], seconds)
+    ended = _outputs_of([*run, *arguments], seconds)
     assert ended == "0", f"{program.name} ended with {ended}\n{complaints.read_text()}"
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _told(run: list[Any], seconds: float) -> str:
+def _outputs_of(run: list[Any], seconds: float) -> str:
     """Return the run's outcome."""
     server = _server()
     server.stdin.write(json.dumps(run).encode() + b"\n")

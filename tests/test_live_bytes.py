@@ -27,7 +27,7 @@ from liger_models.layers.blocks.mixers import MIXERS
 from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
-from liger_models.layers.specs import CrossAttentionSpec, SharedAttentionSpec
+from liger_models.layers.specs import CrossAttentionSpec, SharedAttentionSpec, SSDSpec
 
 DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
@@ -255,6 +255,7 @@ def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, le
 
 # What is tested elsewhere.
 OTHERS = {
+    SSDSpec: "its plain form: tests/kernels/recurrent/test_ssd.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
 }
@@ -262,7 +263,7 @@ OTHERS = {
 
 def test_every_mixer_is_among_those_whose_bytes_are_counted():
     made = [make(3) for name, make in COMPOSITIONS.items() if name.startswith("full") and name in CHOSEN]
-    counted = {type(layer.spec.mixer) for one in made for layer in one.decoder.layers}
+    counted = {type(mixer) for one in made for layer in one.decoder.layers for mixer in layer.spec.mixers}
     assert counted | OTHERS.keys() == MIXERS.keys()
 
 

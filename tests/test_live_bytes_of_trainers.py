@@ -25,7 +25,7 @@ LORA = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pr
 LEVELS = ("lean", "checkpoint", "offload")
 
 
-class Seen(NamedTuple):
+class Measured(NamedTuple):
     """Bytes of one step: live before the backward pass, peak, and after it."""
 
     kept: int
@@ -34,7 +34,7 @@ class Seen(NamedTuple):
 
 
 # By the numbers of layers and of tokens.
-Steps = dict[tuple[int, int], Seen]
+Steps = dict[tuple[int, int], Measured]
 
 
 def by_token_and_layer(steps: Steps, name: str) -> float:
@@ -137,7 +137,7 @@ def train(kind: str, level: str, layers: int, folder: Any, steps: Steps) -> floa
             self.before, live.peak = live.now, live.now
             loss = super().training_step(model, inputs, *others, **named)
             found = [self.kept, live.peak, live.now]
-            steps[layers, self.tokens] = Seen(*(count - self.before for count in found))
+            steps[layers, self.tokens] = Measured(*(count - self.before for count in found))
             return loss
 
         def compute_loss(self, *args, **named):
@@ -203,6 +203,6 @@ def test_a_step_on_images_keeps_what_its_level_promises(level):
                 kept = live.now
                 loss.backward()
                 model.zero_grad()
-                steps[layers, tokens] = Seen(kept, live.peak, live.now)
+                steps[layers, tokens] = Measured(kept, live.peak, live.now)
                 assert live.on_host == 0
     check(steps, model.layers[0].activation_bytes(level, DTYPE.itemsize), level)

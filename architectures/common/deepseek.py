@@ -80,7 +80,7 @@ def dense_then(
     return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
 
 
-def experts_beside_shared(
+def routed_and_shared_experts(
     c: HFConfig,
     keys: Sequence[str] = ("n_routed_experts",),
     *,
@@ -122,7 +122,7 @@ def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> Mo
     c.take_only(topk_method="noaux_tc", moe_layer_freq=1)
     if (score := c.take("scoring_func", "sigmoid")) not in scores:
         raise ConfigError(f"{c.name}: scoring_func must be {' or '.join(map(repr, scores))}, found {score!r}")
-    return experts_beside_shared(
+    return routed_and_shared_experts(
         c,
         score="sigmoid",
         renormalize=c.take_flag("norm_topk_prob", False),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from liger_models.architectures.common.model import CHUNKED, FULL, SLIDING, layer_types
-from liger_models.architectures.common.rotary import rope
+from liger_models.architectures.common.rotary import has_positions, rope
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import AttentionSpec, SharedAttentionSpec
@@ -18,6 +18,7 @@ def attention(
     bias: bool = False,
     window: int | None = None,
     kv_heads: int | None = None,
+    optional: bool = False,
     **rotary: Any,
 ) -> AttentionSpec:
     """Grouped-query attention with rotary positions, from the keys of nearly every config.
@@ -26,6 +27,7 @@ def attention(
         bias: of every projection.
         window: number of visible tokens.
         kv_heads: for families without the key `num_key_value_heads`.
+        optional: without rotary positions if the config's theta is null (`has_positions`).
         rotary: options of `rope`.
     """
     hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
@@ -44,7 +46,7 @@ def attention(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=rope(c, head_dim, **rotary),
+        rope=rope(c, head_dim, **rotary) if not optional or has_positions(c) else None,
         window=window,
         qkv_bias=bias,
         o_bias=bias,
@@ -141,8 +143,8 @@ def layer_sizes(c: HFConfig, keys: Collection[str]) -> list[dict[str, Any]] | No
 
 
 def share_keys(c: HFConfig, mixers: Sequence[AttentionSpec]) -> list[AttentionSpec | SharedAttentionSpec]:
-    """Let the last `num_kv_shared_layers` reuse the keys and values of the last earlier layer with the same
-    window.
+    """Reuse keys and values in the last `num_kv_shared_layers` layers: those of the last earlier layer with
+    the same window.
 
     Raises:
         ConfigError: there is no such layer, or its heads differ.

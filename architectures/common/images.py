@@ -13,7 +13,7 @@ from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AttentionSpec, ModelSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec, RecurrentSpec
 
 Names = tuple[tuple[str, str], ...]
 
@@ -24,7 +24,7 @@ def language_model(c: HFConfig) -> ModelSpec:
     return find_architecture(text.model_type).spec(text)
 
 
-def turned_by_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+def with_axis_sections(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
     """The model with positions on three axes (time, row, column) that take consecutive pairs of a head: as
     many as in the config's `mrope_section`, or these `sections`.
 
@@ -35,7 +35,7 @@ def turned_by_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> Mo
     return _with_axes(c, model, tuple(i % 3 for i, count in enumerate(sections) for _ in range(count)))
 
 
-def turned_by_axes_in_turn(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+def with_interleaved_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
     """The same with alternating axes, pair i using axis i % 3, until row and column have all of theirs; time
     takes the others (Qwen3-VL).
 
@@ -54,6 +54,9 @@ def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...]) -> ModelSpe
     blocks = []
     for block in model.blocks:
         mixer = block.mixer
+        if isinstance(mixer, RecurrentSpec):
+            blocks.append(block)
+            continue
         assert isinstance(mixer, AttentionSpec)
         assert mixer.rope is not None
         if len(axes) != mixer.rope.dim // 2:
@@ -79,7 +82,7 @@ def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
     return list(default)
 
 
-def sighted_layouts(
+def vision_layouts(
     vision: Mapping[str, tuple[str, Names]],
     rename: Names = (),
     whole: tuple[str, ...] = (),
@@ -121,4 +124,4 @@ def tower_layouts(
         "vision.projector.": ("multi_modal_projector.", projector),
         "vision.newline.": ("", (("weight", "image_newline"),)),
     }
-    return sighted_layouts(vision, permuted=permuted)
+    return vision_layouts(vision, permuted=permuted)

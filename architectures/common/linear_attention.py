@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from liger_models.architectures.common.mlps import activation
 from liger_models.architectures.common.model import FULL, layer_types
@@ -14,13 +15,25 @@ from liger_models.layers.specs.recurrent import Projections
 LINEAR = "linear_attention"
 
 
-def gated_delta(c: HFConfig, projections: Projections, norm_eps: float) -> GatedDeltaSpec:
+def gated_delta(
+    c: HFConfig,
+    projections: Projections,
+    norm_eps: float,
+    *,
+    sizes: tuple[int, int, int, int] | None = None,
+    **settings: Any,
+) -> GatedDeltaSpec:
     """The gated delta rule, from the keys shared by all its families.
+
+    Args:
+        sizes: numbers of key heads and value heads, and their widths. Default: the config's.
+        settings: other fields of the spec.
 
     Raises:
         ConfigError: value heads are not a multiple of key heads, or an activation other than SiLU.
     """
-    keys, values = c.take_count("linear_num_key_heads"), c.take_count("linear_num_value_heads")
+    named = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
+    keys, values, key_dim, value_dim = sizes or map(c.take_count, named)
     if values % keys:
         raise ConfigError(
             f"{c.name}: linear_num_value_heads is {values} and linear_num_key_heads {keys}; "
@@ -37,11 +50,12 @@ def gated_delta(c: HFConfig, projections: Projections, norm_eps: float) -> Gated
     return GatedDeltaSpec(
         key_heads=keys,
         value_heads=values,
-        key_dim=c.take_count("linear_key_head_dim"),
-        value_dim=c.take_count("linear_value_head_dim"),
+        key_dim=key_dim,
+        value_dim=value_dim,
         conv=width,
         norm_eps=norm_eps,
         projections=projections,
+        **settings,
     )
 
 

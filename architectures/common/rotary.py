@@ -77,6 +77,16 @@ def rope(
     )
 
 
+def has_positions(c: HFConfig) -> bool:
+    """Whether a config has rotary positions: not if it states a theta of null."""
+    for settings in (c.take("rope_parameters", None), c.take("rope_scaling", None), c.raw):
+        if isinstance(settings, Mapping) and "rope_theta" in settings:
+            c.take("rope_theta", None)
+            c.take_count("max_position_embeddings")
+            return settings["rope_theta"] is not None
+    return True
+
+
 def longrope_alone(c: HFConfig, rope: RopeSpec | None) -> RopeSpec:
     """Rotary settings of a family with longrope or the default type.
 

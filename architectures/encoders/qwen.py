@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import Names
-from liger_models.architectures.encoders.parts import patches
+from liger_models.architectures.encoders.parts import axial_attention, patches
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, LayerNormSpec, NormSpec, PatchMergerSpec, VisionSpec
+from liger_models.layers.specs import (
+    BlockSpec,
+    LayerNormSpec,
+    MLPSpec,
+    NormSpec,
+    PatchMergerSpec,
+    StretchedTable,
+    TimeSpec,
+    VisionSpec,
+)
 
 NAMES = (
     ("encoder.patch_embed.", "patch_embed.proj."),
@@ -92,4 +103,29 @@ def grid_vision(
         c.take_count("video_token_id", 151656, least=0),
         kinds="mm_token_type_ids",
         **settings,
+    )
+
+
+def stretched_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
+    """The encoder of Qwen3-VL, without features of lower layers: grids with a stretched position table.
+
+    Args:
+        c, v: the config, and the encoder's.
+        text_size: width of the language model.
+    """
+    width, norm = v.take_count("hidden_size", 1152), LayerNormSpec(eps=1e-6)
+    v.fill({"hidden_act": "gelu_pytorch_tanh"})
+    mlp = MLPSpec(v.take_count("intermediate_size", 4304), activation(v, gated=False), bias=True, gated=False)
+    v.take_only(out_hidden_size=text_size)
+    return grid_vision(
+        c,
+        v,
+        width,
+        BlockSpec(axial_attention(v, width, v.take_count("num_heads", 16)), mlp, norm),
+        norm,
+        depth=27,
+        patch_size=16,
+        patch_bias=True,
+        positions=TimeSpec(steps_apart=True),
+        position_table=StretchedTable(math.isqrt(v.take_count("num_position_embeddings", 2304))),
     )

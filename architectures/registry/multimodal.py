@@ -28,8 +28,8 @@ class Multimodal:
     axes: positions have several axes, which are equal for text.
     settings: of the text part, regardless of its config.
     defaults: the reference's defaults for the text part, in addition to the text family's.
-    seeing: key of the text part that lists cross-attention layers to image features, which are skipped
-        without images. They are not part of the text model.
+    cross_attention: key of the text part that lists cross-attention layers to images. They are skipped
+        without images, and are not part of the text model.
     extra_ids: embedding rows after the vocabulary, unused by text.
     """
 
@@ -41,7 +41,7 @@ class Multimodal:
     axes: bool = False
     settings: Mapping[str, Any] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    seeing: str | None = None
+    cross_attention: str | None = None
     extra_ids: int = 0
 
     def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
@@ -57,7 +57,7 @@ class Multimodal:
             if name.startswith(here):
                 name = there + name.removeprefix(here)
                 break
-        if self.seeing is None or not name.startswith("model.layers."):
+        if self.cross_attention is None or not name.startswith("model.layers."):
             return name
         number, _, own = name.removeprefix("model.layers.").partition(".")
         layers = self.layers_that_see(raw["text_config"])
@@ -71,12 +71,12 @@ class Multimodal:
         Raises:
             ConfigError: not a list of numbers.
         """
-        if self.seeing is None:
+        if self.cross_attention is None:
             return []
-        found = text.get(self.seeing)
-        found = self.defaults[self.seeing] if found is None else found
+        found = text.get(self.cross_attention)
+        found = self.defaults[self.cross_attention] if found is None else found
         if not isinstance(found, list) or not all(type(layer) is int and layer >= 0 for layer in found):
-            raise ConfigError(f"{self.seeing} must be a list of layers, found {abbreviate(found)}")
+            raise ConfigError(f"{self.cross_attention} must be a list of layers, found {abbreviate(found)}")
         return sorted(set(found))
 
 
@@ -138,7 +138,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             "pad_token_id": 128004,
             "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
         },
-        seeing="cross_attention_layers",
+        cross_attention="cross_attention_layers",
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
@@ -149,6 +149,8 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "qwen2_vl": Multimodal({"qwen2_vl_text": "qwen2"}, **_QWEN2),
     "qwen2_5_vl": Multimodal({"qwen2_5_vl_text": "qwen2"}, **_QWEN2),
+    "qwen3_5": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
+    "qwen3_5_moe": Multimodal({"qwen3_5_moe_text": "qwen3_5_moe_text"}, _OWN_ROOT, axes=True),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
         _OWN_ROOT,
@@ -191,6 +193,15 @@ def _sizes(
 _SIZES: dict[str, dict[str, int]] = {
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16, linear_num_key_heads=16, linear_num_value_heads=32),
+    "qwen3_5_moe_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+    },
     "gemma": _sizes(256000, 3072, 24576, 28, 16),
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
@@ -262,10 +273,10 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     if family.tied_by_text:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
-    if family.seeing is not None:
+    if family.cross_attention is not None:
         layers, listed = text["num_hidden_layers"], family.layers_that_see(text)
         text["num_hidden_layers"] = layers - sum(layer < layers for layer in listed)
-        del text[family.seeing]
+        del text[family.cross_attention]
     text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
     return {**text, **family.settings}
 

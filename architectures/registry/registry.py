@@ -37,7 +37,7 @@ class Architecture:
         model_type: the name in config.json.
         build: turns a config into a spec; takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
-        sees: whether its models accept images.
+        vision: whether its models accept images.
         defaults: the reference's values of keys missing from config.json.
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
@@ -55,7 +55,7 @@ class Architecture:
     model_type: str
     build: Callable[[HFConfig], ModelSpec]
     reference: str
-    sees: bool = False
+    vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
@@ -114,7 +114,7 @@ def register(
     model_type: str,
     *,
     reference: str,
-    sees: bool = False,
+    vision: bool = False,
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
@@ -133,7 +133,7 @@ def register(
             model_type,
             build,
             reference,
-            sees,
+            vision,
             defaults or {},
             layouts,
             carried,
@@ -194,13 +194,13 @@ def find_architecture(model_type: str) -> Architecture:
             "which liger_models does not have."
         )
     supported = sorted(_ARCHITECTURES)
-    nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.4)
+    nearest = difflib.get_close_matches(model_type, supported, n=3, cutoff=0.6)
     hint = f" The nearest: {', '.join(nearest)}." if nearest else ""
     raise UnsupportedModelError(
         f"the model type {abbreviate(model_type)} is not supported.{hint} Supported: {', '.join(supported)}."
     )
 
 
-def list_architectures(sees: bool = False) -> list[str]:
+def list_architectures(vision: bool = False) -> list[str]:
     """The supported `model_type`s in alphabetical order: of language models, or of vision-language models."""
-    return sorted(name for name, family in _ARCHITECTURES.items() if family.sees == sees)
+    return sorted(name for name, family in _ARCHITECTURES.items() if family.vision == vision)

@@ -2,7 +2,6 @@
 
 _MAMBA = "state-space layers (Mamba)"
 _MAMBA_2 = "state-space layers (Mamba 2)"
-_GATED_DELTA = "linear attention by the gated delta rule, with short convolutions"
 _CONVOLUTION = "gated short convolutions as mixers"
 
 MISSING: dict[str, str] = {
@@ -22,9 +21,6 @@ MISSING: dict[str, str] = {
     "mamba2": _MAMBA_2,
     "minimax": "lightning linear attention",
     "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
-    "olmo_hybrid": _GATED_DELTA,
-    "qwen3_5": _GATED_DELTA,
-    "qwen3_5_moe": _GATED_DELTA,
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",

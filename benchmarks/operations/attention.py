@@ -65,7 +65,7 @@ class _Form:
         return torch.tensor(ends, dtype=torch.int32, device=self.device)
 
     def visible_scores(self) -> int:
-        """Of one head."""
+        """Operations of one head."""
         seen = [(length, min(self.window or length, length)) for length in self.lengths]
         return sum(near * (near + 1) // 2 + (length - near) * near for length, near in seen)
 

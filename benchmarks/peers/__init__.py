@@ -1,1 +1,3 @@
-"""Peers of generation and post-training. Nothing of ours is imported: `training/alone.py` runs them too."""
+"""Peers of generation and post-training. They import nothing of this package: `training/alone.py` runs them,
+too.
+"""

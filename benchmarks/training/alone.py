@@ -1,8 +1,8 @@
-"""A peer's measurement in a process that never imports anything of ours.
+"""Measures a peer in a process that never imports this package.
 
     python benchmarks/training/alone.py FILE
 
-FILE is written by `check.py`: the file of a peer, and the arguments of its `measure_alone`. Prints its result
+FILE is written by `check.py`: the file of a peer, and the arguments of its `measure_alone`. Prints the result
 as a line of JSON. Run as a file from another directory: transformers looks for a package called kernels, and
 would find ours in the checkout.
 """

@@ -1,5 +1,5 @@
-"""Self-check of a run: a peer's step, in a process that never imports anything of ours, takes as long as
-measured, within 2%.
+"""Self-check of a run: a peer's step takes as long as measured, within 2%, in a process that never imports
+this package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def compare(name: str, measured: float, alone: dict[str, Any]) -> str:
 
 
 def run_alone(peer: Path, asked: dict[str, Any], time_limit: float) -> dict[str, Any]:
-    """Call `measure_alone` of a peer's file in a process that never imports anything of ours.
+    """Call `measure_alone` of a peer's file in a process that never imports this package.
 
     Returns:
         Its result, or a note on why there is none.

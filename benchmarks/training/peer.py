@@ -71,7 +71,7 @@ def build_peer(
 
 
 def _patch(model_type: str, with_experts: bool) -> None:
-    """Let liger-kernel patch transformers' model, for the rest of the process's life."""
+    """Patch transformers' model with liger-kernel, for the rest of the process's life."""
     try:
         import liger_kernel.transformers as liger
     except ImportError:
@@ -99,7 +99,7 @@ def document_bounds(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _register_varlen() -> None:
-    """Let transformers run packed documents without padding on torch's own FlashAttention 2."""
+    """Make transformers run packed documents without padding on torch's own FlashAttention 2."""
     from torch.nn.attention.varlen import varlen_attn
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask

@@ -76,7 +76,7 @@ def measure_all(
 
 
 def _changes(job: Job) -> int:
-    """How much of transformers liger-kernel patches for this job, for sorting."""
+    """Sort key: the parts of transformers that liger-kernel patches for this job."""
     leaves_experts = bool(job.options & {"grouped_mm", "batched_mm", "loop"})
     return ("liger" in job.options) * (2 - leaves_experts)
 
@@ -203,8 +203,8 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
                 result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
             except Exception as error:
                 if not ahead:  # otherwise it is retried
-                    told = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
-                    print(told, file=sys.stderr, flush=True)
+                    message = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
+                    print(message, file=sys.stderr, flush=True)
                 result = {"note": f"{_BROKEN}: {type(error).__name__}: {in_one_line(error)}"}
             pipe.send(result)
 

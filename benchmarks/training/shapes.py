@@ -43,7 +43,7 @@ def _published(name: str, layers: int | None = None, **changes: Any) -> dict[str
     return with_layers(config, layers) if layers else config
 
 
-def _seeing(family: str, **changes: Any) -> dict[str, Any]:
+def _vision_model(family: str, **changes: Any) -> dict[str, Any]:
     """Tiny config of a vision-language family, with changes to its language model."""
     tiny = find_architecture(family).tiny
     return {**tiny, "text_config": {**tiny["text_config"], **changes}}
@@ -76,7 +76,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "qwen2.5-vl-7b": _published("Qwen2.5-VL-7B-Instruct"),
     "gemma-3-4b-it": _published("gemma-3-4b-it"),
     "llama-3.2-11b-vision": _published("Llama-3.2-11B-Vision-Instruct"),
-    "tiny-vl": _seeing("qwen2_5_vl", max_position_embeddings=4096),
+    "tiny-vl": _vision_model("qwen2_5_vl", max_position_embeddings=4096),
     "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts
 }
 

@@ -31,6 +31,7 @@ def resolve(
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
     local_files_only: bool = False,
+    adapter: bool = False,
 ) -> Path:
     """The local folder of a checkpoint: the given folder, or one downloaded from the hub or found in the
     cache.
@@ -41,6 +42,7 @@ def resolve(
         token: the hub's access token; True demands the stored one, None uses it if there is one.
         cache_dir: of the hub's client. Default: its own.
         local_files_only: use the cache and no network.
+        adapter: accept a PEFT adapter without a model, too.
 
     Raises:
         CheckpointError: the folder has no config.json, or the repository no safetensors weights.
@@ -48,7 +50,8 @@ def resolve(
     """
     folder = local_path(name_or_path)
     if folder.exists() or isinstance(name_or_path, Path) or _looks_like_a_path(name_or_path):
-        _refuse_adapter(folder, folder)
+        if _is_adapter(folder, folder, adapter):
+            return folder
         if not (folder / "config.json").is_file():
             state = "has no config.json" if folder.is_dir() else "is not a folder"
             raise CheckpointError(
@@ -73,7 +76,8 @@ def resolve(
     except _client_errors() as error:
         raise _explained(error, "download", repo_id, revision) from error
     folder = Path(snapshot)
-    _refuse_adapter(folder, repo_id)
+    if _is_adapter(folder, repo_id, adapter):
+        return folder
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{repo_id}: the repository has no safetensors weights at its top level; pickles (*.bin, "
@@ -85,19 +89,26 @@ def resolve(
     return folder
 
 
-def _refuse_adapter(folder: Path, name: object) -> None:
-    """Refuse adapter folders: the weights alone, without the adapter, would be another model."""
-    if (folder / ADAPTER_CONFIG).is_file():
-        beside = (folder / "config.json").is_file()
+def _is_adapter(folder: Path, name: object, accepted: bool) -> bool:
+    """Whether a folder holds an accepted adapter.
+
+    Raises:
+        CheckpointError: it is not accepted, or there is a model as well: the weights alone, without the
+            adapter, would be another model.
+    """
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return False
+    if (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{name}: holds a PEFT adapter ({ADAPTER_CONFIG})"
-            + (
-                f" and a model; remove {ADAPTER_CONFIG} to use the model's weights without it"
-                if beside
-                else " but no model"
-            )
-            + "; to merge it, load both with PEFT and save the result of merge_and_unload()"
+            f"{name}: holds a PEFT adapter ({ADAPTER_CONFIG}) and a model; remove {ADAPTER_CONFIG} to use "
+            "the model's weights without it"
         )
+    if not accepted:
+        raise CheckpointError(
+            f"{name}: holds a PEFT adapter ({ADAPTER_CONFIG}) but no model; to merge it into its base model, "
+            "run: liger-models merge ADAPTER OUT"
+        )
+    return True
 
 
 def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError) -> Path:
@@ -205,7 +216,9 @@ def push(
 
 
 def _looks_like_a_path(name: str) -> bool:
-    return name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.path.isabs(name)
+    begin, slash, _ = name.partition("/")  # the name of a repository has an owner and no folder of that name
+    beside = bool(slash) and Path(begin).is_dir()
+    return beside or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.path.isabs(name)
 
 
 def _client_errors() -> tuple[type[Exception], ...]:
@@ -247,9 +260,11 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
         reason = f"the hub answered HTTP {status} ({error}); try again later"
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" ({error.filename})" if error.filename else ""
-        reason = f"the disk of the cache is full{where}: free space, or choose another with cache_dir="
+        other = ", or choose another with cache_dir=" if action == "download" else ""
+        reason = f"the disk of the cache is full{where}: free space{other}"
     else:
-        reason = f"{type(error).__name__}: {error}; try again: completed downloads are kept"
+        kept = ": completed downloads are kept" if action == "download" else ""
+        reason = f"{type(error).__name__}: {error}; try again{kept}"
     return HubError(f"cannot {action} {what}: {reason}")
 
 

@@ -9,14 +9,14 @@ A family only declares how its checkpoints differ, as `Layout`s:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Expr, Ref, Shape
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Rows, Shape
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import permuted, piece_of_groups
 
@@ -28,16 +28,20 @@ class Joined:
         Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="key_value_heads")
 
     Attributes:
-        name: of the checkpoint's module, next to the projections' names.
+        name: of the checkpoint's module, next to the projections' names. Several names: the joined tensor is
+            cut into that many pieces of equal height, the last one less high, as by `torch.chunk`.
         parts: canonical names of the projections, in the checkpoint's order.
         by: an axis named by the module (`canonical_forms`). Rows are interleaved by group: for each key/value
             head its rows of q_proj, then those of k_proj and v_proj. Widths may differ. Default: one group,
             with whole projections one after another.
     """
 
-    name: str
+    name: str | tuple[str, ...]
     parts: tuple[str, ...]
     by: str | None = None
+
+
+Renames = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -54,14 +58,17 @@ class Layout:
         root: prefix of every canonical name except the head's.
         parts: (prefix of canonical names, layout of the names after it), such as ("vision.",
             Layout(root="visual.")); only `rename` and `root` of these layouts apply.
+        in_layers_with: (module of a layer, renames in layers that have this module), applied before `rename`:
+            ("linear_attn", ((".input_layernorm.", ".attention_layer_norm."),)).
     """
 
-    rename: tuple[tuple[str, str], ...] = ()
+    rename: Renames = ()
     whole: tuple[str, ...] = ()
     permuted: tuple[tuple[str, str], ...] = ()
     root: str = "model."
     parts: tuple[tuple[str, Layout], ...] = ()
     joined: tuple[Joined, ...] = ()
+    in_layers_with: tuple[tuple[str, Renames], ...] = ()
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
         """Convert canonical expressions (`canonical_forms`) to expressions over this layout's tensors.
@@ -70,12 +77,24 @@ class Layout:
             ValueError: a tensor cannot be divided as the layout requires.
         """
         shapes = {ref.name: ref.shape for form in forms.values() for ref in form.refs()}
+        layout = self._with_layers(shapes)
         return {
-            native: self._tensor(Ref(native, form.shape, _axes(form)))
+            native: layout._tensor(Ref(native, form.shape, _axes(form)))
             if _matches(native, self.whole)
-            else form.with_refs(lambda ref: self._joined(ref, shapes) or self._tensor(ref))
+            else form.with_refs(lambda ref: layout._joined(ref, shapes) or layout._tensor(ref))
             for native, form in forms.items()
         }
+
+    def _with_layers(self, names: Iterable[str]) -> Layout:
+        """Return the layout of a model with these canonical names, with each layer's renames spelled out."""
+        kinds = {
+            (name[: name.index(f".{module}.") + 1], renames): None
+            for module, renames in self.in_layers_with
+            for name in names
+            if f".{module}." in name
+        }
+        whole = tuple((layer + old[1:], layer + new[1:]) for layer, renames in kinds for old, new in renames)
+        return replace(self, rename=whole + self.rename, in_layers_with=()) if whole else self
 
     def name(self, canonical: str) -> str:
         """Return a tensor's name in the checkpoint."""
@@ -101,7 +120,9 @@ class Layout:
         for joined in self.joined:
             if projection not in joined.parts:
                 continue
-            name = f"{beside}{joined.name}.{kind}"
+            stored = (joined.name,) if isinstance(joined.name, str) else joined.name
+            names = [f"{beside}{module}.{kind}" for module in stored]
+            name = names[0]
             if missing := [part for part in joined.parts if f"{beside}{part}.{kind}" not in shapes]:
                 raise ValueError(
                     f"{name} is to hold {', '.join(joined.parts)}; the model has no {missing[0]}"
@@ -119,8 +140,22 @@ class Layout:
                 )
             widths = [count // groups for count in rows]
             piece = joined.parts.index(projection)
+            if len(names) > 1:
+                start = sum(widths[:piece])
+                return self._cut(names, sum(widths), start, start + widths[piece], canonical.shape[1:])
             return piece_of_groups(self.name(name), widths, piece, groups, canonical.shape[1:])
         return None
+
+    def _cut(self, names: Sequence[str], rows: int, start: int, stop: int, rest: Shape) -> Expr:
+        """Return rows [start, stop) of a tensor that is stored under `names` in equal pieces."""
+        height = -(-rows // len(names))
+        pieces = []
+        for number, name in enumerate(names):
+            first, last = number * height, min((number + 1) * height, rows)
+            if max(first, start) < min(last, stop):
+                stored = Ref(self.name(name), (last - first, *rest))
+                pieces.append(Rows(stored, max(first, start) - first, min(last, stop) - first))
+        return Cat(tuple(pieces))
 
 
 def canonical_forms(model: nn.Module) -> dict[str, Expr]:

@@ -1,10 +1,10 @@
 """Kernels of the delta rule with a decay for each channel; `_channel_chunks.py` has the formulas.
 
-Products of rows i > j with the decay exp(G_i - G_j) of each channel are taken by levels, so that no factor
-exceeds one whatever the gates. At level h, rows whose numbers first differ in bit h meet: i is in the upper
+Products of rows i > j with the decay exp(G_i - G_j) of each channel are computed by levels, so that no factor
+exceeds one, for any gates. Level h holds the pairs whose row numbers first differ in bit h: i is in the upper
 half and j in the lower half of a block of 2^(h+1) rows. With G_r of the upper half's first row,
 exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j), both at most one: each row takes one factor,
-E = exp(-|G - G_r|), and a level is one product of 64 x 64. Six levels hold every pair.
+E = exp(-|G - G_r|), and a level is one product of 64 x 64. Six levels cover every pair.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from liger_models.kernels.recurrent._chunk_tiles import (
 
 @jit
 def _running_decays(cumulative, start, count, head, row, key, HEADS: tl.constexpr, DK: tl.constexpr):
-    """G of the given rows, that of the last token also past it: [rows, BLOCK_K]."""
+    """G of the given rows, [rows, BLOCK_K]; rows past the end repeat the last token's."""
     token = start.to(tl.int64) + tl.minimum(row, tl.minimum(count, 64) - 1)
     place = (token[:, None] * HEADS + head) * DK + key[None, :]
     return tl.load(cumulative + place, (key < DK)[None, :], 0.0)
@@ -41,7 +41,7 @@ def _level_factor(cumulative, g, start, count, head, level, key, HEADS: tl.const
 
 @jit
 def _log_decay(raw, rate, lower_bound, BOUNDED: tl.constexpr):
-    """g of raw + dt_bias, with rate = exp(A_log)."""
+    """The log decay g from raw + dt_bias, with rate = exp(A_log)."""
     if BOUNDED:
         g = lower_bound * tl.sigmoid(rate * raw)
     else:
@@ -154,7 +154,7 @@ def prepare_kernel(
     solve = unit_inverse(A * beta[:, None], SOLVE_PRECISION)
     if transfer is not None:
         tl.store(transfer + square, solve.to(dtype))
-    # Again: the solve needs the registers.
+    # Load again: the solve needs the registers.
     k_rows = rows_of(k, k_stride, start, count, head, key, DK).to(tl.float32) * k_length[:, None]
     g = _running_decays(cumulative, start, count, head, rows, key, HEADS, DK)
     solve = (solve * beta[None, :]).to(dtype)
@@ -238,7 +238,7 @@ def _channel_grads(
     by_reads *= faded
     by_writes *= tl.exp(last[None, :] - g)
     dk_rows = by_reads + by_writes
-    # What the last token writes, and a token's own score, do not decay: left out, they need not cancel.
+    # The last token's write and a token's own score do not decay: omitting them avoids a cancellation.
     share = tl.where(last_row, 0.0, k_rows * by_writes)
     dg = q_rows * dq_rows + k_rows * by_reads - share
     dg += tl.where(last_row, (tl.sum(share, 0) + tl.exp(last) * carried)[None, :], 0.0)
@@ -253,14 +253,14 @@ def _channel_grads(
         mixed = (tl.where(upper, q_rows, k_rows) * factor).to(dtype)
         by_keys = tl.dot(tl.where(pairs, dsolve, 0.0).to(dtype), keys, input_precision=PRECISION)
         by_scores = tl.dot(tl.where(pairs, dscores, 0.0).to(dtype), mixed, input_precision=PRECISION)
-        # With the rounded factors, a pair adds at one end exactly what it takes off at the other.
+        # With the rounded factors, a pair adds at one end exactly what it subtracts at the other.
         share = keys.to(tl.float32) * by_keys + mixed.to(tl.float32) * by_scores
         dg += tl.where(upper, share, -share)
         by_scores *= factor
         dq_rows += tl.where(upper, by_scores, 0.0)
         dk_rows += by_keys * factor + tl.where(upper, 0.0, by_scores)
 
-    # g of a token is in G of all that follow it in the chunk.
+    # A token's g is part of G of all later tokens of the chunk.
     dg = tl.cumsum(dg, 0, reverse=True)
     live = (rows < count)[:, None] & (key < DK)[None, :]
     place = start.to(tl.int64) * f_stride + head * f_head + row * f_stride + key[None, :]
@@ -321,7 +321,7 @@ def channel_grads_kernel(
 ):
     """Write the gradients of q, k and f, and each chunk's part of those of A_log and dt_bias.
 
-    The channels are taken in one or two parts, for which the registers suffice.
+    The channels are processed in one or two parts, to fit the registers.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)

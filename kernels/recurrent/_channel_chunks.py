@@ -50,6 +50,7 @@ from liger_models.kernels.recurrent._channel_state_kernels import (
 )
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
+    NARROWEST,
     ChunkTable,
     block_of_keys,
     block_of_values,
@@ -60,7 +61,7 @@ from liger_models.kernels.recurrent._states import pass_state_grads, pass_states
 
 
 class _Prepared(NamedTuple):
-    """The operands of the pass over the states, in q's dtype but for the last."""
+    """Operands of the pass over the states, in q's dtype except for the last."""
 
     writes: Tensor  # exp(G_C - G) K: [T, heads, dk]
     reads: Tensor  # W: [T, heads, dk]
@@ -104,7 +105,7 @@ class ChannelDeltaRule(torch.autograd.Function):
             transfer = empty(chunks, heads, CHUNK, CHUNK)
             prepared = _prepare(q, k, v, b, cumulative, table, ctx.beta_scale, ctx.l2_eps, transfer)
             states, dstates = (empty(chunks, heads, dk_size, width) for _ in range(2))
-            sizes, new = _sizes(q, v), prepared.values  # N is written over U
+            sizes, new = _sizes(q, v), prepared.values  # overwrite U with N
             _, between = pass_states(states_kernel, prepared, (), sizes, table, state, states=states, new=new)
             dvalues = empty(*v.shape)
             dstate = None if state is None else torch.empty_like(state)
@@ -123,7 +124,7 @@ class ChannelDeltaRule(torch.autograd.Function):
             )
             dscores, dsolve = prepared.scores, transfer
             db = _run_score_grads(b, do, new, dscores, dsolve, dvalues, table, ctx.beta_scale)
-            del prepared, operands, between  # their memory serves the gradients
+            del prepared, operands, between  # free their memory for the gradients
             dq, dk, df = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, f))
             sums = [
                 torch.zeros(chunks, *x.shape, dtype=torch.float32, device=x.device) for x in (A_log, dt_bias)
@@ -158,7 +159,7 @@ class ChannelDeltaRule(torch.autograd.Function):
                     dk_size**-0.5,
                     **sizes,
                     BLOCK_V=block_of_values(width, 64),
-                    BLOCK_PART=max(16, block_of_keys(dk_size) // 2),
+                    BLOCK_PART=max(NARROWEST, block_of_keys(dk_size) // 2),
                     BOUNDED=ctx.lower_bound is not None,
                     num_warps=8,
                     num_stages=1,
@@ -236,7 +237,7 @@ def _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps, transfer=None) -
 
 
 def _run_score_grads(b, do, new, dscores, dsolve, dvalues, table, beta_scale) -> Tensor:
-    """Turn P into dP, T into dA and dN into dV in place; returns db."""
+    """Turn P into dP, T into dA and dN into dV in place; return db."""
     db = torch.empty(b.shape, dtype=b.dtype, device=b.device)
     chunks, (tokens, heads, dv) = table.ranges.shape[1], do.shape
     if tokens:

@@ -1,6 +1,6 @@
 """Kernels that pass the states of the delta rule with a decay for each channel; see `_channel_chunks.py`.
 
-All that does not depend on the state is prepared before, so that a chunk waits for the one before it through
+Everything independent of the state is prepared beforehand, so that a chunk waits for its predecessor through
 two matrix products only.
 """
 
@@ -38,8 +38,9 @@ def states_kernel(
 ):
     """Run one segment. Write O, or the state at the start of every chunk and N (over U), and the final state.
 
-    LOCAL: write the state at the segment's end if it started with zeros (a document's first segment starts
-    as it does), and in further programs the segment's transfer, the end for a start of one.
+    LOCAL: write the state at the segment's end from a zero state (a document's first segment from the
+    document's own initial state), and in further programs the segment's transfer, the end state for an
+    identity at the start.
     """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if document < 0:
@@ -126,8 +127,8 @@ def state_grads_kernel(
 ):
     """Run one segment backward. Write dS' of every chunk, dN, and the initial state's gradient.
 
-    LOCAL: write the gradient at the segment's start if that at its end were zero (a document's last segment
-    starts as it does).
+    LOCAL: write the gradient at the segment's start for a zero gradient at its end (a document's last segment
+    for the gradient of the document's final state).
     """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if (document < 0) | (LOCAL & (first == opening)):

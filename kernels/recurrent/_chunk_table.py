@@ -1,4 +1,4 @@
-"""The chunks of packed documents, which never share one, and how operands are divided for the kernels."""
+"""Chunks of packed documents, none shared by two documents, and the division of operands into blocks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
 
 CHUNK = 64
-SEGMENT = 64 * CHUNK  # tokens of a document that the states pass in one go; fixed, whatever is packed with it
+SEGMENT = 64 * CHUNK  # tokens of a document per pass of the states; independent of the other documents
 
 
 class ChunkTable(NamedTuple):
-    """Where the chunks and segments of packed documents are. Every document has at least one segment.
+    """Positions of the chunks and segments of packed documents. Every document has at least one segment.
 
     Attributes:
         cu_seqlens: [documents + 1] int32.
         ranges: [2, chunks] int32, the first token of every chunk and the end of its document; both 0 for
-            chunks that do not exist.
+            unused entries.
         segments: [4, segments] int32, the document of every segment, its first token, the token after its
-            last, and its first chunk; the document is -1 for segments that do not exist.
+            last, and its first chunk; the document is -1 for unused entries.
         first_segments: [documents] int32, the number of each document's first segment.
-        boundaries: at most so many segments follow another of their document.
+        boundaries: upper bound of the number of segments that follow another of their document.
         segment: tokens of a segment.
     """
 
@@ -36,7 +36,7 @@ class ChunkTable(NamedTuple):
 
 
 def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> ChunkTable:
-    """The chunks and segments of documents, found by one kernel without waiting for the device."""
+    """Compute the chunks and segments of documents in one kernel, without synchronising with the device."""
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
@@ -63,7 +63,7 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) ->
     return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT)
 
 
-_PIECES = 128  # chunks or segments of a program
+_PIECES = 128  # chunks or segments per program
 
 
 @jit
@@ -79,13 +79,13 @@ def table_kernel(
     PIECES: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
-    """Each program goes through all documents, and finds those of its chunks or of its segments."""
+    """Go through all documents and find this program's chunks or segments."""
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
     of_segments = tl.program_id(1) == 1
     size = tl.where(of_segments, SEGMENT, 64)
     opening = tl.zeros([PIECES], tl.int32)
     ending = tl.zeros([PIECES], tl.int32)
-    nth = tl.zeros([PIECES], tl.int32)  # one more than the document, 0 for none
+    nth = tl.zeros([PIECES], tl.int32)  # document + 1, 0 for none
     chunk = tl.zeros([PIECES], tl.int32)
     pieces_before = 0
     chunks_before = 0
@@ -122,33 +122,35 @@ def table_kernel(
 
 
 def use_chunks(q: Tensor, v: Tensor, *others: Tensor | None) -> bool:
-    """Whether the kernels run for these operands, on a GPU only with the tiles that were verified there.
-
-    Triton 3.6 miscompiles some products with fewer than 64 columns for Hopper: results were wrong, or memory
-    was touched that is not the kernel's. Narrower heads and float32, which takes narrower tiles, run in the
-    plain form.
+    """Return True if the kernels support these operands; on a GPU, float32 heads wider than 64 exceed the
+    shared memory and run the plain form.
     """
-    verified = q.dtype != torch.float32 and min(q.shape[-1], v.shape[-1]) >= 64
-    return use_triton(q, v, *others) and (verified or not q.is_cuda)
+    fits = q.dtype != torch.float32 or max(q.shape[-1], v.shape[-1]) <= 64
+    return use_triton(q, v, *others) and (fits or not q.is_cuda)
 
 
 def with_whole_heads(x: Tensor) -> Tensor:
-    """[T, heads, D] whose heads are contiguous and next to one another."""
+    """[T, heads, D] with contiguous, adjacent heads; a copy if necessary."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """How products of this dtype are computed: float32 as three of TF32, to within a rounding or two."""
+    """Precision of products of this dtype: float32 as three TF32 products, exact to a rounding or two."""
     if dtype != torch.float32:
         return "tf32"  # ignored for 16 bits
     return "ieee" if torch.version.hip else "tf32x3"
 
 
+# Columns per tile. On Hopper, Triton 3.6 compiles narrower products by wgmma that read past their tiles in
+# shared memory.
+NARROWEST = 64
+
+
 def block_of_keys(dk: int) -> int:
-    """Key channels of one program: all of them."""
-    return max(16, next_power_of_2(dk))
+    """Key channels per program: all of them."""
+    return max(NARROWEST, next_power_of_2(dk))
 
 
 def block_of_values(dv: int, most: int) -> int:
-    """Value channels of one program."""
-    return min(most, max(16, next_power_of_2(dv)))
+    """Value channels per program."""
+    return min(most, max(NARROWEST, next_power_of_2(dv)))

@@ -1,7 +1,7 @@
 """Tiles of a chunk of 64 tokens, and their inverses, for the kernels of the delta rules.
 
-Rows past the end of a document read as zeros, with the last token's running decay, so that no difference of
-decays overflows.
+Rows past the end of a document read as zeros, with the last token's running decay, so that differences of
+decays cannot overflow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def segment_of(segments, count, cu_seqlens):
 
 @jit
 def numbers_of(numbers, start, count, head, HEADS: tl.constexpr):
-    """One number of each of a chunk's tokens: [C], zero behind the first `count`."""
+    """One number per token of a chunk: [C], zero from `count` on."""
     row = tl.arange(0, 64)
     return tl.load(numbers + start.to(tl.int64) * HEADS + head + row * HEADS, row < count, 0.0)
 
@@ -38,9 +38,9 @@ def store_numbers(numbers, values, start, count, head, HEADS: tl.constexpr):
 
 @jit
 def _places(stride, start, count, head, column, D: tl.constexpr):
-    """Where a chunk's rows of one head begin, their offsets [C, columns] from there, and which exist."""
+    """Start of a chunk's rows of one head, offsets [C, columns] from there, and the mask of existing rows."""
     row = tl.arange(0, 64)
-    # 64 bits for the beginning alone: offsets of a tile take registers.
+    # 64 bits for the start only: offsets of a tile occupy registers.
     offsets = row[:, None] * stride + column[None, :]
     return start.to(tl.int64) * stride + head * D, offsets, (row < count)[:, None] & (column < D)[None, :]
 
@@ -53,6 +53,18 @@ def rows_of(x, stride, start, count, head, column, D: tl.constexpr):
 
 
 @jit
+def columns_of(x, tiles, stride, start, count, head, begin, BLOCK: tl.constexpr, D: tl.constexpr):
+    """Columns of a chunk's rows of one head: [C, BLOCK]. Through `tiles`, rows past the document's end are
+    those of the next one.
+    """
+    if tiles is not None:
+        rows = tiles.load([start, head * D + begin])
+    else:
+        rows = rows_of(x, stride, start, count, head, begin + tl.arange(0, BLOCK), D)
+    return rows
+
+
+@jit
 def store_rows(x, values, start, count, head, column, HEADS: tl.constexpr, D: tl.constexpr):
     """Write [C, columns] into contiguous [T, HEADS, D]."""
     begin, offsets, mask = _places(HEADS * D, start, count, head, column, D)
@@ -61,7 +73,7 @@ def store_rows(x, values, start, count, head, column, HEADS: tl.constexpr, D: tl
 
 @jit
 def running_decay(cumulative, start, count, head, HEADS: tl.constexpr):
-    """G of a chunk's tokens, that of the last one also behind it, and G of the last."""
+    """G of a chunk's tokens, constant past the last one, and G of the last."""
     last = tl.load(cumulative + (start + tl.minimum(count, 64) - 1).to(tl.int64) * HEADS + head)
     g = numbers_of(cumulative, start, count, head, HEADS)
     return tl.where(tl.arange(0, 64) < count, g, last), last
@@ -118,7 +130,17 @@ def unit_inverse(A, PRECISION: tl.constexpr):
 
 
 @jit
+def turned_state(states, tiles, square, key, begin, BLOCK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
+    """Columns of the state of number `square`, turned: [BLOCK, BLOCK_K]."""
+    if tiles is not None:
+        state = tl.trans(tiles.load([(square * DK).to(tl.int32), begin]))
+    else:
+        state = state_columns(states, square * DK * DV, key, begin + tl.arange(0, BLOCK), DK, DV)
+    return state
+
+
+@jit
 def state_columns(states, offset, key, column, DK: tl.constexpr, DV: tl.constexpr):
-    """Columns of a state, turned: [columns, BLOCK_K]."""
+    """Columns of a state, transposed: [columns, BLOCK_K]."""
     inside = (column < DV)[:, None] & (key < DK)[None, :]
     return tl.load(states + offset + key[None, :] * DV + column[:, None], inside, 0.0)

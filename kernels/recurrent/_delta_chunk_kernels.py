@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
+    columns_of,
     decay,
     inverse_lengths,
     log1p,
@@ -13,6 +14,7 @@ from liger_models.kernels.recurrent._chunk_tiles import (
     state_columns,
     store_numbers,
     store_rows,
+    turned_state,
     unit_inverse,
 )
 
@@ -96,6 +98,9 @@ def query_grads_kernel(
     new_values,
     dq,
     dcumulatives,
+    do_tiles,
+    new_tiles,
+    state_tiles,
     q_stride,
     k_stride,
     do_stride,
@@ -121,26 +126,26 @@ def query_grads_kernel(
     k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
     q_scale = numbers_of(q_scales, start, count, key_head, KEY_HEADS)
     k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
-    dq_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the scaled queries, over the value heads
+    dq_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the scaled queries, summed over value heads
     for nth in range(0, HEADS // KEY_HEADS):
         head = key_head * (HEADS // KEY_HEADS) + nth
-        offset = (chunk * HEADS + head) * DK * DV
+        square = chunk * HEADS + head
         g, _ = running_decay(cumulative, start, count, head, HEADS)
         by_state = tl.zeros([64, BLOCK_K], tl.float32)
         dscores = tl.zeros([64, 64], tl.float32)
         for begin in range(0, DV, BLOCK_V):
-            column = begin + tl.arange(0, BLOCK_V)
-            do_rows = rows_of(do, do_stride, start, count, head, column, DV)
-            new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
-            state = state_columns(states, offset, key, column, DK, DV)
+            do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
+            new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+            state = turned_state(states, state_tiles, square, key, begin, BLOCK_V, DK, DV)
             by_state += tl.dot(do_rows, state, input_precision=PRECISION)
             dscores += tl.dot(do_rows, tl.trans(new), input_precision=PRECISION)
         by_state *= tl.exp(g)[:, None]
         dq_rows += by_state
         dcumulative = q_scale * tl.sum(q_rows.to(tl.float32) * by_state, 1)
-        dscores *= decay(g[:, None], g[None, :], row >= other)
+        seen = (row >= other) & (row < count)
+        dscores = tl.where(seen, dscores * decay(g[:, None], g[None, :], seen), 0.0)
         scores = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION)
-        # A token's own score does not decay: left out, it need not cancel.
+        # A token's own score does not decay: omitting it avoids a cancellation.
         product = tl.where(row > other, dscores * scores * q_scale[:, None] * k_scale[None, :], 0.0)
         dcumulative += tl.sum(product, 1) - tl.sum(product, 0)
         dq_rows += tl.dot((dscores * k_scale[None, :]).to(dtype), k_rows, input_precision=PRECISION)
@@ -183,6 +188,7 @@ def key_grads_kernel(
     PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Write dk, dv, dg and dbeta; `dv` may be `dresiduals`."""
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
@@ -194,14 +200,14 @@ def key_grads_kernel(
     k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
     k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
     last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
-    dk_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the keys of length one, over the value heads
+    dk_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the normalised keys, summed over value heads
     for nth in range(0, HEADS // KEY_HEADS):
         head = key_head * (HEADS // KEY_HEADS) + nth
         offset = (chunk * HEADS + head) * DK * DV
         g, last = running_decay(cumulative, start, count, head, HEADS)
         beta = numbers_of(betas, start, count, head, HEADS)
 
-        # By the next state, and by the scores P.
+        # Through the next state and the scores P.
         by_state = tl.zeros([64, BLOCK_K], tl.float32)
         dscores = tl.zeros([64, 64], tl.float32)
         carried = 0.0
@@ -216,7 +222,7 @@ def key_grads_kernel(
             carried += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
         by_state *= tl.exp(last - g)[:, None]
         dk_rows += by_state
-        # Nor does what the last token writes into the next state.
+        # The last token's write into the next state does not decay either.
         share = tl.where(last_row, 0.0, k_scale * tl.sum(k_rows.to(tl.float32) * by_state, 1))
         dcumulative = numbers_of(dg, start, count, head, HEADS) - share
         dlast = tl.sum(share, 0) + tl.exp(last) * carried
@@ -225,7 +231,7 @@ def key_grads_kernel(
         dscores *= q_scale[None, :] * decay(g[None, :], g[:, None], other >= row)
         dk_rows += tl.dot(dscores.to(dtype), q_rows, input_precision=PRECISION)
 
-        # By what the keys read, V - exp(G) K S, and by A.
+        # Through what the keys read, V - exp(G) K S, and through A.
         by_state = tl.zeros([64, BLOCK_K], tl.float32)
         dsolve = tl.zeros([64, 64], tl.float32)
         drate = tl.zeros([64], tl.float32)
@@ -256,7 +262,7 @@ def key_grads_kernel(
         dk_rows += tl.dot(both, k_rows, input_precision=PRECISION)
 
         dcumulative += tl.where(last_row, dlast, 0.0)
-        # g of a token is in G of all that follow it in the chunk.
+        # A token's g is part of G of all later tokens of the chunk.
         store_numbers(dg, tl.cumsum(dcumulative, 0, reverse=True), start, count, head, HEADS)
         store_numbers(dbeta, drate, start, count, head, HEADS)
     unit = k_rows.to(tl.float32) * k_scale[:, None]

@@ -4,8 +4,8 @@ In a chunk, with the state S at its start, G the running sum of g, and rows i, j
 
     A[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for i > j, else 0
     T       = (1 + A)^-1
-    R       = beta (V - exp(G) K S)                      what the tokens would write if they were alone
-    N       = T R                                        what they write
+    R       = beta (V - exp(G) K S)                      each token's write, ignoring the others
+    N       = T R                                        the actual writes
     P[i, j] = exp(G_i - G_j) q_i . k_j          for i >= j, else 0
     O       = exp(G) Q S + P N
     S'      = exp(G_C) S + (exp(G_C - G) K)^T N
@@ -16,8 +16,8 @@ and backward, with dS' from the next chunk:
     dR = T^T dN,   dV = beta dR,   dA = -dR N^T          (T^T dN N^T needs no product with T: N = T R)
     dS = exp(G_C) dS' + (exp(G) Q)^T dO - (beta exp(G) K)^T dR
 
-The kernels (`_delta_chunk_kernels.py`, `_delta_state_kernels.py`), of which only the second and third wait
-for another chunk:
+The kernels (`_delta_chunk_kernels.py`, `_delta_state_kernels.py`); only the second and third depend on other
+chunks:
 
     prepare        T, G, beta and the inverse lengths of q and k, by chunk and value head
     states         S and N, by segment and in order over its chunks; O with them in the forward pass
@@ -25,7 +25,7 @@ for another chunk:
     query_grads    dq and its share of dg, by chunk and key head
     key_grads      dk, dv, dg and dbeta, by chunk and key head
 
-q and k are read as they are: their products are scaled by the inverse lengths, in float32.
+q and k are read unnormalised: their products are scaled by the inverse lengths, in float32.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import on_device_of, once_differentiable
+from liger_models.kernels._dispatch import on_device_of, once_differentiable, rows_to_copy
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     block_of_keys,
@@ -110,13 +110,15 @@ class GatedDeltaRule(torch.autograd.Function):
                 dresidual,
                 dstate,
             )
+            numbers = prepared[1:]
+            del prepared, between  # free their memory for the gradients
             dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-            dv = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            dg, dbeta = (torch.empty_like(prepared.beta) for _ in range(2))
+            dg, dbeta = (torch.empty_like(numbers[0]) for _ in range(2))
             _run_operand_grads(
-                q, k, v, do, prepared, table, states, dstates, new, dresidual, dq, dk, dv, dg, dbeta
+                q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
             )
-        # The gates' own gradients: tensors of one number a token and head.
+            dv = dresidual  # overwritten by dV
+        # The gates' own gradients: tensors with one number per token and head.
         shifted = a.float() + dt_bias.float()
         rate = -A_log.float().exp()
         da = dg * rate * torch.sigmoid(shifted)
@@ -190,24 +192,33 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
 
 
 def _run_operand_grads(
-    q, k, v, do, prepared, table, states, dstates, new, dresidual, dq, dk, dv, dg, dbeta
+    q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
 ) -> None:
+    """Write dq, dk, dg and dbeta, and dV over dR."""
     if not len(q):
         return
+    cumulative, _, q_scale, k_scale = numbers
     chunks = table.ranges.shape[1]
-    block = block_of_values(v.shape[2], 32 if q.dtype == torch.float32 else 64)
+    block, dv_size = block_of_values(v.shape[2], 64), v.shape[2]
+    block_k = block_of_keys(q.shape[2])
+    tiles = [None] * 3
+    if block_k == q.shape[2] <= 128:
+        tiles = rows_to_copy(CHUNK, do, new, columns=block)
+        tiles += rows_to_copy(block_k, states.view(-1, 1, dv_size), columns=block)
+        tiles = [None] * 3 if None in tiles else tiles
     query_grads_kernel[(chunks, q.shape[1])](
         q,
         k,
         do,
-        prepared.cumulative,
-        prepared.q_scale,
-        prepared.k_scale,
+        cumulative,
+        q_scale,
+        k_scale,
         table.ranges,
         states,
         new,
         dq,
         dg,
+        *tiles,
         q.stride(0),
         k.stride(0),
         do.stride(0),
@@ -215,22 +226,22 @@ def _run_operand_grads(
         q.shape[2] ** -0.5,
         **_sizes(q, v),
         BLOCK_V=block,
-        num_warps=8,
-        num_stages=1,
+        num_warps=8 if None in tiles else 4,
+        num_stages=2 if block_k <= 128 else 1,
     )
     key_grads_kernel[(chunks, q.shape[1])](
         q,
         k,
         v,
         do,
-        *prepared[1:],
+        *numbers,
         table.ranges,
         states,
         dstates,
         new,
         dresidual,
         dk,
-        dv,
+        dresidual,
         dg,
         dbeta,
         q.stride(0),

@@ -19,10 +19,10 @@ def recurrence(
     cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Outputs of all tokens and final states of all documents.
+    """Run a recurrence; return the outputs of all tokens and the final states of all documents.
 
     Args:
-        step: `step(*operands, state)` gives a token's output and the next state.
+        step: `step(*operands, state)` returns a token's output and the next state.
         tokens: q, k, v and the gates, each [T, ...].
         cu_seqlens: [documents + 1], or None for one document.
         state: [documents, heads, dk, dv], or None for zeros.
@@ -45,7 +45,7 @@ def recurrence(
 def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token of every sequence. decay: [sequences, heads, dk or 1], not logarithmic."""
+    """Process one token of every sequence. decay: [sequences, heads, dk or 1], not a logarithm."""
     repeats = v.shape[1] // q.shape[1]
     queries, keys = (_normalised(x).repeat_interleave(repeats, 1) for x in (q, k))
     state = state * decay[..., None]
@@ -63,7 +63,7 @@ def _normalised(x: Tensor) -> Tensor:
 def check_heads(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, state: Tensor | None, widest_key: int
 ) -> None:
-    """Raise ValueError unless q, k, v and the state of a delta rule fit one another."""
+    """Raise ValueError unless the heads of q, k, v and the state of a delta rule are consistent."""
     if q.dim() != 3 or k.shape != q.shape or v.dim() != 3 or len(v) != len(q):
         raise ValueError(
             f"q is {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; "

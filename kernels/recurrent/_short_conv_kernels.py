@@ -1,12 +1,12 @@
 """Kernels of the short convolution: each program goes down the tokens of a few channels.
 
-What the next token still needs stays in registers, in tuples that Triton unrolls: the last inputs forward,
-and backward also the gradients of tokens that later ones read. Products that meet a sum are fused with it by
-name, so that a document has the same bits alone and packed.
+Values needed by the next token stay in registers, in tuples that Triton unrolls: the last inputs in the
+forward pass, and in the backward pass also the gradients of tokens read by later ones. Products are added to
+sums by explicit fused multiply-adds, so that a document has the same bits alone and packed.
 """
 
 # mypy: ignore-errors
-# Tuples of Triton's values, which grow in unrolled loops, have no type that mypy could follow.
+# mypy cannot type tuples of Triton values that grow in unrolled loops.
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _taps_of(weight, column, channels, TAPS: tl.constexpr):
 
 @jit
 def _visible(window, value, position, TAPS: tl.constexpr):
-    """The inputs under the taps at a token at `position` of its document: zero before the document."""
+    """Inputs of all taps for a token at `position` of its document: zero before the document."""
     seen = ()
     for nth in tl.static_range(TAPS - 1):
         seen += (tl.where(position >= TAPS - 1 - nth, window[nth], 0.0),)
@@ -120,13 +120,13 @@ def backward_kernel(
     if bias is not None:
         bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
     window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
-    gradients = ()  # what the TAPS - 1 rows before the one at hand have got so far
+    gradients = ()  # gradients so far of the TAPS - 1 rows before the current one
     for _ in tl.static_range(TAPS - 1):
         gradients += (tl.zeros([COLUMNS], tl.float32),)
-    added = ()  # this program's sums: of every tap, then of the bias
+    added = ()  # this program's sums: one per tap, then the bias
     for _ in tl.static_range(TAPS + 1):
         added += (tl.zeros([COLUMNS], tl.float32),)
-    # The TAPS - 1 rows behind the last read it, too.
+    # The TAPS - 1 rows after the last also read it.
     for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
         first = begin + group * GROUP
         values, incoming, positions = (), (), ()

@@ -1,4 +1,4 @@
-"""The kernel that joins the states of segments; `_states.py` says how."""
+"""The kernel that joins the states of segments; see `_states.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def boundaries_kernel(
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Turn the local states at the boundaries of a document's segments into the states there: add to each the
-    one before it, through the transfer of the segment between them. REVERSE: the same for gradients.
+    """Turn the local states at the boundaries of a document's segments into the true states: add to each the
+    previous one, through the transfer of the segment between them. REVERSE: the same for gradients.
     """
     head, document = tl.program_id(1), tl.program_id(2)
     length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)

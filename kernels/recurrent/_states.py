@@ -1,11 +1,12 @@
 """The pass of a delta rule's state over the chunks of documents, at two levels.
 
-The state at the end of a segment of 64 chunks is linear in the one at its start: S_end = M S_start + S_local.
-All segments of documents that have several compute M and S_local at the same time. A short pass over the
-boundaries between segments gives the states there, from which all segments run at the same time. Gradients go
-the same way back, through M^T. So no chain is longer than 64 chunks, however long a document is.
+The state at the end of a segment of 64 chunks is linear in the state at its start: S_end = M S_start +
+S_local. In documents with several segments, all segments compute M and S_local in parallel. A short pass over
+the boundaries between segments then gives the states there, from which all segments run in parallel.
+Gradients take the same path back, through M^T. No chain is longer than 64 chunks, for documents of any
+length.
 
-Where segments begin depends on the document alone, so that packed documents equal separate ones in every bit.
+Segment boundaries depend on the document alone, so that packed documents equal separate ones bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from liger_models.kernels.recurrent._state_kernels import boundaries_kernel
 
 
 class Boundaries(NamedTuple):
-    """States where segments of a document meet, and the transfers of the segments before them."""
+    """States at the boundaries between a document's segments, and transfers of the segments before them."""
 
     states: Tensor  # [boundaries, heads, dk, dv] float32
     transfers: Tensor  # M: [boundaries, heads, dk, dk] float32
@@ -46,13 +47,15 @@ def pass_states(
     """Pass states over the chunks by a rule's `states_kernel`.
 
     Args:
-        kernel, operands, strides, sizes: the kernel, and what it takes first, after the tensors given here,
-            and as constants.
+        kernel: the rule's kernel.
+        operands: its first arguments, before the tensors below.
+        strides: its strides.
+        sizes: its constants.
         table: the chunks and segments.
         initial: [documents, heads, dk, dv] float32, or None for zeros.
-        output: O, to write.
-        states: [chunks, heads, dk, dv] in q's dtype, to write the state at the start of every chunk.
-        new: N, to write.
+        output: O, written if given.
+        states: [chunks, heads, dk, dv] in q's dtype, the state at the start of every chunk; written if given.
+        new: N, written if given.
 
     Returns:
         The final states [documents, heads, dk, dv] float32, and the states at the boundaries of segments.
@@ -80,6 +83,8 @@ def pass_states(
         _join(between.states, between.transfers, table, operands[0].dtype, reverse=False)
     starts = None if between is None else between.states
     written = output, states, new, final
+    if output is None and dk <= 128:  # with O, or wider, there is no room to fetch ahead
+        options["num_stages"] = 2
     kernel[(blocks, heads, count)](
         *operands, *places, starts, None, *written, *strides, count, LOCAL=False, **options
     )
@@ -100,7 +105,7 @@ def pass_state_grads(
 ) -> None:
     """Pass the gradients of states back by a rule's `state_grads_kernel`.
 
-    Writes dS' of every chunk, dN or dR, and the gradient of the initial states if that is given.
+    Write dS' of every chunk, dN or dR, and the gradient of the initial states if its tensor is given.
     """
     heads, dv = int(sizes["HEADS"]), int(sizes["DV"])
     count = table.segments.shape[1]
@@ -124,7 +129,7 @@ def _join(
     boundaries: Tensor, transfers: Tensor, table: ChunkTable, dtype: torch.dtype, *, reverse: bool
 ) -> None:
     heads, dk, dv = boundaries.shape[1:]
-    block = block_of_values(dv, 32)
+    block = block_of_values(dv, 64)
     boundaries_kernel[(ceil_div(dv, block), heads, len(table.first_segments))](
         boundaries,
         transfers,
@@ -138,6 +143,6 @@ def _join(
         SEGMENT=table.segment,
         PRECISION=product_precision(dtype),
         REVERSE=reverse,
-        num_warps=4,
+        num_warps=8,
         num_stages=1,
     )

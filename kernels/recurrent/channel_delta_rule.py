@@ -62,8 +62,7 @@ def channel_delta_rule(
         o [T, heads, dv] in v's dtype, and the final state of every document, shaped as `state`; float64 for
         float64 operands. Gradients flow through both. Running it again gives the same bits.
 
-        On a GPU the kernels take float16 and bfloat16 with dk and dv of at least 64; other operands run token
-        by token, which is slow.
+        On a GPU, float32 with dk or dv above 64 runs token by token, which is slow.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, a lower bound that is not negative, or tensors on
@@ -93,7 +92,7 @@ def channel_delta_rule_plain(
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `channel_delta_rule`, token by token, in plain PyTorch."""
+    """Plain twin of `channel_delta_rule`, token by token."""
     return recurrence(
         lambda q, k, v, f, b, s: channel_delta_rule_step(
             q, k, v, f, b, A_log, dt_bias, s, lower_bound=lower_bound, beta_scale=beta_scale
@@ -117,11 +116,11 @@ def channel_delta_rule_step(
     lower_bound: float | None = None,
     beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One further token of every sequence, for decoding.
+    """Process one further token of every sequence, for decoding.
 
     Args:
         q, k, v, f, b: as in `channel_delta_rule`, with sequences in place of tokens.
-        A_log, dt_bias, lower_bound, beta_scale: as there.
+        A_log, dt_bias, lower_bound, beta_scale: as in `channel_delta_rule`.
         state: [sequences, heads, dk, dv] float32.
 
     Returns:

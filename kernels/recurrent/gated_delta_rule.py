@@ -51,14 +51,13 @@ def gated_delta_rule(
         A_log, dt_bias: [value_heads].
         beta_scale: 2.0 lets a state's eigenvalues be negative (OLMo-hybrid).
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
-        state: [documents, value_heads, dk, dv] float32, what the documents continue; None for zeros.
+        state: [documents, value_heads, dk, dv] float32, the states to continue from; None for zeros.
 
     Returns:
         o [T, value_heads, dv] in v's dtype, and the final state of every document, as `state`; float64 for
         float64 operands. Gradients flow through both. Running it again gives the same bits.
 
-        On a GPU the kernels take float16 and bfloat16 with dk and dv of at least 64; other operands run token
-        by token, which is slow.
+        On a GPU, float32 with dk or dv above 64 runs token by token, which is slow.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or tensors on several devices.
@@ -84,7 +83,7 @@ def gated_delta_rule_plain(
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The meaning of `gated_delta_rule`, token by token, in plain PyTorch."""
+    """Plain twin of `gated_delta_rule`, token by token."""
     return recurrence(
         lambda q, k, v, a, b, s: gated_delta_rule_step(
             q, k, v, a, b, A_log, dt_bias, s, beta_scale=beta_scale
@@ -107,11 +106,11 @@ def gated_delta_rule_step(
     *,
     beta_scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """One further token of every sequence, for decoding.
+    """Process one further token of every sequence, for decoding.
 
     Args:
         q, k, v, a, b: as in `gated_delta_rule`, with sequences in place of tokens.
-        A_log, dt_bias, beta_scale: as there.
+        A_log, dt_bias, beta_scale: as in `gated_delta_rule`.
         state: [sequences, value_heads, dk, dv] float32.
 
     Returns:

@@ -34,7 +34,7 @@ from liger_models.kernels.attention.visible_keys import document_bounds
 from liger_models.kernels.norms._norm_sums import column_sum
 from liger_models.kernels.recurrent._short_conv_kernels import backward_kernel, forward_kernel
 
-WIDEST = 8  # taps; each is unrolled in the kernels
+WIDEST = 8  # maximum number of taps; the kernels unroll them
 
 
 def short_conv(
@@ -91,7 +91,7 @@ def short_conv(
 def short_conv_plain(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, starts: Tensor | None = None
 ) -> Tensor:
-    """The meaning of `short_conv` without a state, in plain PyTorch.
+    """Plain twin of `short_conv` without a state.
 
     starts: [T], the first token of each token's document; None for one document.
     """
@@ -109,13 +109,13 @@ def short_conv_plain(
 
 
 def conv_state(x: Tensor, cu_seqlens: Tensor | None, taps: int, state: Tensor | None = None) -> Tensor:
-    """The last `taps` - 1 inputs of every document, from which `short_conv` continues.
+    """Return the last `taps` - 1 inputs of every document, from which `short_conv` continues.
 
     Args:
         x: [T, C], the inputs of the convolution.
         cu_seqlens: [documents + 1], or None for one document.
         taps: the convolution's width K.
-        state: [documents, K - 1, C], what the documents continued; None for zeros.
+        state: [documents, K - 1, C], the inputs before each document; None for zeros.
 
     Returns:
         [documents, K - 1, C] in x's dtype, oldest first. A document shorter than K - 1 keeps the end of
@@ -138,7 +138,7 @@ def conv_state(x: Tensor, cu_seqlens: Tensor | None, taps: int, state: Tensor | 
 def short_conv_step(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """One further token of every sequence, for decoding.
+    """Process one further token of every sequence, for decoding.
 
     Args:
         x: [batch, C].
@@ -146,7 +146,7 @@ def short_conv_step(
         state: [batch, K - 1, C] in x's dtype, oldest first.
 
     Returns:
-        y [batch, C], and the state behind the token [batch, K - 1, C], a new tensor.
+        y [batch, C], and the state after the token [batch, K - 1, C], a new tensor.
     """
     _check(x, weight, bias, activation)
     window = torch.cat([state, x[:, None]], 1)
@@ -178,9 +178,9 @@ def _continue(
     cu_seqlens: Tensor,
     state: Tensor,
 ) -> Tensor:
-    """y with the first K - 1 tokens of every document computed from the documents' states.
+    """Return y with the first K - 1 tokens of every document computed from the documents' states.
 
-    Only those tokens read a state, so the kernels need not know of it.
+    The kernels need no state: only these tokens read it.
     """
     documents, kept, channels = len(cu_seqlens) - 1, weight.shape[1] - 1, x.shape[1]
     if state.shape != (documents, kept, channels):
@@ -193,7 +193,7 @@ def _continue(
     before_each = torch.arange(0, documents * 2 * kept, 2 * kept, device=x.device).repeat_interleave(2 * kept)
     fresh = short_conv_plain(windows.flatten(0, 1), weight, bias, activation, before_each)
     fresh = fresh.view(documents, 2 * kept, channels)[:, kept:].flatten(0, 1)
-    # Rows behind a short document's end go to a row of their own, which is dropped.
+    # Rows past a short document's end go to an extra row, which is dropped.
     target = torch.where(own, row, len(x)).flatten()
     return F.pad(y, (0, 0, 0, 1)).index_copy(0, target, fresh)[: len(x)]
 
@@ -275,6 +275,6 @@ class _ShortConv(torch.autograd.Function):
 
 
 # A program goes down `ROWS` tokens of `COLUMNS` channels with the last inputs in registers, so that memory is
-# read once; it loads `GROUP` tokens at a time, for enough loads to be under way.
+# read once; it loads `GROUP` tokens at a time, to keep enough loads in flight.
 _ROWS, _GROUP, _COLUMNS, _WARPS = 64, 8, 512, 4
 _ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 64, 4, 256, 4

@@ -14,12 +14,14 @@ from liger_models.layers.blocks.block import (
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
+from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
 from liger_models.layers.blocks.post_norm import PostNormBlock
 from liger_models.layers.blocks.pre_norm import PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
 from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
 from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
+from liger_models.layers.blocks.side_by_side import SideBySideBlock
 
 __all__ = ["BLOCKS", "IMAGES", "Block", "add_and_norm", "keys_and_values", "own_input", "run_block"]
 
@@ -34,5 +36,7 @@ BLOCKS: dict[str, type[Block]] = {
     "post_norm": PostNormBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
+    "one_part": OnePartBlock,
+    "side_by_side": SideBySideBlock,
 }
 """The class of a block, by the topology of its spec."""

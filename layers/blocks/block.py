@@ -29,6 +29,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     CrossAttentionSpec,
     MoESpec,
+    RecurrentSpec,
     SharedAttentionSpec,
 )
 
@@ -50,7 +51,7 @@ def own_input(layer: int) -> str:
 
 
 class Block(nn.Module):
-    """A mixer and an MLP, built from their specs. Subclasses define how they are connected.
+    """Mixers and an MLP, built from their specs. Subclasses define how they are connected.
 
     Args:
         hidden_size: the width H of the hidden states.
@@ -61,14 +62,17 @@ class Block(nn.Module):
     Attributes:
         reads: names of the tensors that the layer reads in addition to the residual stream.
         makes: names of the tensors that it returns for later layers: keys and values, if a layer reads them.
+        mlp: the MLP or the experts; a layer without them has no such attribute.
 
     Raises:
-        ValueError: parts that the topology does not support.
+        ValueError: parts that the topology does not support, or needs and does not have.
     """
 
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
+    mlp: GatedMLP | PlainMLP | MixtureOfExperts
     has_room_for: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ("mixer", "mlp")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
@@ -78,22 +82,43 @@ class Block(nn.Module):
             "per_layer_input": spec.per_layer_input,
             "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
             "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
+            "second_mixer": spec.second_mixer,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
-        self.mixer_name = MIXER_NAMES.get(type(spec.mixer), "self_attn")
-        setattr(self, self.mixer_name, MIXERS[type(spec.mixer)](hidden_size, spec.mixer, layer, attention))
-        self.mlp: GatedMLP | PlainMLP | MixtureOfExperts
+        if missing := [name for name in self.needs if getattr(spec, name) is None]:
+            raise ValueError(f"layers of topology {spec.topology!r} need {missing}, found None")
+        self.mixer_names = tuple(MIXER_NAMES.get(type(mixer), "self_attn") for mixer in spec.mixers)
+        for name, mixer in zip(self.mixer_names, spec.mixers, strict=True):
+            setattr(self, name, MIXERS[type(mixer)](hidden_size, mixer, layer, attention))
         if isinstance(spec.mlp, MoESpec):
             self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
-        else:
+        elif spec.mlp is not None:
             self.mlp = make_mlp(hidden_size, spec.mlp)
         self.activation_memory: ActivationMemory = "lean"
 
     @property
-    def mixer(self) -> Mixer:
-        """The token mixer: attention or a recurrent layer."""
-        return getattr(self, self.mixer_name)
+    def mixers(self) -> tuple[Mixer, ...]:
+        """The token mixers: attention or a recurrent layer, or both, or none."""
+        return tuple(getattr(self, name) for name in self.mixer_names)
+
+    @property
+    def token_mixer(self) -> Mixer:
+        """The only token mixer, or the first of two. (Named apart from modules of other libraries.)"""
+        return self.mixers[0]
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Empty cache tensors of attention, and states of a recurrent mixer; () for mixers that the layer
+        does not have.
+        """
+        tokens: tuple[Tensor, ...] = ()
+        states: tuple[Tensor, ...] = ()
+        for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
+            room = mixer.new_cache(batch, max_length, device, dtype)
+            tokens, states = (tokens, room) if isinstance(spec, RecurrentSpec) else (room, states)
+        return tokens, states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Map x, residual [T, H], sequences and the tensors in `reads` to two tensors [T, H] whose sum is the
@@ -115,7 +140,7 @@ class Block(nn.Module):
         """
         if level in RERUN:
             own = 0 if level == "offload" else itemsize * self.hidden_size
-            return own + self._noted_bytes(itemsize) + self._handed_bytes(itemsize)
+            return own + self._noted_bytes(itemsize) + self._shared_kv_bytes(itemsize)
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
@@ -140,7 +165,7 @@ class Block(nn.Module):
                 kept += unwrapped(part.router).decision_bytes + (logits if spec.has_router_loss else 0)
         return kept
 
-    def _handed_bytes(self, itemsize: int) -> int:
+    def _shared_kv_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values that later layers read."""
         mixer = self.spec.mixer
         return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0

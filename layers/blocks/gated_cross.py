@@ -32,7 +32,7 @@ class GatedCrossBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences, images: Tensor) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.cross_attn_attn_gate.tanh() * self.mixer(x, sequences, images))
+        x = self._scaled(self.cross_attn_attn_gate.tanh() * self.token_mixer(x, sequences, images))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
         seen = sequences.on(x.device).visibility.tiles
         assert seen is not None

@@ -24,7 +24,7 @@ class GatedPreNormBlock(PreNormBlock):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.gate_attn.tanh() * self.mixer(x, sequences))
+        x = self._scaled(self.gate_attn.tanh() * self.token_mixer(x, sequences))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
         return self._scaled(self.gate_ffn.tanh() * self.mlp(x, sequences)), residual
 

@@ -14,6 +14,7 @@ from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.gated_delta import GatedDelta
+from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -21,13 +22,14 @@ from liger_models.layers.specs import (
     GatedDeltaSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
+    SSDSpec,
 )
 
 
 class Mixer(Protocol):
     """Interface of a token mixer: attention or a recurrent layer."""
 
-    def __call__(self, x: Tensor, sequences: Sequences, *handed: Any) -> Any:
+    def __call__(self, x: Tensor, sequences: Sequences, *layer_inputs: Any) -> Any:
         """x [T, H] -> [T, H]."""
 
     def new_cache(
@@ -45,7 +47,12 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     LatentAttentionSpec: LatentAttention,
     CrossAttentionSpec: CrossAttention,
     GatedDeltaSpec: GatedDelta,
+    SSDSpec: SSD,
 }
 
-MIXER_NAMES: dict[type, str] = {CrossAttentionSpec: "cross_attn", GatedDeltaSpec: "linear_attn"}
+MIXER_NAMES: dict[type, str] = {
+    CrossAttentionSpec: "cross_attn",
+    GatedDeltaSpec: "linear_attn",
+    SSDSpec: "mamba",
+}
 """The names of mixers in the module tree; of others "self_attn"."""

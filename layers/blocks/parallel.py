@@ -21,7 +21,7 @@ class ParallelBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        return self._scaled(self.mixer(x, sequences) + self.mlp(x, sequences)), residual
+        return self._scaled(self.token_mixer(x, sequences) + self.mlp(x, sequences)), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 1 if level == "all" else 0
@@ -40,7 +40,7 @@ class ParallelTwoNormsBlock(Block):
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.attention_norm, x, residual)
         mlp = self.mlp(self.mlp_norm(residual), sequences)
-        return self._scaled(self.mixer(x, sequences) + mlp), residual
+        return self._scaled(self.token_mixer(x, sequences) + mlp), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return (2 if level == "all" else 0) - 1  # both norms keep the same input

@@ -24,7 +24,7 @@ class PostNormBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x = x if residual is None else x + residual
-        x = x + self._scaled(self.post_attention_layernorm(self.mixer(x, sequences)))
+        x = x + self._scaled(self.post_attention_layernorm(self.token_mixer(x, sequences)))
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), x
 
     def _branch_inputs(self, level: ActivationMemory) -> int:

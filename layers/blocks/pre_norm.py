@@ -24,7 +24,7 @@ class PreNormBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.mixer(x, sequences))
+        x = self._scaled(self.token_mixer(x, sequences))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
         return self._scaled(self.mlp(x, sequences)), residual
 

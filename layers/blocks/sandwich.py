@@ -26,7 +26,7 @@ class SandwichBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.post_attention_layernorm(self.mixer(x, sequences)))
+        x = self._scaled(self.post_attention_layernorm(self.token_mixer(x, sequences)))
         x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
         return self._scaled(self.post_feedforward_layernorm(self.mlp(x, sequences))), residual
 

@@ -43,7 +43,7 @@ class ScaledSandwichBlock(SandwichBlock):
     ) -> tuple[Any, ...]:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         keys = read[:2] if self.reads_keys else (True,) if self.makes else ()
-        attended = self.mixer(x, sequences, *keys)
+        attended = self.token_mixer(x, sequences, *keys)
         x, *made = attended if self.makes else (attended,)
         x = self._scaled(self.post_attention_layernorm(x))
         x, residual = add_and_norm(self.pre_feedforward_layernorm, x, residual)
@@ -59,10 +59,10 @@ class ScaledSandwichBlock(SandwichBlock):
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return super()._branch_inputs(level) + (self.per_layer_input is not None)
 
-    def _handed_bytes(self, itemsize: int) -> int:
+    def _shared_kv_bytes(self, itemsize: int) -> int:
         own = self.per_layer_input
         kept = 0 if own is None else own.activation_bytes("checkpoint", itemsize)
-        return super()._handed_bytes(itemsize) + kept
+        return super()._shared_kv_bytes(itemsize) + kept
 
     def reset_parameters(self, *_: Any) -> None:
         """Set the scale to one."""

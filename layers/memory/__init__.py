@@ -2,12 +2,12 @@
 
 Memory peaks at one of these moments:
 
-| moment               | beside the weights and the optimizer's state                                        |
-|----------------------|-------------------------------------------------------------------------------------|
-| the loss             | what every layer keeps, a chunk of logits, the head's gradient                      |
-| backward of a layer  | what it and the layers before it keep, what it makes again, the gradients behind it |
-| the embedding's      | all gradients, and of a weight that the head shares a second one                    |
-| the optimizer's step | all gradients, and what of a state on the host is at work                           |
+| moment               | in addition to the weights and the optimizer's state                              |
+|----------------------|-----------------------------------------------------------------------------------|
+| the loss             | activations of all layers, a chunk of logits, the head's gradient                 |
+| backward of a layer  | activations of it and of earlier layers, recomputed ones, gradients computed so far |
+| the embedding's      | all gradients, and a second one of a weight shared with the head                  |
+| the optimizer's step | all gradients, and the part of a state on the host that is being updated          |
 
 `choose_levels` starts by keeping everything. While the peak exceeds the budget, it lowers the level of one
 layer at a time, by the least recomputation per byte saved: down to `checkpoint`, then if needed `tiled`, then

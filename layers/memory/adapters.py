@@ -50,8 +50,8 @@ class Work:
         )
         forward, begun = tokens * own.forward.size(*size), tokens * own.begun * linear.height
         if linear.peft.startswith("dora"):
-            # Of W, B A (made of a unit matrix), and W + s B A, all in float32: while the norms are made, when
-            # there is the output of W alone, and from then on.
+            # Elements of W, B A (from a unit matrix) and W + s B A, all in float32: while the norms are
+            # computed, when only the output of W exists, and afterwards.
             square, matrix = 4 * linear.width**2, 4 * linear.width * linear.height
             cast = 0 if itemsize > 2 else 4 * tokens * linear.width
             norms = cast + tokens * itemsize * linear.height + square + 4 * matrix
@@ -65,13 +65,13 @@ class AdapterCosts:
     """Memory of the adapters in a layer.
 
     Attributes:
-        columns: of the low-rank paths' t = x A^T, which are kept where a layer does not run again.
-        last, front, mixer, output: the most that one linear layer takes: of the MLP's last product, of those
-            in front of it, of attention's inputs and of its output.
-        trained: whether the weight of the last product is trained.
-        peft: where of the four PEFT's own forward runs, in some layer.
-        adapted: where of the four there are adapters.
-        keeps_input: where of the four some layer keeps its input at the level `all`.
+        columns: of the low-rank paths' t = x A^T, kept if the layer is not recomputed.
+        last, front, mixer, output: peak of a single linear layer: of the MLP's last product, of its first
+            ones, of the mixer's inputs and of its output.
+        trained: the weight of the last product is trained.
+        peft: which of the four have layers that run PEFT's own forward.
+        adapted: which of the four have adapters.
+        keeps_input: which of the four have layers that keep their input at the level `all`.
         kept: bytes that PEFT's own forwards keep at that level.
     """
 
@@ -103,7 +103,7 @@ class AdapterCosts:
                 keeps_input |= here if PEFT_FORWARDS[linear.peft][itemsize > 2].kept.with_input else set()
             elif linear.eight_bits:  # its own dx and that of the paths
                 own = Work(with_input=2 * dx)
-            else:  # of a weight that is trained its input is needed while dx is there
+            else:  # a trained weight needs its input while dx exists
                 own = Work(with_input=dx) if linear.trained else Work(without=dx)
                 keeps_input |= here if linear.trained or linear.adapted else set()
             trained |= here if linear.trained else set()
@@ -119,8 +119,8 @@ _PLACES = ("last", "front", "mixer", "output")
 
 
 class _Linear(NamedTuple):
-    """A linear layer: whether its weight is trained, the rank of its paths, and which of PEFT's own forwards
-    runs it, if one does.
+    """A linear layer: whether its weight is trained, the rank of its paths, and the PEFT forward that runs
+    it, if any.
     """
 
     name: str

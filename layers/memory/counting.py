@@ -120,10 +120,10 @@ class StepMemory:
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
         room = working_bytes(*sizes, trained, step.labelled)
         gradients = self.gradients if step.accumulates else 0
-        # What the last norm takes and gives; and the last layer's input is needed first.
+        # The last norm's input and output; the last layer's input is needed first.
         room += (2 + (levels[-1] == "offload")) * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        return "the loss", self._parts(self._beside_layers + sum(kept), room, gradients)
+        return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
         """Forward pass of an encoder that keeps nothing, before the language model's layers run."""
@@ -142,7 +142,7 @@ class StepMemory:
         gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
-        left = self._beside_layers + sum(kept)
+        left = self._outside_layers + sum(kept)
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
             if number == -1:
@@ -155,7 +155,7 @@ class StepMemory:
             room = costs.transient[levels[i]]
             if self._gathered is not None:
                 room += self._gathered.at_layer(i - first - len(self.model.layers))
-            if levels[i] == "offload" and "offload" in levels[:i]:  # whose input is fetched
+            if levels[i] == "offload" and "offload" in levels[:i]:  # the layer's input is fetched
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             found.append((f"backward of {name}", self._parts(left, room, gradients)))
@@ -204,7 +204,7 @@ class StepMemory:
             longest = shown.window if number in windowed else shown.longest
             if (layer.spec, longest) not in known:
                 step = replace(self.step, batch=1, seq=shown.tokens, longest=longest, shown=NOTHING)
-                step = replace(step, sequence_ranks=1)  # each has all images
+                step = replace(step, sequence_ranks=1)  # every rank has all images
                 known[layer.spec, longest] = LayerCosts.of(layer, step, self.itemsize)
             found.append(known[layer.spec, longest])
         return found
@@ -227,7 +227,7 @@ class StepMemory:
         return edges_of(spec.vision, self.step.shown, spec.hidden_size, dtype, self._trains)
 
     @property
-    def _beside_layers(self) -> int:
+    def _outside_layers(self) -> int:
         """Bytes kept for images outside of layers."""
         edges = self._edges
         return self.step.shown.pixels + edges.encoder + edges.projector + edges.language
@@ -243,15 +243,15 @@ class StepMemory:
 
     @cached_property
     def _tables(self) -> int:
-        """Cosine and sine of every position, and of every token its id, its place and its label; beside
-        images, whose it is.
+        """Cosine and sine of every position, and per token its id, position and label; with images also the
+        image it belongs to.
         """
         shown = self.step.shown
         tokens = self.step.tokens * (24 + sum(4 * rope.dim for rope in self.model.spec.ropes))
         if not shown.tokens:
             return tokens
         blocks = [layer.spec for layer in self.model.vision.encoder.layers]
-        ropes = {rope for block in blocks for rope in block.mixer.ropes}
+        ropes = {rope for block in blocks for rope in block.ropes}
         return tokens + 9 * self.step.tokens + shown.tokens * (24 + sum(4 * rope.dim for rope in ropes))
 
     @property
@@ -339,7 +339,7 @@ class StepMemory:
 
     @cached_property
     def _gathered(self) -> Gathered | None:
-        """Of a model whose parameters are divided."""
+        """The gathered parameters of a sharded model."""
         model, step = self.model, self.step
         if step.gpus == 1 and not any(hasattr(p, "to_local") for p in model.parameters()):
             return None
@@ -349,7 +349,7 @@ class StepMemory:
         head: Any = getattr(model, "lm_head", None)
         ends = [] if self._tied else [embedding, *([] if head is None else head.parameters())]
         rest = [p for p in model.parameters() if id(p) not in inside | {id(p) for p in ends}]
-        own_head = None if self._tied else embedding  # of one size
+        own_head = None if self._tied else embedding  # if of the same size
         return Gathered.of(layers, own_head, rest, step.gpus, not step.lora_rank, model.gathered_once)
 
     @cached_property

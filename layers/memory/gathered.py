@@ -21,12 +21,13 @@ class Gathered:
     """Bytes of gathered parameters and of gradients (0 if none are trained).
 
     Attributes:
-        layers: of each layer, in the order in which they run.
-        gradients: of each layer's whole gradients.
-        parts: what of these is this process's own.
-        head: of the head, and of its gradient, where it is a group of its own.
-        rest: what stays from the beginning to the end, and of its gradient what is not this process's own.
-        once: whether layers stay until their backward pass, and the embedding to the end.
+        layers: of each layer, in execution order.
+        gradients: of each layer's full gradients.
+        parts: this process's share of these.
+        head: of the head and of its gradient, if it is a separate FSDP group.
+        rest: of parameters that stay gathered for the whole step, and of their gradients outside this
+            process's shard.
+        once: layers stay gathered until their backward pass, and the embedding to the end.
     """
 
     layers: Sequence[int]
@@ -45,15 +46,15 @@ class Gathered:
         trains: bool,
         once: bool,
     ) -> Gathered:
-        """Of a model's parts.
+        """Sum up the parts of a model.
 
         Args:
-            layers: one after the other.
-            embedding: its weight, if it is a group of its own, and so is a head of the same size.
-            rest: parameters in none of these.
-            gpus: that divide them, where parameters do not say so themselves.
-            trains: whether any of them are trained.
-            once: whether layers are gathered once a step.
+            layers: in execution order.
+            embedding: its weight, if it is a separate group; the head is then one of the same size.
+            rest: all other parameters.
+            gpus: that share the parameters, unless these are already sharded.
+            trains: some of them are trained.
+            once: layers are gathered once per step.
         """
 
         def gradient(parameters: Iterable[Tensor]) -> int:
@@ -79,8 +80,9 @@ class Gathered:
         return self.rest[0] + 2 * self.head[0] + layers
 
     def at_layer(self, i: int) -> int:
-        """In its backward pass, of layer i from the end (-1 is the last): what is gathered of it and the one
-        before it, the gradients of the one behind it, and its own beyond this process's part.
+        """Bytes in the backward pass of layer i from the end (-1 is the last): the gathered parameters of
+        this layer and the one before it, the gradients of the layer after it, and its own outside this
+        process's shard.
         """
         i += len(self.layers)
         behind = self.gradients[i + 1] if i + 1 < len(self.layers) else self.head[1]

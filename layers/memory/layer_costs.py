@@ -21,14 +21,13 @@ from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
-from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
 from liger_models.layers.specs import AttentionSpec, MoESpec, RecurrentSpec
 
-# Operations of a matrix product in the time that a byte takes to be written or read: 660 TFLOP/s beside 4.2
-# TB/s on an H200. It decides only which of two things is done again first.
+# Matrix operations in the time in which one byte is written or read: 660 TFLOP/s and 4.2 TB/s on an H200.
+# Only used to decide what is recomputed first.
 OPERATIONS_A_BYTE = 160
-# Of elementwise work that is done again: its output is written, and about twice as much is read.
+# Of recomputed elementwise work: its output is written, and about twice as much is read.
 BYTES_MOVED = 3
 
 
@@ -57,7 +56,8 @@ class LayerCosts:
         tokens = step.tokens
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
         if step.sequence_ranks > 1:
-            exchanged = tokens * exchange_bytes(layer.spec.mixer, step.sequence_ranks, itemsize)
+            received = (exchange_bytes(spec, step.sequence_ranks, itemsize) for spec in layer.spec.mixers)
+            exchanged = tokens * sum(received)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
         beside = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
@@ -69,7 +69,6 @@ class LayerCosts:
         whole = again + tokens * (2 * (inner + rest) + mixing)
         stream = tokens * itemsize * layer.hidden_size
         moments = _Moments.of(layer, kept, step, itemsize, adapters)
-        sums = moments.moved
         own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
             kept,
@@ -79,8 +78,8 @@ class LayerCosts:
                 "lean": again,
                 "mlp": again + 2 * tokens * inner,
                 "checkpoint": whole,
-                "tiled": whole + OPERATIONS_A_BYTE * sums,
-                "offload": whole + OPERATIONS_A_BYTE * sums,
+                "tiled": whole + OPERATIONS_A_BYTE * moments.moved,
+                "offload": whole + OPERATIONS_A_BYTE * moments.moved,
             },
             tokens * (2 * (inner + last + rest) + mixing),
             stream,
@@ -102,8 +101,8 @@ class LayerCosts:
 
 def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
     """Bytes that a layer reading image features keeps for them and for the mask of visible features."""
-    mixer = layer.mixer
-    if not isinstance(mixer, CrossAttention) or not step.shown.read:
+    mixer = next((mixer for mixer in layer.mixers if isinstance(mixer, CrossAttention)), None)
+    if mixer is None or not step.shown.read:
         return 0
     seen = itemsize * step.tokens * (step.shown.read // step.batch)
     return seen + step.shown.read * mixer.image_bytes(itemsize)
@@ -114,39 +113,38 @@ class _Moments:
     """Peak memory of one layer during its backward pass. S is the bytes of the residual stream, P those of
     the input of the MLP's last product, and R the total rows of the experts:
 
-    | at work                 | beside what `lean` keeps, and the stream's gradient | gradients not made yet |
-    |-------------------------|-----------------------------------------------------|------------------------|
-    | the MLP's last product  | P and its gradient; what adapters need              | all but that product's |
-    | the products in front   | the norm's output and its gradient, S each; too     | those behind the MLP   |
-    | the experts' activation | that output, [R, H], and four times [R, I]          | all                    |
-    | the experts' input      | it, its gradient, [R, H], and two times [R, I]      | those behind them      |
-    | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P     | all                    |
-    | attention               | see `_attention_work`; nothing of the MLP           | those in front of it   |
+    | step                    | beyond what `lean` keeps and the stream's gradient   | gradients missing     |
+    |-------------------------|------------------------------------------------------|-----------------------|
+    | the MLP's last product  | P and its gradient; memory of adapters               | all but the product's |
+    | the MLP's first ones    | the norm's output and its gradient, S each, adapters | those after the MLP   |
+    | the experts' activation | its output, [R, H], and four times [R, I]            | all                   |
+    | the experts' input      | it, its gradient, [R, H], and two times [R, I]       | those after them      |
+    | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P      | all                   |
+    | attention               | see `_attention_work`; nothing of the MLP            | those before it       |
 
-    What a level does not keep, it has made again by then, but for outputs of norms: at `all` they are there,
-    and a layer that runs again makes each when its product needs it.
+    By then, everything that a level does not keep has been recomputed, except for outputs of norms: `all`
+    keeps them, and a layer that runs again computes each when a product needs it.
 
     Attributes:
         lean: bytes that the layer keeps at that level.
-        mlp: and of these the MLP.
+        mlp: the MLP's part of these.
         norms: of norms' outputs.
-        scaled: of the gradient of what the MLP adds to the stream, where that is scaled. (Where a norm is
-            behind the MLP, it takes the place of that norm's input.)
-        last, front: what the MLP's last product and those in front of it take, or the experts' activation and
-            their input.
-        front_norm: how much of `front` is the norm's output.
-        experts: whether these two are of experts.
-        with_norm: whether the norm's output is there during `last` too: experts read it, and where the last
-            product's weight is not trained, it takes the most at the end of the forward pass, while what the
-            layer before gave to the stream is still there.
-        peft: further moments, where PEFT's own forward runs some of its layers.
-        pieces: attention's output by groups of heads, where it is put together once more.
-        gradients: of the layer's parameters, all of which are counted beside this: those that there are of
-            them at `last`, at `front` and when attention goes back, and all.
-        attention: what that takes.
-        tile: what a tile takes, with the sums; None: the MLP is not in tiles.
+        scaled: of the gradient of the MLP's contribution to the stream, if it is scaled. (If a norm follows
+            the MLP, it takes the place of that norm's input.)
+        last, front: of the MLP's last product and of its first ones, or of the experts' activation and input.
+        front_norm: the norm's output in `front`.
+        experts: `last` and `front` are those of experts.
+        with_norm: the norm's output also exists during `last`: experts read it. If the last product's weight
+            is not trained, the peak is at the end of the forward pass, while the previous layer's
+            contribution to the stream still exists.
+        peft: further moments, if some layers run PEFT's own forward.
+        pieces: attention's output by groups of heads, if it is concatenated once more.
+        gradients: of the layer's parameters, counted separately: those computed by `last`, by `front` and by
+            attention's backward pass, and all.
+        attention: of attention's backward pass.
+        tile: of a tile, including the sums; None: the MLP is not tiled.
         moved: bytes of sums that are moved.
-        accumulates: whether there are gradients of an earlier micro-batch, to which these are added.
+        accumulates: gradients of an earlier micro-batch exist, to which these are added.
     """
 
     lean: int
@@ -175,15 +173,16 @@ class _Moments:
         itemsize: int,
         adapters: AdapterCosts,
     ) -> _Moments:
-        tokens, mlp = step.tokens, layer.mlp
+        tokens, mlp = step.tokens, getattr(layer, "mlp", None)
         stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
-        behind = _gradient_bytes((p for name, p in mlp.named_parameters() if "down_proj" in name), step)
-        mixer: Any = layer.mixer
+        named: dict[str, Tensor] = {} if mlp is None else dict(mlp.named_parameters())
+        behind = _gradient_bytes((p for name, p in named.items() if "down_proj" in name), step)
+        mixers: Any = layer.mixers
         output = "o_proj", "out_proj"
-        in_front = (p for name, p in mixer.named_parameters() if not name.startswith(output))
-        of_mlp, whole = (_gradient_bytes(part.parameters(), step) for part in (mlp, layer))
+        in_front = (p for m in mixers for name, p in m.named_parameters() if not name.startswith(output))
+        of_mlp, whole = (_gradient_bytes(parts, step) for parts in (named.values(), layer.parameters()))
         last = adapters.last.total(product)
-        # Of several that PEFT runs one after the other, gradients of the input are added up.
+        # The gradients of the input of several layers run by PEFT are summed one after the other.
         added = ("front" in adapters.peft) * stream
         front = adapters.front.total(stream) + added
         front_norm = min(stream, front - adapters.front.without - added)
@@ -192,20 +191,20 @@ class _Moments:
             rows = mlp.spec.experts_per_token * stream
             last, front, behind = rows + 4 * product, rows + 2 * product + 2 * stream, 0
             front_norm = stream
-        elif tokens > tiles.TILE:
+        elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
             elements = 0 if step.lora_rank or adapters.adapted & {"last", "front"} else trained
             size = ceil_div(tokens, ceil_div(tokens, tiles.TILE))
             of_tile, wide = AdapterCosts.of(layer, step, size, itemsize), size * product // tokens
-            # With what stands before the activation, twice as wide as what comes out. In a forward pass that
-            # PEFT runs it is not there yet, but for a half.
+            # Including the input of the activation, twice as wide as its output. In a forward pass that PEFT
+            # runs, only half of it exists yet.
             moments = [2 * wide + of_tile.last.total(wide), 2 * wide + of_tile.front.total()]
             moments += [wide + of_tile.front.forward + of_tile.last.begun, 3 * wide + of_tile.last.forward]
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
             moved = 8 * elements * -(-tokens // tiles.TILE)
         return _Moments(
             lean=kept["lean"],
-            mlp=tokens * mlp.activation_bytes("lean", itemsize),
+            mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
             norms=layer.norm_outputs() * stream,
             stream=stream,
             scaled=(layer.spec.residual_scale != 1.0) * stream,
@@ -226,17 +225,17 @@ class _Moments:
         )
 
     def largest(self, level: ActivationMemory) -> int:
-        """Bytes, less the gradients that are not there yet."""
+        """Peak bytes, minus gradients not computed yet."""
         there, norm = self.lean + self.stream, self.stream
         behind, of_mlp, all_behind, whole = self.gradients
-        if self.accumulates:  # all are there; and beside the sum what is added to it
+        if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_behind, whole = of_mlp - behind, 0, 0
         attention = self.lean - self.mlp + self.attention + all_behind - whole
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":
                 return self.peft.at_all - whole
-            # Beside the sum of the stream its two terms are there in a forward pass.
+            # In a forward pass the stream's sum and its two terms exist.
             attention = max(attention, without_mlp + self.stream + self.peft.output + self.pieces - whole)
         if level in TILED and self.tile is not None:
             mlp = without_mlp + 2 * self.stream + self.scaled + self.tile - whole
@@ -256,15 +255,15 @@ class _Moments:
 
 @dataclass(frozen=True)
 class _PeftMoments:
-    """Bytes of further moments, where PEFT's own forward runs some of a layer's linear layers.
+    """Bytes of further moments, if some of a layer's linear layers run PEFT's own forward.
 
     Attributes:
-        at_all: the most at the level `all`, where nothing runs again.
-        output: the most in the forward pass of attention's output, beside what `lean` keeps of attention, a
+        at_all: peak at the level `all`, which recomputes nothing.
+        output: peak in the forward pass of attention's output, beyond what `lean` keeps of attention, a
             norm's output and the stream.
-        forward: the most in the forward pass of the MLP, beside what `lean` keeps and the norm's output.
-        again: the most when the MLP's first products run again after the backward pass of its last one has
-            begun, beside what `lean` keeps of attention, the norm's output and the stream's gradient.
+        forward: peak in the forward pass of the MLP, beyond what `lean` keeps and the norm's output.
+        again: peak when the MLP's first products are recomputed after the backward pass of its last one has
+            begun, beyond what `lean` keeps of attention, the norm's output and the stream's gradient.
     """
 
     at_all: int
@@ -289,10 +288,10 @@ class _PeftMoments:
 
 
 def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
-    """Bytes for each token of inputs that are counted at the level `all`, of which PEFT keeps a cast instead,
-    or nothing where the weight is not trained.
+    """Bytes per token of inputs counted at the level `all` that are not kept: PEFT keeps a cast instead, or
+    nothing if the weight is not trained.
     """
-    if not adapters.peft or isinstance(layer.mlp, MixtureOfExperts) or layer.norm_outputs() != 2:
+    if not adapters.peft or layer.norm_outputs() != 2 or isinstance(layer.mlp, MixtureOfExperts):
         return 0
     sizes = {"last": _inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
     return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
@@ -308,17 +307,20 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
     that exchange heads the output as it came back is done with.
     """
-    if isinstance(layer.mixer, GatedDelta):
-        return step.tokens * layer.mixer.backward_bytes(itemsize)
-    mixer: Any = layer.spec.mixer
-    mixer = getattr(mixer, "attention", mixer)
+    return max((_mixer_work(mixer, step, itemsize) for mixer in layer.mixers), default=0)
+
+
+def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
+    if isinstance(module.spec, RecurrentSpec):
+        return step.tokens * module.backward_bytes(itemsize)
+    mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0
     gradients = 2 * itemsize * (mixer.q_size + mixer.kv_size)
     if step.sequence_ranks > 1:
         gradients -= itemsize * mixer.q_size
     sums = 0
-    if getattr(layer.mixer, "backend", "auto") == "flash":
+    if getattr(module, "backend", "auto") == "flash":
         return step.tokens * (gradients + 4 * (mixer.q_size + 2 * mixer.kv_size))
     if mixer.window is None and mixer.softcap is None and not mixer.sinks:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
@@ -329,11 +331,11 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
 
 
 def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:
-    """What PEFT's own forward of attention's projections takes: of its output, whose input is kept; of
-    queries, keys and values, when that output is done with, and beside the norm's output.
+    """Memory of PEFT's own forward of attention's projections: of the output, whose input is kept; and of
+    queries, keys and values, after that output is done, beyond the norm's output.
     """
-    mixer: Any = layer.spec.mixer
-    done = step.tokens * itemsize * mixer.q_size if isinstance(mixer, AttentionSpec) else 0
+    mixer = _own_attention(layer)
+    done = 0 if mixer is None else step.tokens * itemsize * mixer.q_size
     output = adapters.output.total() if "output" in adapters.peft else 0
     if "mixer" not in adapters.peft:
         return output
@@ -342,15 +344,19 @@ def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts)
 
 
 def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:
-    """Attention's output of long sequences, which is made by groups of heads (`attend_by_groups`): a layer
-    with adapters behind it needs it in one piece.
+    """Attention's output of long sequences, computed by groups of heads (`attend_by_groups`): a following
+    layer with adapters needs it concatenated.
     """
-    mixer: Any = layer.spec.mixer
+    mixer = _own_attention(layer)
     long = step.tokens > LONG and step.sequence_ranks == 1
-    if not long or not isinstance(mixer, AttentionSpec) or "output" not in adapters.adapted:
+    if not long or mixer is None or "output" not in adapters.adapted:
         return 0
     plain = mixer.window is None and mixer.softcap is None and not mixer.sinks
     return step.tokens * itemsize * mixer.q_size * (plain and mixer.num_key_value_heads > 1)
+
+
+def _own_attention(layer: Block) -> AttentionSpec | None:
+    return next((mixer for mixer in layer.spec.mixers if isinstance(mixer, AttentionSpec)), None)
 
 
 def matrix_elements(layer: Block) -> tuple[int, int, int]:
@@ -372,14 +378,12 @@ def matrix_elements(layer: Block) -> tuple[int, int, int]:
 
 def _mixing(layer: Block, seq: int) -> int:
     """Operations per token of the mixer's forward pass, on average, excluding its projections."""
-    if isinstance(layer.spec.mixer, RecurrentSpec):
-        return layer.spec.mixer.state_flops
-    return 4 * _attended(layer, seq)
+    mixers = layer.spec.mixers
+    return sum(m.state_flops if isinstance(m, RecurrentSpec) else 4 * _attended(m, seq) for m in mixers)
 
 
-def _attended(layer: Block, seq: int) -> int:
+def _attended(mixer: Any, seq: int) -> int:
     """Average elements of the values that a query attends to, over all heads."""
-    mixer: Any = layer.spec.mixer
     mixer = getattr(mixer, "attention", mixer)
     if not isinstance(mixer, AttentionSpec):
         return 0
@@ -389,6 +393,6 @@ def _attended(layer: Block, seq: int) -> int:
 def _inner_width(layer: Block) -> int:
     spec = layer.spec.mlp
     if not isinstance(spec, MoESpec):
-        return spec.intermediate_size
+        return 0 if spec is None else spec.intermediate_size
     shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
     return spec.experts_per_token * spec.intermediate_size + shared

@@ -20,8 +20,8 @@ def own_elements(p: Tensor) -> int:
 
 
 def gathered_bytes(p: Tensor) -> int:
-    """Of one that is divided, when it is at work: of experts that ranks hold apart, these alone, and nothing
-    more than they are where nothing else divides them.
+    """Bytes of a parameter gathered for use. Experts sharded by expert parallelism are never gathered beyond
+    this process's experts.
     """
     mesh: Any = getattr(p, "device_mesh", None)
     names = getattr(mesh, "mesh_dim_names", None) or ()
@@ -31,5 +31,5 @@ def gathered_bytes(p: Tensor) -> int:
 
 
 def whole_bytes(p: Tensor) -> int:
-    """What its gradient takes when it is made: of what is gathered all, of what is not this process's own."""
+    """Bytes of a gradient when computed: in full for gathered parameters, else this process's part."""
     return max(gathered_bytes(p), own_bytes(p))

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 
 class Moment(NamedTuple):
-    """Bytes for each token that a linear layer takes at one moment of its backward pass, the second run of
-    its forward included, beside the gradient of its output; or that it keeps.
+    """Bytes per token that a linear layer takes at one moment of its backward pass (including its recomputed
+    forward pass) in addition to the gradient of its output; or that it keeps.
 
     Attributes:
-        with_input: whether its input is needed, which is not counted here.
-        per_input, per_output: for each input, and for each output.
+        with_input: its input is needed, which is not counted here.
+        per_input, per_output: per element of the input, and of the output.
     """
 
     with_input: bool
@@ -30,10 +30,10 @@ class PeftForward(NamedTuple):
     """PEFT's own forward of a layer, for activations of one size.
 
     Attributes:
-        moments: of its backward pass, those that may be the largest.
-        forward: the largest of its forward pass, its output included.
-        kept: what it keeps at the level `all`.
-        begun: bytes for each output of the gradients that are made before its forward runs again.
+        moments: of its backward pass, candidates for the peak.
+        forward: the peak of its forward pass, its output included.
+        kept: kept at the level `all`.
+        begun: bytes per output element of the gradients computed before its forward pass is repeated.
     """
 
     moments: tuple[Moment, ...]
@@ -51,7 +51,7 @@ def _forward(
 
 
 # By what PEFT computes: for activations of 16 bits, and of 32. Counted with PEFT 0.21 and adapters in
-# float32; tests/layers/memory/test_adapter_costs.py counts again.
+# float32; verified by tests/layers/memory/test_adapter_costs.py.
 PEFT_FORWARDS = {
     "lora": (
         _forward([(False, 0, 10), (False, 8, 2), (True, 4, 8)], (4, 10), (False, 4, 0), 6),
@@ -77,7 +77,7 @@ PEFT_FORWARDS = {
         _forward([(False, 0, 14), (False, 2, 2), (True, 0, 6), (True, 2, 0)], (0, 8), (False, 0, 2), 4),
         _forward([(False, 0, 12), (False, 4, 4), (True, 0, 4), (True, 4, 0)], (0, 8), (False, 0, 4), 0),
     ),
-    # Of bitsandbytes' layers PEFT casts more.
+    # PEFT casts more in layers of bitsandbytes.
     "ia3 on outputs, quantised": (
         _forward([(False, 0, 16), (True, 6, 10)], (6, 8), (False, 0, 4), 4),
         _forward([(False, 0, 12), (False, 4, 4), (True, 0, 4), (True, 4, 0)], (0, 8), (False, 0, 4), 0),

@@ -26,13 +26,13 @@ class Shown:
     """Sizes of the images that one GPU processes at a time.
 
     Attributes:
-        tokens: of the encoder: patches, class tokens and what fills tiles up.
-        longest: the most tokens that attend to one another.
+        tokens: of the encoder: patches, class tokens and padding of tiles.
+        longest: maximum number of tokens that attend to one another.
         window: the same in layers with windows; 0: there are none.
         patches: rows of pixels.
-        features: tokens of the language model that stand for them.
+        features: image tokens of the language model.
         read: features that layers of the language model read by cross-attention.
-        pixels: bytes of what the processor gives, on the GPU.
+        pixels: bytes of the processor's outputs on the GPU.
     """
 
     tokens: int = 0
@@ -44,7 +44,7 @@ class Shown:
     pixels: int = 0
 
     def no_more_than(self, other: Shown) -> bool:
-        """Whether no number is larger than the other's."""
+        """Return True if no number is larger than the other's."""
         return self.at_least(other) == other
 
     def at_least(self, other: Shown) -> Shown:
@@ -71,8 +71,8 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
 def shown_of_size(
     spec: VisionSpec | TiledVisionSpec, images: int, height: int, width: int, rows: int = 1
 ) -> Shown:
-    """The numbers of so many images in each of so many rows, of a size in pixels: that which the family's
-    processor has made of them, where it leaves them several.
+    """Sizes of `images` images per row, for an image size in pixels: the size after the family's processor,
+    which may allow several.
     """
     if not images:
         return NOTHING
@@ -125,12 +125,12 @@ def _with_pixels(shown: Shown, numbers: int) -> Shown:
 
 @dataclass(frozen=True)
 class Edges:
-    """Of what lies around the encoder's layers, bytes that are kept.
+    """Bytes kept outside the encoder's layers.
 
     Attributes:
-        encoder: in front of the layers and behind them.
-        projector: by the way into the language model, its input included.
-        language: by layers of the language model, for all of them together.
+        encoder: before and after its layers.
+        projector: including its input.
+        language: by layers of the language model, in total.
     """
 
     encoder: int = 0
@@ -150,9 +150,9 @@ def edges_of(
     Args:
         spec: of the encoder and the projector.
         shown: the images.
-        hidden_size: that of the language model, H.
+        hidden_size: of the language model, H.
         dtype: of the parameters.
-        trained: whether the encoder is, and whether the projector is.
+        trained: (encoder is trained, projector is trained).
     """
     encoder = trained[0]
     if not shown.patches or not any(trained):
@@ -160,8 +160,8 @@ def edges_of(
     width, size = spec.hidden_size, dtype.itemsize
     kept = shown.patches * spec.patches.width * size
     if isinstance(spec, TiledVisionSpec):
-        # The positions that a gate multiplies, the inputs and statistics of two norms, and of each token its
-        # place, to and fro, and where the keys that it sees begin and end.
+        # The positions scaled by a gate, the inputs and statistics of two norms, and per token its position
+        # in both orders and its range of visible keys.
         kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
         kept += shown.tokens * (2 * 8 + 2 * 4)
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
@@ -178,7 +178,7 @@ def edges_of(
         with torch.device("meta"):
             way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
         made += _kept(way, patches, wide, dtype, encoder)
-    # What goes on into the next layer of the encoder is that layer's input too.
+    # The input of the encoder's next layer is shared with that layer.
     made -= encoder * len(spec.deep) * patches * width * size
     deep = len(spec.deep) * shown.features * hidden_size * size
     return Edges(encoder * kept, made, deep)

@@ -23,19 +23,19 @@ class Step:
     """A training step's settings, without its model.
 
     Attributes:
-        batch, seq: rows, and tokens in a row, that one GPU has at a time.
+        batch, seq: rows, and tokens per row, on one GPU at a time.
         optimizer_bytes: optimizer state per trained element. AdamW in bfloat16 keeps two moments, and by
             default 16 bits that rounding would lose.
-        accumulates: whether gradients of an earlier micro-batch are there in the forward pass.
-        gpus: that divide the parameters among them (FSDP2).
-        lora_rank: of adapters on all linear layers, in float32, beside weights that are not trained; 0: none.
-        dora: whether these are DoRA's.
-        weight_bytes: of an element of the layers' matrices, where they are quantised.
+        accumulates: gradients of an earlier micro-batch exist in the forward pass.
+        gpus: that share the parameters (FSDP2).
+        lora_rank: of float32 adapters on all linear layers of a frozen model; 0: none.
+        dora: the adapters are DoRA's.
+        weight_bytes: per element of the layers' matrices, if they are quantised.
         longest: tokens of the longest document; None: `seq`.
-        labels: the share of the tokens that have one; the others are not in the loss.
-        sequence_ranks: GPUs that divide these rows among them, a part of the tokens each.
-        optimizer_on_host: whether the optimizer's state is in the host's memory.
-        optimizer_work: bytes that the optimizer's step takes beside the state and the gradients.
+        labels: the fraction of tokens with a label; the others are not in the loss.
+        sequence_ranks: GPUs that split each row's tokens among them.
+        optimizer_on_host: the optimizer's state is in the host's memory.
+        optimizer_work: bytes that the optimizer's step takes in addition to the state and the gradients.
         shown: the images of these rows.
     """
 
@@ -56,7 +56,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """Of one GPU."""
+        """Tokens of one GPU."""
         return -(-self.batch * self.seq // self.sequence_ranks)
 
     @property
@@ -71,14 +71,14 @@ class Plan:
 
     Attributes:
         levels: one per layer.
-        encoder_levels: and of an encoder of images, where there are any.
+        encoder_levels: those of the image encoder, if any.
         peak: peak memory in bytes.
         moment: when the peak occurs.
         parts: components of the peak, in bytes.
-        repeated: the matrix products and other work done again, over those of a step that repeats nothing.
-        budget: the bytes that there are; None: any number.
-        host: bytes of the host's memory, pinned, for what is kept there.
-        host_budget: the bytes of that that there are; None: any number.
+        repeated: recomputed work relative to the work of a step that recomputes nothing.
+        budget: available bytes; None: unlimited.
+        host: bytes of pinned host memory.
+        host_budget: available bytes of host memory; None: unlimited.
     """
 
     levels: tuple[ActivationMemory, ...]
@@ -97,9 +97,9 @@ class Plan:
         return on_host and (self.budget is None or self.peak <= self.budget)
 
     def __str__(self) -> str:
-        layers = _told(self.levels, "layers")
+        layers = _describe_levels(self.levels, "layers")
         if self.encoder_levels:
-            layers += ", " + _told(self.encoder_levels, "the encoder's layers")
+            layers += ", " + _describe_levels(self.encoder_levels, "the encoder's layers")
         budget = "" if self.budget is None else f" of {self.budget / 2**30:.1f}"
         most = "" if self.host_budget is None else f" of {self.host_budget / 2**30:.1f}"
         host = f", and {self.host / 2**30:.1f}{most} GiB of the host" if self.host else ""
@@ -107,7 +107,7 @@ class Plan:
         return f"{layers}; {self.repeated:.1%} of the work is repeated; {peak}"
 
 
-def _told(levels: Sequence[ActivationMemory], what: str) -> str:
+def _describe_levels(levels: Sequence[ActivationMemory], what: str) -> str:
     runs: list[list[Any]] = []
     for i, level in enumerate(levels):
         if not runs or runs[-1][0] != level:

@@ -108,7 +108,7 @@ def labels_of_beginnings(
     return (labelled & filled & (starts % documents.shape[1] != 0)).sum()
 
 
-def refuse_unknown(keywords: Mapping[str, Any]) -> None:
+def refuse_unknown(keywords: Mapping[str, Any], function: str = "forward") -> None:
     """Accept unknown keywords whose value requests nothing, as other libraries often pass them.
 
     Raises:
@@ -118,8 +118,8 @@ def refuse_unknown(keywords: Mapping[str, Any]) -> None:
         nothing = {"return_dict": (False, True), "is_causal": (True,)}.get(name, (False,))
         if value is not None and not any(value is one for one in nothing):
             raise TypeError(
-                f"forward() got {name}=..., which this model does not know and would ignore; "
-                "help(liger_models.layers.model.causal_lm.CausalLM.forward) tells what it takes"
+                f"{function}() got {name}=..., which this model does not know and would ignore; "
+                f"help(model.{function}) tells what it takes"
             )
 
 
@@ -136,7 +136,7 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
             "model carry a state from token to token, which padding would change: move all padding to the "
             "ends of the rows"
         )
-    mixers = [block.mixer for block in spec.blocks]
+    mixers = [mixer for block in spec.blocks for mixer in block.mixers]
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
     shortest = min((size for size in sizes if size is not None), default=extent)
     if shortest < extent:

@@ -131,7 +131,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             return request.teach(self.lm_head, self.logit_form, hidden)
         groups, own_device = groups_of_step(self), next(self.parameters()).device
         with refusing_together(groups, own_device):
-            sight = None if self.vision is None else self.vision.take(others)
+            vision_inputs = None if self.vision is None else self.vision.take(others)
             refuse_unknown(others)
             width = self.spec.hidden_size
             shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
@@ -139,11 +139,11 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
             targets = request.targets(sequences)
             sequences = sequences.divided(self.sequence_group)
-            self.prepare_call(sequences, input_ids, sight)
+            self.prepare_call(sequences, input_ids, vision_inputs)
             request = request.packed(sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
-        self.begin_checks(checks, sight)
-        hidden = self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
+        self.begin_checks(checks, vision_inputs)
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, vision_inputs=vision_inputs)
         checks.finish()
 
         own = None if targets is None else sequences.own(targets)
@@ -185,7 +185,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         kind = weight.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         room = (batch, max_length, weight.device, dtype)
-        return KVCache([layer.mixer.new_cache(*room) for layer in self.layers], batch, weight.device)
+        tokens, states = zip(*(layer.new_cache(*room) for layer in self.layers), strict=True)
+        return KVCache(list(tokens), batch, weight.device, list(states))
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:

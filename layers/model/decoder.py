@@ -88,39 +88,41 @@ class Decoder(ActivationLevels):
         sequences: Sequences,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        sight: Any = None,
+        vision_inputs: Any = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H]: `prepare_call`, then `run_layers`."""
-        self.prepare_call(sequences, input_ids, sight)
-        return self.run_layers(sequences, input_ids, inputs_embeds, sight=sight)
+        self.prepare_call(sequences, input_ids, vision_inputs)
+        return self.run_layers(sequences, input_ids, inputs_embeds, vision_inputs=vision_inputs)
 
     @not_compiled
-    def prepare_call(self, sequences: Sequences, input_ids: Tensor | None = None, sight: Any = None) -> None:
+    def prepare_call(
+        self, sequences: Sequences, input_ids: Tensor | None = None, vision_inputs: Any = None
+    ) -> None:
         """Check shapes and positions of a call and prepare it, before any computation that processes share.
 
         Args:
             input_ids: [batch, seq].
-            sight: inputs of a model with `vision`. `vision.finish` reports whether images and tokens match.
+            vision_inputs: of a model with `vision`. `vision.finish` reports whether images and tokens match.
 
         Raises:
             DataError: documents, padding, positions or images that this model does not support.
         """
         if sequences.documents.tree is not None:
-            check_tree(self.spec, sight)
+            check_tree(self.spec, vision_inputs)
         if sequences.documents.gapped_extent:
             check_windows(self.spec, sequences.documents.gapped_extent)
-        if self.vision is not None and sight is not None:
-            self.vision.prepare(sight, sequences, input_ids)
+        if self.vision is not None and vision_inputs is not None:
+            self.vision.prepare(vision_inputs, sequences, input_ids)
         sequences.prepare_rotary(self.spec.ropes)
 
-    def begin_checks(self, checks: CallChecks, sight: Any = None) -> None:
+    def begin_checks(self, checks: CallChecks, vision_inputs: Any = None) -> None:
         """Begin the checks of a prepared call, and those of its images."""
         # Processes that choose levels together wait for each other.
         wait = self.fit_levels is not None and self.fit_levels.plan is None
-        if sight is None:
+        if vision_inputs is None:
             checks.begin(wait=wait)
         else:
-            checks.begin(sight.wrong, partial(self.vision.finish, sight), wait)
+            checks.begin(vision_inputs.wrong, partial(self.vision.finish, vision_inputs), wait)
 
     @not_compiled
     def run_layers(
@@ -129,7 +131,7 @@ class Decoder(ActivationLevels):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         inputs_of_layers: list[Tensor] | None = None,
-        sight: Any = None,
+        vision_inputs: Any = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings, or from both if layers have per-id inputs. Requires `prepare_call`.
@@ -139,15 +141,15 @@ class Decoder(ActivationLevels):
         gradients flow through them.
         """
         if self.fit_levels is not None and torch.is_grad_enabled():
-            self.fit_levels(self, sequences, None if sight is None else sight.pictures)
+            self.fit_levels(self, sequences, None if vision_inputs is None else vision_inputs.pictures)
         # The checks report an id outside the vocabulary; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
-            inputs_embeds = self.vision.place(sight, inputs_embeds)
-        handed = self._own_inputs(ids, inputs_embeds, sight)
+            inputs_embeds = self.vision.place(vision_inputs, inputs_embeds)
+        layer_inputs = self._own_inputs(ids, inputs_embeds, vision_inputs)
         if self.vision is not None:
-            handed |= self.vision.handed(sight, sequences)
+            layer_inputs |= self.vision.layer_inputs(vision_inputs, sequences)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
@@ -157,39 +159,39 @@ class Decoder(ActivationLevels):
             if inputs_of_layers is not None and number == 0:
                 inputs_of_layers.append(sequences.unpack(x))
                 x = sequences.pack(inputs_of_layers[-1])
-            if IMAGES not in layer.reads or IMAGES in handed:
-                read = [handed[name] for name in layer.reads]
+            if IMAGES not in layer.reads or IMAGES in layer_inputs:
+                read = [layer_inputs[name] for name in layer.reads]
                 x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
-                handed.update(zip(layer.makes, made, strict=True))
+                layer_inputs.update(zip(layer.makes, made, strict=True))
             if inputs_of_layers is not None and number + 1 < len(self.layers):
                 x, residual = x if residual is None else x + residual, None
                 # Without the features that images add, as in transformers.
                 inputs_of_layers.append(sequences.unpack(x))
                 x = sequences.pack(inputs_of_layers[-1])
-            if self.vision is not None and sight is not None:
-                x = self.vision.add(sight, number, x)
+            if self.vision is not None and vision_inputs is not None:
+                x = self.vision.add(vision_inputs, number, x)
         out = add_and_norm(self.norm, x, residual)[0]
         if self.vision is not None and self.training:
             parts = [self.vision.encoder, *self.vision.ways_out()]
             parts += [layer for layer in self.layers if IMAGES in layer.reads]
-            with_images = sight is not None and sight.pictures is not None
+            with_images = vision_inputs is not None and vision_inputs.pictures is not None
             self.image_gradients.watch(out, parts, with_images)
         return out
 
-    def kinds_of_layers(self) -> set[str]:
+    def layer_class_names(self) -> set[str]:
         """Class names of the layers, for sharding libraries: only this model's own, since they reject a name
         that no module has.
         """
         encoder = () if self.vision is None else self.vision.encoder.layers
         return {type(layer).__name__ for layer in (*encoder, *self.layers)}
 
-    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, sight: Any) -> dict[str, Tensor]:
+    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, vision_inputs: Any) -> dict[str, Tensor]:
         """The per-layer inputs, by name."""
         if self.per_layer_inputs is None:
             return {}
         assert ids is not None  # ensured by `batch_shape`
-        if sight is not None:  # image tokens use the input of padding
-            ids = self.vision.ids_of_text(sight, ids, self.spec.padding_idx or 0)
+        if vision_inputs is not None:  # image tokens use the input of padding
+            ids = self.vision.ids_of_text(vision_inputs, ids, self.spec.padding_idx or 0)
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}
 
@@ -215,12 +217,12 @@ class Decoder(ActivationLevels):
             for module in modules:
                 module.requires_grad_(name not in parts)
 
-    def seeing_parameters(self) -> Iterator[nn.Parameter]:
+    def vision_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that only images reach: the encoder, the projector and layers that read features."""
-        seeing: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
+        modules: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
         if self.vision is not None:
-            seeing += [self.vision.encoder, *self.vision.ways_out()]
-        yield from {id(p): p for module in seeing for p in module.parameters()}.values()
+            modules += [self.vision.encoder, *self.vision.ways_out()]
+        yield from {id(p): p for module in modules for p in module.parameters()}.values()
 
     @property
     def needs_ids(self) -> bool:
@@ -253,7 +255,7 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
 
 
 def _hand_on_keys(layers: Sequence[Block]) -> None:
-    """Let layers return the keys and values that later layers read.
+    """Make layers return the keys and values that later layers read.
 
     Raises:
         ValueError: the source layer comes later, has no keys of its own or unexpected ones, or cannot return

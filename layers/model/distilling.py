@@ -37,7 +37,7 @@ from liger_models.layers.model.head import (
     loss_of_head,
 )
 from liger_models.layers.model.output import DistillationOutput
-from liger_models.layers.model.scoring import KnowsItsWrapper, refuse_beside_wrapper
+from liger_models.layers.model.scoring import KnowsItsWrapper, refuse_inside_wrapper
 from liger_models.layers.recompute.activation_memory import recompute
 from liger_models.layers.sequences.documents import IGNORE_INDEX
 from liger_models.layers.sequences.sequences import Sequences
@@ -122,7 +122,7 @@ class Distilling(KnowsItsWrapper):
                 inside a PeftModel with learned prompts.
             DataError: the teacher has another vocabulary, or there are no ids; else as `forward`.
         """
-        refuse_beside_wrapper(self, "distill=Distillation(...)")
+        refuse_inside_wrapper(self, "distill=Distillation(...)")
         options = (divergence, beta, temperature, top_k, weight, hard_weight)
         return self(input_ids=input_ids, labels=labels, distill=Distillation(teacher, *options), **inputs)
 

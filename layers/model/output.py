@@ -1,4 +1,4 @@
-"""What a model returns: a dict whose entries are attributes too."""
+"""Output of a model: a dict whose entries are attributes, too."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class ModelParameters(nn.Module):
         fuse_projections(self)
 
     def tie_weights(self) -> None:
-        """Let the head use the embedding's parameter, if the spec says so."""
+        """Tie the head to the embedding's parameter, if the spec says so."""
         if self.spec.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 

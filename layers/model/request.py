@@ -138,7 +138,7 @@ class Request:
         return output
 
     def teach(self, head: nn.Module, form: LogitForm, hidden: Tensor) -> CausalLMOutput:
-        """Let the student of `teaching` use the head and the hidden states [T, H]."""
+        """Give the student in `teaching` the head and the hidden states [T, H]."""
         assert self.teaching is not None
         self.teaching.use(head, hidden, form)
         return CausalLMOutput()

@@ -103,7 +103,7 @@ class KnowsItsWrapper(nn.Module):
         self._left_out = names
 
 
-def refuse_beside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
+def refuse_inside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
     """Refuse a call that bypasses the model's wrapper.
 
     Raises:
@@ -161,7 +161,7 @@ class Scoring(KnowsItsWrapper):
             TypeError: a tensor of temperatures.
             DataError: no labels; else as `forward`.
         """
-        refuse_beside_wrapper(self, "score=ScoreOptions(...)")
+        refuse_inside_wrapper(self, "score=ScoreOptions(...)")
         options = ScoreOptions(temperature, entropy, top1, log_sum_sq_probs, coefficients)
         return self(input_ids=input_ids, labels=labels, shift_labels=shift_labels, score=options, **inputs)
 

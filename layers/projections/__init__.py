@@ -1,4 +1,4 @@
 """Linear layers: plain, several packed into one, with low-rank paths (LoRA), and with clipped inputs.
 
-May import the shards of checkpoints, and no other layer; every room above it may import it.
+May import the readers of checkpoint shards, and no other layer; every folder above may import it.
 """

@@ -1,9 +1,9 @@
-"""Linear layers whose inputs and outputs stay between bounds that are stored with them (Gemma 4's encoder).
+"""Linear layers that clip their inputs and outputs to stored bounds (Gemma 4's encoder).
 
     clip(clip(x, input_min, input_max) @ W^T + b, output_min, output_max)
 
-The bounds are numbers that a checkpoint holds, and nothing trains them; fresh ones are infinite. Projections
-of one input have bounds of their own, so that each is a matrix product by itself.
+The bounds are scalars stored in the checkpoint and are not trained; fresh ones are infinite. Projections of
+one input have bounds of their own, so that each is a separate matrix product.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ BOUNDS = {"input_min": -torch.inf, "input_max": torch.inf, "output_min": -torch.
 
 
 class ClippedLinear(nn.Module):
-    """A linear layer between bounds. What tools put in the place of `linear` stays between them too.
+    """A linear layer between two clips. A layer that a tool puts in the place of `linear` is clipped, too.
 
     Args:
         in_features, out_features: the widths of input and output.
-        bias: whether there is one.
+        bias: add a bias.
     """
 
     input_min: Tensor
@@ -44,18 +44,18 @@ class ClippedLinear(nn.Module):
         return out.clamp(self.output_min, self.output_max)
 
     def reset_parameters(self, *_: Any) -> None:
-        """Nothing is clipped."""
+        """Set infinite bounds, which clip nothing."""
         for name, bound in BOUNDS.items():
             nn.init.constant_(getattr(self, name), bound)
 
 
 class ClippedProjections(nn.Module):
-    """Several such layers over one input, their outputs side by side.
+    """Several clipped layers over one input, with concatenated outputs.
 
     Args:
         in_features: the width of the input.
         parts: the widths of the projections, by name.
-        bias: whether they have one.
+        bias: add biases.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):

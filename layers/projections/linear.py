@@ -11,7 +11,9 @@ from torch.nn.modules import module as hooks_everywhere
 
 
 class Linear(nn.Linear):
-    """torch's linear layer, but that its bias may be wider than its matrix, as some checkpoints hold it."""
+    """torch's linear layer, with a bias that may have a wider dtype than the weight, as in some
+    checkpoints.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
@@ -19,17 +21,17 @@ class Linear(nn.Linear):
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., in] -> [..., out] with weight [out, in] and bias [out]."""
+    """`x @ weight^T + bias` for x [..., in], weight [out, in] and bias [out]."""
     return F.linear(x, weight, as_wide_as(weight, bias))
 
 
 def as_wide_as(weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """The bias in the dtype of the matrix beside it."""
+    """The bias in the dtype of the weight."""
     return None if bias is None else bias.to(weight.dtype)
 
 
 def one_below_another(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie below one another in memory as one, or None if they do not."""
+    """Join tensors that are contiguous in memory along the first dimension; None if they are not."""
     first, end = tensors[0], tensors[0].data_ptr()
     for tensor in tensors:
         alike = tensor.dtype == first.dtype and tensor.is_contiguous() and not tensor.is_meta
@@ -37,21 +39,21 @@ def one_below_another(tensors: Sequence[Tensor]) -> Tensor | None:
             return None
         end += tensor.numel() * tensor.element_size()
     storage = first.untyped_storage()
-    if end > storage.data_ptr() + storage.nbytes():  # neighbours by chance
+    if end > storage.data_ptr() + storage.nbytes():  # adjacent by chance
         return None
     shape = (sum(len(tensor) for tensor in tensors), *first.shape[1:])
     return first.as_strided(shape, first.stride())
 
 
 def unwrapped(module: nn.Module) -> Any:
-    """The layer within wrappers of adapters, which call it `base_layer`."""
+    """Return the layer inside wrappers of adapters, which call it `base_layer`."""
     while isinstance(base := getattr(module, "base_layer", None), nn.Module):
         module = base
     return module
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody has changed how a module runs, or sees its inputs, outputs or their gradients."""
+    """Return True if a module's forward is replaced, or hooks observe its inputs, outputs or gradients."""
     own = (
         module._forward_hooks,
         module._forward_pre_hooks,

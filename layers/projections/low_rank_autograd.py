@@ -50,10 +50,10 @@ def run_low_rank(
 
 
 class _Keep(torch.autograd.Function):
-    """t, and all that backward needs.
+    """Compute t and save the tensors for backward.
 
-    Apart from `_Sum`, which is the rest and keeps nothing: a layer that runs again in the backward pass stops
-    at the last tensor that is kept, and so before the product of W.
+    `_Sum` does the rest and saves nothing: a layer recomputed in the backward pass stops at the last saved
+    tensor, and so before the product with W.
     """
 
     @staticmethod
@@ -120,7 +120,7 @@ class _Sum(torch.autograd.Function):
             flat, small = dy.reshape(-1, plan.width), _cast(plan, tensors)
             grads, u = _parameter_grads(ctx, small, x, t, flat, tensors, needed)
             shape, dtype = x.shape, x.dtype
-            del x  # made again from a recipe, it need not be there beside dx
+            del x  # recomputed from a recipe, it need not coexist with dx
             dx = _input_grad(ctx, small, flat, u, tensors).view(shape).to(dtype) if dx_needed else None
         return None, None, None, dx, None, dy if dy_needed else None, *grads
 
@@ -128,8 +128,8 @@ class _Sum(torch.autograd.Function):
 def _outputs(
     plan: Plan, x: Tensor, t: Tensor, weights: list[Tensor], biases: list[Any], up: list[Tensor]
 ) -> Tensor:
-    """[tokens, sum of out]. Biases and paths come first, and the product of W is added to them: it reads them
-    while it computes, and the other way round y would be read and written once more.
+    """[tokens, sum of out]. Biases and paths come first, and the product with W is added to them: it reads
+    them while it computes; the other order would read and write y once more.
     """
     y = x.new_empty(len(x), plan.width)
     begun = [False] * len(plan.outs)
@@ -167,7 +167,7 @@ def _parameter_grads(
     tensors: list[Tensor],
     needed: list[bool],
 ) -> tuple[list[Tensor | None], Tensor]:
-    """The gradients of the tensors that need one, and u = s dy B."""
+    """Return the gradients of all tensors that need one, and u = s dy B."""
     plan: Plan = ctx.plan
     weights, biases, down, up = plan.parts(tensors)
     of_weights, of_biases, of_down, of_up = (list(part) for part in plan.parts(needed))  # type: ignore[arg-type]
@@ -230,7 +230,9 @@ def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class _Small(NamedTuple):
-    """The matrices of the paths in the dtype of the product, and the A's of those without dropout as one."""
+    """The paths' matrices in the dtype of the product; the A's of paths without dropout are joined into
+    one.
+    """
 
     down: list[Tensor]
     up: list[Tensor]
@@ -238,7 +240,7 @@ class _Small(NamedTuple):
 
 
 def _cast(plan: Plan, tensors: Sequence[Tensor]) -> _Small:
-    """All of them with one launch: there are many, and they are short."""
+    """Cast all tensors in one launch: there are many, and they are small."""
     _, _, trained_down, trained_up = plan.parts(tensors)
     down, up = [a.detach() for a in trained_down], [b.detach() for b in trained_up]
     if any(matrix.dtype != plan.dtype for matrix in (*down, *up)):
@@ -255,7 +257,7 @@ def _cast(plan: Plan, tensors: Sequence[Tensor]) -> _Small:
 
 
 def _matrix(plan: Plan, i: int, weights: list[Tensor]) -> Tensor:
-    """The weight of one layer, in the dtype of the product where autocast or its own form asks for it."""
+    """The weight of one layer, in the dtype of the product under autocast or if stored in another form."""
     dense = plan.dense[i]
     if dense is not None:
         return dense(weights[i]).to(plan.dtype)
@@ -263,14 +265,14 @@ def _matrix(plan: Plan, i: int, weights: list[Tensor]) -> Tensor:
 
 
 def _one_matrix(plan: Plan, weights: list[Tensor]) -> Tensor | None:
-    """The weights as one matrix, if they lie below one another."""
+    """Return the weights as one matrix if they are contiguous in memory."""
     if plan.autocast or any(plan.dense) or weights[0] is None:
         return None
     return one_below_another([weight.detach() for weight in weights])
 
 
 def _outer(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right, summed and returned in float32 at the least."""
+    """left^T right, accumulated and returned in at least float32."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.dtype == wide:
         return left.T @ right
@@ -279,7 +281,7 @@ def _outer(left: Tensor, right: Tensor) -> Tensor:
     return left.T.to(wide) @ right.to(wide)
 
 
-# Dropout keeps a random state rather than a mask, which would take half as much room as x.
+# Dropout keeps a random state instead of a mask, which would take half as much memory as x.
 
 
 def _random_state(device: torch.device) -> Tensor:
@@ -289,12 +291,12 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _kept_elements(like: Tensor, dropout: float, state: Tensor | None) -> Tensor:
-    """Which elements stay, drawn from the device's random numbers, or again from where these stood."""
+    """Draw the mask of kept elements from the device's random numbers, or again from a saved state."""
     generator = None
     if state is not None:
         generator = torch.Generator(like.device)
         generator.set_state(state)
-    # Into fresh memory, always of one layout: which number an element gets depends on it.
+    # Draw into fresh memory, always of one layout: the random number of an element depends on it.
     mask = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     return mask.bernoulli_(1 - dropout, generator=generator)
 

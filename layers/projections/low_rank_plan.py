@@ -1,4 +1,4 @@
-"""A call of `low_rank_linear` without its tensors: which paths belong to which layer, and their columns."""
+"""A call of `low_rank_linear` without its tensors: the paths of each layer, and their columns."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Adapter(NamedTuple):
     Attributes:
         a: [r, in], in any dtype.
         b: [out, r].
-        scale: alpha / r, as a rule.
-        dropout: the probability with which an element of x is left out; 0 also outside training.
+        scale: alpha / r, usually.
+        dropout: the probability of dropping an element of x; 0 outside training.
     """
 
     a: Tensor
@@ -27,16 +27,16 @@ class Adapter(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer and the paths beside it.
+    """A linear layer and its low-rank paths.
 
     Attributes:
-        weight: [out, in] in the dtype of x; or what `dense` makes that of.
+        weight: [out, in] in the dtype of x, or the input of `dense`.
         bias: [out], or None.
         adapters: its low-rank paths. None: the plain layer.
-        dense: makes the matrix [out, in] of a weight that is stored in another form (quantised), in forward
-            and again in backward; nothing of it is kept. Such a weight is frozen. It must not depend on
-            autograd, and gives a tensor of any dtype, which is cast to that of the product.
-        dtype: in which alone the layer multiplies. None: in that of x.
+        dense: returns the matrix [out, in] of a weight stored in another form (quantised), in forward and
+            again in backward; the matrix is not kept. Such a weight is frozen. The function must not depend
+            on autograd, and may return any dtype, which is cast to that of the product.
+        dtype: the only dtype in which the layer multiplies. None: that of x.
     """
 
     weight: Tensor
@@ -46,7 +46,7 @@ class Projection(NamedTuple):
     dtype: torch.dtype | None = None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the product for this input is in the dtype that the layer asks for."""
+        """Return True if the product for this input has the dtype that the layer requires."""
         return self.dtype in (None, product_dtype(x))
 
 
@@ -59,7 +59,7 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Path:
-    """A path: which layer it belongs to, that one's columns of y, its own columns of t, and its numbers."""
+    """A path: its layer, that layer's columns of y, its own columns of t, and its scale and dropout."""
 
     layer: int
     out: slice
@@ -70,7 +70,9 @@ class Path:
 
 @dataclass(frozen=True)
 class Plan:
-    """Those without dropout come first: `shared` columns of t, of one product."""
+    """All paths, those without dropout first: they share the first `shared` columns of t, from one
+    product.
+    """
 
     dtype: torch.dtype
     outs: tuple[slice, ...]
@@ -89,7 +91,7 @@ class Plan:
         return self.paths[-1].rank.stop if self.paths else 0
 
     def parts(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Any], list[Tensor], list[Tensor]]:
-        """Weights, biases (or None), A's and B's."""
+        """Split a flat list into weights, biases (or None), A's and B's."""
         m, n = len(self.outs), len(self.paths)
         rest = list(tensors[2 * m :])
         return list(tensors[:m]), list(tensors[m : 2 * m]), rest[:n], rest[n:]

@@ -1,4 +1,4 @@
-"""Which parameters are matrices."""
+"""Which parameters of a model are matrices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import nn
 
 
 def matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """The matrices of a model, each with its module and its name there; stacked ones too. A module whose
-    parameters of several dimensions are vectors, one for each head, expert or channel, names them in
+    """Yield the matrices of a model, stacked ones included, each with its module and its name there. A module
+    names parameters with several dimensions that are vectors, one per head, expert or channel, in
     `stacked_vectors`.
     """
     for module in model.modules():

@@ -2,11 +2,12 @@
 
     PackedLinear(H, {"q_proj": 4096, "k_proj": 1024, "v_proj": 1024})(x) = x @ cat(W_q, W_k, W_v)^T
 
-The weights lie below one another, in the order of the names, which are those of a checkpoint. Fused is the
-fast form. `split_projections` gives each projection a linear layer of its own, under its own name and over
-the same memory, for tools that look for layers by name; `fuse_projections` turns that back. Layers then are
-those of the checkpoint: what it holds packed as well stays one layer, and where its rows lie in another order
-there (query, key and value head by head) the layer has them in that order, and its outputs are sorted.
+The weights are concatenated by rows, in the order of the names, which are the checkpoint's. The packed form
+is the fast one. `split_projections` gives each projection a linear layer of its own, under its own name and
+over the same memory, for tools that look for layers by name; `fuse_projections` reverses it. The split layers
+are those of the checkpoint: projections that the checkpoint packs, too, remain one layer. If their rows have
+another order there (query, key and value head by head), the layer uses the checkpoint's order, and its
+outputs are reordered.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from liger_models.layers.projections.low_rank import low_rank_linear, projection
 
 
 class PackedLinear(Linear):
-    """A linear layer whose output is those of `parts`, side by side.
+    """A linear layer whose output is the concatenation of `parts`.
 
     Args:
         in_features: the width of the input.
         parts: the widths of the projections, by name.
-        bias: whether they have one.
+        bias: add biases.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
@@ -46,9 +47,9 @@ class PackedLinear(Linear):
             self.add_module(name, _Part(name))
 
     def canonical_form(self, path: str, name: str) -> Expr:
-        """Each projection by itself, beside where the packed one stands."""
+        """Each projection as a tensor of its own, next to the packed one."""
         rest = shape_of(self.get_parameter(name))[1:]
-        names = (f"{_beside(path, part)}.{name}" for part in self.parts)
+        names = (f"{_sibling(path, part)}.{name}" for part in self.parts)
         return Cat(tuple(Ref(n, (rows, *rest)) for n, rows in zip(names, self.parts.values(), strict=True)))
 
     def extra_repr(self) -> str:
@@ -58,15 +59,15 @@ class PackedLinear(Linear):
 
 
 class SplitProjections(nn.Module):
-    """Stands where the packed projection stood, and puts the outputs of its parts side by side.
+    """Replaces a split packed projection, and concatenates the outputs of its parts.
 
-    The layers are the children of `owner`, whatever takes their places there (adapters, quantised layers).
-    Layers with low-rank paths run as one operation (layers/projections/low_rank.py), if all of them can.
+    The layers are the children of `owner`, including replacements by tools (adapters, quantised layers). If
+    all layers with low-rank paths allow it, they run as one operation (layers/projections/low_rank.py).
 
     Args:
         owner: the module that holds the layers.
         parts: the packed projection's parts.
-        layers: by name, the rows of the packed projection that each has (`layers_in_checkpoint`).
+        layers: by name, the rows of the packed projection in each layer (`layers_in_checkpoint`).
     """
 
     def __init__(self, owner: nn.Module, parts: Mapping[str, int], layers: Mapping[str, Tensor]):
@@ -94,7 +95,7 @@ class SplitProjections(nn.Module):
         return self._orders[device]
 
     def linears(self) -> list[nn.Module]:
-        """The layers, in their order."""
+        """The layers, in order."""
         return [getattr(self._owner[0], name) for name in self.layers]
 
     def extra_repr(self) -> str:
@@ -102,7 +103,7 @@ class SplitProjections(nn.Module):
 
 
 class _Reorder(torch.autograd.Function):
-    """The columns `order` of y, whose inverse is `back`."""
+    """Select the columns `order` of y; `back` is the inverse order."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -115,11 +116,11 @@ class _Reorder(torch.autograd.Function):
 
 
 def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor]:
-    """The layers in which a checkpoint holds a packed projection: by name, the rows of the packed one that
-    are the layer's, in the checkpoint's order.
+    """Map the layers in which a checkpoint holds a packed projection, by name, to their rows of the packed
+    one, in the checkpoint's order.
 
-    Parts that share no checkpoint tensor are layers of their own. What the checkpoint holds together is one,
-    named as there.
+    Parts that share no checkpoint tensor are separate layers. Parts that the checkpoint holds together are
+    one layer, named as in the checkpoint.
 
     Args:
         packed: the projection.
@@ -143,7 +144,7 @@ def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor
         (name,) = names
         try:
             rows = rows_in_checkpoint(weight)[name]
-        except ValueError:  # it has the whole in another form, such as transposed
+        except ValueError:  # the checkpoint has the whole in another form, such as transposed
             rows = torch.arange(start, device="cpu")
         found[name.split(".")[-2]] = rows
     return found
@@ -151,17 +152,17 @@ def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor
 
 @torch.no_grad()
 def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
-    """Make every packed projection of a model the linear layers that a checkpoint has, over the same memory
-    but for those whose rows lie in another order there.
+    """Replace every packed projection of a model by the checkpoint's linear layers. These share its memory,
+    except where the checkpoint has another order of rows.
 
-    Their parameters are new objects, so this comes before an optimizer, a wrapper or an adapter is made.
+    The layers' parameters are new objects, so call this before creating an optimizer, wrapper or adapter.
 
     Args:
-        model: what holds them.
-        weight_map: of its tensors, over those of the checkpoint.
+        model: the owner of the projections.
+        weight_map: from the checkpoint's tensors to the model's.
 
     Raises:
-        ValueError: a packed projection is sharded, wrapped or hooked into.
+        ValueError: a packed projection is sharded, wrapped or has hooks.
     """
     layers = {
         id(module): layers_in_checkpoint(module, weight_map[f"{path}.weight"])
@@ -186,11 +187,12 @@ def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
 
 @torch.no_grad()
 def fuse_projections(model: nn.Module) -> None:
-    """Turn `split_projections` back: in place, or with a copy where layers no longer lie below one another,
-    or their rows in another order.
+    """Reverse `split_projections`: in place, or with a copy if layers are no longer contiguous in memory or
+    have another order of rows.
 
     Raises:
-        ValueError: a layer is no longer a plain linear layer, or the layers differ in what they are.
+        ValueError: a layer is no longer a plain linear layer, or the layers differ in dtype, device or
+            requires_grad.
     """
     for owner, name, split in list(_children(model, SplitProjections)):
         linears = cast(list[Linear], split.linears())
@@ -206,7 +208,7 @@ def fuse_projections(model: nn.Module) -> None:
 
 
 def packed_projections(model: nn.Module) -> dict[str, PackedLinear]:
-    """The packed projections of a model by their paths, without adapters around them."""
+    """List the packed projections of a model by path, without adapters around them."""
     return {
         path.removesuffix(".base_layer"): module
         for path, module in model.named_modules()
@@ -215,7 +217,7 @@ def packed_projections(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict[str, Tensor]]:
-    """The packed projections that a checkpoint has otherwise, by their paths, with the layers that it has."""
+    """Map paths of packed projections that the checkpoint holds unpacked to the checkpoint's layers."""
     found = {
         path: layers_in_checkpoint(module, weight_map[f"{path}.weight"])
         for path, module in packed_projections(model).items()
@@ -224,7 +226,7 @@ def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict
 
 
 def name_layers(model: nn.Module, weight_map: WeightMap) -> None:
-    """Let tools that look for a layer of the checkpoint by its name find where it is packed."""
+    """Make the checkpoint's layer names resolve to placeholders, for tools that look for layers by name."""
     packed = packed_projections(model)
     for path, layers in packed_here_alone(model, weight_map).items():
         for name in layers.keys() - packed[path].parts.keys():
@@ -236,8 +238,8 @@ def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
 
 
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
-    """The weight map of a model, some of whose packed projections are split, from that of the fused one."""
-    split = {  # also within what PEFT keeps beside the copy that it trains
+    """Derive the weight map of a model with some split projections from that of the packed model."""
+    split = {  # also inside PEFT's wrapper for fully trained copies
         plain_path(path).replace(".original_module.", "."): module.layers
         for path, module in model.named_modules()
         if isinstance(module, SplitProjections)
@@ -249,12 +251,12 @@ def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Ex
             expressions[name] = packed
             continue
         for layer, rows in split[path].items():
-            expressions[f"{_beside(path, layer)}.{kind}"] = _rows_in(packed, rows)
+            expressions[f"{_sibling(path, layer)}.{kind}"] = _rows_in(packed, rows)
     return expressions
 
 
 def _rows_in(packed: Expr, rows: Tensor) -> Expr:
-    """The expression of some rows of a packed tensor: a tensor of the checkpoint, where it is one."""
+    """The expression of some rows of a packed tensor: a single checkpoint tensor if possible."""
     if is_in_order(rows):
         return rows_of(packed, int(rows[0]), int(rows[-1]) + 1)
     held = rows_in_checkpoint(packed)
@@ -267,7 +269,7 @@ def _rows_in(packed: Expr, rows: Tensor) -> Expr:
 
 
 class _Part(nn.Module):
-    """Where a tool looks for a projection by its name, and would otherwise pass over it in silence."""
+    """A placeholder under a projection's name: without it, tools would silently skip the projection."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -292,7 +294,7 @@ def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, s
 
 
 def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None) -> Filled:
-    """A linear layer of these parameters: its constructor would make others, and random numbers for them."""
+    """Build a linear layer from parameters: its constructor would allocate and draw random ones."""
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)
     linear.out_features, linear.in_features = weight.shape
@@ -302,8 +304,8 @@ def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None)
 
 
 def _taken(packed: Tensor, rows: Tensor) -> nn.Parameter:
-    """A parameter of some rows of a packed one, and of those of its gradient: over the same memory, if they
-    are neighbours.
+    """Make a parameter from rows of a packed one, and its gradient from theirs: over the same memory if the
+    rows are contiguous.
     """
 
     def take(tensor: Tensor) -> Tensor:
@@ -318,8 +320,8 @@ def _taken(packed: Tensor, rows: Tensor) -> nn.Parameter:
 
 
 def _join(parts: Sequence[nn.Parameter], order: Tensor | None) -> nn.Parameter:
-    """One parameter over these, which lie below one another, or a copy of them; its rows are `order` of
-    theirs.
+    """Join parameters into one, without a copy if they are contiguous in memory; row i of the result is row
+    `order[i]` of the concatenation.
     """
     if len({(part.dtype, part.device, part.requires_grad) for part in parts}) > 1:
         raise ValueError(
@@ -347,12 +349,12 @@ def _check_plain(layers: Sequence[nn.Module], kind: type, what: str, remedy: str
         if type(layer) is not kind or parameters != {"Parameter"} or any(hooks):
             raise ValueError(
                 f"a {type(layer).__name__} of {' and '.join(sorted(parameters))} cannot be {what}: it is "
-                f"sharded, wrapped, quantised or hooked into; {remedy}"
+                f"sharded, wrapped, quantised or has hooks; {remedy}"
             )
 
 
 def _replace(owner: nn.Module, name: str, by: Mapping[str, nn.Module]) -> None:
-    """Put modules in the place of one, so that the order of a model's parameters stays."""
+    """Replace one module by several, keeping the order of a model's parameters."""
     table = child_table(owner)
     old = dict(table)
     mode = owner.training
@@ -363,6 +365,6 @@ def _replace(owner: nn.Module, name: str, by: Mapping[str, nn.Module]) -> None:
         module.train(mode)
 
 
-def _beside(path: str, name: str) -> str:
+def _sibling(path: str, name: str) -> str:
     parent = path.rpartition(".")[0]
     return f"{parent}.{name}" if parent else name

@@ -1,9 +1,9 @@
 """Recurrent layers over documents that continue others (layers/sequences/tree.py).
 
-    prompt | answer | answer       the state behind the prompt starts both answers
+    prompt | answer | answer       both answers start from the state after the prompt
 
-A document that is continued from its first k tokens alone is cut there into segments. Segments run in rounds:
-first those that continue nothing, then those that continue them, and so on.
+A document continued from its first k tokens only is cut there into segments. Segments run in rounds: first
+those that continue nothing, then their continuations, and so on.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = Callable[[list[Tensor], Tensor, States | None], tuple[Tensor, States]]
 
 
 def over_branches(tree: Tree, operands: list[Tensor], run: Run) -> Tensor:
-    """The output of all tokens [T, ...], from operands [T, ...] of all tokens."""
+    """Return the output of all tokens [T, ...], from operands [T, ...] of all tokens."""
     rounds = _rounds(tree)
     outputs: list[Tensor] = []
     order: list[Tensor] = []
@@ -44,15 +44,15 @@ def over_branches(tree: Tree, operands: list[Tensor], run: Run) -> Tensor:
 
 
 def _rounds(tree: Tree) -> list[list[tuple[int, int, int]]]:
-    """(first token, end, number of the segment that it continues) of all segments, by round. Segments are
-    numbered in this order.
+    """List (first token, end, index of the segment it continues, -1 for none) of all segments, by round.
+    Segments are numbered in this order.
     """
-    cuts: dict[int, set[int]] = {}  # where documents are continued, but for their ends
+    cuts: dict[int, set[int]] = {}  # tokens before each continuation, by document; its ends excluded
     for parent, before in zip(tree.parents, tree.before, strict=True):
         if parent >= 0 and 0 < before < tree.bounds[parent + 1] - tree.bounds[parent]:
             cuts.setdefault(parent, set()).add(before)
     by_round: list[list[tuple[int, int, tuple[int, int] | None]]] = []
-    depth: dict[tuple[int, int], int] = {}  # of the segment of a document that ends behind so many tokens
+    depth: dict[tuple[int, int], int] = {}  # round of each segment, by document and end
 
     def add(first: int, end: int, continued: tuple[int, int] | None, name: tuple[int, int]) -> None:
         round = 0 if continued is None else depth[continued] + 1

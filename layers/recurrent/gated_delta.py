@@ -3,11 +3,11 @@
     q, k, v, z, b, a = split(x @ W_in^T);   q, k, v = silu(conv(q, k, v))
     o = gated_delta_rule(q, k, v, a, b);    out = (norm(o) * silu(z)) @ W_o^T
 
-The rule and its gates are in kernels/recurrent/gated_delta_rule.py. State and convolution begin anew with
-every document.
+The rule and its gates are in kernels/recurrent/gated_delta_rule.py. State and convolution restart at every
+document.
 
 Between the projections and the norm, `lean` keeps q, k, v before the convolution, a, b, z and o. The
-convolution runs again in the backward pass. States of chunks are never kept.
+convolution runs again in the backward pass. The states of chunks are never kept.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class GatedDelta(nn.Module):
     Args:
         hidden_size: the width H of the hidden states.
         spec: heads, convolution, gates, and which projections checkpoints hold together.
-        layer: this layer's place in the model (its room in a cache).
-        backend: of attention; without effect here.
+        layer: the index of this layer in the model, and in a cache.
+        backend: of attention; ignored here.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class GatedDelta(nn.Module):
             self.in_proj_qkvz = PackedLinear(hidden_size, parts)
             self.in_proj_ba = PackedLinear(hidden_size, {"b_proj": heads, "a_proj": heads})
         key_heads, value_heads = (spec.key_heads, spec.key_dim), (spec.value_heads, spec.value_dim)
-        self.conv1d = ShortConvolution((key_heads, key_heads, value_heads), spec.conv)
+        names = ("q_conv1d", "k_conv1d", "v_conv1d") if spec.projections == "apart" else ()
+        self.conv1d = ShortConvolution((key_heads, key_heads, value_heads), spec.conv, names=names)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
         self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps)
@@ -68,7 +69,7 @@ class GatedDelta(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Decay rates from 0.01 to 16 and biases of one; the projections are parts of their own."""
+        """Initialise decay rates from 0.01 to 16 and biases of one; projections are modules of their own."""
         nn.init.uniform_(self.A_log, 0.01, 16.0, generator=generator)
         with torch.no_grad():
             self.A_log.log_()
@@ -95,7 +96,7 @@ class GatedDelta(nn.Module):
             qkv, z = qkvz.split([spec.conv_size, spec.value_size], dim=-1)
             b, a = ba.split(spec.value_heads, dim=-1)
             return qkv, z, b, a
-        # The parts of each key head are next to one another.
+        # The parts of each key head are adjacent.
         values = spec.value_size // spec.key_heads
         *qkv, z = qkvz.unflatten(-1, (spec.key_heads, -1)).split([spec.key_dim] * 2 + [values] * 2, dim=-1)
         b, a = (gate.flatten(1) for gate in ba.unflatten(-1, (spec.key_heads, 2, -1)).unbind(2))
@@ -110,8 +111,8 @@ class GatedDelta(nn.Module):
         bounds: Tensor | None = None,
         states: States | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """o [T, value_heads, value_dim] of documents, and the states of the rule behind them. `states` are
-        those that they continue, of the convolution and of the rule.
+        """Return o [T, value_heads, value_dim] of documents, and the rule's states after them. `states` are
+        the initial states, of the convolution and of the rule.
         """
         conv_state, state = (None, None) if states is None else states
         q, k, v = self.conv1d(qkv, documents, bounds, conv_state)
@@ -119,8 +120,9 @@ class GatedDelta(nn.Module):
         return gated_delta_rule(q, k, v, *gates, beta_scale=scale, cu_seqlens=documents, state=state)
 
     def _exchange(self, qkv: Tensor, b: Tensor, a: Tensor, slice: Slice, documents: Documents) -> Tensor:
-        """o [t, value_heads, value_dim] of this rank's tokens, each rank computing its share of the heads for
-        all tokens: channels go with their heads, so convolution and state have whole documents.
+        """Return o [t, value_heads, value_dim] of this rank's tokens. Each rank computes its share of the
+        heads for all tokens: channels move with their heads, so that convolution and state see whole
+        documents.
         """
         spec, ranks = self.spec, slice.ranks
         parts = qkv.split([spec.key_size, spec.key_size, spec.value_size], dim=-1)
@@ -148,12 +150,12 @@ class GatedDelta(nn.Module):
         bounds: Tensor | None,
         states: States | None,
     ) -> tuple[Tensor, States]:
-        """The same with all states behind the documents."""
+        """As `_mix`, with the states of both convolution and rule after the documents."""
         o, state = self._mix(qkv, b, a, documents, bounds, states)
         return o, (self.conv1d.next_state(qkv, documents, None if states is None else states[0]), state)
 
     def _continue(self, qkv: Tensor, b: Tensor, a: Tensor, sequences: Sequences) -> Tensor:
-        """o [T, value_heads, value_dim] of new tokens, whose documents are the rows of a cache."""
+        """Return o [T, value_heads, value_dim] of new tokens, whose documents are the rows of a cache."""
         cache = sequences.cache
         assert cache is not None
         before = cache.states(self.layer)
@@ -176,7 +178,7 @@ class GatedDelta(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Room for the convolution's last inputs [batch, width - 1, conv_size], and for states [batch,
+        """Allocate the convolution's last inputs [batch, width - 1, conv_size], and states [batch,
         value_heads, key_dim, value_dim] in float32.
         """
         spec = self.spec
@@ -186,17 +188,18 @@ class GatedDelta(nn.Module):
         return inputs, torch.zeros(shape, device=device, dtype=wide)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Of a token, as on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q, k and
-        v behind it and the norm's output.
+        """Bytes kept per token on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q,
+        k and v after it and the norm's output.
         """
         spec = self.spec
         kept = spec.conv_size + 2 * spec.value_size + 2 * spec.value_heads
         return itemsize * (kept + (spec.conv_size + spec.value_size if level == "all" else 0))
 
     def backward_bytes(self, itemsize: int) -> int:
-        """Of a token, the most during the backward pass of the rule, as on a GPU, beside what `lean` keeps:
-        gradients of o and z; q, k and v behind the convolution and their gradients; what tokens write and its
-        gradient; of each chunk its solved triangle, and states with their gradients; and gates in float32.
+        """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
+        keeps: gradients of o and z; q, k and v after the convolution and their gradients; the tokens' writes
+        and their gradients; per chunk the solved triangle, and states with their gradients; and gates in
+        float32.
         """
         spec = self.spec
         chunk = spec.value_heads * (CHUNK + 2 * spec.key_dim * spec.value_dim / CHUNK)

@@ -1,4 +1,4 @@
-"""The gated norm behind a recurrent mixer's heads: kernels/norms/gated_rms_norm.py with its weight."""
+"""The gated norm after a recurrent mixer's heads: kernels/norms/gated_rms_norm.py with its weight."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from liger_models.layers.recompute.activation_memory import carry_recipe
 
 
 class GatedNormalisation(nn.Module):
-    """`weight * x / rms(x) * silu(gate)` over each head: kernels/norms/gated_rms_norm.py with its weight.
+    """`weight * x / rms(x) * silu(gate)` over groups of channels: kernels/norms/gated_rms_norm.py with its
+    weight.
 
     Args:
-        head_dim: the width of a head.
+        size: the number of weights: the width of a group, whose weight all groups share, or all channels.
         eps: added to the mean square.
+        group_size: the width of a group. Default: `size`.
+        gate_first: multiply by the gate before the norm.
     """
 
-    def __init__(self, head_dim: int, eps: float):
+    def __init__(self, size: int, eps: float, group_size: int | None = None, gate_first: bool = False):
         super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps, self.group_size, self.gate_first = eps, group_size or size, gate_first
+        self.weight = nn.Parameter(torch.ones(size))
 
     def reset_parameters(self, *_: Any) -> None:
-        """A factor of one, whatever matrices start with."""
+        """Set the weight to one, for any initialisation of matrices."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [T, heads * head_dim] -> [T, heads * head_dim]."""
-        make = functools.partial(gated_rms_norm, eps=self.eps, group_size=len(self.weight))
+        """x, gate [T, channels] -> [T, channels]."""
+        width, gate_first = self.group_size, self.gate_first
+        make = functools.partial(gated_rms_norm, eps=self.eps, group_size=width, gate_first=gate_first)
         return carry_recipe(make(x, gate, self.weight), make, x, gate, self.weight)
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Expr
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import permuted
 from liger_models.kernels import conv_state, short_conv, short_conv_step
@@ -20,30 +20,53 @@ WHOLE: Share = (0, 1)
 class ShortConvolution(nn.Module):
     """Causal depthwise convolution with SiLU, over `channels` that are then split into `heads`.
 
-    The weight is [C, K] here and [C, 1, K] in checkpoints, as torch's convolution has it.
+    The weight is [C, K] here and [C, 1, K] in checkpoints, as in torch's convolution.
 
     Args:
         heads: (number, width) of the heads in each part of the channels, such as queries, keys and values.
-        width: taps K.
+        width: number of taps K.
+        bias: whether channels have a bias.
+        names: of the parts, where checkpoints store the taps of each part as a module of its own.
     """
 
     activation = "silu"
-    stacked_vectors = ("weight",)
     stacked_vectors = ("weight",)  # the taps of each channel
 
-    def __init__(self, heads: tuple[tuple[int, int], ...], width: int):
+    def __init__(
+        self,
+        heads: tuple[tuple[int, int], ...],
+        width: int,
+        bias: bool = False,
+        names: tuple[str, ...] = (),
+    ):
         super().__init__()
-        self.heads = heads
-        self.weight = nn.Parameter(torch.empty(sum(number * size for number, size in heads), width))
+        self.heads, self.names = heads, names
+        channels = sum(number * size for number, size in heads)
+        self.weight = nn.Parameter(torch.empty(channels, width))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """From a normal distribution, as every matrix."""
+        """Draw from a normal distribution, like every matrix; a bias is zero."""
         nn.init.normal_(self.weight, 0.0, std, generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def canonical_form(self, path: str, name: str) -> Expr:
-        """[C, K] from a checkpoint's [C, 1, K]."""
-        return permuted(f"{path}.{name}", shape_of(self.weight), "c 1 k -> (c 1) k")
+        """Expression of [C, K] from a [C, 1, K], or from one such tensor for each part. A bias has
+        one form.
+        """
+        if name == "bias":
+            return Ref(f"{path}.{name}", (len(self.weight),))
+        channels, width = shape_of(self.weight)
+        order = "c 1 k -> (c 1) k"
+        if not self.names:
+            return permuted(f"{path}.{name}", (channels, width), order)
+        owner = path.rpartition(".")[0]
+        parts = zip(self.names, self.heads, strict=True)
+        return Cat(
+            tuple(permuted(f"{owner}.{part}.{name}", (n * size, width), order) for part, (n, size) in parts)
+        )
 
     def forward(
         self,
@@ -56,33 +79,42 @@ class ShortConvolution(nn.Module):
         """x [T, C] -> each part [T, heads, width].
 
         Args:
-            documents: [n + 1], where they begin and end; None for one.
+            documents: [n + 1], boundaries of the documents; None for one.
             bounds: `document_bounds` of the same.
             state: [n, K - 1, C], the inputs before each document; None for zeros.
-            share: (number, of how many): x has this share of the heads in each part.
+            share: (index, count): x has this share of the heads in each part.
         """
         if state is None:
             make = functools.partial(self._parts, bounds=bounds, share=share)
-            return carry_recipes(make(x, self.weight), make, x, self.weight)
-        y = short_conv(x, self.weight, activation=self.activation, cu_seqlens=documents, state=state)
+            operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
+            return carry_recipes(make(*operands), make, *operands)
+        y = short_conv(
+            x, self.weight, self.bias, activation=self.activation, cu_seqlens=documents, state=state
+        )
         return self._split(y)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """One further token of each sequence: x [batch, C], state [batch, K - 1, C] -> the parts, and the
-        next state.
+        """Process one further token of each sequence: x [batch, C], state [batch, K - 1, C] -> the parts, and
+        the next state.
         """
-        y, state = short_conv_step(x, self.weight, None, state, self.activation)
+        y, state = short_conv_step(x, self.weight, self.bias, state, self.activation)
         return self._split(y), state
 
     def next_state(self, x: Tensor, documents: Tensor | None, state: Tensor | None) -> Tensor:
-        """The last K - 1 inputs of each document, [n, K - 1, C]."""
+        """Return the last K - 1 inputs of each document, [n, K - 1, C]."""
         return conv_state(x, documents, self.weight.shape[1], state)
 
-    def _parts(self, x: Tensor, weight: Tensor, *, bounds: Tensor | None, share: Share) -> tuple[Tensor, ...]:
+    def _parts(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, bounds: Tensor | None, share: Share
+    ) -> tuple[Tensor, ...]:
         if share != WHOLE:
-            parts = weight.split([number * size for number, size in self.heads])
-            weight = torch.cat([part.chunk(share[1])[share[0]] for part in parts])
-        return self._split(short_conv(x, weight, activation=self.activation, bounds=bounds), share[1])
+            weight, bias = self._shared(weight, share), None if bias is None else self._shared(bias, share)
+        return self._split(short_conv(x, weight, bias, activation=self.activation, bounds=bounds), share[1])
+
+    def _shared(self, channels: Tensor, share: Share) -> Tensor:
+        """Rows of this share of the heads in each part."""
+        parts = channels.split([number * size for number, size in self.heads])
+        return torch.cat([part.chunk(share[1])[share[0]] for part in parts])
 
     def _split(self, y: Tensor, ranks: int = 1) -> tuple[Tensor, ...]:
         heads = [(number // ranks, size) for number, size in self.heads]

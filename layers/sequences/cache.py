@@ -16,7 +16,8 @@ class KVCache:
     recurrent mixer caches a state instead of tokens (`states`, `keep_states`).
 
     Args:
-        layers: the tensors of each layer.
+        layers: the tensors of each layer's attention; () for a layer without.
+        recurrent: the states of each layer's recurrent mixer; () for a layer without.
         batch: the number of sequences.
         device: the device of `lengths`, `rows` and `slots`.
 
@@ -33,8 +34,14 @@ class KVCache:
         of_images: the keys and values that each layer has made from these features.
     """
 
-    def __init__(self, layers: list[tuple[Tensor, ...]], batch: int, device: torch.device):
-        self.layers = layers
+    def __init__(
+        self,
+        layers: list[tuple[Tensor, ...]],
+        batch: int,
+        device: torch.device,
+        recurrent: list[tuple[Tensor, ...]] | None = None,
+    ):
+        self.layers, self.recurrent = layers, recurrent or []
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.longest = self.extent = self.newest = 0
         self.rows = self.slots = torch.empty(0, dtype=torch.long, device=device)
@@ -79,11 +86,11 @@ class KVCache:
         """The states of a recurrent layer before the new tokens, [batch, ...] each; None if the new tokens
         are the first.
         """
-        return None if self.longest == self.newest else self.layers[layer]
+        return None if self.longest == self.newest else self.recurrent[layer]
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
         """Store the states of a recurrent layer after the new tokens."""
-        for room, state in zip(self.layers[layer], states, strict=True):
+        for room, state in zip(self.recurrent[layer], states, strict=True):
             room.copy_(state)
 
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:

@@ -116,7 +116,7 @@ class Documents(Part):
         return torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
 
     def bounds(self) -> Tensor | None:
-        """Where each token's document begins and ends, [2, T] int32, made once for all layers; None if one
+        """Start and end of each token's document, [2, T] int32, computed once for all layers; None if one
         document holds all tokens.
         """
         if self.is_single:

@@ -65,12 +65,11 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
             "vision-language models cannot divide sequences, since the features of an image lie in one place "
             "of a batch: shard the parameters instead, or load the language model alone (text_only=True)"
         )
-    for i, layer in enumerate(model.layers):
-        mixer = layer.spec.mixer
+    for i, mixer in ((i, mixer) for i, layer in enumerate(model.layers) for mixer in layer.spec.mixers):
         if isinstance(mixer, RecurrentSpec):
-            heads, kind = mixer.key_heads, "key"
+            heads, kind = mixer.shared_heads
         elif isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
-            heads, kind = mixer.num_attention_heads, "query"
+            heads, kind = mixer.num_attention_heads, "query heads"
         else:
             raise ValueError(
                 f"layer {i} mixes tokens by {type(mixer).__name__}, which has no heads that {ranks} ranks "
@@ -78,7 +77,7 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
             )
         if heads % ranks:
             raise ValueError(
-                f"layer {i} has {heads} {kind} heads, which {ranks} ranks cannot share "
+                f"layer {i} has {heads} {kind}, which {ranks} ranks cannot share "
                 "evenly; divide sequences over a number of ranks that divides the heads of every layer"
             )
     if model.spec.draws_in_training:
@@ -174,8 +173,8 @@ def _copies(kv_heads: int, ranks: int) -> int:
 
 def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
     """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values."""
-    if isinstance(spec, RecurrentSpec):  # where a gate lies next to q, k and v, these stay with it
-        return itemsize * (spec.value_size + (spec.projections != "qkvz") * spec.conv_size)
+    if isinstance(spec, RecurrentSpec):
+        return itemsize * spec.exchanged_size
     attention = getattr(spec, "attention", spec)
     heads, dim = attention.num_attention_heads, getattr(spec, "v_head_dim", attention.head_dim)
     more_keys = (_copies(attention.num_key_value_heads, ranks) - 1) * attention.num_key_value_heads

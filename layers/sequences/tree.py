@@ -115,21 +115,21 @@ class Tree(Part):
         return table[:2].repeat_interleave(table[2], dim=1, output_size=self.bounds[-1])
 
 
-def check_tree(spec: ModelSpec, sight: Any) -> None:
+def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
     """
     Raises:
         DataError: the model, or a call with its images, does not support documents that continue others.
     """
     kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
     for i, block in enumerate(spec.blocks):
-        if not isinstance(block.mixer, kinds):
+        if unknown := [type(mixer).__name__ for mixer in block.mixers if not isinstance(mixer, kinds)]:
             raise DataError(
-                f"layer {i} mixes tokens by {type(block.mixer).__name__}, which does not support documents "
+                f"layer {i} mixes tokens by {unknown[0]}, which does not support documents "
                 "that continue others: give each answer with its prompt as a document of its own, without "
                 "parents"
             )
-    spans = None if sight is None else getattr(spec.vision, "spans", None)
-    if spans == "prefix" and (sight.pictures is not None or sight.kinds is not None):
+    spans = None if vision_inputs is None else getattr(spec.vision, "spans", None)
+    if spans == "prefix" and (vision_inputs.pictures is not None or vision_inputs.kinds is not None):
         raise DataError(
             "in this model all tokens of a prompt attend to one another, including the last one, which the "
             "documents that continue it repeat: give each answer with its prompt as a document of its own, "

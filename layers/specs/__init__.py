@@ -15,11 +15,11 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.block import BlockSpec, Topology
+from liger_models.layers.specs.block import BlockSpec, MixerSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
-from liger_models.layers.specs.recurrent import GatedDeltaSpec, RecurrentSpec
+from liger_models.layers.specs.recurrent import GatedDeltaSpec, RecurrentSpec, SSDSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
     AdapterSpec,
@@ -63,6 +63,7 @@ __all__ = [
     "MLPProjectorSpec",
     "MLPSpec",
     "MistralMergerSpec",
+    "MixerSpec",
     "MoESpec",
     "ModelSpec",
     "NormCast",
@@ -79,6 +80,7 @@ __all__ = [
     "RecurrentSpec",
     "RopeSpec",
     "RopeType",
+    "SSDSpec",
     "SharedAttentionSpec",
     "SparseMixerSpec",
     "SquarePictures",

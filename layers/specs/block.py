@@ -13,7 +13,10 @@ from liger_models.layers.specs.attention import (
 )
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
-from liger_models.layers.specs.recurrent import GatedDeltaSpec
+from liger_models.layers.specs.recurrent import RecurrentSpec
+from liger_models.layers.specs.rotary import RopeSpec
+
+MixerSpec = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
 
 Topology = Literal[
     "pre_norm",
@@ -26,6 +29,8 @@ Topology = Literal[
     "post_norm",
     "parallel",
     "parallel_two_norms",
+    "one_part",
+    "side_by_side",
 ]
 
 
@@ -33,18 +38,35 @@ Topology = Literal[
 class BlockSpec:
     """One layer: its topology (a class of `layers/blocks`) and its parts.
 
-    The types of `mixer` and `mlp` determine their modules. `norm` applies to each of the layer's norms.
+    The types of `mixer` and `mlp` determine their modules; a layer of topology "one_part" has only one of
+    them. `second_mixer` reads the same input as `mixer`. `norm` applies to each of the layer's norms.
     `residual_scale` multiplies each branch before it is added to the residual stream. Some topologies support
     `experts` in addition to the MLP, and a `per_layer_input`.
     """
 
-    mixer: AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | GatedDeltaSpec
-    mlp: MLPSpec | MoESpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | MoESpec | None
     norm: NormSpec | LayerNormSpec
     topology: Topology = "pre_norm"
     residual_scale: float = 1.0
     experts: MoESpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
+    second_mixer: MixerSpec | None = None
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """The layer's token mixers: none, one or two."""
+        return tuple(mixer for mixer in (self.mixer, self.second_mixer) if mixer is not None)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads."""
+        return tuple(rope for mixer in self.mixers for rope in mixer.ropes)
+
+    @property
+    def recurrent(self) -> RecurrentSpec | None:
+        """The mixer that carries a state; None if there is none."""
+        return next((mixer for mixer in self.mixers if isinstance(mixer, RecurrentSpec)), None)
 
     @property
     def mixture(self) -> MoESpec | None:

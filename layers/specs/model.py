@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
-from liger_models.layers.specs.recurrent import RecurrentSpec
 from liger_models.layers.specs.rotary import RopeSpec
 from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
 
@@ -49,12 +48,12 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Distinct rotary settings of the layers, in the order of first use."""
-        return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.mixer.ropes))
+        return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.ropes))
 
     @property
     def is_recurrent(self) -> bool:
         """Whether some layer carries a state from token to token."""
-        return any(isinstance(block.mixer, RecurrentSpec) for block in self.blocks)
+        return any(block.recurrent is not None for block in self.blocks)
 
     @property
     def position_limit(self) -> int | None:

@@ -19,7 +19,8 @@ class GatedDeltaSpec:
     convolution. `beta_scale` multiplies the learning rate. `norm_eps` is that of the norm of each value
     head's output, which is gated.
     `projections` says which of the input projections checkpoints hold as one matrix: "qkvz", queries, keys,
-    values and the output gate (Qwen3-Next); "qkv", all but the gate (Qwen3.5); "apart", none.
+    values and the output gate (Qwen3-Next); "qkv", all but the gate (Qwen3.5); "apart", none, nor the taps of
+    the convolution (OLMo hybrid).
     """
 
     key_heads: int
@@ -47,6 +48,18 @@ class GatedDeltaSpec:
         return 2 * self.key_size + self.value_size
 
     @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.key_heads, "key heads"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and what it
+        received, unless a gate lies next to it.
+        """
+        return self.value_size + (self.projections != "qkvz") * self.conv_size
+
+    @property
     def state_flops(self) -> int:
         """Operations of the rule for each token, one token at a time: a decay, a read, a write and a query of
         every state.
@@ -59,5 +72,65 @@ class GatedDeltaSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec
+@dataclass(frozen=True)
+class SSDSpec:
+    """State space duality, the mixer of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060), after a causal
+    depthwise convolution of x, B and C.
+
+    Each of `groups` groups of B and C, of `state` elements, serves `heads / groups` heads in a row. `conv` is
+    the width of the convolution and `conv_bias` its bias; `bias` applies to both projections. `dt_min` and
+    `dt_max` bound the step after softplus. `norm_eps` is that of the norm of each group's output, which is
+    gated first.
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    conv: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norm_eps: float = 1e-5
+    dt_min: float = 0.0
+    dt_max: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return self.size + 2 * self.groups * self.state
+
+    @property
+    def dt_limit(self) -> tuple[float, float | None]:
+        """Bounds of the step."""
+        return self.dt_min, self.dt_max
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.groups, "groups of heads"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged."""
+        return self.size + self.conv_size
+
+    @property
+    def state_flops(self) -> int:
+        """Operations of the scan for each token, one token at a time: a decay, a write and a query of every
+        state.
+        """
+        return 5 * self.heads * self.head_dim * self.state
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """No positions."""
+        return ()
+
+
+RecurrentSpec = GatedDeltaSpec | SSDSpec
 """Mixers that carry a state."""

@@ -1,6 +1,6 @@
-"""How a model sees: pictures cut into patches, the encoder of these, and its way into the language model.
+"""Vision inputs: images cut into patches, their encoder, and its connection to the language model.
 
-May import the blocks and what they stand on; the model imports it, and language blocks know nothing of it.
+May import the blocks and everything below them; the model imports it, and language blocks do not.
 """
 
 from torch import nn

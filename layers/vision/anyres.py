@@ -1,13 +1,13 @@
-"""Images of any size as tiles of one size, and what the language model is shown of their features (AnyRes;
-LLaVA-OneVision, arXiv:2408.03326, section 3.2).
+"""Images of any size as tiles of one size, and the tokens made of their features (AnyRes; LLaVA-OneVision,
+arXiv:2408.03326, section 3.2).
 
-    an image:     the whole of it, n * n features, row by row; then its tiles side by side, without what only
-                  filled them up, made smaller where they are many, and `newline` behind each row of them
-    one of many:  the whole of it, and `newline`
-    a video:      each frame at half its height and width, and `newline` in the end
+    one image:        the downscaled image, n * n features, row by row; then the grid of its tiles, cropped to
+                      the image, reduced if there are many tiles, with `newline` after each row
+    several images:   each downscaled image, then `newline`
+    a video:          each frame at half its height and width, then a final `newline`
 
-A token is a mean of four features at most, its taps, where a picture is made smaller: linear interpolation,
-pixels as areas. All of it follows from sizes, and is made on the host.
+A token of a reduced grid is a weighted mean of up to four features, its taps: linear interpolation with
+pixels as areas. Everything follows from the sizes, and is computed on the host.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ NEWLINE = -1
 
 
 class Taps(NamedTuple):
-    """Of each token which features, [F, 4], `NEWLINE` among them, and their weights, [F, 4] float32."""
+    """Indices of each token's features, [F, 4], which may be `NEWLINE`, and their weights, [F, 4] float32."""
 
     features: Tensor
     weights: Tensor
 
 
 class Newline(nn.Module):
-    """A learned feature [H] that ends rows, and the tokens that features and it make."""
+    """A learned feature [H] that ends rows; computes tokens from features and itself."""
 
     def __init__(self, hidden_size: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, x: Tensor, pictures: Sequence[Taps], sizes: Sequence[int]) -> Tensor:
-        """x [N, H], of pictures of these sizes -> [F, H]."""
+        """x [N, H], the features of pictures of these sizes -> [F, H]."""
         rows = torch.cat([x, self.weight.to(x.dtype)[None]])
         first, taps = 0, []
         for picture, size in zip(pictures, sizes, strict=True):
@@ -50,12 +50,14 @@ class Newline(nn.Module):
         return functools.reduce(torch.add, weighted).to(x.dtype)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 def best_resolution(height: int, width: int, resolutions: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """That in which most of an image's pixels are kept, and of such the smallest; the first of equal ones."""
+    """Return the resolution that keeps most of an image's pixels; among equals the smallest, then the
+    first.
+    """
 
     def worth(resolution: tuple[int, int]) -> tuple[int, int]:
         h, w = resolution
@@ -68,8 +70,8 @@ def best_resolution(height: int, width: int, resolutions: Sequence[tuple[int, in
 
 @functools.lru_cache(maxsize=256)
 def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int) -> Taps:
-    """An image of so many pixels, of whose tiles there are `rows` times `columns` of n * n features; those of
-    more than `most` tiles are made fewer.
+    """Taps of an image of `height` times `width` pixels in `rows` times `columns` tiles of n * n features; a
+    grid of more than `most` tiles is reduced.
     """
     tiles = torch.arange(rows * columns * n * n, device="cpu").view(rows, columns, n, n)
     grid = _unpadded(n * n + tiles.transpose(1, 2).reshape(rows * n, columns * n), height, width)
@@ -82,20 +84,20 @@ def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int
 
 @functools.lru_cache(maxsize=256)
 def of_whole(n: int) -> Taps:
-    """One of several images of n * n features."""
+    """Taps of one of several images of n * n features."""
     return _joined(_as_is(torch.arange(n * n, device="cpu")), _end())
 
 
 @functools.lru_cache(maxsize=256)
 def of_video(n: int, frames: int) -> Taps:
-    """Of n * n features each."""
+    """Taps of a video of frames with n * n features each."""
     half = math.ceil(n / 2)
     pieces = [_shrunk(grid, half, half) for grid in torch.arange(frames * n * n, device="cpu").view(-1, n, n)]
     return _joined(*(Taps(*(x.flatten(0, 1) for x in piece)) for piece in pieces), _end())
 
 
 def _unpadded(grid: Tensor, height: int, width: int) -> Tensor:
-    """What of the grid an image of so many pixels fills, whose proportions are others."""
+    """Crop the grid to the image's aspect ratio, removing the padding."""
     h, w = grid.shape
     if width / height > w / h:
         cut = (h - int(round(height * (w / width), 7))) // 2
@@ -112,7 +114,7 @@ def _shrunk(grid: Tensor, height: int, width: int) -> Taps:
 
 
 def _axis(old: int, new: int) -> list[tuple[Tensor, Tensor]]:
-    """The two neighbours of each new place, and their weights."""
+    """The two neighbours of each new position, and their weights."""
     at = ((torch.arange(new, device="cpu") + 0.5) * (old / new) - 0.5).clamp(min=0)
     first = at.floor()
     return [(first.long(), 1 - (at - first)), ((first.long() + 1).clamp(max=old - 1), at - first)]

@@ -1,11 +1,12 @@
-"""The encoder of images: a linear layer over patches, and blocks in which those of a picture see one another.
+"""The image encoder: a linear layer over patches, and blocks in which the patches of a picture attend to one
+another.
 
     x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding
     a class token, a norm, in some families
-    blocks, as in a language model, but that attention is not causal
+    blocks as in a language model, with bidirectional attention
     a norm, in some families
 
-Positions are the row and the column of a patch in its picture, by which halves of a head turn.
+Positions are the row and column of a patch in its picture; each rotates half of a head.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from liger_models.layers.vision.position_table import make_table
 
 
 class PatchEmbedding(nn.Module):
-    """One linear layer over patches, whose weight has the form of a convolution's, as checkpoints have it.
+    """A linear layer over patches, whose weight has the shape of a convolution's, as in checkpoints.
 
     Args:
         spec: the size of a patch.
-        width: that of the result, D.
+        width: the output width D.
     """
 
     def __init__(self, spec: PatchSpec, width: int):
@@ -52,40 +53,40 @@ class PatchEmbedding(nn.Module):
         )
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class ClassToken(nn.Module):
-    """A learned vector [width] as one more token of each picture, in front of the others or behind them."""
+    """A learned vector [width], an additional first or last token of each picture."""
 
     def __init__(self, width: int, place: str):
         super().__init__()
         self.weight, self.place = nn.Parameter(torch.empty(width)), place
 
     def forward(self, x: Tensor, pictures: int) -> Tensor:
-        """x [P, D] of so many pictures of one size -> [P + pictures, D]."""
+        """x [P, D] of `pictures` pictures of one size -> [P + pictures, D]."""
         return self.among(x, self.weight.to(x.dtype), pictures)
 
     def among(self, x: Tensor, own: Tensor, pictures: int) -> Tensor:
-        """x [P, ...] with `own` [...] at the class token of each picture."""
+        """Insert `own` [...] at each picture's class token into x [P, ...]."""
         rows, own = x.unflatten(0, (pictures, -1)), own.expand(pictures, 1, *x.shape[1:])
         return torch.cat([own, rows] if self.place == "first" else [rows, own], 1).flatten(0, 1)
 
     def dropped(self, x: Tensor, pictures: int) -> Tensor:
-        """x without them."""
+        """x without class tokens."""
         rows = x.unflatten(0, (pictures, -1))
         return (rows[:, 1:] if self.place == "first" else rows[:, :-1]).flatten(0, 1)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 class VisionEncoder(nn.Module):
-    """Patches to what the projector reads.
+    """Encode patches for the projector.
 
     Args:
         spec: the blocks and their windows.
@@ -112,8 +113,8 @@ class VisionEncoder(nn.Module):
             self.norm_behind = make_norm(spec.hidden_size, spec.norm_behind)
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
-        """What the projector reads, [P, D], or wider where it is of several layers; and what the layers at
-        `deep` give, from the lowest on. In the order of the pictures' patches.
+        """Return the projector's input, [P, D], or wider if it concatenates several layers; and the outputs
+        of the layers at `deep`, in ascending order. Rows are in the order of the pictures' patches.
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
         x, places = self._embedded(pictures), places_of(pictures.grids, merge)
@@ -127,10 +128,10 @@ class VisionEncoder(nn.Module):
             x, windows = _by_blocks(x, order, merge), Sequences.of_lengths(lengths, device)
             for number in self.spec.windowed:
                 seen_by[number] = windows
-        if self.class_token is not None:  # which does not turn: it stands at 0, in front of all others
+        if self.class_token is not None:  # not rotated: its position is 0
             places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), len(lengths)).T
         frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
-        frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.mixer.ropes)))
+        frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.ropes)))
         for sequences in seen_by:
             sequences.positions = frames.positions
         residual, offload = None, Offload()
@@ -156,7 +157,7 @@ class VisionEncoder(nn.Module):
         return tuple(_by_blocks(x, back, merge) for x in made)
 
     def _embedded(self, pictures: Pictures) -> Tensor:
-        """What enters the blocks."""
+        """The input of the blocks."""
         x = self.patch_embed(pictures.patches)
         if self.class_token is not None:
             x = self.class_token(x, len(pictures.frames))
@@ -165,10 +166,10 @@ class VisionEncoder(nn.Module):
         return x if self.norm_before is None else self.norm_before(x)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """`set_levels` of all layers."""
+        """Call `set_levels` on all layers."""
         set_levels(self.layers, levels)
 
 
 def _by_blocks(x: Tensor, order: Tensor, merge: int) -> Tensor:
-    """x [P, ...] in another order of its blocks of merge^2 patches."""
+    """Reorder the blocks of merge^2 patches in x [P, ...]."""
     return x.unflatten(0, (-1, merge**2))[order].flatten(0, 1)

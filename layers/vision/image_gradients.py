@@ -1,10 +1,10 @@
-"""Gradients of the parts that read images, in steps in which no process has an image.
+"""Gradients of the parts that process images, in steps in which no process has an image.
 
-All processes run these parts in every step, since those that do would else wait for the others: a process
-without images runs them on a blank one (`Vision.place`). Their gradients are then zeros where a single
-process has none, and optimizers treat these differently: for zeros AdamW decays weights and moves them by its
-momentum. So processes tell each other whether any has images, and where none has, zeros that were not there
-before the backward pass are taken away after it.
+All processes run these parts in every step, or those with images would wait for the others: a process without
+images runs them on a blank one (`Vision.place`). Their gradients are then zeros where a single process would
+have none, and optimizers treat these differently: for zeros AdamW decays weights and applies its momentum. So
+processes agree on whether any of them has images. If none has, zeros that the backward pass created are
+removed after it.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from liger_models.layers.sequences.host_copy import HostCopy
 
 
 class ImageGradients:
-    """Takes zeros away from the gradients of parts that no process used.
+    """Remove zero gradients of parts that no process used.
 
-    Known are the processes of DistributedDataParallel and of `fully_shard` (FSDP2). With others, and where
-    FSDP2 keeps gradients whole between micro-batches, zeros stay.
+    Supports DistributedDataParallel and `fully_shard` (FSDP2). With other wrappers, and while FSDP2 keeps
+    unsharded gradients between micro-batches, the zeros remain.
     """
 
     def __init__(self) -> None:
-        self._groups: list[Any] = []  # of FSDP2
-        self._seen = False  # images, in micro-batches whose gradients have not been exchanged
+        self._groups: list[Any] = []  # process groups of FSDP2
+        self._seen = False  # images were used in micro-batches whose gradients are not yet reduced
 
     def __reduce__(self) -> Any:
-        """A copy, or a pickle, is of a model that has no processes yet."""
+        """Copies and pickles belong to a model without processes."""
         return ImageGradients, ()
 
     def watch(self, output: Tensor, parts: list[nn.Module], with_images: bool) -> None:
-        """Called at the end of a forward pass in training, by all processes.
+        """Register an output; call it at the end of a training forward pass, on all processes.
 
         Args:
-            output: made with these parts; its gradient comes before theirs.
-            parts: the modules that read images.
-            with_images: whether this process has images.
+            output: computed with these parts; its gradient is computed before theirs.
+            parts: the modules that process images.
+            with_images: this process has images.
         """
         if not output.requires_grad or not is_of_several_processes():
             return
@@ -58,8 +58,8 @@ class ImageGradients:
         if not groups:
             output.register_hook(lambda _: _after_backward(lambda: self.note_groups(parts)))
             return
-        told = with_images or self._seen
-        flag = torch.full((1,), int(told), device=output.device)
+        any_images = with_images or self._seen
+        flag = torch.full((1,), int(any_images), device=output.device)
         answer = HostCopy(any_process(flag, groups)) if exchanged else None
 
         def end() -> None:
@@ -71,12 +71,12 @@ class ImageGradients:
         output.register_hook(lambda _: _after_backward(end))
 
     def note_groups(self, parts: Iterable[nn.Module]) -> None:
-        """Note over which process groups FSDP2 divides these modules, if some are divided at the moment."""
+        """Record the process groups over which FSDP2 shards these modules, if any are sharded now."""
         self._groups = groups_of_shards(p for part in parts for p in part.parameters()) or self._groups
 
     def _end(self, parts: list[nn.Module], seen: bool) -> None:
         parameters = [p for part in parts for p in part.parameters() if p.requires_grad]
-        if all(p.grad is None for p in parameters):  # kept elsewhere until gradients are exchanged
+        if all(p.grad is None for p in parameters):  # FSDP2 keeps them elsewhere until gradients are reduced
             self._seen = seen
             return
         self._seen = False
@@ -84,13 +84,13 @@ class ImageGradients:
             gradient: Any = p.grad
             if seen and gradient is not None:
                 gradient._of_images = True
-            elif not hasattr(gradient, "_of_images"):  # else it has images of an earlier micro-batch
+            elif not hasattr(gradient, "_of_images"):  # else it includes images of an earlier micro-batch
                 p.grad = None
 
 
 def _after_backward(function: Callable[[], None]) -> None:
-    """Call a function when a backward pass has ended, and what others queued for its end is done: DDP and
-    FSDP2 give gradients to parameters there.
+    """Call a function after a backward pass and its queued callbacks, in which DDP and FSDP2 assign
+    gradients.
     """
     engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
     engine.queue_callback(lambda: engine.queue_callback(function))

@@ -1,4 +1,4 @@
-"""Conversations of one row each, with what their processors give, as one packed row of all of them."""
+"""Packs conversations of one row each, with their processors' outputs, into one row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_models.layers.specs import AnyresPictures, TiledVisionSpec
 from liger_models.layers.vision.positions import IMAGE, VIDEO
 
-# What is read on the host: to hand it over on a device would cost a synchronisation.
+# Read on the host: as device tensors, they would cost a synchronisation.
 ON_HOST = frozenset(
     {
         *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "batch_num_images"),
@@ -21,20 +21,20 @@ ON_HOST = frozenset(
         "cross_attention_mask",
     }
 )
-_PLACES = ("image_position_ids", "video_position_ids")  # -1 where there is nothing
+_PLACES = ("image_position_ids", "video_position_ids")  # padded with -1
 _SEEN = "cross_attention_mask"
 _VIDEOS, _FRAMES = "pixel_values_videos", "num_frames_per_video"
 OF_TOKENS = frozenset({_SEEN})
 """What says something of each token of a conversation, and not of its images."""
 
 
-class Seen(NamedTuple):
+class VisionConversation(NamedTuple):
     """A conversation.
 
     Attributes:
         ids: [T].
-        learned: which of them are to be learned, [T] bool.
-        images: what the processor gives beside ids and kinds of tokens; none: text alone.
+        learned: mask of the tokens to learn, [T] bool.
+        images: the processor's outputs except for ids and token kinds; empty for text.
     """
 
     ids: Tensor
@@ -42,15 +42,15 @@ class Seen(NamedTuple):
     images: dict[str, Tensor]
 
 
-def pack_seen(
-    spec: Any, conversations: Sequence[Seen], parents: Sequence[int] | None = None
+def pack_conversations(
+    spec: Any, conversations: Sequence[VisionConversation], parents: Sequence[int] | None = None
 ) -> dict[str, Tensor]:
-    """The keywords of a call on all of them, end to end in one row: none where there is no image.
+    """Return the vision keywords of a call on all conversations in one row; empty without images.
 
     Args:
         spec: a `VisionSpec` or `TiledVisionSpec`.
-        parents: the number of the one that each continues, or -1, as of a call. Where features are beside the
-            text, what continues another has no images of its own, and says which of that one's it sees.
+        parents: the index of the conversation that each continues, or -1, as in a call. With cross-attention,
+            a continuation has no images of its own, and its mask refers to the parent's.
     """
     pictured = [one.images for one in conversations if one.images]
     if not pictured:
@@ -66,10 +66,9 @@ def pack_seen(
     return call
 
 
-def kinds_of(spec: Any, one: Seen) -> Tensor:
-    """What processors say of each token, [T]: 1 of those of images and 2 of videos; or, where the beginning
-    of a document is seen as a whole, 0 there and 1 from the first token on that is learned. Text alone has no
-    such beginning.
+def kinds_of(spec: Any, one: VisionConversation) -> Tensor:
+    """Token kinds as processors number them, [T]: 1 for images and 2 for videos. In models with a
+    bidirectional prefix: 0 in the prefix and 1 from the first learned token on; text has no prefix.
     """
     if spec.spans == "prefix":
         return one.learned.long().cummax(0).values if one.images else torch.ones_like(one.ids)
@@ -77,9 +76,9 @@ def kinds_of(spec: Any, one: Seen) -> Tensor:
     return IMAGE * (one.ids == spec.image_id).long() + VIDEO * videos
 
 
-def said_of(spec: Any, ids: Tensor, learned: Tensor, shown: bool) -> Tensor:
-    """Which tokens [T] a model can be asked to say, [T] bool: not those of pictures, nor of what it sees as a
-    whole before it says anything, in a conversation that is `shown` some.
+def predictable_tokens(spec: Any, ids: Tensor, learned: Tensor, shown: bool) -> Tensor:
+    """Mask of the tokens [T] that a model can predict, [T] bool: not image or video tokens, nor the
+    bidirectional prefix of a conversation with images (`shown`).
     """
     video_id = getattr(spec, "video_id", None)
     said = (ids != spec.image_id) & (ids != (-1 if video_id is None else video_id))
@@ -88,16 +87,16 @@ def said_of(spec: Any, ids: Tensor, learned: Tensor, shown: bool) -> Tensor:
 
 
 def part_of(images: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Of a conversation's images what belongs to its tokens from `start` on: all of them to the first, and to
-    others which of them they see.
+    """Select the images for a conversation's tokens `start` to `stop`: the part at 0 gets the pixels, every
+    part its rows of the cross-attention mask.
     """
     own = {} if start else images
     return own | ({_SEEN: images[_SEEN][:, start:stop]} if _SEEN in images else {})
 
 
 def _frames_apart(spec: Any, videos: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Videos [videos, frames, ...] of several lengths as frames behind one another, and how many each has;
-    nothing, where they have one length or their frames stand so in any case.
+    """Join videos [videos, frames, ...] of different lengths along frames, with the number of frames of each.
+    Empty if lengths are equal or the frames are joined anyway.
     """
     if not isinstance(getattr(spec, "pictures", None), AnyresPictures):
         return {}
@@ -108,7 +107,7 @@ def _frames_apart(spec: Any, videos: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _joined(tensors: list[Tensor], dim: int, name: str) -> Tensor:
-    """Behind one another, filled up to the largest in all other dimensions."""
+    """Concatenate, padding the other dimensions to the largest size."""
     sizes = [max(sizes) for sizes in zip(*(x.shape for x in tensors), strict=True)]
     fill = -1 if name in _PLACES else 0
     filled = []
@@ -119,8 +118,10 @@ def _joined(tensors: list[Tensor], dim: int, name: str) -> Tensor:
     return torch.cat(filled, dim)
 
 
-def _block_diagonal(spec: TiledVisionSpec, conversations: Sequence[Seen], parents: Sequence[int]) -> Tensor:
-    """Which tiles each token sees, [1, T, images, tiles]: those of its own conversation."""
+def _block_diagonal(
+    spec: TiledVisionSpec, conversations: Sequence[VisionConversation], parents: Sequence[int]
+) -> Tensor:
+    """Cross-attention mask, [1, T, images, tiles]: tokens see the tiles of their own conversation."""
     own = [
         one.images[_SEEN][0, : len(one.ids)] if one.images else torch.zeros(len(one.ids), 0, spec.tiles)
         for one in conversations

@@ -1,8 +1,8 @@
 """The order of patches: by time, then by blocks of `merge` times `merge` neighbours.
 
-Blocks follow row by row, and so do the patches within a block, so that patches that are merged are adjacent.
-Patches left over at the right and the lower edge, where a side is no multiple of `merge`, come after the
-blocks; no token is made of them.
+Blocks are ordered row by row, and so are the patches within a block: patches to be merged are adjacent. If a
+side is no multiple of `merge`, the remaining patches at the right and bottom edges follow the blocks; they
+yield no tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Grid = tuple[int, int, int]
 
 
 def cut_image(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
-    """The patches of an image [channels, H, W], [h * w, channels * size^2]."""
+    """Patches of an image [channels, H, W], [h * w, channels * size^2]."""
     _, h, w = grid
     rows = image[:, : h * size, : w * size].unflatten(2, (w, size)).unflatten(1, (h, size))
     row, column = places_in_picture(*grid, merge).to(image.device, non_blocking=True)
@@ -31,8 +31,8 @@ def cut_image(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
 
 
 def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
-    """Which patches, in the order of `Pictures`, belong to blocks of merge^2, [P] bool on the host; None: all
-    of them.
+    """Mask of the patches, in the order of `Pictures`, in full blocks of merge^2, [P] bool on the host; None:
+    all.
     """
     if all(h % merge == w % merge == 0 for _, h, w in grids):
         return None
@@ -45,11 +45,11 @@ def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
 
 
 def cut(picture: Tensor, spec: PatchSpec, merge: int) -> tuple[Tensor, Grid]:
-    """A picture [C, height, width], or the frames of a video [F, C, height, width], as the patches of a
-    processor. A single frame, and the last one, are repeated until they fill a patch.
+    """Cut a picture [C, height, width], or the frames of a video [F, C, height, width], into patches. A
+    single frame, or the last one, is repeated to fill a patch.
 
     Returns:
-        [P, width of a patch], in blocks of `merge` times `merge`; and the grid.
+        [P, patch width], in blocks of `merge` times `merge`; and the grid.
 
     Raises:
         DataError: height or width is no multiple of `merge` patches.
@@ -72,17 +72,17 @@ def cut(picture: Tensor, spec: PatchSpec, merge: int) -> tuple[Tensor, Grid]:
 
 
 def places_of(grids: Iterable[Grid], merge: int) -> Tensor:
-    """The row and the column of each patch in its picture, [2, P], on the host."""
+    """The row and column of each patch in its picture, [2, P], on the host."""
     return torch.cat([places_in_picture(*grid, merge) for grid in grids], dim=1)
 
 
 def windows_of(grids: Iterable[Grid], merge: int, side: int) -> tuple[Tensor, list[int]]:
-    """Every step of time cut into windows of `side` times `side` merged patches, ragged at the right and the
-    lower edge.
+    """Divide every time step into windows of `side` times `side` merged patches, smaller at the right and
+    bottom edges.
 
     Returns:
-        The merged patches in the order of windows, [P / merge^2] on the host, and how many patches each
-        window has.
+        The merged patches in the order of windows, [P / merge^2] on the host, and the number of patches per
+        window.
     """
     orders, lengths, first = [], [], 0
     for t, h, w in grids:

@@ -1,8 +1,8 @@
 """The images and videos of a batch, as one row of patches.
 
-Pictures of all sizes follow one another without padding, as documents do in `Sequences`. A grid (t, h, w)
-holds the number of patches in time, height and width; an image has one step of time. patch_order.py defines
-the order of the patches, and processor_inputs.py makes `Pictures` from the outputs of a processor.
+Pictures of all sizes are concatenated without padding, like documents in `Sequences`. A grid (t, h, w) holds
+the number of patches in time, height and width; an image has one time step. patch_order.py defines the order
+of the patches, and processor_inputs.py makes `Pictures` from the outputs of a processor.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Pictures:
     Attributes:
         patches: [P, width] pixels.
         grids: (t, h, w) of each picture, in patches; the images first, then the videos.
-        images: how many of them are images.
-        seconds: of each video, how long a step of its time is.
-        beside: how many tokens each has beside those of its patches.
+        images: the number of images.
+        seconds: duration of a time step of each video.
+        beside: the number of tokens of each picture in addition to its patches'.
     """
 
     def __init__(
@@ -42,16 +42,16 @@ class Pictures:
 
     @property
     def frames(self) -> list[int]:
-        """The patches of every image and of every step of time."""
+        """Number of patches of each image and each time step of a video."""
         return [h * w for t, h, w in self.grids for _ in range(t)]
 
     def steps_apart(self) -> Pictures:
-        """The same, each step of a video as a picture by itself."""
+        """The same pictures, with each time step of a video as a separate picture."""
         videos = [(1, h, w) for t, h, w in self.grids[self.images :] for _ in range(t)]
         return Pictures(self.patches, self.grids[: self.images] + videos, self.images)
 
     def counts(self, merge: int) -> list[int]:
-        """The number of tokens of each picture, where `merge` times `merge` patches make one."""
+        """The number of tokens of each picture, one per `merge` times `merge` patches."""
         return [t * (h // merge) * (w // merge) + self.beside for t, h, w in self.grids]
 
     def features(self, merge: int) -> tuple[int, int]:
@@ -61,11 +61,11 @@ class Pictures:
 
 
 class TiledPictures(Pictures):
-    """Images as tiles of one size, and videos as frames of it.
+    """Images as tiles of one size, and videos as frames of that size.
 
     Attributes:
-        taps: of each picture, what makes its tokens: see layers/vision/anyres.py.
-        sizes: of each picture, how many patches it has.
+        taps: per picture, the interpolation that makes its tokens: see layers/vision/anyres.py.
+        sizes: per picture, the number of patches.
     """
 
     def __init__(self, patches: Tensor, side: int, taps: list[Taps], tiles: list[int], images: int):
@@ -77,7 +77,7 @@ class TiledPictures(Pictures):
 
 
 def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
-    """The smallest that an encoder takes, of zeros, in the dtype and on the device of a tensor."""
+    """The smallest valid picture, of zeros, with the dtype and device of a tensor."""
     side = merge
     if isinstance(spec.pictures, SquarePictures | AnyresPictures):
         side = spec.pictures.size // spec.patches.size

@@ -1,11 +1,11 @@
-"""Learned tables of positions: of pictures of one size, or stretched to the size of each picture.
+"""Learned tables of positions: for pictures of one size, or interpolated to the size of each picture.
 
-    x += table[place]                                           of one size, or stretched by cubics to another
+    x += table[place]                                           one size; bicubic interpolation to another
     x += table_x[column] + table_y[row]
-    x += sum over four taps of weight * table[tap]              stretched
+    x += sum over four taps of weight * table[tap]              interpolated
 
-The stretched table is a square of side S. Patch i of h stands at i * (S - 1) / max(h - 1, 1) in it, and
-likewise in width: corners on corners, what lies between by linear interpolation (Qwen3-VL).
+The interpolated table is a square of side S. Patch i of h has the coordinate i * (S - 1) / max(h - 1, 1), and
+likewise in width: corners map to corners, with linear interpolation between (Qwen3-VL).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from liger_models.layers.vision.patch_order import Grid, places_of
 
 
 def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
-    """The table that the spec describes, if any."""
+    """Build the table of a spec; None if it has none."""
     match spec.position_table:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
@@ -37,7 +37,7 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
 
 
 class PositionTable(nn.Module):
-    """The positions of patches, from a table of rows of `width`; `side` is that of its square."""
+    """Position embeddings of patches, from a table with rows of `width`; `side` is the side of its square."""
 
     def __init__(self, rows: int, width: int, side: int):
         super().__init__()
@@ -45,16 +45,16 @@ class PositionTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
-        """[tokens, width], for the tokens of pictures in the order of `Pictures`."""
+        """Return [tokens, width], for the tokens of pictures in the order of `Pictures`."""
         raise NotImplementedError
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 class FixedPositions(PositionTable):
-    """A row for each patch, in rows of the picture, behind `first` others; and those, and what is behind."""
+    """One row per patch, in row-major order, after the first `first` rows; returns these, too."""
 
     def __init__(self, rows: int, width: int, side: int, first: int):
         super().__init__(rows, width, side)
@@ -71,7 +71,9 @@ class FixedPositions(PositionTable):
 
 
 class CubicPositions(FixedPositions):
-    """The same for squares of another size, all of one: in float32, whatever the table's dtype."""
+    """Interpolates bicubically to squares of another size, one for all pictures; in float32, for any table
+    dtype.
+    """
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         side = grids[0][1]
@@ -86,7 +88,7 @@ class CubicPositions(FixedPositions):
 
 
 class StretchedPositions(PositionTable):
-    """In float32, whatever the table's dtype."""
+    """Interpolates bilinearly to each picture's size; in float32, for any table dtype."""
 
     def forward(self, grids: Iterable[Grid], merge: int) -> Tensor:
         taps, weights = (torch.cat(x) for x in zip(*(self._taps(grid, merge) for grid in grids), strict=True))
@@ -100,27 +102,29 @@ class StretchedPositions(PositionTable):
 
 
 class PositionsByAxes(nn.Module):
-    """The sum of two rows of `width` for each patch, one of `size` by its column and one by its row."""
+    """The sum of two rows of `width` for each patch, one by its column and one by its row, from `size`
+    each.
+    """
 
     def __init__(self, size: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2, size, width))
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
-        """[P, width], for the patches of pictures in the order of `Pictures`."""
+        """Return [P, width], for the patches of pictures in the order of `Pictures`."""
         row, column = places_of(grids, merge).to(self.weight.device, non_blocking=True)
-        # In float32, so that the gradients of all patches of a row or a column are summed in it.
+        # Accumulate the gradients of all patches of a row or column in float32.
         used = at_least_float32(self.weight[:, : max(max(grid[1:]) for grid in grids)])
         return used[0, column] + used[1, row]
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """As every matrix."""
+        """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
 @functools.lru_cache(maxsize=256)
 def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
-    """Of each token of a picture the row, on the host; None: they stand in the order of the rows."""
+    """The table row of each token of a picture, on the host; None: in order."""
     if merge == 1:
         return None
     row, column = places_of([(1, side, side)], merge)
@@ -130,7 +134,7 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
 
 @functools.lru_cache(maxsize=256)
 def _taps(grid: Grid, merge: int, side: int) -> tuple[Tensor, Tensor]:
-    """The rows of the table by which each patch stands, [P, 4], and their weights, on the host."""
+    """The table rows that each patch interpolates, [P, 4], and their weights, on the host."""
     (_, h, w), places = grid, places_of([grid], merge)
     (top, low), (left, right) = (_axis(x, n, side) for x, n in zip(places, (h, w), strict=True))
     taps = [i * side + j for i, _ in (top, low) for j, _ in (left, right)]
@@ -139,7 +143,7 @@ def _taps(grid: Grid, merge: int, side: int) -> tuple[Tensor, Tensor]:
 
 
 def _axis(place: Tensor, size: int, side: int) -> list[tuple[Tensor, Tensor]]:
-    """The two neighbours of each place in the table, and their weights in float32."""
+    """The two neighbours of each coordinate in the table, and their weights in float32."""
     at = place.float() * (side - 1) / max(size - 1, 1)
     first = at.floor()
     return [

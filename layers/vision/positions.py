@@ -1,15 +1,14 @@
 """Positions on three axes: time, row and column (M-RoPE; Qwen2-VL, arXiv:2409.12191, section 2.1).
 
-A token of text stands at one position on all three axes, one beyond what precedes it. The tokens of a picture
-begin there too, at s:
+A text token has the same position on all three axes, one after its predecessor. The tokens of a picture start
+there too, at s:
 
     time = s + trunc(k * step),    row = s + i,    column = s + j
 
-for the token of its k-th step of time, i-th row and j-th column of merged patches; `step` is 1 for an image.
-What follows a picture stands at s + max(rows, columns). A document begins at 0, or behind the one that it
-continues.
+for the token of time step k, row i and column j of merged patches; `step` is 1 for an image. The token after
+a picture is at s + max(rows, columns). A document starts at 0, or after the document that it continues.
 
-All of it is computed on the device, without waiting for it: which tokens are pictures is known there alone.
+Everything is computed on the device without synchronisation: the kinds of tokens are known only there.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 
 
 class AxisPositions(NamedTuple):
-    """`axes` [3, T] int64; `wrong`, a bool on the device: pictures and the kinds of tokens do not fit."""
+    """`axes` [3, T] int64; `wrong`, a bool on the device: pictures and token kinds do not match."""
 
     axes: Tensor
     wrong: Tensor
@@ -63,7 +62,7 @@ def axis_positions(
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     wrong = wrong | (seen & ((place >= size) | (ends & (place != size - 1)))).any()
 
-    # By how much fewer positions a picture takes than tokens, at its first token, and in sum so far.
+    # Number of tokens minus positions of each picture, at its first token, and the running sum.
     saved = torch.where(begins & seen, size - torch.maximum(rows, columns), 0)
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
@@ -79,8 +78,8 @@ def axis_positions(
 
 
 def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | None) -> int:
-    """An upper bound of the positions of text with pictures, where `end` is that of its tokens. (Pictures
-    take fewer positions than tokens, except for slow videos.)
+    """Upper bound of the positions of text with pictures, for tokens that end at `end`. (Pictures take fewer
+    positions than tokens, except for slow videos.)
     """
     of_videos = zip(pictures.grids[pictures.images :], pictures.seconds, strict=True)
     return end + sum(
@@ -89,7 +88,7 @@ def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | No
 
 
 def _tables(pictures: Pictures, merge: int, tokens_per_second: float | None) -> tuple[Tensor, Tensor]:
-    """Of each picture its tokens, rows, columns, and where its times begin: [pictures, 4]; and the times."""
+    """Per picture the tokens, rows, columns and the start of its times, [pictures, 4]; and the times."""
     steps: list[float] = [1.0] * pictures.images
     steps += [1.0 if tokens_per_second is None else tokens_per_second * s for s in pictures.seconds]
     times = [

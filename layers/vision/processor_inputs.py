@@ -1,4 +1,4 @@
-"""From the outputs of a processor to `Pictures`.
+"""Build `Pictures` from the outputs of a processor.
 
 Outputs differ between families: `VisionSpec.pictures` names their form, and `READERS` has a reader for it.
 """
@@ -26,22 +26,22 @@ from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, o
 from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
-_ROUNDED = (torch.bfloat16, torch.float16)  # which do not hold the seconds of videos
+_ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos
 
 
 def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    """The pictures among a call's keywords, which are taken out of it; None if there are none.
+    """Remove the picture keywords from a call's keywords and return them as pictures; None if there are none.
 
     Raises:
-        DataError: something is missing; shapes, dtypes or counts that do not fit.
+        DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
     return READERS[type(spec.pictures)](spec, merge, keywords)
 
 
 def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
-    """A call's keywords, with seconds of videos as numbers. Mixed precision of FSDP2 rounds every floating
-    point tensor among the arguments of a module that it divides, and seconds in bfloat16 would give videos
-    other positions.
+    """Convert the seconds of videos in a call's keywords to numbers. Mixed precision of FSDP2 casts all
+    floating point tensors in the arguments of a sharded module, and seconds in bfloat16 would shift the
+    videos' positions.
     """
     seconds = keywords.get("second_per_grid_ts")
     if isinstance(seconds, Tensor) and seconds.dtype not in _ROUNDED:
@@ -52,7 +52,7 @@ def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
 def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     timed = spec.positions is not None and spec.positions.tokens_per_second is not None
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    given = _taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere of no effect
+    given = _taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere ignored
     images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
     videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
     seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
@@ -213,8 +213,8 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
 
 
 def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
-    """In pixels: that which positions are made for; or where these are stretched that which is there, if its
-    patches make whole blocks.
+    """The side in pixels that positions are made for; for interpolated positions the side of the given
+    images, if its patches form complete blocks.
     """
     assert isinstance(spec.pictures, SquarePictures)
     if isinstance(spec.position_table, CubicTable) and values.dim() == 4:
@@ -240,8 +240,8 @@ def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
 
 
 def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
-    """The frames of each video, [frames, channels, size, size]: of videos of one length, or of several by
-    `counts`.
+    """The frames of each video, [frames, channels, size, size], for videos of one length, or of several
+    lengths by `counts`.
     """
     if counts is None:
         _check_tiles("pixel_values_videos", "frames", values, spec)
@@ -261,7 +261,7 @@ def _anyres_side(spec: VisionSpec) -> int:
 
 
 def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[Tensor], list[Taps]]:
-    """Of each image its tiles, [tiles, channels, size, size], and what makes its tokens."""
+    """The tiles of each image, [tiles, channels, size, size], and the taps of its tokens."""
     assert isinstance(spec.pictures, AnyresPictures)
     if not _together(given, "pixel_values", "image_sizes"):
         if "batch_num_images" in given:
@@ -301,7 +301,7 @@ def _check_tiles(name: str, many: str, values: Tensor, spec: VisionSpec) -> None
 
 
 def _alone(given: Any, images: int) -> list[bool]:
-    """Whether each image is the only one of its row."""
+    """Return for each image True if it is the only one of its row."""
     if given is None:
         return [True] * images
     counts = torch.as_tensor(given).flatten().tolist()
@@ -311,12 +311,12 @@ def _alone(given: Any, images: int) -> list[bool]:
 
 
 def _taken(keywords: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Those that are there, which are taken out."""
+    """Remove the given names from the keywords and return those present."""
     return {name: value for name in names if (value := keywords.pop(name, None)) is not None}
 
 
 def _together(given: Mapping[str, Any], *names: str) -> bool:
-    """Whether they are given, all of them or none."""
+    """Return True if all are given, False if none; raise DataError if some are missing."""
     there, missing = [n for n in names if n in given], [n for n in names if n not in given]
     if there and missing:
         raise DataError(

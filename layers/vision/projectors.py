@@ -1,4 +1,4 @@
-"""From what an encoder gives of patches to features of the width of the language model."""
+"""Project the encoder's patch features to the width of the language model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from liger_models.layers.specs import (
 
 
 class PatchMerger(nn.Module):
-    """`linear_2(gelu(linear_1(merged)))`, merged the norm of `merge`^2 patches, side by side (Qwen2-VL,
+    """`linear_2(gelu(linear_1(merged)))`, with merged the concatenated norms of `merge`^2 patches (Qwen2-VL,
     arXiv:2409.12191, section 2).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: what is merged, and the norm.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor and the norm.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: PatchMergerSpec):
@@ -40,20 +40,20 @@ class PatchMerger(nn.Module):
         self.linear_2 = Linear(self.merged, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         x = x.view(-1, self.merged) if self.norm_merged else x
         x = self.norm(x).view(-1, self.merged)
         return self.linear_2(F.gelu(self.linear_1(x)))
 
 
 class MistralMerger(nn.Module):
-    """`linear_2(act(linear_1(merging_layer(merged))))`, merged the norms of `merge`^2 patches, whose channels
-    take turns (Mistral Small 3.1).
+    """`linear_2(act(linear_1(merging_layer(merged))))`, with merged the norms of `merge`^2 patches,
+    interleaved by channel (Mistral Small 3.1).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: what is merged, the norm, the activation and the biases.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm, the activation and the biases.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: MistralMergerSpec):
@@ -65,7 +65,7 @@ class MistralMerger(nn.Module):
         self.linear_2 = Linear(hidden_size, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         blocks = self.norm(x).unflatten(0, (-1, self.patches))
         merged = self.merging_layer(blocks.transpose(1, 2).flatten(1))
         return self.linear_2(self.activation(self.linear_1(merged)))
@@ -75,9 +75,9 @@ class LinearProjector(nn.Module):
     """`linear(norm(mean of merge^2 patches))` (Gemma 3, arXiv:2503.19786, section 2.2).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: of how many patches the mean is, the norm, and the bias.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm, and the bias.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: LinearProjectorSpec):
@@ -94,13 +94,13 @@ class LinearProjector(nn.Module):
 
 
 class MLPProjector(nn.Module):
-    """`linear_2(act(linear_1(norm(merge^2 patches side by side))))` (LLaVA 1.5, arXiv:2310.03744, section
+    """`linear_2(act(linear_1(norm(concatenated merge^2 patches))))` (LLaVA 1.5, arXiv:2310.03744, section
     3.3).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: what is merged, the norm, the activation and the biases.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm, the activation and the biases.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: MLPProjectorSpec):
@@ -111,18 +111,18 @@ class MLPProjector(nn.Module):
         self.linear_2 = Linear(hidden_size, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         x = x.reshape(-1, self.merged)
         return self.linear_2(self.activation(self.linear_1(x if self.norm is None else self.norm(x))))
 
 
 class Adapter(nn.Module):
-    """`linear_1(gelu(fc2(gelu(fc1(merge^2 patches side by side)))))` (Llama 4).
+    """`linear_1(gelu(fc2(gelu(fc1(concatenated merge^2 patches)))))` (Llama 4).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: what is merged, and the width between.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, and the intermediate width.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: AdapterSpec):
@@ -133,7 +133,7 @@ class Adapter(nn.Module):
         self.linear_1 = Linear(spec.size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [P, D], in blocks of patches that are merged -> [P / merge^2, H]."""
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         x = F.gelu(self.fc1(x.reshape(-1, self.merged)))
         return self.linear_1(F.gelu(self.fc2(x)))
 
@@ -142,9 +142,9 @@ class PoolProjector(nn.Module):
     """`linear(rms((sqrt(D) * mean of merge^2 patches - std_bias) * std_scale))` (Gemma 4).
 
     Args:
-        width: that of a patch, D.
-        hidden_size: that of the language model, H.
-        spec: of how many patches the mean is, the norm's eps, and whether it is standardised.
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm's eps, and whether features are standardised.
     """
 
     std_bias: Tensor
@@ -166,7 +166,7 @@ class PoolProjector(nn.Module):
         return self.linear(rms_norm(pooled.to(x.dtype), None, self.spec.eps))
 
     def reset_parameters(self, *_: Any) -> None:
-        """Nothing is changed by them."""
+        """Initialise the standardisation to the identity."""
         if self.spec.standardized:
             nn.init.zeros_(self.std_bias)
             nn.init.ones_(self.std_scale)

@@ -1,7 +1,7 @@
-"""Tokens of the language model that all see one another, beside what precedes them: those of an image, or the
-beginning of a document.
+"""Bidirectional spans of the language model, visible in addition to the preceding tokens: an image's tokens,
+or the prefix of a document.
 
-A span is a run of such tokens within a document. All of it is computed on the device, without waiting for it.
+A span is a run of such tokens within a document. All of it is computed on the device without synchronisation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from liger_models.layers.sequences.documents import Documents
 
 
 def spans_of(documents: Documents, together: Tensor) -> Tensor:
-    """Where the span begins and ends in which each token stands, [2, T] int32, of runs of tokens that are
-    `together` [T] bool; any other is a span by itself.
+    """Start and end of each token's span, [2, T] int32: runs of tokens marked in `together` [T] bool; any
+    other token is a span of its own.
     """
     token = torch.arange(len(together), device=together.device)
     begins = _begins(documents, together)
@@ -25,8 +25,8 @@ def spans_of(documents: Documents, together: Tensor) -> Tensor:
 
 
 def prefixes(documents: Documents, kinds: Tensor) -> tuple[Tensor, Tensor]:
-    """The spans of tokens of kind 0 [T], and, a bool on the device, whether some of them is not at the
-    beginning of its document, or is neither of kind 0 nor of 1.
+    """The spans of tokens of kind 0 [T]; and a bool on the device, true if one of them is not at the
+    beginning of its document, or a kind is neither 0 nor 1.
     """
     token = torch.arange(len(kinds), device=kinds.device)
     begins = _begins(documents, kinds == 0) & (token != _first(documents, token))
@@ -40,6 +40,6 @@ def _begins(documents: Documents, together: Tensor) -> Tensor:
 
 
 def _first(documents: Documents, token: Tensor) -> Tensor:
-    """The first token of each one's document."""
+    """The first token of each token's document."""
     bounds = documents.bounds()
     return torch.zeros_like(token) if bounds is None else bounds[0].long()

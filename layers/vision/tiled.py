@@ -1,13 +1,14 @@
-"""Images cut into square tiles, whose features layers of the language model read (Llama 3.2 Vision,
+"""Images cut into square tiles, whose features the language model reads by cross-attention (Llama 3.2 Vision,
 arXiv:2407.21783, section 7).
 
     x = patches @ W^T + tanh(a) * before[ratio, tile];   the class token in front of each tile
     x = norm(x + (1 - tanh(g)) * place + tanh(g) * place_in_tiles[ratio, tile])
     x = norm(blocks(x)) + tanh(b) * behind[ratio, tile]
-    features = [global blocks(x), what some of the blocks gave] @ W^T + bias
+    features = [global blocks(x), outputs of selected blocks] @ W^T + bias
 
-All tiles of an image see one another, as many for each: what is not filled is padding, and so are a few zeros
-behind each tile. Tokens of padding do not see one another, but all others see them, as in the reference.
+All tiles of an image attend to one another. Images have the same number of tiles: unused tiles are padding,
+and each tile is padded with a few zeros. Padding tokens do not attend to one another, but all other tokens
+attend to them, as in the reference.
 """
 
 from __future__ import annotations
@@ -35,28 +36,28 @@ from liger_models.layers.vision.tiled_encoder import TiledEncoder, TiledImages
 from liger_models.layers.vision.vision import is_of_several
 
 
-class TiledSight:
-    """What a call shows a model: its images, if any, and which of their tiles each token sees, [batch, seq,
-    images, tiles] as given. `wrong`: whether images and tokens do not fit, a bool on the device.
+class TiledVisionInputs:
+    """Vision inputs of a call: its images, if any, and the mask of tiles visible to each token, [batch, seq,
+    images, tiles] as given. `wrong`: images and tokens do not match, a bool on the device.
     """
 
-    def __init__(self, pictures: TiledImages | None, seen: Tensor | None):
-        self.pictures, self.seen = pictures, seen
+    def __init__(self, pictures: TiledImages | None, visible: Tensor | None):
+        self.pictures, self.visible = pictures, visible
         self.checks: HostCopy | None = None
         self.wrong: Tensor | None = None
 
     def check(self, tokens: Tensor, images: Tensor, faults: Tensor) -> None:
-        """Begin to check how many images the text names, how many are given, and further faults."""
+        """Start a check of the number of images in the text, the number given, and other faults."""
         self.wrong = (tokens != images) | (faults != 0)
         self.checks = HostCopy(torch.stack([tokens, images, faults]))
 
 
 class TiledVision(nn.Module):
-    """An encoder of tiles and its way into a language model, with the methods of `Vision`.
+    """An encoder of tiles and its projection to the language model, with the methods of `Vision`.
 
     Args:
         spec: the parts.
-        hidden_size: that of the language model, H.
+        hidden_size: of the language model, H.
         attention: the attention backend.
     """
 
@@ -67,8 +68,8 @@ class TiledVision(nn.Module):
         self.projector = Linear(spec.width, hidden_size)
 
     def forward(self, pictures: TiledImages) -> tuple[Tensor, ...]:
-        """The features of the images of each row, [batch, images * tiles * P, H]. An encoder that is frozen
-        keeps nothing.
+        """The features of the images of each row, [batch, images * tiles * P, H]. A frozen encoder saves
+        nothing for backward.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
@@ -76,30 +77,30 @@ class TiledVision(nn.Module):
         return tuple(self.projector(x).unflatten(0, pictures.ratios.shape).flatten(1, 3) for x in made)
 
     def ways_out(self) -> list[nn.Module]:
-        """What stands between the encoder and the language model."""
+        """The modules between the encoder and the language model."""
         return [self.projector]
 
-    def take(self, keywords: dict[str, Any]) -> TiledSight:
-        """What a call shows, which is taken out of its keywords.
+    def take(self, keywords: dict[str, Any]) -> TiledVisionInputs:
+        """Remove the vision inputs from a call's keywords and return them.
 
         Raises:
-            DataError: something is missing, or does not fit.
+            DataError: missing or incompatible keywords.
         """
         given = {name: x for name in KEYWORDS if (x := keywords.pop(name, None)) is not None}
         if not given:
-            return TiledSight(None, None)
+            return TiledVisionInputs(None, None)
         if missing := [name for name in KEYWORDS if name not in given]:
             raise DataError(
                 f"got {' and '.join(given)} without {' and '.join(missing)}: give all, as the processor does"
             )
-        pixels, ratios, filled, seen = (given[name] for name in KEYWORDS)
+        pixels, ratios, filled, visible = (given[name] for name in KEYWORDS)
         spec = self.spec
         size, images = (spec.patches.channels, spec.image_size, spec.image_size), tuple(ratios.shape)
         shapes = {
             "pixel_values": (pixels, (*images[:2], spec.tiles, *size)),
             "aspect_ratio_ids": (ratios, (*pixels.shape[:1], *images[1:2])),
             "aspect_ratio_mask": (filled, (*images[:2], spec.tiles)),
-            "cross_attention_mask": (seen, (*images[:1], *seen.shape[1:2], *images[1:2], spec.tiles)),
+            "cross_attention_mask": (visible, (*images[:1], *visible.shape[1:2], *images[1:2], spec.tiles)),
         }
         for name, (tensor, shape) in shapes.items():
             if tuple(tensor.shape) != shape or tensor.is_floating_point() != (tensor is pixels):
@@ -108,45 +109,47 @@ class TiledVision(nn.Module):
                     f"{name} must be {kind} of shape {shape}, by the other keywords and the model's tiles; "
                     f"found {tensor.dtype} of shape {tuple(tensor.shape)}"
                 )
-        return TiledSight(TiledImages(pixels, ratios, filled.bool()), seen.bool())
+        return TiledVisionInputs(TiledImages(pixels, ratios, filled.bool()), visible.bool())
 
-    def prepare(self, sight: TiledSight, sequences: Sequences, input_ids: Tensor | None) -> None:
-        """Say which tiles each token sees, and begin to check that images and tokens fit.
+    def prepare(
+        self, vision_inputs: TiledVisionInputs, sequences: Sequences, input_ids: Tensor | None
+    ) -> None:
+        """Set the tiles visible to each token, and start the check that images and tokens match.
 
         Args:
             input_ids: [batch, seq].
 
         Raises:
-            DataError: no ids, or a mask of other tokens.
+            DataError: no ids, or a mask of another shape than the tokens.
         """
         if input_ids is None:
-            if sight.pictures is not None:
+            if vision_inputs.pictures is not None:
                 raise DataError("images need input_ids, which say where they stand; found embeddings alone")
             return
         named = input_ids == self.spec.image_id
-        if sight.pictures is None:
+        if vision_inputs.pictures is None:
             none = torch.zeros((), dtype=torch.long, device=named.device)
-            return sight.check(named.sum(), none, none)
-        assert sight.seen is not None
-        if sight.seen.shape[:2] != input_ids.shape:
+            return vision_inputs.check(named.sum(), none, none)
+        assert vision_inputs.visible is not None
+        if vision_inputs.visible.shape[:2] != input_ids.shape:
             raise DataError(
                 f"cross_attention_mask must begin with the shape of the tokens, {tuple(input_ids.shape)}; "
-                f"found {tuple(sight.seen.shape)}"
+                f"found {tuple(vision_inputs.visible.shape)}"
             )
-        ratios, blocks, documents = sight.pictures.ratios, None, sequences.documents
-        if sight.seen.device.type == "cpu" and documents.host_cu_seqlens is not None:
-            blocks = _blocks(sight.seen[0].any(2), documents.host_cu_seqlens, documents.tree)
-        seen = sight.seen.to(named.device, non_blocking=True)
-        given = seen.flatten(2)
+        ratios, blocks, documents = vision_inputs.pictures.ratios, None, sequences.documents
+        if vision_inputs.visible.device.type == "cpu" and documents.host_cu_seqlens is not None:
+            blocks = _blocks(vision_inputs.visible[0].any(2), documents.host_cu_seqlens, documents.tree)
+        visible = vision_inputs.visible.to(named.device, non_blocking=True)
+        given = visible.flatten(2)
         reachable = torch.ones_like(given)
         apart = foreign = torch.zeros((), dtype=torch.bool, device=named.device)
-        if documents.cu_seqlens is not None and documents.kept is None:  # packed: of documents, not of rows
+        if documents.cu_seqlens is not None and documents.kept is None:  # packed: by document instead of row
             own, apart = self._own_images(named, ratios, documents)
             if blocks is not None:
                 foreign = (
                     own[0] != _in_blocks(blocks, *own.shape[1:]).to(own.device, non_blocking=True)
                 ).any()
-            reachable = own[..., None].expand_as(seen).flatten(2)
+            reachable = own[..., None].expand_as(visible).flatten(2)
         given = given & reachable
         shown, reached = given.any(2, keepdim=True), reachable.any(2, keepdim=True)
         mask = torch.where(shown, given, torch.where(reached, reachable, True))
@@ -157,15 +160,15 @@ class TiledVision(nn.Module):
         sequences.visibility = replace(sequences.visibility, tiles=tiles, with_images=True)
         wrong = ((ratios < 0) | (ratios > self.spec.ratios)).any().long()
         wrong = wrong + 2 * apart.long() + 4 * foreign.long()
-        sight.check(named.sum(), (ratios > 0).sum(), wrong)
+        vision_inputs.check(named.sum(), (ratios > 0).sum(), wrong)
 
     def _own_images(self, named: Tensor, ratios: Tensor, documents: Documents) -> tuple[Tensor, Tensor]:
-        """Which images of its row belong to each token's document, or to the one that this continues, [batch,
-        seq, images]; and whether some document has images that are in another row, a bool on the device.
+        """Mask of the row's images that belong to each token's document or to its parent document, [batch,
+        seq, images]; and a bool on the device, true if a document has images in another row.
         """
         bounds, tree = documents.bounds(), documents.tree
-        assert bounds is not None  # there are boundaries
-        before = F.pad(named.flatten().long().cumsum(0), (1, 0))  # images named in front of each token
+        assert bounds is not None  # boundaries exist
+        before = F.pad(named.flatten().long().cumsum(0), (1, 0))  # image tokens before each token
         there = ratios > 0
         number = torch.where(there, there.flatten().long().cumsum(0).view(ratios.shape) - 1, -1)[:, None]
         own, count = torch.zeros((), dtype=torch.bool, device=named.device), 0
@@ -175,15 +178,17 @@ class TiledVision(nn.Module):
                 own, count = own | ((number >= first) & (number < end)), count + end - first
         return own, (own.sum(2, keepdim=True) != count).any()
 
-    def place(self, sight: TiledSight | None, embeds: Tensor) -> Tensor:
-        """Embeddings [T, H] as they are: nothing stands in the text for images."""
+    def place(self, vision_inputs: TiledVisionInputs | None, embeds: Tensor) -> Tensor:
+        """Return the embeddings [T, H] unchanged: images have no feature tokens in the text."""
         return embeds
 
-    def handed(self, sight: TiledSight | None, sequences: Sequences) -> dict[str, Tensor]:
-        """What layers of the language model read, by name; in generation also of images that are known."""
+    def layer_inputs(
+        self, vision_inputs: TiledVisionInputs | None, sequences: Sequences
+    ) -> dict[str, Tensor]:
+        """Named inputs of the language model's layers; in generation also features of earlier images."""
         cache = sequences.cache
-        if sight is not None and sight.pictures is not None:
-            images, *_ = self(sight.pictures)
+        if vision_inputs is not None and vision_inputs.pictures is not None:
+            images, *_ = self(vision_inputs.pictures)
             if cache is not None:
                 cache.images = images, sequences.visibility.tiles.last(sequences.documents, cache.lengths)
             return {IMAGES: images}
@@ -191,13 +196,13 @@ class TiledVision(nn.Module):
             images, tiles = cache.images
             sequences.visibility = replace(sequences.visibility, tiles=tiles)
             return {IMAGES: images}
-        # Layers of the language model read what it gives, and are trained where it is not, too.
+        # Layers of the language model read its output, and are trained even if the encoder is not.
         shared = is_of_several(self.encoder, *self.ways_out(), trained=True)
-        return self._beside_other_ranks(sequences) if shared else {}
+        return self._blank_images(sequences) if shared else {}
 
-    def _beside_other_ranks(self, sequences: Sequences) -> dict[str, Tensor]:
-        """Where a model is of several processes, one without images has a blank one in each row, unseen:
-        layers that read images go along, and add nothing.
+    def _blank_images(self, sequences: Sequences) -> dict[str, Tensor]:
+        """Features of one blank image per row, visible to no token, for processes without images in
+        distributed training. The layers that read images then run on all processes, and add nothing.
         """
         spec, documents, device = self.spec, sequences.documents, sequences.device
         rows, seq = documents.shape
@@ -212,19 +217,19 @@ class TiledVision(nn.Module):
         images, *_ = self(TiledImages(pixels, ratios, filled))
         return {IMAGES: images}
 
-    def add(self, sight: TiledSight, layer: int, x: Tensor) -> Tensor:
-        """x [T, H] behind a layer of the language model, as it is."""
+    def add(self, vision_inputs: TiledVisionInputs, layer: int, x: Tensor) -> Tensor:
+        """Return x [T, H], the output of a layer of the language model, unchanged."""
         return x
 
-    def finish(self, sight: TiledSight) -> None:
-        """Look at what `prepare` has begun to check.
+    def finish(self, vision_inputs: TiledVisionInputs) -> None:
+        """Wait for the check that `prepare` started.
 
         Raises:
-            DataError: images and tokens do not fit.
+            DataError: images and tokens do not match.
         """
-        if sight.checks is None:
+        if vision_inputs.checks is None:
             return
-        tokens, images, wrong = sight.checks.tolist()
+        tokens, images, wrong = vision_inputs.checks.tolist()
         if wrong & 1:
             raise DataError(f"aspect_ratio_ids must be from 0 (no image) to {self.spec.ratios}")
         if tokens != images:
@@ -247,21 +252,21 @@ _Block = tuple[int, int, int, int]
 
 
 def _in_blocks(blocks: Sequence[_Block], tokens: int, images: int) -> Tensor:
-    """Which images each token may see, [tokens, images] bool, on the host."""
-    seen = torch.zeros(tokens, images, dtype=torch.bool, device="cpu")
+    """The mask of images visible to each token, [tokens, images] bool, on the host."""
+    visible = torch.zeros(tokens, images, dtype=torch.bool, device="cpu")
     for first, end, image, last in blocks:
-        seen[first:end, image:last] = True
-    return seen
+        visible[first:end, image:last] = True
+    return visible
 
 
-def _blocks(seen: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] | None:
-    """Of documents with these bounds in one row, whose tokens see images [T, images] bool, on the host: first
-    token, end, first image and end of each. None: an image is seen by no token, they are not in order, or a
-    document that continues another has images of its own beside those of that one, or not all of these.
+def _blocks(visible: Tensor, bounds: list[int], tree: Tree | None) -> list[_Block] | None:
+    """Summarise a host mask of visible images [T, images] bool by document of one row: first token, end,
+    first image and end. Return None if an image is visible to no token, images are out of order, or a
+    continuation of a document has images of its own in addition to its parent's, or misses some of these.
     """
-    if not seen.any(0).all() or len(seen) != bounds[-1]:
+    if not visible.any(0).all() or len(visible) != bounds[-1]:
         return None
-    document = torch.bucketize(seen.byte().argmax(0), torch.tensor(bounds[1:]), right=True)
+    document = torch.bucketize(visible.byte().argmax(0), torch.tensor(bounds[1:]), right=True)
     ends = torch.bincount(document, minlength=len(bounds) - 1).cumsum(0).tolist()
     if bool((document.diff() < 0).any()):
         return None

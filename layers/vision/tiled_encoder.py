@@ -22,12 +22,12 @@ from liger_models.layers.vision.encoder import PatchEmbedding
 
 
 class TiledImages:
-    """Images [batch, images] of a batch, rows of fewer filled up.
+    """Images [batch, images] of a batch; rows with fewer images are padded.
 
     Attributes:
         pixels: [batch, images, tiles, channels, size, size].
-        ratios: how the tiles of each lie, [batch, images] from 1 on; 0: none is there.
-        filled: which tiles are, [batch, images, tiles].
+        ratios: index of each image's arrangement of tiles, [batch, images], from 1; 0: no image.
+        filled: mask of used tiles, [batch, images, tiles].
     """
 
     def __init__(self, pixels: Tensor, ratios: Tensor, filled: Tensor):
@@ -35,14 +35,14 @@ class TiledImages:
 
 
 class TiledEncoder(nn.Module):
-    """Images to features of their tiles.
+    """Encode images tile by tile.
 
     Args:
         spec: the parts.
         attention: the attention backend.
 
     Raises:
-        ValueError: a layer is taken that is not there.
+        ValueError: a selected layer does not exist.
     """
 
     def __init__(self, spec: TiledVisionSpec, attention: AttentionBackend = "auto"):
@@ -66,11 +66,11 @@ class TiledEncoder(nn.Module):
 
     @property
     def layers(self) -> list[Block]:
-        """All layers, in the order in which they run."""
+        """All layers, in order of execution."""
         return cast(Any, [*self.local, *self.overall])
 
     def forward(self, pictures: TiledImages) -> tuple[Tensor, ...]:
-        """[batch * images, tiles, P, (1 + taken layers) * D]."""
+        """Return features, [batch * images, tiles, P, (1 + taken layers) * D]."""
         spec, size = self.spec, self.spec.patches.size
         ratios = pictures.ratios.flatten().clamp(0, spec.ratios)
         side = spec.image_size // size
@@ -85,14 +85,14 @@ class TiledEncoder(nn.Module):
         length = x.shape[2]
         real = torch.arange(length, device=x.device) < patches_of_tile
         pads = ~(pictures.filled.flatten(0, 1)[:, :, None] & real).flatten(1)
-        # Padding behind all else: what a token sees is one range then.
+        # Move padding to the end: the tokens visible to a token are then one range.
         order = pads.byte().argsort(dim=1, stable=True)
         sequences = Sequences.from_call((images, count * length), x.device)
         sequences.visibility = Visibility(sequences.documents, padding=pads.gather(1, order).flatten())
         first = torch.arange(0, order.numel(), count * length, device=x.device)[:, None]
         order = (order + first).flatten()
         blocks = (*spec.blocks, *spec.global_blocks)
-        sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.mixer.ropes)))
+        sequences.prepare_rotary(tuple(dict.fromkeys(rope for b in blocks for rope in b.ropes)))
         offload, taken = Offload(), {}
         x, residual = x.flatten(0, 2)[order], None
         for number, layer in enumerate(self.local):
@@ -101,7 +101,7 @@ class TiledEncoder(nn.Module):
                 x, residual = x if residual is None else x + residual, None
                 taken[number] = x
         x = self.norm_behind(x if residual is None else x + residual)
-        behind = self.behind(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # whose gradient is one sum
+        behind = self.behind(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # its gradient is one sum
         x, residual = x + behind[order], None
         for layer in self.overall:
             x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
@@ -111,11 +111,11 @@ class TiledEncoder(nn.Module):
         return (features.view(images, count, length, -1)[:, :, :patches_of_tile],)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """`set_levels` of all layers."""
+        """Call `set_levels` on all layers."""
         set_levels(self.layers, levels)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """The class token as every matrix."""
+        """Initialise the class token like a matrix."""
         nn.init.normal_(self.class_token, 0.0, std, generator)
 
 
@@ -133,7 +133,7 @@ class OfTile(nn.Module):
         return self.gate.tanh() * self.weight[ratios].unflatten(1, (self.tiles, 1, -1))
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """A closed gate."""
+        """Close the gate."""
         nn.init.zeros_(self.gate)
         nn.init.normal_(self.weight, 0.0, std, generator)
 
@@ -150,14 +150,14 @@ class PlaceInTiles(nn.Module):
         self.weight = nn.Parameter(torch.empty(spec.ratios + 1, spec.tiles * places * spec.hidden_size))
 
     def forward(self, ratios: Tensor) -> Tensor:
-        """ratios [N] -> [N, tiles, P, D], in float32 at the least."""
+        """ratios [N] -> [N, tiles, P, D], in at least float32."""
         in_tiles = self.weight[ratios].unflatten(1, (self.tiles, *self.embedding.shape))
-        # One sum is the gate's gradient: of two, each rounded, little would be left.
+        # Compute the gate's gradient as one sum: the difference of two rounded ones would lose most digits.
         embedding, gate = at_least_float32(self.embedding), at_least_float32(self.gate).tanh()
         return embedding + gate * (in_tiles - embedding)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """A closed gate."""
+        """Close the gate."""
         nn.init.zeros_(self.gate)
         nn.init.normal_(self.embedding, 0.0, std, generator)
         nn.init.normal_(self.weight, 0.0, std, generator)

@@ -1,4 +1,5 @@
-"""What a language model has that sees images: an encoder, a projector, and how features get among tokens.
+"""The vision part of a language model: an encoder, a projector, and the replacement of image tokens by
+features.
 
 embeddings of tokens [T, H], those with the image's id replaced by features, in the order of the images
 """
@@ -31,14 +32,14 @@ from liger_models.layers.vision.spans import prefixes, spans_of
 Part = Literal["vision", "projector", "language"]
 
 
-class Sight:
-    """What a call shows a model: its pictures, if any, and which tokens are theirs.
+class VisionInputs:
+    """Vision inputs of a call: its pictures, if any, and the kinds of its tokens.
 
     Attributes:
-        kinds: of each token, as processors number them; [batch, seq] as given, later [T].
-        deep: features that layers of the language model add, [F, H] each, from the first on.
-        checks: how many tokens of pictures there are, and faults, on their way to the host.
-        wrong: whether pictures and tokens do not fit, a bool on the device.
+        kinds: kind of each token, as processors number them; [batch, seq] as given, later [T].
+        deep: features added after the first layers of the language model, [F, H] each, in order.
+        checks: counts of picture tokens, and faults, on their way to the host.
+        wrong: pictures and tokens do not match, a bool on the device.
     """
 
     def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
@@ -53,7 +54,7 @@ class Sight:
         return (0, 0) if self.pictures is None else self.pictures.features(merge)
 
     def places(self, merge: int) -> tuple[Tensor, Tensor]:
-        """Which tokens are of pictures, [T, 1] bool, and the number of each one's feature, [T]."""
+        """Mask of the picture tokens, [T, 1] bool, and the feature index of each token, [T]."""
         if self._places is None:
             assert self.pictures is not None
             assert self.kinds is not None
@@ -66,15 +67,15 @@ class Sight:
 
 
 class Vision(nn.Module):
-    """An encoder of images and its way into a language model.
+    """An image encoder and its projection to a language model.
 
     Args:
         spec: the parts.
-        hidden_size: that of the language model, H.
+        hidden_size: of the language model, H.
         attention: the attention backend.
 
     Raises:
-        ValueError: parts that do not go together.
+        ValueError: incompatible parts.
     """
 
     def __init__(self, spec: VisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
@@ -90,14 +91,14 @@ class Vision(nn.Module):
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
-        # Read by name: in transformers' order of modules some stand elsewhere.
+        # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
         self.newline = Newline(hidden_size) if isinstance(spec.pictures, AnyresPictures) else None
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
-        """The features of all pictures, [F, H], of the images, then of the videos; and those that the first
-        layers of the language model add, as many. An encoder that is frozen keeps nothing.
+        """Return the features of all pictures, [F, H], images first, then videos; and the features to add
+        after each of the first layers of the language model. A frozen encoder saves nothing for backward.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
@@ -113,24 +114,24 @@ class Vision(nn.Module):
         return features, *(project(x) for project, x in zip(projectors, deep, strict=True))
 
     def ways_out(self) -> list[nn.Module]:
-        """What stands between the encoder and the language model."""
+        """The modules between the encoder and the language model."""
         of_projector = (getattr(self.projector, name) for name in self._parts_of_projector)
         found = (self.projector, *of_projector, self.newline, self.deep)
         return [module for module in found if module is not None]
 
     def cut(self, picture: Tensor) -> tuple[Tensor, Grid]:
-        """A picture's pixels, or a video's, as `pixel_values` and one row of the grids: see `cut` in
+        """Cut a picture, or a video, into `pixel_values` and one row of the grids: see `cut` in
         layers/vision/pictures.py.
         """
         return cut(picture, self.spec.patches, self.merge)
 
-    def take(self, keywords: dict[str, Any]) -> Sight:
-        """What a call shows, which is taken out of its keywords.
+    def take(self, keywords: dict[str, Any]) -> VisionInputs:
+        """Remove the vision inputs from a call's keywords and return them.
 
         Raises:
-            DataError: something is missing, or does not fit.
+            DataError: missing or incompatible keywords.
         """
-        name = self.spec.kinds  # elsewhere they would be of no effect
+        name = self.spec.kinds  # ignored otherwise
         kinds = None if name is None else keywords.pop(name, None)
         pictures = take_pictures(self.spec, self.merge, keywords)
         if name is not None and pictures is not None and kinds is None:
@@ -138,18 +139,18 @@ class Vision(nn.Module):
                 f"got images without {name}, by which tokens get their positions or see one another: give "
                 f"them as the processor does ({self._meaning})"
             )
-        return Sight(pictures, kinds)
+        return VisionInputs(pictures, kinds)
 
     @property
     def _meaning(self) -> str:
-        """Of the kinds of tokens, in words."""
+        """Description of the token kinds, for errors."""
         if self.spec.spans == "prefix":
             return "0 for a document's beginning, which is seen as a whole, 1 for what is to be learned"
         videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
         return f"1 where input_ids are {self.spec.image_id} (images){videos}, and 0 elsewhere"
 
-    def prepare(self, sight: Sight, sequences: Sequences, input_ids: Tensor | None) -> None:
-        """Give the tokens their positions, and begin to check that pictures and tokens fit.
+    def prepare(self, vision_inputs: VisionInputs, sequences: Sequences, input_ids: Tensor | None) -> None:
+        """Set the positions of the tokens, and start the check that pictures and tokens match.
 
         Args:
             input_ids: [batch, seq].
@@ -158,7 +159,7 @@ class Vision(nn.Module):
             DataError: kinds of another shape than the tokens, or pictures without ids.
         """
         if input_ids is None:
-            if sight.pictures is not None:
+            if vision_inputs.pictures is not None:
                 raise DataError("images need input_ids, which say where they stand; found embeddings alone")
             return
         documents, positions, spans = sequences.documents, sequences.positions, None
@@ -167,58 +168,61 @@ class Vision(nn.Module):
         if self.spec.video_id is not None:
             found = torch.where(ids == self.spec.video_id, VIDEO, found)
         counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
-        if sight.kinds is not None:
-            if sight.kinds.shape != input_ids.shape:
+        if vision_inputs.kinds is not None:
+            if vision_inputs.kinds.shape != input_ids.shape:
                 raise DataError(
                     f"{self.spec.kinds} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
-                    f"{tuple(sight.kinds.shape)}"
+                    f"{tuple(vision_inputs.kinds.shape)}"
                 )
-            kinds = documents.pack(sight.kinds)
+            kinds = documents.pack(vision_inputs.kinds)
             if self.spec.spans == "prefix":
                 spans, wrong = prefixes(documents, kinds)
             else:
                 wrong = (kinds != found).any()
             counts.append(wrong.long())
-        if sight.pictures is not None and self.spec.spans == "images":
+        if vision_inputs.pictures is not None and self.spec.spans == "images":
             spans = spans_of(documents, found != TEXT)
-        with_images = sight.pictures is not None
-        sight.kinds, sequences.visibility = found, Visibility(documents, spans, with_images=with_images)
+        with_images = vision_inputs.pictures is not None
+        vision_inputs.kinds, sequences.visibility = (
+            found,
+            Visibility(documents, spans, with_images=with_images),
+        )
         if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
                 "images, which have three axes: give cu_seqlens (cu_seq_lens_q in transformers) in their "
                 "place, or [4, batch, seq] with the positions on the axes behind these"
             )
-        if positions.axes is not None:  # which the caller chose
+        if positions.axes is not None:  # given by the caller
             if sequences.cache is not None:
                 ahead = max(0, positions.end - documents.shape[1])
-                _go_on_behind(sequences.cache, positions.axes, ahead)
-        elif sight.pictures is not None and self.spec.positions is not None and not positions.given:
-            rate, pictures = self.spec.positions.tokens_per_second, sight.pictures
+                _continue_positions(sequences.cache, positions.axes, ahead)
+        elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
+            rate, pictures = self.spec.positions.tokens_per_second, vision_inputs.pictures
             if self.spec.positions.steps_apart:
                 pictures = pictures.steps_apart()
             axes, misfit = axis_positions(documents, found, pictures, self.merge, rate)
             end = end_of_positions(positions.end, pictures, rate)
             if sequences.cache is not None:
-                _go_on_behind(sequences.cache, axes, end - positions.end)
+                _continue_positions(sequences.cache, axes, end - positions.end)
             sequences.positions = replace(positions, axes=axes, end=end)
             counts.append(2 * misfit.long())
-        images, videos = sight.expected(self.merge)
+        images, videos = vision_inputs.expected(self.merge)
         counted = torch.stack(counts)
-        sight.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
-        sight.checks = HostCopy(counted)
+        vision_inputs.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
+        vision_inputs.checks = HostCopy(counted)
 
-    def place(self, sight: Sight | None, embeds: Tensor) -> Tensor:
-        """Embeddings [T, H] with the features of pictures where their tokens stand."""
-        if sight is None or sight.pictures is None:
-            return embeds if sight is None else self._beside_other_ranks(embeds)
-        features, *sight.deep = self(sight.pictures)
-        seen, number = sight.places(self.merge)
+    def place(self, vision_inputs: VisionInputs | None, embeds: Tensor) -> Tensor:
+        """Replace the embeddings [T, H] of picture tokens by features."""
+        if vision_inputs is None or vision_inputs.pictures is None:
+            return embeds if vision_inputs is None else self._blank_images(embeds)
+        features, *vision_inputs.deep = self(vision_inputs.pictures)
+        seen, number = vision_inputs.places(self.merge)
         return torch.where(seen, features.to(embeds.dtype)[number], embeds)
 
-    def _beside_other_ranks(self, embeds: Tensor) -> Tensor:
-        """Where an encoder is of several processes, all go through it in each step, or those that do would
-        wait for the others: one without pictures sees a blank one, which changes nothing.
+    def _blank_images(self, embeds: Tensor) -> Tensor:
+        """Run a blank picture through an encoder shared with other processes, if this one has no pictures:
+        they would wait for it otherwise. The embeddings do not change.
         """
         if not is_of_several(self.encoder, *self.ways_out()):
             return embeds
@@ -227,31 +231,31 @@ class Vision(nn.Module):
             return embeds
         return embeds + 0 * torch.stack([x.sum() for x in features]).sum().to(embeds.dtype)
 
-    def ids_of_text(self, sight: Sight, ids: Tensor, instead: int) -> Tensor:
-        """ids [T], with another where pictures stand."""
-        return ids if sight.kinds is None else torch.where(sight.kinds == TEXT, ids, instead)
+    def ids_of_text(self, vision_inputs: VisionInputs, ids: Tensor, instead: int) -> Tensor:
+        """ids [T] with `instead` in place of picture tokens."""
+        return ids if vision_inputs.kinds is None else torch.where(vision_inputs.kinds == TEXT, ids, instead)
 
-    def handed(self, sight: Sight | None, sequences: Sequences) -> dict[str, Tensor]:
-        """What layers of the language model read beside their input, by name: nothing."""
+    def layer_inputs(self, vision_inputs: VisionInputs | None, sequences: Sequences) -> dict[str, Tensor]:
+        """Named inputs of the language model's layers: none."""
         return {}
 
-    def add(self, sight: Sight, layer: int, x: Tensor) -> Tensor:
-        """x [T, H] behind a layer of the language model, and what it adds to the tokens of pictures."""
-        if layer >= len(sight.deep):
+    def add(self, vision_inputs: VisionInputs, layer: int, x: Tensor) -> Tensor:
+        """Add the features for this layer to the picture tokens in its output x [T, H]."""
+        if layer >= len(vision_inputs.deep):
             return x
-        seen, number = sight.places(self.merge)
-        return x + torch.where(seen, sight.deep[layer].to(x.dtype)[number], 0)
+        seen, number = vision_inputs.places(self.merge)
+        return x + torch.where(seen, vision_inputs.deep[layer].to(x.dtype)[number], 0)
 
-    def finish(self, sight: Sight) -> None:
-        """Look at what `prepare` has begun to check.
+    def finish(self, vision_inputs: VisionInputs) -> None:
+        """Wait for the check that `prepare` started.
 
         Raises:
-            DataError: pictures and tokens do not fit.
+            DataError: pictures and tokens do not match.
         """
-        if sight.checks is None:
+        if vision_inputs.checks is None:
             return
-        images, videos, *faults = sight.checks.tolist()
-        expected = sight.expected(self.merge)
+        images, videos, *faults = vision_inputs.checks.tolist()
+        expected = vision_inputs.expected(self.merge)
         if (images, videos) != expected:
             raise DataError(
                 f"the text has {images} tokens of images and {videos} of videos, and the pixels make "
@@ -266,16 +270,16 @@ class Vision(nn.Module):
             )
 
 
-def _go_on_behind(cache: KVCache, axes: Tensor, ahead: int) -> None:
-    """Let what is generated stand one beyond the largest position of its sequence, on any axis."""
+def _continue_positions(cache: KVCache, axes: Tensor, ahead: int) -> None:
+    """Continue generation one after the largest position of each sequence, on any axis."""
     lowest = torch.full_like(cache.lengths, -1)
     largest = lowest.scatter_reduce(0, cache.rows, axes.amax(0), "amax")
     cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead
 
 
 def is_of_several(*modules: nn.Module, trained: bool = False) -> bool:
-    """Whether all processes must go through these modules in each step: they train them together, or what is
-    behind them if it is `trained`; or they hold parts of them, which come together as one goes through.
+    """Return True if all processes must run these modules in each step: they train them together (or, if
+    `trained`, the modules after them), or the modules are sharded and gathered during the forward pass.
     """
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
     if not several or torch.distributed.get_world_size() == 1:

@@ -46,7 +46,7 @@ def write_pages(repository: Path) -> list[Path]:
 
 def make_pages(repository: Path) -> dict[Path, str]:
     """Text of every generated page, by path."""
-    families = [*_by_name(list_architectures()), *_by_name(list_architectures(sees=True))]
+    families = [*_by_name(list_architectures()), *_by_name(list_architectures(vision=True))]
     pages = {repository / CARDS / "README.md": overview(families, repository)}
     for family in families:
         if card := read_card(family.model_type, repository):
@@ -66,10 +66,10 @@ def _by_name(model_types: Sequence[str]) -> list[Architecture]:
 def models_table(families: Sequence[Architecture], repository: Path) -> str:
     """The README's tables of language models and of vision-language models."""
 
-    def table(first: str, sees: bool) -> str:
+    def table(first: str, vision: bool) -> str:
         rows = []
         for family in families:
-            if family.sees == sees:
+            if family.vision == vision:
                 words = about(family)
                 name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
                 step = against_peers(read_card(family.model_type, repository))

@@ -49,7 +49,8 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Config with only the first layers of the language model; per-layer lists are cut, too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    before: Any = config.get("num_hidden_layers")  # None: the default of its class
+    count = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    before: Any = config.get(count)  # None: the default of its class
     cut = {
         key: value[:layers] if isinstance(value, list) and len(value) == before else value
         for key, value in config.items()
@@ -59,7 +60,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]
-    return {**cut, "num_hidden_layers": layers}
+    return {**cut, count: layers}
 
 
 def layers_of_every_kind(config: Mapping[str, Any]) -> int:
@@ -83,7 +84,7 @@ def features(spec: ModelSpec) -> Iterator[str]:
 
 
 def _attention(spec: ModelSpec) -> list[AttentionSpec]:
-    return [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
+    return [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
 
 
 def _windows(spec: ModelSpec) -> set[bool]:
@@ -107,7 +108,7 @@ FEATURES: Mapping[str, Any] = {
     "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
-    "layers without positions (NoPE)": lambda spec: any(not block.mixer.ropes for block in spec.blocks),
+    "layers without positions (NoPE)": lambda spec: any(not m.ropes for b in spec.blocks for m in b.mixers),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
     "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
     **{

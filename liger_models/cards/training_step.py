@@ -104,7 +104,7 @@ def plan(
         config["first_k_dense_replace"] = 1
     tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
-    if family.sees:
+    if family.vision:
         tokens, data = tokens // 2, "images"  # text tokens; images come on top
     config = with_layers(config, layers_that_fit(config, _memory(devices[0])))
     job = {"model": known[0].name, "config": config, "batch": batch, "seq": tokens}
@@ -121,7 +121,7 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
     mask, which transformers creates only if the tokens exceed the window; experts are grouped products or a
     loop. `compiled` adds the settings that may be fastest under torch.compile.
     """
-    attention = [block.mixer for block in spec.blocks if isinstance(block.mixer, AttentionSpec)]
+    attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
     if any(part.softcap or part.sinks for part in attention):
         kinds = ["flex_attention", "eager"]
     elif any(part.window is not None and part.window <= tokens for part in attention):

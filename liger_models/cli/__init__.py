@@ -21,8 +21,8 @@ from liger_models import __version__
 from liger_models.convert.errors import LigerModelsError
 
 COMMANDS = (
-    *("list", "init", "inspect", "plan", "verify", "tokenize", "train"),
-    *("export", "generate", "bench", "card"),
+    *("list", "init", "inspect", "plan", "verify", "look", "tokenize", "train"),
+    *("export", "merge", "generate", "chat", "bench", "card"),
 )
 
 
@@ -57,6 +57,19 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if all(action.dest != "config" for action in self._actions):
+            return super().parse_known_args(args, namespace)
+        file = importlib.import_module("liger_models.cli.shared.config_file")
+        args = sys.argv[1:] if args is None else [*args]
+        try:
+            values = file.parse_with_config(self, args)
+        except LigerModelsError as error:
+            self.error(str(error))
+        parsed, others = super().parse_known_args(args, namespace)
+        file.drop_overridden(self, parsed, values)
+        return parsed, others
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         raise LigerModelsError(
             f"{args.repository} is not a checkout of liger_models; pass one with --repository"
         )
-    every = [*list_architectures(), *list_architectures(sees=True)]
+    every = [*list_architectures(), *list_architectures(vision=True)]
     names = every if args.all else args.families
     families = [find_architecture(name) for name in names]
     if families and importlib.util.find_spec("transformers") is None:

@@ -1,6 +1,11 @@
-"""`liger-models export`: write a checkpoint, or a training run's newest one, as a Hugging Face checkpoint."""
+"""`liger-models export`: write a checkpoint, or a training run's newest one, as a Hugging Face checkpoint.
+
+An adapter is merged into its base model.
+"""
 
 import argparse
+
+from liger_models.cli.shared.checkpoints import add_base
 
 
 def add_parser(subparsers) -> None:
@@ -9,7 +14,13 @@ def add_parser(subparsers) -> None:
         help="write a Hugging Face checkpoint, optionally with another dtype or shard size",
         description=__doc__,
     )
-    parser.add_argument("src", metavar="SRC", help="hub id, checkpoint folder, or a training run's folder")
+    add_arguments(parser)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "src", metavar="SRC", help="hub id, folder of a checkpoint or an adapter, or a training run's folder"
+    )
     parser.add_argument("out", metavar="OUT", help="output folder")
     parser.add_argument(
         "--dtype",
@@ -23,6 +34,7 @@ def add_parser(subparsers) -> None:
         help="maximum file size, such as 5GB or 500MiB (default: the source's files)",
     )
 
+    add_base(parser)
     parser.add_argument(
         "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
     )
@@ -40,13 +52,17 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     import liger_models
-    from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.cli.shared.checkpoints import find_checkpoint
     from liger_models.convert.errors import CheckpointError
 
     source, out = find_checkpoint(args.src), Path(args.out)
     if out.resolve() == source.resolve():
         raise CheckpointError(f"{out} is the source checkpoint; choose another output folder")
-    model = liger_models.from_hub(source, device="cpu", text_only=args.text_only, dropout=0.0)
+    model = liger_models.from_hub(source, base=args.base, device="cpu", text_only=args.text_only, dropout=0.0)
     dtype = getattr(torch, args.dtype) if args.dtype else None
+    if args.command == "merge" and model.adapter_folder is None:
+        raise CheckpointError(
+            f"{source} is no adapter, so there is nothing to merge; see `liger-models export`"
+        )
     model.save_pretrained(out, max_shard_size=args.max_shard_size, dtype=dtype)
     print(f"{out}: {model.num_parameters():,} parameters from {source}")

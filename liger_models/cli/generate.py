@@ -1,13 +1,13 @@
-"""`liger-models generate`: continue a prompt, streaming the text.
+"""`liger-models generate`: answer a prompt, or continue a text, streaming.
 
-With --chat the prompt is a user's message, formatted with the model's chat template; with --image too, where
-it is about the images.
+If the tokenizer has a chat template, the prompt is a user's message; --raw continues it as text instead.
 """
 
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from liger_models.cli.data_options import add_max_image_pixels, use_max_image_pixels
+from liger_models.cli.shared.data_options import add_max_image_pixels, use_max_image_pixels
+from liger_models.cli.shared.speaking import Speaker, add_model, add_sampling, check_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from liger_models.training.text.tokenizer import TextTokenizer
 
 
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("generate", help="continue a prompt", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="text to continue")
-    parser.add_argument("--chat", action="store_true", help="the prompt is a user's message to a chat model")
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("generate", help="answer a prompt or continue a text", description=__doc__)
+    add_model(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="a message, or text to continue")
+    parser.add_argument("--system", metavar="TEXT", help="system message, for the chat template")
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompt as text, without the chat template"
+    )
     parser.add_argument(
         "--image",
         action="append",
@@ -32,98 +35,53 @@ def add_parser(subparsers) -> None:
     )
     add_max_image_pixels(parser)
     parser.add_argument(
-        "--max-new-tokens",
-        type=_positive,
-        default=100,
-        metavar="N",
-        help="maximum number of new tokens (default: %(default)s)",
+        "--samples", type=int, default=1, metavar="N", help="number of answers (default: %(default)s)"
     )
-    parser.add_argument(
-        "--temperature",
-        type=_temperature,
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0 is greedy decoding (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=_probability,
-        default=1.0,
-        metavar="P",
-        help="nucleus sampling: only the likeliest tokens up to this probability (default: %(default)s)",
-    )
-    parser.add_argument("--seed", type=_seed, metavar="N", help="seed for reproducible sampling")
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
-    parser.add_argument(
-        "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
-    )
-    parser.add_argument("--device", help="such as cuda or cpu (default: a GPU if there is one)")
+    add_sampling(parser, temperature=0.0, max_new_tokens=100)
 
 
 def run(args: argparse.Namespace) -> None:
-    from pathlib import Path
-
-    import torch
-    from tokenizers.decoders import DecodeStream
-
-    import liger_models
-    from liger_models.cli.checkpoints import find_checkpoint
-    from liger_models.convert.errors import DataError
+    from liger_models.convert.errors import ConfigError
     from liger_models.layers.vision.packing import ON_HOST
-    from liger_models.training.text.tokenizer import TextTokenizer
 
-    try:  # undecodable bytes of the command line arrive as lone surrogates
-        args.prompt.encode()
-    except UnicodeEncodeError as error:
-        raise DataError("the prompt is not valid text in the terminal's encoding") from error
+    prompt = check_text(args.prompt, "the prompt")
+    if args.samples < 1 or (args.samples > 1 and args.temperature == 0):
+        raise ConfigError(
+            f"--samples {args.samples}: expected 1 or more; several need a --temperature above 0, since "
+            "greedy decoding repeats itself"
+        )
+    if args.raw and (args.system is not None or args.image):
+        raise ConfigError("--raw continues plain text; omit --system and --image")
     use_max_image_pixels(args)
-    folder = find_checkpoint(args.name)
-    tokenizer = TextTokenizer(folder)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    options = {"dtype": args.dtype, "device": device, "text_only": args.text_only, "dropout": 0.0}
-    model = liger_models.from_hub(folder, **options).eval()
+    speaker = Speaker(args)
+    tokenizer = speaker.tokenizer
+    in_turns = not args.raw and tokenizer.has_chat_template
     images: dict[str, Any] = {}
+    if args.system is not None and not in_turns:
+        raise ConfigError(f"--system needs a chat template, and the tokenizer in {tokenizer.folder} has none")
+    system = [{"role": "system", "content": args.system}] if args.system is not None else []
     if args.image:
-        ids, images = ask(args.prompt, args.image, Path(folder), model.spec, tokenizer)
-        images = {name: x if name in ON_HOST else x.to(device) for name, x in images.items()}
-    elif args.chat:
-        question = tokenizer.render_question([{"role": "user", "content": args.prompt}])
+        ids, images = ask(prompt, args.image, speaker.folder, speaker.model.spec, tokenizer, system)
+        images = {name: x if name in ON_HOST else x.to(speaker.device) for name, x in images.items()}
+    elif in_turns:
+        question = tokenizer.render_question([*system, {"role": "user", "content": prompt}])
         [(ids, _)] = tokenizer.encode_spans([question], [[]], add_special_tokens=False)
     else:
-        ids = tokenizer.encode(args.prompt)
-    # A token may be part of a character, and a word's leading space depends on the previous token: the stream
-    # was fed the prompt, and buffers bytes until characters are complete.
-    stream = DecodeStream(ids=ids, skip_special_tokens=True)
-
-    def show(token: torch.Tensor) -> None:
-        print(stream.step(tokenizer.backend, token.item()) or "", end="", flush=True)
-
-    print(args.prompt, end="\n" if images or args.chat else "", flush=True)
-    try:
-        model.generate(
-            torch.tensor([ids], device=device),
-            args.max_new_tokens,
-            args.temperature,
-            args.top_p,
-            eos_token_id=_ends(model.special_id("eos_token_id"), tokenizer.eos_id),
-            seed=args.seed,
-            on_token=show,
-            **images,
-        )
-    finally:
-        print()
-
-
-def _ends(of_model: Any, of_tokenizer: int | None) -> list[int]:
-    """Ids that end the text: the model's, which may include end-of-turn ids, and the end-of-document id used
-    in training.
-    """
-    named = of_model if isinstance(of_model, list) else [of_model]
-    return sorted({end for end in (*named, of_tokenizer) if end is not None})
+        ids = tokenizer.encode(prompt)
+    for number in range(args.samples):
+        if args.samples > 1:
+            print(f"--- {number + 1} of {args.samples}")
+        print(prompt, end="\n" if images or in_turns else "", flush=True)
+        speaker.say(ids, None if args.seed is None else args.seed + number, **images)
 
 
 def ask(
-    prompt: str, paths: list[str], folder: "Path", spec: "ModelSpec", tokenizer: "TextTokenizer"
+    prompt: str,
+    paths: list[str],
+    folder: "Path",
+    spec: "ModelSpec",
+    tokenizer: "TextTokenizer",
+    system: list[dict[str, Any]],
 ) -> "tuple[list[int], dict[str, Tensor]]":
     """Token ids of a question about images, up to the start of the answer, and the model's keyword arguments
     for the images.
@@ -142,31 +100,7 @@ def ask(
             f"--image: the model in {folder} does not accept images; omit --image and --text-only"
         )
     content = [*({"type": "image"} for _ in paths), {"type": "text", "text": prompt}]
-    text = tokenizer.render_question([{"role": "user", "content": content}])
+    text = tokenizer.render_question([*system, {"role": "user", "content": content}])
     preprocessor = Preprocessor(folder, spec)
     shown = preprocessor(text, [], [find_image(path, Path()) for path in paths])
     return shown.ids.tolist(), preprocessor.call(shown)
-
-
-def _seed(text: str) -> int:
-    if abs(value := int(text)) >= 2**63:
-        raise argparse.ArgumentTypeError(f"must be a 64-bit integer, found {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    if not (value := float(text)) >= 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, found {text}")
-    return value
-
-
-def _probability(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, found {text}")
-    return value

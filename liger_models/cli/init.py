@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     import liger_models
-    from liger_models.cli.checkpoints import bytes_text
+    from liger_models.cli.shared.checkpoints import bytes_text
     from liger_models.convert.errors import CheckpointError
     from liger_models.presets import preset
     from liger_models.training.checkpoints.saving import write

@@ -63,13 +63,14 @@ def inspect(name: str) -> dict[str, Any]:
 
 def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
     """The config, the dtypes of the checkpoint's tensors if the hub lists them, and the folder if any."""
-    from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.cli.shared.checkpoints import find_checkpoint
+    from liger_models.convert.checkpoints.adapter import resolve_model
     from liger_models.convert.checkpoints.hub import read_headers, resolve
     from liger_models.convert.errors import HubError
     from liger_models.presets import PRESETS
 
     if Path(name).exists():
-        folder = find_checkpoint(name)
+        folder, _ = resolve_model(find_checkpoint(name))  # of an adapter, the base model
         return folder, {}, folder
     if name in PRESETS:
         return PRESETS[name], {}, None
@@ -146,7 +147,7 @@ def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any]) -> None:
-    from liger_models.cli.checkpoints import bytes_text, print_table
+    from liger_models.cli.shared.checkpoints import bytes_text, print_table
 
     spec, memory = report["spec"], report["memory"]
     print(

@@ -13,7 +13,7 @@ def run(args: argparse.Namespace) -> None:
     from liger_models.architectures import find_architecture
     from liger_models.architectures.registry.about import about
     from liger_models.cards.pages import against_peers, read_card
-    from liger_models.cli.checkpoints import print_table
+    from liger_models.cli.shared.checkpoints import print_table
     from liger_models.presets import PRESETS
 
     architectures = [find_architecture(name) for name in liger_models.list_architectures()]
@@ -31,9 +31,9 @@ def run(args: argparse.Namespace) -> None:
             for family in architectures
         ]
     )
-    seeing = [find_architecture(name) for name in liger_models.list_architectures(sees=True)]
+    multimodal = [find_architecture(name) for name in liger_models.list_architectures(vision=True)]
     print("Vision-language models:")
-    print_table([(family.model_type, about(family).name, family.reference) for family in seeing])
+    print_table([(family.model_type, about(family).name, family.reference) for family in multimodal])
     print("Presets for new models (`init`, `train`):")
     rows = []
     for name, config in PRESETS.items():

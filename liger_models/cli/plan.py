@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from liger_models.cli.gpus import GPUS, find_gpu
+from liger_models.cli.shared.gpus import GPUS, find_gpu
 
 if TYPE_CHECKING:
     from liger_models.layers.memory import Plan, Shown, StepMemory
@@ -252,7 +252,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
 
 
 def print_report(report: dict[str, Any]) -> None:
-    from liger_models.cli.checkpoints import print_table
+    from liger_models.cli.shared.checkpoints import print_table
 
     def gib(count: float) -> str:
         return f"{count / 2**30:.1f} GiB"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from liger_models.cli.data_options import OBJECTIVES, add_data, add_train_on, use_max_image_pixels
+from liger_models.cli.shared.data_options import TOKENIZED, add_data, add_train_on, use_max_image_pixels
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache that `train` uses, or into a folder:
@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per row (default: %(default)s)")
     add(
         "--objective",
-        choices=OBJECTIVES,
+        choices=TOKENIZED,
         default="sft",
         help="objective that the data are for (default: %(default)s)",
     )
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
     tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
     # `train` checks that the model has embeddings for its ids.
     options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
-    options["train_on"] = args.train_on
+    options |= {"train_on": args.train_on, "columns": args.columns}
     options["form"] = OBJECTIVES[args.objective].form
     spec = find_spec(tokenizer.folder)
     options["images"] = Preprocessor(tokenizer.folder, spec) if spec and spec.vision else None
@@ -72,9 +72,11 @@ def run(args: argparse.Namespace) -> None:
     options["share"] = spec is None or can_share_prompts(spec, defaults)
     data = args.data
     if args.output:
-        build_corpus(args.output, data, tokenizer, **options)
-        data = [args.output]
-    documents = load_documents(data, tokenizer, cache=args.data_cache, verify=args.verify_data, **options)
+        build_corpus(args.output, data, tokenizer, split=args.split, **options)
+        data, args.split = [args.output], None
+    documents = load_documents(
+        data, tokenizer, cache=args.data_cache, verify=args.verify_data, split=args.split, **options
+    )
     stream = Stream(documents, args.seq_len, args.seed)
     for part in documents.parts:
         print(part.corpus.folder)

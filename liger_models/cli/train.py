@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from liger_models.cli.data_options import (
+from liger_models.cli.shared.config_file import add_config
+from liger_models.cli.shared.data_options import (
     OBJECTIVE_OPTIONS,
     add_data,
     add_objective,
@@ -21,9 +22,9 @@ prompt, the loss covers only the completion or the assistant's answers. Data are
 memory-mapped files. Documents are packed into rows without padding and do not attend to one another. See
 docs/data.md.
 
-OUTPUT receives metrics.jsonl and metrics.csv, loss.png if matplotlib is installed, checkpoint-N folders for
---resume, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several GPUs, each
-holding a part of the model (--shard):
+OUTPUT receives config.yaml, metrics.jsonl, metrics.csv, loss.png if matplotlib is installed, checkpoint-N
+folders for --resume, and final: the trained model as a Hugging Face checkpoint, or its adapter. On several
+GPUs, each holding a part of the model (--shard):
   torchrun --nproc-per-node 8 -m liger_models.cli train ...
 """
 
@@ -39,9 +40,13 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add(
         "model",
-        help="hub id, folder with a Hugging Face checkpoint, or a preset (random weights; see `list`)",
+        help="hub id; folder of a Hugging Face checkpoint, of an adapter (which is trained further) or of a "
+        "run (its latest checkpoint); or a preset (random weights; see `list`)",
     )
+    add("--base", metavar="MODEL", help="base model of an adapter (default: the one that it names)")
 
+    add_config(parser)
+    add("--print-config", action="store_true", help="print all settings as a file for --config, and exit")
     add("--text-only", action="store_true", help="train only the language model of a multimodal checkpoint")
     add(
         "--freeze",
@@ -81,7 +86,14 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=0.0,
         metavar="F",
-        help="or hold out this fraction of the documents for evaluation",
+        help="or hold out this fraction of the tokens for evaluation, in whole documents",
+    )
+    add(
+        "--eval-tokens",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most tokens of each evaluation, from the first held-out rows (default: all)",
     )
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json (default: the model's own)")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per packed row (default: %(default)s)")
@@ -139,6 +151,20 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="how many of the newest checkpoints to keep; 0: all (default: %(default)s)",
     )
     add(
+        "--keep-best",
+        nargs="?",
+        const="eval_loss",
+        choices=("eval_loss", "eval_accuracy", "eval_margin"),
+        help="also write the model to OUTPUT/best at each best evaluation (default: eval_loss)",
+    )
+    add(
+        "--patience",
+        type=int,
+        default=0,
+        metavar="N",
+        help="stop after N evaluations in a row that do not improve --keep-best, or eval_loss; 0: never",
+    )
+    add(
         "--resume",
         nargs="?",
         const="auto",
@@ -171,7 +197,13 @@ def _steps_or_share(text: str) -> float:
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer (AdamW)").add_argument
-    add("--lr", type=float, default=3e-4, metavar="X", help="peak learning rate (default: %(default)s)")
+    add(
+        "--lr",
+        type=float,
+        metavar="X",
+        help="peak learning rate (default: 3e-4 from fresh weights, 2e-5 for sft and distill, 1e-5 for "
+        "reward, 1e-6 for preferences; ten times as much for adapters)",
+    )
     add(
         "--schedule",
         choices=("cosine", "linear", "wsd", "constant"),
@@ -196,9 +228,8 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add(
         "--weight-decay",
         type=float,
-        default=0.1,
         metavar="X",
-        help="applied to matrices only (default: %(default)s)",
+        help="applied to matrices only (default: 0.1 from fresh weights, otherwise 0)",
     )
     add(
         "--clip",
@@ -247,7 +278,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="SETTINGS",
-        help="train only low-rank adapters: r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]; "
+        help="train only low-rank adapters: r=16,alpha=2r,targets=all-linear,dropout=0.0[,dora][,rslora]; "
         "each part is optional (these are the defaults); join several targets with +",
     )
     add(
@@ -320,18 +351,32 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
+    from liger_models.cli.shared.checkpoints import latest_in_run
+    from liger_models.convert.errors import ConfigError
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.processes.world import World
 
+    if args.eval_every and not args.eval_data and not args.eval_fraction:
+        raise ConfigError("--eval-every needs held-out data: pass --eval-data or --eval-fraction")
     use_max_image_pixels(args)
     of_objective = {name: getattr(args, name) for name in OBJECTIVE_OPTIONS}
     of_objective = {name: value for name, value in of_objective.items() if value is not None}
-    names = [f.name for f in fields(TrainConfig) if f.name != "objective_options"]
+    names = [f.name for f in fields(TrainConfig) if f.name not in ("objective_options", "adapter")]
     options = {name: getattr(args, name) for name in names} | {"objective_options": of_objective}
     options["freeze"] = tuple(filter(None, args.freeze.split(",")))
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
+    options["model"] = latest_in_run(args.model)
+    if args.base is not None:
+        options |= {"model": args.base, "adapter": options["model"]}
+    config = TrainConfig(**options)
+    if args.print_config:
+        from liger_models.training.inputs import with_adapter
+        from liger_models.training.settings_file import settings_text
+
+        print(settings_text(with_adapter(config)), end="")
+        return 0
     try:
-        result = train(TrainConfig(**options))
+        result = train(config)
     except TrainingInterrupted as stop:
         if World.is_main():
             print(stop, file=sys.stderr)

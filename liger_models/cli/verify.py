@@ -12,6 +12,8 @@ Exit code 1 if a byte differs or a distance is too large.
 import argparse
 from typing import TYPE_CHECKING
 
+from liger_models.cli.shared.checkpoints import add_base
+
 if TYPE_CHECKING:
     from liger_models.convert.checkpoints.reading import RoundTrip
     from liger_models.models.verification import Comparison
@@ -27,6 +29,7 @@ def add_parser(subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or a training run's folder")
+    add_base(parser)
     parser.add_argument(
         "--transformers",
         action=argparse.BooleanOptionalAction,
@@ -36,11 +39,19 @@ def add_parser(subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import liger_models
-    from liger_models.cli.checkpoints import find_checkpoint
+    from liger_models.cli.shared.checkpoints import find_checkpoint
+    from liger_models.convert.checkpoints.adapter import resolve_model
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.verification import verify_bytes, verify_numbers
 
-    folder = find_checkpoint(args.name)
+    folder, adapter = resolve_model(find_checkpoint(args.name), args.base)
+    if adapter is not None:
+        model = liger_models.from_hub(adapter.folder, base=folder, device="cpu", dropout=0.0)  # or it raises
+        print(
+            f"adapter: fits {folder}: {len(adapter.layers())} layers of {model.num_parameters():,} parameters"
+        )
+        print("base model:")
+        del model
     trip = verify_bytes(folder)
     _print_round_trip(trip)
     same = not trip.changed
@@ -59,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print_round_trip(trip: "RoundTrip") -> None:
-    from liger_models.cli.checkpoints import bytes_text
+    from liger_models.cli.shared.checkpoints import bytes_text
 
     if trip.changed:
         print(f"round trip: {len(trip.changed)} of {trip.tensors} tensors CHANGED: {', '.join(trip.changed)}")
@@ -68,7 +79,7 @@ def _print_round_trip(trip: "RoundTrip") -> None:
 
 
 def _print_comparison(found: "Comparison") -> None:
-    from liger_models.cli.checkpoints import print_table
+    from liger_models.cli.shared.checkpoints import print_table
     from liger_models.models.verification import ROWS
 
     images = f" with {found.images} random images" if found.images else ""
@@ -92,7 +103,7 @@ def _obstacle(num_parameters: int, asked: bool | None) -> str | None:
     import importlib.util
     import os
 
-    from liger_models.cli.checkpoints import bytes_text
+    from liger_models.cli.shared.checkpoints import bytes_text
     from liger_models.convert.errors import LigerModelsError
 
     if importlib.util.find_spec("transformers") is None:

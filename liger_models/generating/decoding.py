@@ -21,7 +21,6 @@ from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import RecurrentSpec
 
 LEAST_EXTENT = 256
 
@@ -88,12 +87,7 @@ class Decoding:
     @contextmanager
     def _states_kept(self) -> Iterator[None]:
         """Give recurrent layers their states back afterwards: a step that ran has moved them on."""
-        rooms = [
-            state
-            for layer, states in zip(self.model.layers, self.cache.layers, strict=True)
-            if isinstance(layer.spec.mixer, RecurrentSpec)
-            for state in states
-        ]
+        rooms = [state for states in self.cache.recurrent for state in states]
         before = [state.clone() for state in rooms]
         yield
         for state, kept in zip(rooms, before, strict=True):

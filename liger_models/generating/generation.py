@@ -34,11 +34,13 @@ def generate(
     top_p: float = 1.0,
     top_k: int = 0,
     *,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
     attention_mask: Tensor | None = None,
     eos_token_id: int | Iterable[int] | None = None,
     pad_token_id: int | None = None,
     seed: int | None = None,
-    on_token: Callable[[Tensor], None] | None = None,
+    on_token: Callable[[Tensor], Tensor | None] | None = None,
     **images: Any,
 ) -> Tensor:
     """Continue each prompt of a batch.
@@ -50,11 +52,16 @@ def generate(
         temperature: divides the logits before sampling; 0 is greedy.
         top_p: sample from the smallest set of tokens with at least this total probability.
         top_k: sample from the k likeliest tokens; 0: from all.
+        min_p: leave out tokens with less than this share of the likeliest token's probability (Nguyen et
+            al., 2024, arXiv:2407.01082).
+        repetition_penalty: divides the positive logits of all tokens of the prompt and the continuation, and
+            multiplies the negative ones (Keskar et al., 2019, arXiv:1909.05858); 1: no penalty.
         attention_mask: [batch, seq], 0 at padding (on either side).
         eos_token_id: one id or several that end a sequence.
         pad_token_id: fills sequences that end before others; default: the end token.
         seed: for sampling; None uses torch's global generator.
-        on_token: called with the new tokens, [batch] on the device, after each step.
+        on_token: called with the new tokens, [batch] on the device, after each step. It may return which
+            sequences end here, [batch] booleans, such as those that contain a stop string.
         images: outputs of a vision-language model's processor other than ids (`pixel_values` and others).
 
     Returns:
@@ -65,9 +72,10 @@ def generate(
             tables hold.
         UnsupportedModelError: the model is sharded over processes.
         ValueError: an option outside its range.
-        TypeError: an unknown keyword.
+        TypeError: an unknown keyword, or text instead of ids.
     """
-    _check_options(max_new_tokens, temperature, top_p, top_k)
+    _check_options(max_new_tokens, temperature, top_p, top_k, min_p, repetition_penalty)
+    _check_call(input_ids, images)
     ends = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
     end_ids = torch.tensor(ends, dtype=torch.long, device=input_ids.device)
     pad = pad_token_id if pad_token_id is not None else (ends[0] if ends else 0)
@@ -84,6 +92,7 @@ def generate(
     look_every = LOOK_EVERY if input_ids.is_cuda and on_token is None else 1
     done = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
     tokens = [input_ids]
+    seen = None if repetition_penalty == 1.0 else _seen(input_ids, attention_mask, model.spec.vocab_size)
     with in_evaluation(model):
         for number in range(1, max_new_tokens + 1):
             if step is None or _tables(model, step.cache.longest) != _tables(model, step.cache.longest + 1):
@@ -92,12 +101,19 @@ def generate(
                 step, logits = _begin(model, ids, attention_mask, room, recorded, images)
             else:
                 logits = step(tokens[-1][:, 0])
-            chosen = _choose(logits.float(), temperature, top_p, top_k, generator)
+            logits = logits.float()
+            if seen is not None:
+                penalised = torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty)
+                logits = torch.where(seen, penalised, logits)
+            chosen = _choose(logits, temperature, top_p, top_k, generator, min_p)
             chosen = torch.where(done, pad, chosen)
+            if seen is not None:
+                seen.scatter_(1, chosen[:, None], True)
             tokens.append(chosen[:, None])
-            if on_token is not None:
-                on_token(chosen)
-            if ends:
+            ended = None if on_token is None else on_token(chosen)
+            if ended is not None:
+                done = done | ended.to(done)
+            if ends or ended is not None:
                 done = done | torch.isin(chosen, end_ids)
                 if number % look_every == 0 and bool(done.all()):
                     break
@@ -115,15 +131,15 @@ def _begin(
 ) -> tuple[Decoding, Tensor]:
     """Process all tokens [batch, seq]; returns the decoder and the first logits [batch, V]."""
     others = dict(images)
-    sight = None if model.vision is None else model.vision.take(others)
-    refuse_unknown(others)
+    vision_inputs = None if model.vision is None else model.vision.take(others)
+    refuse_unknown(others, "generate")
     documents, lengths = _documents(ids, attention_mask)
     cache = model.new_cache(len(ids), room)
     positions = Positions(cache.reserve(lengths, documents.max_seqlen), cache.longest)
     sequences = Sequences(Visibility(documents), positions, cache)
-    hidden = model.hidden_states(sequences, ids, sight=sight)
-    if model.vision is not None and sight is not None:
-        model.vision.finish(sight)
+    hidden = model.hidden_states(sequences, ids, vision_inputs=vision_inputs)
+    if model.vision is not None and vision_inputs is not None:
+        model.vision.finish(vision_inputs)
     return Decoding(model, cache, room, recorded), model.logits(hidden[lengths.cumsum(0) - 1])
 
 
@@ -185,8 +201,20 @@ def _documents(ids: Tensor, attention_mask: Tensor | None) -> tuple[Documents, T
     return documents, lengths
 
 
+def _seen(input_ids: Tensor, attention_mask: Tensor | None, vocab_size: int) -> Tensor:
+    """[batch, V]: which tokens each prompt contains."""
+    counts = torch.zeros(len(input_ids), vocab_size, device=input_ids.device)
+    real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    return counts.scatter_add_(1, input_ids.clamp(0, vocab_size - 1), real.to(counts)) > 0
+
+
 def _choose(
-    logits: Tensor, temperature: float, top_p: float, top_k: int, generator: torch.Generator | None
+    logits: Tensor,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    generator: torch.Generator | None,
+    min_p: float = 0.0,
 ) -> Tensor:
     """Choose the next token for each row of [batch, V] logits."""
     if temperature == 0.0:
@@ -200,12 +228,33 @@ def _choose(
         before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
         outside = torch.zeros_like(before, dtype=torch.bool).scatter(-1, order, before >= top_p)
         logits = logits.masked_fill(outside, float("-inf"))
+    if min_p:
+        shares = logits.softmax(-1)
+        outside = shares < min_p * shares.amax(-1, keepdim=True)
+        logits = logits.masked_fill(outside, float("-inf"))
     # torch.multinomial's algorithm without its check of the probabilities, which synchronises.
     shares = logits.softmax(-1)
     return (shares / torch.empty_like(shares).exponential_(generator=generator)).argmax(-1)
 
 
-def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k: int) -> None:
+def _check_call(input_ids: Any, images: Mapping[str, Any]) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor of token ids [batch, seq], found {type(input_ids).__name__}; encode "
+            "text with the model's tokenizer"
+        )
+    if "do_sample" in images:
+        raise TypeError("generate() has no do_sample; temperature=1.0 samples, and 0 is greedy")
+
+
+def _check_options(
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    repetition_penalty: float,
+) -> None:
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if not temperature >= 0:
@@ -214,3 +263,7 @@ def _check_options(max_new_tokens: int, temperature: float, top_p: float, top_k:
         raise ValueError(f"top_p must be above 0 and at most 1, found {top_p}")
     if top_k < 0:
         raise ValueError(f"top_k must not be negative, found {top_k}")
+    if not 0 <= min_p <= 1:
+        raise ValueError(f"min_p must be from 0 to 1, found {min_p}")
+    if not 0 < repetition_penalty < float("inf"):
+        raise ValueError(f"repetition_penalty must be above 0, found {repetition_penalty}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification
-    from liger_models.hf.seeing import LigerForConditionalGeneration
+    from liger_models.hf.vision import LigerForConditionalGeneration
 
 __all__ = [
     "CorrectionBiasCallback",
@@ -38,7 +38,7 @@ _HOMES = {
     "CorrectionBiasCallback": "callbacks",
     "LigerModel": "base_model",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification"), "models"),
-    "LigerForConditionalGeneration": "seeing",
+    "LigerForConditionalGeneration": "vision",
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),
 }
 

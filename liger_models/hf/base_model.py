@@ -158,14 +158,14 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 sequences, past_key_values = self.begin(
                     shape, attention_mask, position_ids, past_key_values, use_cache, others
                 )
-            sight = self._sight(sequences, others)
+            vision_inputs = self._vision_inputs(sequences, others)
             _refuse_others(others)
-            ids = input_ids if self.needs_ids or sight is not None else None
-            self.prepare_call(sequences, ids, sight)
+            ids = input_ids if self.needs_ids or vision_inputs is not None else None
+            self.prepare_call(sequences, ids, vision_inputs)
         sequences.notes.router_logits.asked_for = with_routers
         if checks is None:
             checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=device)
-        self.begin_checks(checks, sight)
+        self.begin_checks(checks, vision_inputs)
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
@@ -174,7 +174,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if output_hidden_states is None:
             output_hidden_states = text.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, sight))
+        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, vision_inputs))
         checks.finish()
         if isinstance(sequences.cache, TransformersCache):
             sequences.cache.keep()
@@ -190,17 +190,17 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
         return MoeModelOutputWithPast(**output, router_logits=padded)
 
-    def _sight(self, sequences: Sequences, others: dict[str, Any]) -> Any:
+    def _vision_inputs(self, sequences: Sequences, others: dict[str, Any]) -> Any:
         """Take the vision inputs out of a call's keywords.
 
         Raises:
             DataError: an input is missing or does not fit, or the cache holds tokens already.
         """
-        sight = None if self.vision is None else self.vision.take(others)
+        vision_inputs = None if self.vision is None else self.vision.take(others)
         view = sequences.cache
-        if sight is None or not (isinstance(view, TransformersCache) and view.seen):
-            return sight
-        if sight.pictures is not None:
+        if vision_inputs is None or not (isinstance(view, TransformersCache) and view.seen):
+            return vision_inputs
+        if vision_inputs.pictures is not None:
             raise DataError(
                 f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
                 "conversation, with all of its images, and a new cache"

@@ -22,7 +22,7 @@ from liger_models.hf.base_model import LigerModel
 from liger_models.hf.checkpoints.unread import own_class
 from liger_models.hf.models import HEAD, LigerForCausalLM, LigerForSequenceClassification
 from liger_models.hf.pretrained import LigerPreTrainedModel
-from liger_models.hf.seeing import METHODS, LigerForConditionalGeneration
+from liger_models.hf.vision import METHODS, LigerForConditionalGeneration
 
 
 class FamilyClasses(NamedTuple):
@@ -52,7 +52,7 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
         raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
     LigerPreTrainedModel.projections = projections
     by_name = {}
-    for model_type in (*list_architectures(), *list_architectures(sees=True)):
+    for model_type in (*list_architectures(), *list_architectures(vision=True)):
         if model_type in CONFIG_MAPPING:
             for auto, model in _places(model_type):
                 # In some versions its own `register` ignores the configs of transformers itself.
@@ -140,7 +140,7 @@ def classes_of(model_type: str) -> FamilyClasses:
     family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     named = AutoModel._model_mapping._model_mapping.get(model_type)
     named = named if named not in (None, reference) else f"{family}Model"
-    if architecture.sees:
+    if architecture.vision:
         theirs = own_class(CONFIG_MAPPING[model_type], reference)
         their_base = getattr(sys.modules[theirs.__module__], named, theirs)
         base = make(named, LigerModel, **_methods_of(their_base))

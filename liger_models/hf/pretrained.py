@@ -76,7 +76,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     def _begin(self) -> None:
         """Finish construction once the submodules exist."""
         self.layouts = self.architecture.layouts
-        self._no_split_modules = self.base_decoder.kinds_of_layers()
+        self._no_split_modules = self.base_decoder.layer_class_names()
         self._is_stateful = self.base_decoder.spec.is_recurrent
         self.register_load_state_dict_pre_hook(convert_state_dict)
         self.register_load_state_dict_pre_hook(refuse_lost_adapters)

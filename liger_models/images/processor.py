@@ -29,7 +29,7 @@ from liger_models.images.spans import Span, tokens_within
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
-from liger_models.layers.vision.packing import Seen, pack_seen, said_of
+from liger_models.layers.vision.packing import VisionConversation, pack_conversations, predictable_tokens
 
 FILES = (
     "preprocessor_config.json",
@@ -130,7 +130,7 @@ class Preprocessor:
 
     def call(self, shown: Shown) -> dict[str, Tensor]:
         """Keyword arguments of a call of the model, without the ids."""
-        return pack_seen(self.spec.vision, [Seen(*shown)])
+        return pack_conversations(self.spec.vision, [VisionConversation(*shown)])
 
     def check(self, shown: Shown) -> None:
         """Run the model's input checks, without the model.
@@ -139,18 +139,18 @@ class Preprocessor:
             DataError: the pictures do not match the ids.
         """
         call, ids = self.call(shown), shown.ids[None]
-        sight = self._vision.take(call)
+        vision_inputs = self._vision.take(call)
         if call:
             raise DataError(
                 f"the processor of {self.folder} returns {', '.join(call)}, which this model does not accept"
             )
         sequences = Sequences.from_call((1, ids.shape[1]), ids.device)
-        self._vision.prepare(sight, sequences, ids)
-        self._vision.finish(sight)
+        self._vision.prepare(vision_inputs, sequences, ids)
+        self._vision.finish(vision_inputs)
 
     def image_places(self, ids: Tensor) -> Tensor:
         """Positions of image and video tokens in ids [T]: [n] int64."""
-        said = said_of(self.spec.vision, ids, torch.zeros_like(ids), shown=False)
+        said = predictable_tokens(self.spec.vision, ids, torch.zeros_like(ids), shown=False)
         return (~said).nonzero()[:, 0]
 
     def _frames(self, video: Video) -> tuple[list[Any], float]:

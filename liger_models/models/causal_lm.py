@@ -43,6 +43,7 @@ class LigerCausalLM(CausalLM):
             of a multimodal checkpoint.
         left_out: names of the tensors of a multimodal checkpoint that were not read.
         source_folder: the folder of that checkpoint.
+        adapter_folder: the folder of the adapter that was merged into it, if any.
         learned_ends: ids that the model was trained to end answers with. They are added to the `eos_token_id`
             of the generation config.
     """
@@ -65,13 +66,14 @@ class LigerCausalLM(CausalLM):
         memory_budget: float | str | None = None,
     ):
         super().__init__(spec, attention, activation_memory, memory_budget)
-        self._no_split_modules = self.kinds_of_layers()
+        self._no_split_modules = self.layer_class_names()
         self.layout = architecture.layouts[0]
         self.architecture = architecture
         self.config = ModelConfig(raw_config)
         self.carried: tuple[str, ...] = ()
         self.source: SourceLayout | None = None
         self.source_folder: Path | None = None
+        self.adapter_folder: Path | None = None
         self.left_out: tuple[str, ...] = ()
         self.learned_ends: tuple[int, ...] = ()
 
@@ -169,7 +171,10 @@ class LigerCausalLM(CausalLM):
             source=self.source is not None,
             rope_keys=self.architecture.rope_keys,
         )
-        aux = find_aux_files(self.source_folder) if self.source_folder and self.source_folder.is_dir() else {}
+        folders = [folder for folder in (self.source_folder, self.adapter_folder) if folder]
+        aux: dict[str, Path | bytes] = {}
+        for folder in filter(Path.is_dir, folders):  # an adapter's tokenizer replaces the base model's
+            aux |= find_aux_files(folder)
         if (generation := self.generation_config()) is not None:
             aux[GENERATION_CONFIG] = generation
         return {
@@ -237,11 +242,13 @@ class LigerCausalLM(CausalLM):
         top_p: float = 1.0,
         top_k: int = 0,
         *,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
         attention_mask: Tensor | None = None,
         eos_token_id: int | Iterable[int] | None = None,
         pad_token_id: int | None = None,
         seed: int | None = None,
-        on_token: Callable[[Tensor], None] | None = None,
+        on_token: Callable[[Tensor], Tensor | None] | None = None,
         **images: Any,
     ) -> Tensor:
         """Continue each prompt [batch, seq] of a batch: [batch, seq + new]. See `generate` in
@@ -254,6 +261,8 @@ class LigerCausalLM(CausalLM):
             temperature,
             top_p,
             top_k,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
             attention_mask=attention_mask,
             eos_token_id=self.special_id("eos_token_id") if eos_token_id is None else eos_token_id,
             pad_token_id=self.special_id("pad_token_id") if pad_token_id is None else pad_token_id,
@@ -291,8 +300,9 @@ class LigerCausalLM(CausalLM):
         return getattr(self.config, key, None) if value is None else value
 
     def _stated_generation_config(self) -> dict[str, Any]:
-        path = self.source_folder / GENERATION_CONFIG if self.source_folder else None
-        return read_json(path) if path is not None and path.is_file() else {}
+        folders = [folder for folder in (self.adapter_folder, self.source_folder) if folder]
+        paths = [folder / GENERATION_CONFIG for folder in folders]
+        return next((read_json(path) for path in paths if path.is_file()), {})
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -70,6 +70,7 @@ class LoadOptions:
 def from_hub(
     name_or_path: str | Path,
     *,
+    base: str | Path | None = None,
     revision: str | None = None,
     token: str | bool | None = None,
     cache_dir: str | Path | None = None,
@@ -89,7 +90,9 @@ def from_hub(
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
 
     Args:
-        name_or_path: a repository ("meta-llama/Llama-3.2-1B") or a folder.
+        name_or_path: a repository ("meta-llama/Llama-3.2-1B") or a folder, of a model or of a LoRA adapter in
+            PEFT's files, which is merged into its base model.
+        base: the base model of an adapter. Default: the one that its config names.
         revision: branch, tag or commit.
         token: hub token; True or None for the stored login.
         cache_dir: the hub's cache.
@@ -123,7 +126,7 @@ def from_hub(
         CheckpointError: a file or a tensor is missing, extra, misshapen or damaged.
         HubError: the repository or the hub cannot be reached.
     """
-    from liger_models.convert.checkpoints.hub import resolve
+    from liger_models.convert.checkpoints.adapter import resolve_model
 
     options = LoadOptions(
         dtype,
@@ -138,9 +141,10 @@ def from_hub(
         dropout,
         ignore_config_keys,
     )
-    folder = resolve(
-        name_or_path, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
+    hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
+    if adapter and labels is None:
+        options = replace(options, labels=adapter.labels)
     config = options.read(folder)
     with CheckpointReader(folder) as reader:
         choice = _choose(config, options, reader)
@@ -157,6 +161,10 @@ def from_hub(
         left_out = [*choice.left_out, *(reader.tensors[name] for name in source.carried)]
         model.left_out = tuple(info.name for info in left_out)
         warn_of(left_out, config, choice.config)
+    if adapter is not None:
+        layouts = (model.layout, *model.architecture.layouts)
+        adapter.merge(model.saved_tensors(), map(model.weight_map, layouts))
+        model.adapter_folder = adapter.folder
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
     return model
@@ -252,7 +260,7 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
         read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
     if reader is not None:
         read.most_layers = min(read.most_layers, len(reader.tensors))
-        untied = architecture.sees and has_own_head(architecture, reader)
+        untied = architecture.vision and has_own_head(architecture, reader)
     return _Choice(read, architecture, left_out, ("lm_head.weight",) if fresh else (), untied)
 
 

@@ -121,7 +121,7 @@ def verify_numbers(folder: Path) -> Comparison:
 
 
 def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int]:
-    """Random rows of one length, and how many images stand in them."""
+    """Random rows of one length, and the number of images in them."""
     length = min(LENGTH, spec.position_limit or LENGTH)
     generator = torch.Generator().manual_seed(0)
     if spec.vision is None:
@@ -155,7 +155,9 @@ def _gradients(model: nn.Module, stacks: Set[str]) -> dict[str, Tensor]:
 
 
 def _by_expert(gradients: Mapping[str, Tensor], stacks: Set[str]) -> dict[str, Tensor]:
-    """Those of stacked experts one by one: a fault in one that few tokens went to is lost in the stack."""
+    """Compare stacked experts one by one: the norm of the stack would hide a fault in a rarely used
+    expert.
+    """
     found: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         found |= (

@@ -5,6 +5,7 @@ May import models, losses, optim and its own rooms, which never import this fold
 
 from liger_models.training.checkpoints.state import newest_checkpoint
 from liger_models.training.config import TrainConfig
-from liger_models.training.loop import TrainingInterrupted, TrainResult, train
+from liger_models.training.loop import TrainingInterrupted, TrainResult
+from liger_models.training.starting import train
 
 __all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "newest_checkpoint", "train"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
 
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
@@ -11,7 +12,10 @@ from liger_models.layers.attention.backends import BACKENDS
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
+from liger_models.presets import PRESETS
+from liger_models.training.best import HIGHER_IS_BETTER
 from liger_models.training.data import TRAIN_ON
+from liger_models.training.defaults import find_defaults
 from liger_models.training.learning_rate import SCHEDULES
 from liger_models.training.lora import LoraSettings
 from liger_models.training.objectives import OBJECTIVES, make_objective
@@ -20,7 +24,19 @@ from liger_models.training.processes.world import SHARDS
 DTYPES = ("auto", "float32", "bfloat16")
 NOT_FINITE = ("stop", "skip")
 # Settings that may differ when a run is resumed.
-PLACES = ("resume", "output", "data", "eval_data", "data_cache", "verify_data", "tokenizer", "log", "profile")
+PLACES = (
+    "resume",
+    "output",
+    "data",
+    "columns",
+    "split",
+    "eval_data",
+    "data_cache",
+    "verify_data",
+    "tokenizer",
+    "log",
+    "profile",
+)
 
 
 @dataclass(frozen=True)
@@ -30,13 +46,18 @@ class TrainConfig:
     model              hub id, folder with a Hugging Face checkpoint, or the name of a preset (random weights)
     data               files, folders, patterns, data sets of the hub or corpora, optionally with weights
                        (docs/data.md)
+    columns            names of the data's columns where they are not those of the fields, as in
+                       "prompt=question,completion=answer"
+    split              split of the hub data sets in `data` that name none: "train[:90%]", "train+test"
     data_cache         folder of tokenized data; default: liger_models/data in the user's cache folder
     verify_data        verify the digests of tokenized data before training on them
     output             folder of metrics, checkpoint-N folders and the final export
-    objective          training objective: sft, dpo, orpo, simpo, kto, reward, distill (docs/post_training.md)
+    objective          training objective: sft, dpo, orpo, simpo, kto, reward, distill, grpo
+                       (docs/post_training.md)
     objective_options  fields of its class in training/objectives, by name: {"beta": 0.1}
     eval_data          held-out data, in the form of `data`; or else
-    eval_fraction      fraction of the documents of `data` to hold out, chosen by the seed
+    eval_fraction      fraction of the tokens of `data` to hold out, in whole documents chosen by the seed
+    eval_tokens        most tokens of each evaluation, from the first held-out rows; 0: all
     tokenizer          folder with tokenizer.json; default: the model's own
     seq_len            tokens per packed row, and the maximum context of a document
     batch_size         rows per micro-batch, of each process
@@ -45,11 +66,11 @@ class TrainConfig:
     train_on           answers of a conversation to learn: "all"; only the "last"; or "each" in its own
                        example, rendered as at inference (docs/data.md)
     steps, epochs      length of the run: exactly one of the two
-    lr, schedule       peak learning rate, and its schedule: cosine, linear, wsd or constant
-                       (training/learning_rate.py)
+    lr, schedule       peak learning rate (default: by objective, training/defaults.py), and its schedule:
+                       cosine, linear, wsd or constant (training/learning_rate.py)
     warmup, decay      steps of linear warmup, and of the decay of "wsd"; below 1: a fraction of the run
     min_lr             final learning rate
-    weight_decay       of AdamW, on matrices only
+    weight_decay       of AdamW, on matrices only (default: training/defaults.py)
     clip               maximum norm of the gradient; 0: no clipping
     dtype              of trained and saved weights; auto: the checkpoint's (a preset: bfloat16 on a GPU)
     weights            update of bfloat16 weights: master, compensated, stochastic or plain (see
@@ -67,10 +88,16 @@ class TrainConfig:
     dropout            0.0: train without the config's dropout; None: require that the config has none
     lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora" or "rslora", too, any subset of these, or "" (see training/lora.py)
+    adapter            folder or hub id of a low-rank adapter of `model` to train further, with its own
+                       settings; `train` sets it, and `model` to the base model, if `model` is an adapter
     quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)
     merge              with lora: also write the merged model to output/merged
     eval_every, save_every  in steps; 0: evaluate only at both ends, save only when interrupted
     keep               number of checkpoint-N folders to keep; 0: all
+    keep_best          "eval_loss", "eval_accuracy" or "eval_margin": also write the model to output/best
+                       after each evaluation that improves it
+    patience           stop after this many evaluations in a row without improving keep_best, or eval_loss;
+                       0: never
     not_finite         for a step with a non-finite loss or gradient: "stop", or "skip" it, up to nine in a
                        row
     log                "tensorboard", "wandb" or "tensorboard,wandb": also log the metrics there
@@ -93,6 +120,9 @@ class TrainConfig:
     objective_options: dict[str, Any] = field(default_factory=dict)
     eval_data: tuple[str, ...] = ()
     eval_fraction: float = 0.0
+    eval_tokens: int = 0
+    columns: str | None = None
+    split: str | None = None
     data_cache: str | None = None
     verify_data: bool = False
     tokenizer: str | None = None
@@ -103,12 +133,12 @@ class TrainConfig:
     train_on: str = TRAIN_ON[0]
     steps: int | None = None
     epochs: float | None = None
-    lr: float = 3e-4
+    lr: float = None  # type: ignore[assignment]  # never None after __post_init__
     schedule: str = "cosine"
     warmup: float = 0
     decay: float = 0.2
     min_lr: float = 0.0
-    weight_decay: float = 0.1
+    weight_decay: float = None  # type: ignore[assignment]
     clip: float = 1.0
     dtype: str = "auto"
     weights: str = "master"
@@ -123,11 +153,14 @@ class TrainConfig:
     freeze: tuple[str, ...] = ()
     dropout: float | None = None
     lora: str | None = None
+    adapter: str | None = None
     quantize: str | None = None
     merge: bool = False
     eval_every: int = 0
     save_every: int = 500
     keep: int = 2
+    keep_best: str | None = None
+    patience: int = 0
     seed: int = 0
     not_finite: str = "stop"
     log: str | None = None
@@ -138,11 +171,21 @@ class TrainConfig:
     hang_timeout: float = 600.0
     resume: str | None = None
 
+    defaulted: ClassVar[tuple[str, ...]] = ()  # settings with a default of training/defaults.py
+
     def __post_init__(self) -> None:
         def check(name: str, good: bool, expected: str) -> None:
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
+        rates = find_defaults(
+            self.objective,
+            fresh=self.model in PRESETS and not Path(self.model).exists(),
+            adapters=self.lora is not None or self.adapter is not None,
+        )
+        object.__setattr__(self, "defaulted", tuple(n for n in rates._fields if getattr(self, n) is None))
+        for name in self.defaulted:
+            object.__setattr__(self, name, getattr(rates, name))
         check("data", bool(self.data) and not isinstance(self.data, str), "at least one file, as a tuple")
         check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
         check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
@@ -156,11 +199,13 @@ class TrainConfig:
             "decay",
             "min_lr",
             "eval_every",
+            "eval_tokens",
             "save_every",
             "keep",
             "weight_decay",
             "clip",
             "profile",
+            "patience",
         ):
             check(name, getattr(self, name) >= 0, "0 or more")
         if (self.steps is None) == (self.epochs is None):
@@ -191,6 +236,16 @@ class TrainConfig:
         elif self.quantize or self.merge:
             raise ConfigError("quantize and merge require lora")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
+        check(
+            "keep_best",
+            self.keep_best in (None, *HIGHER_IS_BETTER),
+            f"one of {', '.join(HIGHER_IS_BETTER)}",
+        )
+        if self.keep_best or self.patience:
+            judged = "eval_data or eval_fraction" if not (self.eval_data or self.eval_fraction) else ""
+            judged = judged or ("eval_every" if self.patience and not self.eval_every else "")
+            if judged:
+                raise ConfigError(f"keep_best and patience judge evaluations; pass {judged}, too")
         check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
         check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
         check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
@@ -217,6 +272,11 @@ class TrainConfig:
                 f"sequence_parallel is {self.sequence_parallel}, but only objective sft supports it; found "
                 f"{self.objective}; omit it"
             )
+
+    def changed(self, **changes: Any) -> TrainConfig:
+        """A copy with other settings, and with their defaults where this one has defaults."""
+        unset: dict[str, Any] = dict.fromkeys(self.defaulted)
+        return replace(self, **unset | changes)
 
     @property
     def sharding(self) -> str:

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from liger_models.convert.checkpoints.hub import local_path
+from liger_models.convert.checkpoints.adapter import LowRankAdapter
+from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
 from liger_models.images import Preprocessor
 from liger_models.layers.attention.backends import WITH_TREES
@@ -39,6 +40,28 @@ class LoadedModel(NamedTuple):
     size: int
 
 
+def with_adapter(config: TrainConfig) -> TrainConfig:
+    """The settings of a run whose model is an adapter: its base model, and its adapter to train further.
+
+    Raises:
+        ConfigError: settings of other adapters, too.
+        CheckpointError: the adapter or its base model cannot be used.
+    """
+    folder = local_path(config.adapter or config.model)
+    if config.adapter is None and not (folder / ADAPTER_CONFIG).is_file():
+        return config
+    folder = resolve(str(folder) if folder.is_dir() else config.adapter or config.model, adapter=True)
+    adapter = LowRankAdapter.open(folder, config.model if config.adapter else None)
+    adapter.resolve_base()
+    lora = LoraSettings.text_of(adapter)
+    if config.lora not in (None, lora):
+        raise ConfigError(
+            f"{folder} is an adapter, which is trained further with its own settings, {lora}; omit --lora, "
+            "or merge it first (liger-models merge) and train new adapters"
+        )
+    return config.changed(model=adapter.base, adapter=str(folder), lora=lora)
+
+
 def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
     """Folder of the tokenizer's files: the checkpoint's, if it contains a whole model.
 
@@ -51,8 +74,8 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
         raise ConfigError(f"the preset {config.model} has no tokenizer; pass one with --tokenizer FOLDER")
     if checkpoint and config.lora is None:
         return checkpoint
-    from liger_models.convert.checkpoints.hub import resolve
-
+    if config.adapter and (Path(config.adapter) / "tokenizer.json").is_file():
+        return Path(config.adapter)
     return resolve(config.model)
 
 
@@ -63,7 +86,6 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
         ConfigError, UnsupportedModelError: its config.json is unusable.
     """
     import liger_models
-    from liger_models.convert.checkpoints.hub import resolve
 
     source = _source(config, checkpoint)
     if _is_preset(source) and OBJECTIVES[config.objective].needs_reference:
@@ -143,9 +165,9 @@ def load_model(
                 f"{config.model} is a sequence classifier, but objective {config.objective} trains language "
                 "models; choose one, or objective reward"
             )
-        told: Any = model.config
-        if getattr(told, "pad_token_id", None) is None:
-            told.pad_token_id = tokenizer.pad_id
+        settings: Any = model.config
+        if getattr(settings, "pad_token_id", None) is None:
+            settings.pad_token_id = tokenizer.pad_id
     if config.freeze:
         freeze(model, config.freeze)
     size, flops = model.num_parameters(), StepFlops(model)
@@ -156,8 +178,8 @@ def load_model(
         settings = LoraSettings.parse(config.lora)
         adapters = Adapters(model, settings, config.model, config.seed, config.freeze)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
-        if checkpoint:
-            adapters.read(checkpoint)
+        if origin := checkpoint or config.adapter:
+            adapters.read(Path(origin))
     if config.activation_memory == "auto":
         trained = torch.float32 if adapters else model.dtype
         per_element = state_bytes(trained, config.weights, config.moments)
@@ -195,7 +217,7 @@ def load_data(
 
     images = None if spec.vision is None else Preprocessor(tokenizer.folder, spec)
 
-    def load(files: tuple[str, ...]) -> Documents:
+    def load(files: tuple[str, ...], split: str | None = None) -> Documents:
         return load_documents(
             files,
             tokenizer,
@@ -208,9 +230,11 @@ def load_data(
             images=images,
             form=OBJECTIVES[config.objective].form,
             share=can_share_prompts(spec, config),
+            columns=config.columns,
+            split=split,
         )
 
-    documents, held_out = load(config.data), None
+    documents, held_out = load(config.data, config.split), None
     world.say(f"data: {describe(documents.counts)}")
     if config.eval_data:
         held_out = load(config.eval_data)
@@ -259,7 +283,9 @@ def freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
         raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; freeze fewer parts")
 
 
-def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str) -> LigerCausalLM:
+def load_second_model(
+    config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str
+) -> LigerCausalLM:
     """Load another model in addition to the trained one, such as a teacher, with the same dtype and sharding
     and without gradients.
 
@@ -268,7 +294,6 @@ def load_beside(config: TrainConfig, world: World, tokenizer: TextTokenizer, nam
         CheckpointError, HubError: it cannot be loaded.
     """
     import liger_models
-    from liger_models.convert.checkpoints.hub import resolve
 
     folder = resolve(name)
     if not (folder / "tokenizer.json").is_file():

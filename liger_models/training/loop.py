@@ -28,11 +28,13 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
+from liger_models.training.best import BEST_FILE
 from liger_models.training.checkpoints import state as states
-from liger_models.training.checkpoints.run_folder import locked
+from liger_models.training.checkpoints.run_folder import BEST, locked
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import StepData, Stream
+from liger_models.training.inputs import with_adapter
 from liger_models.training.observing.metrics import (
     Speeds,
     finite_or_none,
@@ -60,15 +62,15 @@ class TrainingInterrupted(KeyboardInterrupt):
 
 
 class Outcome(NamedTuple):
-    """Outcome of a step: the mean loss, the gradient's norm before clipping, whether a rank was told to stop,
-    and the objective's metrics by name.
+    """Outcome of a step: the mean loss, the gradient's norm before clipping, whether a rank was asked to
+    stop, and the objective's metrics by name.
     """
 
     loss: float
     norm: float
     stop: bool
     data: StepData
-    told: dict[str, float | None]
+    metrics: dict[str, float | None]
 
     @property
     def finite(self) -> bool:
@@ -84,13 +86,9 @@ class TrainResult:
     records: list[dict[str, Any]] = field(repr=False)
 
 
-def train(config: TrainConfig) -> TrainResult:
-    """Run `config` to its end, alone or as one of torchrun's ranks.
-
-    Raises ConfigError, DataError, CheckpointError and UnsupportedModelError before training; TrainingError if
-    the loss or the gradient becomes non-finite, with the last good state saved; TrainingInterrupted after
-    SIGINT or SIGTERM, with the state saved.
-    """
+def train_as(kind: type[Run], config: TrainConfig) -> TrainResult:
+    """Run `config` to its end as a run of this kind; raises as `train` does (starting.py)."""
+    config = with_adapter(config)
     output = local_path(config.output, ConfigError)
     # The first rank writes for all.
     lock = locked(output) if World.is_main() else contextlib.nullcontext()
@@ -100,7 +98,7 @@ def train(config: TrainConfig) -> TrainResult:
         World(config.device, *shares) as world,
         restored_random_states(world.device),
         Watch(world, config.hang_timeout) as watch,
-        Run(config, world, watch) as run,
+        kind(config, world, watch) as run,
     ):
         result = run.train()
         watch.mark("the end of the run")
@@ -123,7 +121,7 @@ class Run(RunParts):
             if self.held_out and not self.resumed:
                 evaluated = self.evaluate()
                 self._record({"step": 0, "tokens": 0, **evaluated})
-            while (step := self.progress.step) < self.total:
+            while (step := self.progress.step) < self.total and not self._out_of_patience():
                 started = time.perf_counter()
                 rate = self.learning_rate.rate(step)
                 with profiler.step():
@@ -136,7 +134,7 @@ class Run(RunParts):
                     "step": self.progress.step,
                     "tokens": self.progress.tokens,
                     "loss": finite_or_none(outcome.loss),
-                    **outcome.told,
+                    **outcome.metrics,
                     "lr": rate,
                     "grad_norm": finite_or_none(outcome.norm),
                     **speeds.add(counts.inputs, flops, time.perf_counter() - started),
@@ -151,6 +149,8 @@ class Run(RunParts):
                     evaluated = self.evaluate()
                     record |= evaluated
                 self._record(record)
+                if self.best.improves(self.progress.step, record) and config.keep_best:
+                    self._save_best()
                 bar.set_postfix_str(speeds.line(record, evaluated.get("eval_loss")), refresh=False)
                 bar.update()
                 if outcome.stop:
@@ -159,6 +159,8 @@ class Run(RunParts):
                 # The last step's state is not worth more than the others': the final export follows.
                 if config.save_every and self.progress.step % config.save_every == 0:
                     self.save(meanwhile=True)
+        if step < self.total:
+            world.say(f"stopped early after step {step} of {self.total}: {self.best}")
         return self._finish()
 
     def step(self, rate: float, signals: Signals) -> Outcome | None:
@@ -194,11 +196,11 @@ class Run(RunParts):
         # moments cannot be undone.
         self.watch.mark(f"step {number}, its end")
         *numbers, stopped, size = torch.cat([sums, norm.to(sums)[None]]).tolist()
-        loss, told = self.tally.means(numbers)
-        outcome = Outcome(loss, size, stopped > 0, data, told)
+        loss, metrics = self.tally.means(numbers)
+        outcome = Outcome(loss, size, stopped > 0, data, metrics)
         if outcome.finite:
             if not data.images:  # a process that only follows others has zeros, not None
-                for parameter in self.seeing:
+                for parameter in self.vision_parameters:
                     parameter.grad = None
             self._update(rate)
         else:
@@ -234,10 +236,10 @@ class Run(RunParts):
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float | None]:
-        """Mean loss over all held-out data, `eval_loss`, and the objective's other metrics."""
+        """Mean loss over the held-out data, `eval_loss`, and the objective's other metrics."""
         assert self.held_out is not None
         world = self.world
-        counts = self.held_out.count(Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0))
+        counts = self.held_out.count(self._held_out_rows())
         total = self.tally.zeros().double()
         self.model.eval()
         self.objective.begin_step(self.model, self._held_out_batches(), world.device)
@@ -245,8 +247,15 @@ class Run(RunParts):
             share = self.tally.of(self.objective.share(self.model, batch.to(world.device), counts))
             total += share if own else 0
         self.model.train()
-        loss, told = self.tally.means(world.sum(total).tolist())
-        return {"eval_loss": loss, **{f"eval_{name}": value for name, value in told.items()}}
+        loss, metrics = self.tally.means(world.sum(total).tolist())
+        return {"eval_loss": loss, **{f"eval_{name}": value for name, value in metrics.items()}}
+
+    def _held_out_rows(self) -> Iterator[Any]:
+        assert self.held_out is not None
+        config = self.config
+        epoch = Stream(self.held_out, config.seq_len, config.seed).epoch(0)
+        most = max(1, config.eval_tokens // config.seq_len) if config.eval_tokens else None
+        return itertools.islice(epoch, most)
 
     def _held_out_batches(self) -> Iterator[tuple[Any, bool]]:
         """This process's batches, and whether they count. Sharded models run on all processes: those without
@@ -254,7 +263,7 @@ class Run(RunParts):
         """
         assert self.held_out is not None
         size, world = self.config.batch_size, self.world
-        epoch = Stream(self.held_out, self.config.seq_len, self.config.seed).epoch(0)
+        epoch = self._held_out_rows()
         while rows := list(itertools.islice(epoch, world.data_size * size)):
             self.watch.mark("a held-out batch")
             own = rows[world.data_rank * size :][:size]
@@ -291,6 +300,16 @@ class Run(RunParts):
             if self.model.source_folder:
                 self.model.source_folder = contents.target
 
+    def _save_best(self) -> None:
+        """Write the model to output/best, with its step."""
+        self.watch.suspend_deadline(f"saving the best model of step {self.progress.step}")
+        notes = {BEST_FILE: self.best.text()}
+        best = states.describe_export(self.output / BEST, self._trained(), self.tokenizer.folder, notes)
+        self.saver.save(best, meanwhile=not self.adapters)  # adapters are small
+
+    def _out_of_patience(self) -> bool:
+        return 0 < self.config.patience <= self.best.since
+
     def _trained(self) -> Trained:
         return Trained(self.adapters.write) if self.adapters else Trained.of_model(self.model)
 
@@ -304,7 +323,11 @@ class Run(RunParts):
     def _retry(self) -> str:
         last = states.newest_checkpoint(self.output)
         begin = f"resume from {last}" if last else "begin anew"
-        return f"{begin} with a lower --lr, a longer --warmup or a smaller --clip"
+        return f"{begin} with {self._remedies()}"
+
+    def _remedies(self) -> str:
+        clip = "a smaller --clip" if self.config.clip else "a --clip above 0"
+        return f"a lower --lr, a longer --warmup or {clip}"
 
     def _due(self, every: int) -> bool:
         return self.progress.step == self.total or bool(every and self.progress.step % every == 0)
@@ -326,8 +349,8 @@ class Run(RunParts):
             self._export(self.output / "merged")
         if self.world.main:
             records = list(read_metrics(self.metrics.jsonl))
-            told = self.objective
-            plot_losses(records, self.output / "loss.png", told.unit, told.metrics)
+            objective = self.objective
+            plot_losses(records, self.output / "loss.png", objective.unit, objective.metrics)
         self.world.barrier()
         return TrainResult(final, self.progress.step, records)
 
@@ -358,8 +381,8 @@ class Run(RunParts):
         return TrainingError(
             f"step {step + 1}: the loss is {loss} and the gradient's norm {norm}, which must be finite"
             f"{skipped}. The state before this step is saved in {self.output / f'checkpoint-{step}'}; resume "
-            "from an earlier checkpoint with a lower --lr, a longer --warmup or a smaller --clip"
+            f"from an earlier checkpoint with {self._remedies()}"
         )
 
 
-__all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train"]
+__all__ = ["TrainConfig", "TrainResult", "TrainingInterrupted", "train_as"]

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.adapter import LowRankAdapter, absolute_if_folder
 from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import CheckpointError, ConfigError
@@ -29,7 +30,7 @@ from liger_models.training.random_numbers import seed_generators
 
 ALL = "all-linear"
 TENSORS = "adapter_model.safetensors"
-FORM = "r=16,alpha=32,targets=all-linear,dropout=0.0[,dora][,rslora]"
+FORM = "r=16,alpha=2r,targets=all-linear,dropout=0.0[,dora][,rslora]"
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,29 @@ class LoraSettings:
             )
         return settings
 
+    @classmethod
+    def text_of(cls, adapter: LowRankAdapter) -> str:
+        """The settings of an adapter's files, as text to parse.
+
+        Raises:
+            ConfigError: settings that a run does not have.
+        """
+        config = adapter.config
+        if other := [
+            key for key in ("rank_pattern", "layers_to_transform", "exclude_modules") if config.get(key)
+        ]:
+            raise ConfigError(
+                f"{adapter.folder}: {other[0]} is {config[other[0]]!r}, so its layers differ, which "
+                "cannot be trained further; merge it (liger-models merge) and train new adapters"
+            )
+        targets = config.get("target_modules") or []
+        parameters = [name.removesuffix(".weight") for name in config.get("target_parameters") or []]
+        listed = adapter.layers() if isinstance(targets, str) else [*targets, *parameters]
+        text = f"r={config['r']},alpha={config['lora_alpha']},targets={'+'.join(sorted(listed))}"
+        text += f",dropout={config.get('lora_dropout', 0.0)}"
+        flags = [name for name in ("dora", "rslora") if config.get(f"use_{name}")]
+        return ",".join([text, *flags])
+
     @property
     def scaling_alpha(self) -> float:
         return 2 * self.r if self.alpha is None else self.alpha
@@ -125,7 +149,7 @@ class Adapters:
             target_parameters=[f"{name}.weight" for name in parameters.values()] or None,
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
-            base_model_name_or_path=base,
+            base_model_name_or_path=absolute_if_folder(base),
         )
         model.requires_grad_(False)
         seed_generators(seed, next(model.parameters()).device)
@@ -165,15 +189,15 @@ class Adapters:
 
     @torch.no_grad()
     def read(self, folder: Path) -> None:
-        """Read an adapter that `write` wrote.
+        """Read an adapter with this one's layers, as `write` wrote it.
 
         Raises:
             CheckpointError: the tensors do not match this model's adapters.
         """
         own = self._tensors()
         with CheckpointReader(folder) as reader:
-            found = {name: (info.dtype, tuple(info.shape)) for name, info in reader.tensors.items()}
-            expected = {name: (x.dtype, tuple(x.shape)) for name, x in own.items()}
+            found = {name: tuple(info.shape) for name, info in reader.tensors.items()}
+            expected = {name: tuple(x.shape) for name, x in own.items()}
             if found != expected:
                 differ = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
                 raise CheckpointError(

@@ -1,7 +1,7 @@
 """Log-probabilities of answers under the reference model, for DPO and KTO: computed once before training, and
 cached on disk.
 
-The reference is the model before training: the run's initial model or, when training adapters, the model
+The reference is the model before training: the run's initial model or, when training new adapters, the model
 without them. Scores are stored with the tokenized data, one file per corpus, named by a digest of the
 reference's weights, dtype and quantisation, the corpus, and the objective's sum over tokens. A resumed run
 finds them there, or loads the reference again.
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.hub import local_path, resolve
+from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.errors import DataError
 from liger_models.losses import without_adapters
 from liger_models.models.causal_lm import LigerCausalLM
@@ -30,6 +30,7 @@ from liger_models.training.data import Groups, Stream
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.documents import Documents, Part
 from liger_models.training.data.tokenizing import default_cache
+from liger_models.training.lora import TENSORS
 from liger_models.training.objectives.objective import Objective, score_rows
 from liger_models.training.processes.world import World
 
@@ -59,7 +60,8 @@ def add_reference(
     documents = [one for one in parts if isinstance(one, Groups)]
     shares = any(one.shares for one in documents)
     corpora = {part.corpus.folder: part.corpus for one in documents for part in one.parts}
-    weights = world.once(lambda: _digest_of_weights(config.model))
+    weights = world.once(lambda: _digest_of_weights(config.model, config.adapter))
+    new_adapters = config.lora is not None and config.adapter is None
     about = [FORMAT, weights, str(model.dtype), config.quantize, config.text_only, *objective.about_sums()]
     reference: LigerCausalLM | None = None
     for corpus in corpora.values():
@@ -70,7 +72,7 @@ def add_reference(
         if scores is None:
             if reference is None:
                 reference = model if load is None else load()
-            aside = without_adapters(model) if config.lora is not None else contextlib.nullcontext()
+            aside = without_adapters(model) if new_adapters else contextlib.nullcontext()
             scores = _score(reference, objective, corpus, config, world, aside, mark, shares)
             world.once(lambda path=path, scores=scores: _write(path, scores))  # type: ignore[misc]
         else:
@@ -123,9 +125,12 @@ def _score(
     return world.sum(found.to(world.device)).cpu()
 
 
-def _digest_of_weights(name: str) -> str:
+def _digest_of_weights(name: str, adapter: str | None) -> str:
     folder, digest = resolve(name), hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), folder / "config.json"]):
+    paths = sorted([*folder.glob("*.safetensors"), folder / "config.json"])
+    if adapter:
+        paths += [Path(adapter) / file for file in (ADAPTER_CONFIG, TENSORS)]
+    for path in paths:
         with path.open("rb") as file:
             digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

@@ -56,7 +56,16 @@ def check_resumed(
     changed = config.differences(state["config"])
     # Not part of a checkpoint: the model below adapters, and the reference.
     beside = config.lora is not None or OBJECTIVES[config.objective].needs_reference
-    of_model = ("dtype", "freeze", "weights", "moments", "lora", "quantize", *(("model",) if beside else ()))
+    of_model = (
+        "dtype",
+        "freeze",
+        "weights",
+        "moments",
+        "lora",
+        "adapter",
+        "quantize",
+        *(("model",) if beside else ()),
+    )
     for name in ("objective", "seq_len", "seed", *of_model):
         if name in changed:
             then, now = changed[name]

@@ -15,24 +15,25 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.training.best import Best, check_best
 from liger_models.training.checkpoints import state as states
-from liger_models.training.checkpoints.run_folder import abandon_after
+from liger_models.training.checkpoints.run_folder import BEST, abandon_after
 from liger_models.training.checkpoints.saving import Saver
 from liger_models.training.checkpoints.state import Progress
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream, ahead, read_steps
 from liger_models.training.inputs import (
     can_share_prompts,
-    load_beside,
     load_data,
     load_model,
+    load_second_model,
     read_spec,
     tokenizer_folder,
 )
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.objectives import make_objective
 from liger_models.training.observing.flops import measure_peak
-from liger_models.training.observing.metrics import Metrics
+from liger_models.training.observing.metrics import METRICS, Metrics, read_metrics
 from liger_models.training.observing.trackers import open_trackers, parse_trackers
 from liger_models.training.optimizer import build_adamw
 from liger_models.training.processes.watch import Watch
@@ -40,6 +41,7 @@ from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import seed_generators
 from liger_models.training.reference import add_reference
 from liger_models.training.resuming import check_resumed, find_checkpoint
+from liger_models.training.settings_file import write_settings
 from liger_models.training.tally import Tally
 from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.untrained_rows import untrained_rows_warning
@@ -67,6 +69,7 @@ class RunParts:
             self._make_optimizer()
             self._restore(checkpoint, resumed)
             self._read_steps(opened)
+            self._find_best()
             self._join_processes(opened)
             if world.main:
                 self._open_outputs(checkpoint, trackers, opened)
@@ -95,7 +98,7 @@ class RunParts:
         self.model, self.adapters, self.flops, self.size = loaded
         self._note_special_tokens()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.seeing = list(self.model.seeing_parameters())
+        self.vision_parameters = list(self.model.vision_parameters())
 
     def _forget_model(self) -> None:
         """Drop the references to the model: one that outlives its process group sometimes waits forever."""
@@ -110,7 +113,7 @@ class RunParts:
             if isinstance(documents, Groups):
                 documents.shares = shares
         self.tally = Tally(self.objective.metrics, world)
-        self.objective.prepare(lambda name: load_beside(config, world, self.tokenizer, name))
+        self.objective.prepare(lambda name: load_second_model(config, world, self.tokenizer, name))
         if self.objective.needs_reference:
             self._add_reference(checkpoint)
 
@@ -152,6 +155,24 @@ class RunParts:
             config.schedule, config.lr, self.total, config.warmup, config.decay, config.min_lr
         )
 
+    def _find_best(self) -> None:
+        """Take up the best evaluation where the checkpoint left it."""
+        metric = self.config.keep_best or "eval_loss"
+        if self.config.keep_best and self.held_out and metric[5:] not in ("loss", *self.objective.metrics):
+            raise ConfigError(
+                f"keep_best is {metric!r}, but objective {self.config.objective} has no such metric; "
+                f"expected {' or '.join(f'eval_{name}' for name in ('loss', *self.objective.metrics))}"
+            )
+
+        def find() -> Best:
+            earlier = read_metrics(self.output / METRICS) if self.resumed else ()
+            best = Best(metric, [r for r in earlier if r["step"] <= self.progress.step])
+            if self.config.keep_best and self.resumed and (aside := check_best(self.output, best)):
+                self.world.say(f"{self.output / BEST} is of later or other steps and is set aside as {aside}")
+            return best
+
+        self.best = self.world.once(find)
+
     def _join_processes(self, opened: ExitStack) -> None:
         self.wrapped = self.world.wrap(self.model)
         self.saver = Saver(self.world)
@@ -165,6 +186,7 @@ class RunParts:
                 f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
             )
         self.output.mkdir(parents=True, exist_ok=True)
+        write_settings(self.config, self.output)
         resumed_step = self.progress.step if checkpoint else None
         self.metrics = Metrics(self.output, resumed_step=resumed_step, extra=self.objective.metrics)
         settings = self.config.to_dict()
@@ -183,7 +205,7 @@ class RunParts:
 
     def _add_reference(self, checkpoint: Path | None) -> None:
         config, world = self.config, self.world
-        resumed = checkpoint is not None and not self.adapters
+        resumed = checkpoint is not None and (not self.adapters or bool(config.adapter))
 
         def load() -> LigerCausalLM:
             return load_model(config, world, self.tokenizer, None).model
@@ -201,6 +223,11 @@ class RunParts:
             f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
+        )
+        default = dict.fromkeys(self.config.defaulted, " (default)")
+        self.world.say(
+            f"optimizer: learning rate {self.config.lr:g}{default.get('lr', '')}, weight decay "
+            f"{self.config.weight_decay:g}{default.get('weight_decay', '')}"
         )
         self.world.say(f"packing: {self.stream.efficiency():.1%} of the tokens of a row are filled")
         if checkpoint:

@@ -7,6 +7,7 @@ and in the additions that a forward pass makes.
 
 from __future__ import annotations
 
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, Set
@@ -66,7 +67,7 @@ def name_of(path: Path) -> str:
 
 def spec_fields(spec: Any, path: Path = ()) -> Iterator[tuple[Path, str, Any, Any]]:
     """(path, "Class.field", value, type) of every field of a spec and of its parts."""
-    hints = typing.get_type_hints(type(spec))
+    hints = _hints(type(spec))
     for field in fields(spec):
         value, here = getattr(spec, field.name), (*path, field.name)
         parts = list(enumerate(value)) if isinstance(value, tuple) else []
@@ -77,6 +78,9 @@ def spec_fields(spec: Any, path: Path = ()) -> Iterator[tuple[Path, str, Any, An
         yield here, f"{type(spec).__name__}.{field.name}", value, hints[field.name]
         if is_dataclass(value):
             yield from spec_fields(value, here)
+
+
+_hints = functools.cache(typing.get_type_hints)
 
 
 def other_values(value: Any, hint: Any) -> list[Any]:
@@ -136,19 +140,22 @@ def with_value(spec: Any, path: Path, value: Any) -> Any:
 
 
 def at(spec: Any, path: Path) -> Any:
-    """What stands at a path."""
+    """Return the value at a path."""
     for step in path:
         spec = spec[step] if isinstance(step, int) else getattr(spec, step)
     return spec
 
 
 def unnoticed_fields(
-    pair: Pair, wanted: Mapping[str, Set[Any]] | None = None, of_images: bool = False
+    pair: Pair,
+    wanted: Mapping[str, Set[Any]] | None = None,
+    of_images: bool = False,
+    skip: Set[str] = frozenset(),
 ) -> dict[str, str]:
-    """What the comparison does not notice, as "path: value -> other", with its "Class.field". Of all fields
-    in all layers, or of those that are `wanted`, each in the first layer that has it with another value than
-    those given. Of parts that are alike, and stand in the same place of their layers, the first stands for
-    all. `of_images`: of the fields that concern images, and those alone.
+    """List the changes that the comparison does not notice, as "path: value -> other", by "Class.field".
+    Tries all fields in all layers, or the `wanted` ones, each in the first layer that has it with a value
+    other than the given ones. Equal parts at the same place of their layers are tried once. `of_images`: only
+    fields that concern images.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
@@ -161,7 +168,7 @@ def unnoticed_fields(
             if part in tried:
                 continue
             tried.add(part)
-        if (field in OF_IMAGES or path[0] == "vision") != of_images or field in NOT_SEEN:
+        if (field in OF_IMAGES or path[0] == "vision") != of_images or field in skip | NOT_SEEN.keys():
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # before or after nothing
@@ -184,8 +191,8 @@ def unnoticed_fields(
 
 
 def _part_at(spec: ModelSpec, path: Path) -> Any:
-    """What is the same for a field of parts that are alike, such as the norms of two layers: the part, and
-    where in it and in which layers; None outside of layers.
+    """Key of a field shared by equal parts, such as the norms of two layers: the part, its place and its
+    layers; None outside of layers.
     """
     place = next((i for i, step in enumerate(path) if isinstance(step, int)), None)
     if place is None or path[place - 1] != "blocks":

@@ -1,5 +1,5 @@
-"""A native model beside its reference in transformers: the same random parameters, the same batch, and how
-far apart their results are.
+"""A native model and its reference in transformers: the same random parameters, the same batch, and the
+distances of their results.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ABSENT: Any = ...
 
 @dataclass
 class Run:
-    """What came out of one forward and backward pass; gradients under the checkpoint's names."""
+    """Results of one forward and backward pass; gradients under the checkpoint's names."""
 
     loss: Tensor | None
     logits: Tensor | None
@@ -69,10 +69,10 @@ class Run:
         return Distances(found, truth, positions)
 
     def _least_size(self, name: str) -> float:
-        """What a gradient in which all may cancel is measured by where it is less than that. That of a single
-        number is one sum: by the largest of such. A key's bias, without positions, moves all scores of a
-        query alike, and what comes out is rounding alone: by the weight's, which sums the same terms, times
-        inputs of the order of one.
+        """Scale of a gradient whose terms may cancel, if the gradient itself is smaller. For a scalar, a
+        single sum: the largest scale of such. For a key's bias without positions, which shifts all scores of
+        a query alike, so that only rounding remains: the weight's, which sums the same terms, times inputs of
+        the order of one.
         """
         if name in self.gradients and self.gradients[name].numel() == 1:
             return max(float(g.abs()) for g in self.gradients.values() if g.numel() == 1)
@@ -226,7 +226,7 @@ class Pair:
         return self.run_ours(**call).distances(self.run_reference(**call))
 
     def logits_distance(self) -> float:
-        """Of the native model as it is now, from the reference on the probe."""
+        """Results of the native model in its current state and of the reference, on the probe."""
         batch, logits, _ = self.probe
         with torch.no_grad():
             return relative_distance(self.ours(**batch, return_logits=True).logits, logits)
@@ -315,7 +315,7 @@ def in_comparable_mode(spec: ModelSpec, *models: nn.Module) -> None:
 
 
 def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> dict[str, Expr]:
-    """Of the family's layouts the one with these names: those that the reference uses in memory."""
+    """The family's layout with these names, which the reference uses in memory."""
     maps = [model.weight_map(layout) for layout in architecture.layouts]
     for found in maps:
         if checkpoint_shapes(found).keys() == names:
@@ -328,7 +328,7 @@ def map_like(architecture: Architecture, model: CausalLM, names: Set[str]) -> di
 
 
 def names_of(reference: nn.Module) -> set[str]:
-    """Of all that the reference saves, a tied tensor once."""
+    """All tensors that the reference saves, tied ones once."""
     seen: dict[int, str] = {}
     for name, tensor in reference.state_dict().items():
         seen.setdefault(tensor.data_ptr() or id(tensor), name)

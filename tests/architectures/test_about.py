@@ -1,4 +1,4 @@
-"""What is said of a family is read off its docstring, and its file is short."""
+"""Descriptions of families come from their docstrings, and their files are short."""
 
 import inspect
 
@@ -20,9 +20,9 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
 def test_a_family_is_one_short_file(family):
-    """What only tests need stands below the model, and is not counted."""
+    """Lines that only tests need, below the model, are not counted."""
     source = inspect.getsource(inspect.getmodule(find_architecture(family).build))
     model, mark, _ = source.partition("\n# -- tests\n")
     assert mark
@@ -30,11 +30,11 @@ def test_a_family_is_one_short_file(family):
     assert (lines > MOST_LINES) == (family in LONGER), f"{lines} lines"
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
 def test_a_family_has_a_tiny_config_and_says_whether_it_sees(family):
     architecture = find_architecture(family)
     assert architecture.tiny["model_type"] == family
-    assert architecture.sees == ("text_config" in architecture.tiny)
+    assert architecture.vision == ("text_config" in architecture.tiny)
 
 
 def described(text):

@@ -56,7 +56,7 @@ LOGITS = torch.tensor([[0.5, -0.3, 1.2, 0.1]])
     "options", [{}, {"score": "sigmoid", "correction_bias": torch.tensor([0.0, 0, 0, 0.1])}]
 )
 def test_a_choice_of_experts_near_a_tie_is_refused(options):
-    """Of two experts a token: the third is as good as the second, up to 1e-6."""
+    """With two experts per token, the third is as good as the second, up to 1e-6."""
     with clear_of_ties(1e-5):
         moe.route(LOGITS, 2, **options)
     near = LOGITS.clone()

@@ -125,8 +125,8 @@ def every_layout():
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("family", "layout"), every_layout())
 def test_every_layout_comes_back_byte_for_byte(family, layout, tied, tmp_path, capsys):
-    """Of mixed dtypes, the parts of a packed tensor in different files, with a tied head's tensor as a copy,
-    and with what is only carried along.
+    """Covers mixed dtypes, the parts of a packed tensor in different files, a copy of a tied head's tensor,
+    and unread tensors that are repeated.
     """
     model = write_mixed(tmp_path / "in", family, layout, tied)
     loaded = liger_models.from_hub(tmp_path / "in")
@@ -193,7 +193,7 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
         else:
             assert not torch.equal(value, value.bfloat16().float())
         tensors |= {source: part.contiguous() for source, part in expression.write(value.detach()).items()}
-    if tied:
+    if model.spec.tie_word_embeddings:
         tensors[layout.name("lm_head.weight")] = tensors[layout.name("embed_tokens.weight")].clone()
     for pattern in architecture.carried(read):
         tensors[pattern.replace("*", "0")] = torch.rand(3)

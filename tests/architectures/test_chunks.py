@@ -1,5 +1,5 @@
-"""Attention within chunks beside the reference, where positions are given or prompts padded. (There queries
-that grow would differ: the reference takes a token's place in its row for its position.)
+"""Attention within chunks against the reference, with given positions or padded prompts. (Queries that grow
+would differ there: the reference uses a token's place in its row as its position.)
 """
 
 from __future__ import annotations

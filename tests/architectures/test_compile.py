@@ -57,7 +57,7 @@ def test_a_compiled_model_has_the_same_bits(family, ids):
 )
 @pytest.mark.parametrize("mixer", ["llama", "gemma3_text", "deepseek_v3", "llama4_text", "gemma4_text"])
 def test_packed_and_padded_rows_compiled_have_the_same_bits(mixer, call, ids):
-    """Of a family with each way to mix tokens: they alone look at where documents end."""
+    """One family per kind of token mixer: only mixers read document boundaries."""
     assert_same_bits_compiled(small_model(mixer), ids, **call)
 
 

@@ -86,9 +86,9 @@ def test_a_value_that_cannot_be_honoured_is_named(family, changes, message):
         spec_of(family, changes)
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
 def test_a_value_of_another_kind_is_no_fault_of_ours(family):
-    """Whatever stands behind a key, in the parts too: a spec, or an error that says so."""
+    """Any value of any key, in nested configs too, gives a spec or an error that names the key."""
     tiny = find_architecture(family).tiny
     for path, value in itertools.product(paths(tiny), ("x", [1], {}, -1, 2.5, True)):
         raw = copy.deepcopy(dict(tiny))
@@ -99,7 +99,7 @@ def test_a_value_of_another_kind_is_no_fault_of_ours(family):
 
 
 def paths(config):
-    """Of each key, what leads to it."""
+    """The path to each key."""
     for key, value in config.items():
         yield (key,)
         if isinstance(value, dict):

@@ -8,9 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from pairs import spec_of
 from variants import skipped
 
-from liger_models.architectures import find_architecture
+from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import DataError
 from liger_models.generating import decoding, generation
 from liger_models.generating.generation import generate
@@ -35,7 +36,7 @@ def test_greedy_text_is_the_reference_text(pair):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_head_that_is_tied_or_not_makes_the_reference_text(tied, make_pair):
-    """Of one family: all have the same head, whose logits test_parity.py compares, tied and not."""
+    """One family suffices: all have the same head, whose logits test_parity.py compares, tied and not."""
     pair = make_pair("llama", {"tie_word_embeddings": tied})
     ids = prompts(pair)
     assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))
@@ -94,12 +95,28 @@ def test_padding_may_stand_on_either_side(pair):
     assert torch.equal(found[1, 9:], alone[0, 5:])
 
 
+def cache_of(family):
+    """What the layers keep of earlier tokens: the kinds of mixers, and where they forget."""
+    return frozenset(
+        (type(mixer), *(bool(getattr(mixer, limit, None)) for limit in ("window", "chunk")))
+        for block in spec_of(family).blocks
+        for mixer in block.mixers
+    )
+
+
+# The ends of sequences concern the loop of tokens and its caches, and nothing else of a family.
+first_with_its_cache = pytest.mark.parametrize(
+    "family", {cache_of(name): name for name in reversed(list_architectures())}.values()
+)
+
+
+@first_with_its_cache
 def test_a_sequence_ends_with_one_of_the_end_tokens(pair):
     assert_ends_as_the_reference(pair, several=True)
 
 
 def test_a_sequence_ends_with_the_only_end_token(shared_pair):
-    """Of one family: what is an end, no layer is told."""
+    """One family suffices: layers do not depend on end tokens."""
     assert_ends_as_the_reference(shared_pair("llama"), several=False)
 
 
@@ -114,6 +131,7 @@ def assert_ends_as_the_reference(pair, several):
     assert (found[0] == pad).any() or found.shape[1] < 9 + NEW
 
 
+@first_with_its_cache
 def test_generation_stops_when_all_sequences_have_ended(pair):
     ids = prompts(pair, rows=1)
     text = generate(pair.ours, ids, NEW)[0, 9:]
@@ -140,7 +158,7 @@ def test_cached_logits_are_those_of_the_whole_text(pair, monkeypatch):
 
 
 def test_steps_as_they_are_recorded_make_the_same_text(pair, monkeypatch):
-    """With fixed places of ids, and with more places of the cache in sight than hold a token."""
+    """With static buffers of ids, and a cache with more visible slots than tokens."""
     ids = prompts(pair)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
     expected = generate(pair.ours, ids, NEW, attention_mask=mask)
@@ -181,6 +199,37 @@ def test_a_draw_is_the_one_that_torch_makes():
     ours = generation._choose(logits, 0.7, 1.0, 0, torch.Generator().manual_seed(3))
     theirs = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(ours, theirs[:, 0])
+
+
+def test_min_p_leaves_out_the_tokens_that_transformers_does():
+    transformers = pytest.importorskip("transformers")
+    logits, draw = 3 * torch.randn(50, 30), torch.Generator().manual_seed(3)
+    kept = transformers.MinPLogitsWarper(0.2)(None, logits / 0.7)
+    ours = generation._choose(logits, 0.7, 1.0, 0, torch.Generator().manual_seed(3), 0.2)
+    assert torch.equal(ours, torch.multinomial(kept.softmax(-1), 1, generator=draw)[:, 0])
+
+
+def test_repetitions_are_penalised_as_in_transformers(shared_pair):
+    pair = shared_pair("llama")
+    ids = prompts(pair)
+    found = generate(pair.ours, ids, NEW, repetition_penalty=3.0)
+    assert torch.equal(found, reference_text(pair, ids, repetition_penalty=3.0))
+    assert not torch.equal(found, generate(pair.ours, ids, NEW))
+
+
+def test_a_callback_ends_sequences(shared_pair):
+    pair = shared_pair("llama")
+    ids = prompts(pair, rows=2)
+    whole = generate(pair.ours, ids, NEW)
+    steps = []
+
+    def end(tokens):
+        steps.append(tokens)
+        return torch.tensor([len(steps) >= 2, len(steps) >= 4])
+
+    found = generate(pair.ours, ids, NEW, on_token=end, pad_token_id=5)
+    assert torch.equal(found[1], whole[1, : 9 + 4])
+    assert found[0].tolist() == [*whole[0, : 9 + 2].tolist(), 5, 5]
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""Of a multimodal checkpoint the text part loads on request: it gives the logits of the multimodal reference
-for text, and goes out as a checkpoint of its own.
+"""The text part of a multimodal checkpoint loads on request: its logits equal the multimodal reference's on
+text, and it is saved as a checkpoint of its own.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ CASES = {
 
 
 def test_every_family_in_the_table_is_tried():
-    elsewhere = set(list_architectures(sees=True))  # tests/vision
+    elsewhere = set(list_architectures(vision=True))  # tests/vision
     assert {case[1]["model_type"] for case in CASES.values()} | elsewhere == MULTIMODAL.keys() | elsewhere
 
 
@@ -271,7 +271,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
 
 
 def unread_by_text(folder):
-    """Of Llama 3.2 Vision: layers that read images, and ids that are none of the text's."""
+    """Llama 3.2 Vision has layers that read images, and ids that text does not use."""
     text = json.loads((folder / "config.json").read_text())["text_config"]
     layers = tuple(f"language_model.model.layers.{i}." for i in text.get("cross_attention_layers", ()))
     names = [name for name in load_file(folder / "model.safetensors") if name.startswith(layers)]
@@ -360,7 +360,7 @@ def test_a_head_in_the_files_counts_whatever_the_config_says(written, tmp_path):
 
 def test_without_the_option_it_is_refused_and_the_option_named(written):
     _, folder = written
-    if json.loads((folder / "config.json").read_text())["model_type"] in list_architectures(sees=True):
+    if json.loads((folder / "config.json").read_text())["model_type"] in list_architectures(vision=True):
         return  # tests/vision
     with pytest.raises(UnsupportedModelError, match=r"multimodal.*from_hub\(\.\.\., text_only=True\)"):
         liger_models.from_hub(folder)
@@ -386,7 +386,7 @@ def test_a_tensor_that_nobody_knows_is_named(written, tmp_path):
 
 
 def test_an_older_flat_config_is_the_same_model(tmp_path):
-    """Of Qwen2.5-VL, whose keys for text once stood at the top."""
+    """Qwen2.5-VL once had its text keys at the top level."""
     config = CASES["qwen2_5_vl"][1]
     flat = {**config["text_config"], "vision_config": {}, "model_type": "qwen2_5_vl", "rope_theta": 500.0}
     del flat["rope_parameters"]

@@ -35,7 +35,7 @@ def test_a_published_config_has_the_published_parameters(published):
 
 
 def test_a_published_config_is_read_as_its_reference_reads_it(published):
-    """What the reference makes of it and writes, in the spelling of its own version, is the same model."""
+    """The reference's own version of the config, in its spelling, gives the same model."""
     config = {**published["config"], **dict.fromkeys(published.get("dropout", ()), 0)}
     architecture = find_architecture(config["model_type"])
     reference = reference_class(architecture).config_class
@@ -51,7 +51,7 @@ def test_a_published_config_with_dropout_is_refused_unless_that_is_said(publishe
             liger_models.from_config(published["config"], device="meta")
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(sees=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
 def test_every_family_has_a_published_config(family):
     configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
     has_one = family in {config["model_type"] for config in configs}

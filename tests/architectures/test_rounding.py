@@ -28,7 +28,7 @@ def differing(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @torch.no_grad()
 def test_norms_round_where_the_reference_rounds(family, rounded_pair):
-    """Each norm beside the reference's module of the same name, and another order of casts beside it."""
+    """Each norm against the reference's module of the same name, and against another order of casts."""
     if skipped(family, "rounding", "norms"):
         pytest.skip(find_architecture(family).skip["rounding:norms"])
     sources = {native: next(expression.refs()).name for native, expression in rounded_pair.weight_map.items()}

@@ -20,7 +20,7 @@ def test_ten_steps_of_adamw_stay_together(family, make_pair):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_ten_steps_with_a_head_that_is_tied_or_not_stay_together(tied, make_pair):
-    """Of one family: all have the same head, whose gradient test_parity.py compares, tied and not."""
+    """One family suffices: all have the same head, whose gradient test_parity.py compares, tied and not."""
     assert_ten_steps_stay_together(make_pair("llama", {"tie_word_embeddings": tied}))
 
 

@@ -1,4 +1,4 @@
-"""What is compared on a GPU is the reference as it runs: in bfloat16 it turns by frequencies in float32."""
+"""The GPU comparison uses the reference unchanged: in bfloat16 its rotary frequencies are float32."""
 
 import pytest
 import torch

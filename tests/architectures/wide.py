@@ -59,7 +59,7 @@ def wide_config(family: str) -> dict[str, Any]:
     if sees := "vision_config" in cut:
         _cut_encoder(cut)
     text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if sees else None}
-    if turning := text.pop("rotary_dim", None):  # which transformers 5.17 does not read
+    if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
         text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
     for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
@@ -91,8 +91,8 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def batches_of(spec: ModelSpec) -> int:
-    """How many are compared. A token near the border of two experts goes to one or the other by a rounding,
-    in any program: of four batches the differences average.
+    """Number of batches. A token near the border of two experts goes to one or the other by rounding, in any
+    program: over four batches the differences average out.
     """
     return 4 if any(block.mixture for block in spec.blocks) else 1
 
@@ -134,8 +134,8 @@ def farther_than_reference(
     make_batches: Callable[[Pair], Sequence[Mapping[str, Tensor]]],
     kind: type[Pair] = Pair,
 ) -> dict[str, tuple[float, float]]:
-    """What of logits, loss and gradients is farther from the truth than 1.1 times the reference: its distance
-    and the reference's, relative, by the checkpoint's names.
+    """Logits, loss and gradients farther from the truth than 1.1 times the reference: our relative distance
+    and the reference's, by the checkpoint's names.
     """
     architecture, spec = find_architecture(family), _spec(config)
     reference = _reference(architecture, config, torch.bfloat16, "eager" if _needs_eager(spec) else "sdpa")
@@ -195,7 +195,9 @@ def distance(found: Tensor, truth: Tensor) -> float:
 
 
 class _Compared(NamedTuple):
-    """A result of a batch: how far ours and the reference's are from the truth, and what that is."""
+    """A result of a batch: the distances of ours and of the reference's from the truth, and the kind of
+    result.
+    """
 
     own: float
     theirs: float
@@ -208,7 +210,7 @@ class _Compared(NamedTuple):
 def _compared(
     pair: Pair, references: Mapping[torch.dtype, Any], batch: Mapping[str, Tensor]
 ) -> dict[str, _Compared]:
-    """Of the reference in float32, which is the truth, and of both in bfloat16."""
+    """Results of the reference in float32, which count as the truth, and of both in bfloat16."""
     found = _results_of(pair.run_ours, batch, torch.bfloat16)
     results = []
     for dtype, reference in references.items():
@@ -245,7 +247,7 @@ def _mean_distances(compared: Sequence[_Compared]) -> tuple[float, float]:
 
 
 def _of_the_mean(compared: Sequence[_Compared]) -> float:
-    """The standard error of the logarithm of ours over the reference's, from batches."""
+    """The standard error, over batches, of the logarithm of our distance divided by the reference's."""
     if len(compared) == 1 or not all(one.own and one.theirs for one in compared):
         return 0.0
     return statistics.stdev(math.log(one.own / one.theirs) for one in compared) / len(compared) ** 0.5

@@ -35,7 +35,7 @@ def test_providers_are_compared_on_images_of_three_sizes(benchmarks, monkeypatch
     assert see.TITLE in page.read_text()
 
 
-@pytest.mark.parametrize("family", liger_models.list_architectures(sees=True))
+@pytest.mark.parametrize("family", liger_models.list_architectures(vision=True))
 def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch):
     """Whatever its projector merges."""
     from benchmarks.training import batches, step

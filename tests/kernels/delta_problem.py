@@ -6,6 +6,10 @@ import torch
 DOCUMENTS = [0, 1, 1, 65, 130, 150]
 
 
+# A thousand of them, in any order.
+LENGTHS = [(0, 1, 1, 7, 64, 65, 130, 3, 20, 33)[(nth + nth // 10) % 10] for nth in range(1000)]
+
+
 def with_gradients(run, inputs, upstream=None, **options):
     """Outputs and the gradients of all inputs, and the gradients that went in."""
     outputs = run(inputs, **options)

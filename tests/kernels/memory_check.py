@@ -34,19 +34,19 @@ def run_everything(device: str) -> None:
     for name, op in EVERYTHING.items():
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
-    pass_a_state(device)
+    pass_a_state(device, 68, 72)
     with mock.patch.object(_chunk_table, "SEGMENT", 64):  # the last document has two segments
-        pass_a_state(device)
+        pass_a_state(device, 12, 20)
     take_a_step(device)
 
 
-def pass_a_state(device: str) -> None:
-    """Over documents that fill no chunk, in heads that fill no tile, as wide as the kernels take on a GPU."""
+def pass_a_state(device: str, key: int, value: int) -> None:
+    """Over documents that fill no chunk, in heads that fill no tile."""
     documents = torch.tensor([0, 1, 67], device=device)
-    values = [(67, 2, 72)]
+    values = [(67, 2, value)]
     for rule, shapes in (
-        (gated_delta_rule, [(67, 1, 68)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
-        (channel_delta_rule, [(67, 2, 68)] * 2 + values + [(67, 2, 68), (67, 2), (2,), (2, 68)]),
+        (gated_delta_rule, [(67, 1, key)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
+        (channel_delta_rule, [(67, 2, key)] * 2 + values + [(67, 2, key), (67, 2), (2,), (2, key)]),
     ):
         inputs = [
             torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes

@@ -41,7 +41,7 @@ def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: flo
 
 
 class _FirstOf:
-    """A group of ranks, of which this is the first."""
+    """A group of ranks whose rank 0 is this process."""
 
     def __init__(self, ranks: int):
         self.ranks = ranks

@@ -328,7 +328,7 @@ def test_the_pages_match_the_registry_and_the_cards():
 def test_every_card_belongs_to_a_registered_family_has_every_line_and_passed():
     files = {path for path in (ROOT / pages.CARDS).iterdir() if path.name != "README.md"}
     families = {path.stem for path in files}
-    assert families <= {*list_architectures(), *list_architectures(sees=True)}
+    assert families <= {*list_architectures(), *list_architectures(vision=True)}
     assert files == {ROOT / pages.CARDS / f"{name}.{kind}" for name in families for kind in ("json", "md")}
     for name in families:
         card = Card.read(ROOT / pages.CARDS / f"{name}.json")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.cli import inspect, main
-from liger_models.cli.checkpoints import find_checkpoint
+from liger_models.cli.shared.checkpoints import find_checkpoint
 from liger_models.convert.checkpoints import hub
 from liger_models.convert.checkpoints.expressions import Cat
 from liger_models.convert.checkpoints.layout import Layout
@@ -313,10 +313,35 @@ def test_generate_asks_a_chat_model_as_its_template_does(checkpoint, tmp_path, c
     )
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     monkeypatch.setattr(LigerCausalLM, "generate", note)
-    assert main(["generate", str(tmp_path / "model"), "--chat", "--prompt", "fox"]) == 0
+    assert main(["generate", str(tmp_path / "model"), "--prompt", "fox"]) == 0
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     assert given == [tokenizer.encode("<s>[fox]>", add_special_tokens=False).ids]
     assert capsys.readouterr().out == "fox\n\n"
+
+
+def test_chat_remembers_the_conversation(checkpoint, tmp_path, capsys, monkeypatch):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}"
+        "{% if add_generation_prompt %}>{% endif %}"
+    )
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    asked = []
+
+    def answer(self, ids, on_token, **options):
+        asked.append(tokenizer.decode(ids[0].tolist()))
+        for token in tokenizer.encode("fine, stop here", add_special_tokens=False).ids:
+            if on_token(torch.tensor([token])) is not None:
+                break
+
+    monkeypatch.setattr(LigerCausalLM, "generate", answer)
+    lines = iter(["fox", "dog", "/reset", "cat", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["chat", str(tmp_path / "model"), "--system", "be", "--stop", " stop"]) == 0
+    first = "[system:be][user:fox]>"
+    second = "[system:be][user:fox][assistant:fine,][user:dog]>"
+    assert asked == [first, second, "[system:be][user:cat]>"]
+    assert capsys.readouterr().out == "fine,\n" * 3  # shown up to the stop string, which spans tokens
 
 
 def test_generate_repeats_itself_for_the_same_seed_only(checkpoint, capsys):
@@ -435,6 +460,12 @@ def test_a_closed_pipe_is_no_error(checkpoint):
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_evaluations_without_data_are_refused(capsys):
+    words = ["train", "llama-demo", "--data", "x", "--output", "y", "--steps", "1", "--eval-every", "5"]
+    assert main(words) == 2
+    assert "--eval-every needs held-out data" in capsys.readouterr().err
 
 
 def test_options_are_taken_by_their_whole_names_only(capsys):

@@ -85,7 +85,7 @@ def test_losses_are_those_of_transformers_trainer(model, chats, runs):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_answer_is_read_back_through_generate(way, runs):
     folder = runs / way / WAYS[way]
-    shown = run("-m", "liger_models.cli", "generate", str(folder), "--chat", "--prompt", QUESTION)
+    shown = run("-m", "liger_models.cli", "generate", str(folder), "--prompt", QUESTION)
     # Were the end of the turn not known, a hundred tokens would follow.
     assert shown.splitlines() == [QUESTION, ANSWER]
 

@@ -17,7 +17,7 @@ import scenes
 from liger_models.architectures import list_architectures
 
 
-@pytest.fixture(params=list_architectures(sees=True))
+@pytest.fixture(params=list_architectures(vision=True))
 def family(request) -> str:
     return request.param
 
@@ -45,7 +45,7 @@ def pair(family, make_pair, pairs_made) -> pairs.Pair:
 
 @pytest.fixture
 def projections() -> str:
-    """Of the models that `hf` registers; a file of tests may have its own."""
+    """Pairs of the models that `hf` registers; a test file may define its own."""
     return "fused"
 
 

@@ -1,4 +1,4 @@
-"""Models that see beside their references, and conversations for both: liger_models/images/scenes.py."""
+"""Vision-language models with their references, and conversations for both: liger_models/images/scenes.py."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
 class SeeingPair(pairs.Pair):
-    """A native model that sees beside its reference."""
+    """A native vision-language model and its reference."""
 
     def batch(self, rows: int = 2, length: int = 19) -> dict[str, Tensor]:
-        """What is judged by, where nothing else is asked for: rows that need no padding."""
+        """The default batch of comparisons: rows without padding."""
         return self.rows_of_one_length(TWO)
 
     def rows_of_one_length(self, documents: Sequence[Document]) -> dict[str, Any]:
@@ -46,8 +46,8 @@ class SeeingPair(pairs.Pair):
         return self.clear(lambda: self.scenes.make(known, padding))
 
     def _known_to_reference(self, document: Document) -> Document:
-        """What transformers before 5.23 computes as later versions do: there seconds of videos are whole, and
-        Gemma 4 has its videos in another form.
+        """Skip cases that transformers before 5.23 computes differently: seconds of videos are whole numbers
+        there, and Gemma 4 has another form of videos.
         """
         if not older_transformers():
             return document

@@ -95,7 +95,7 @@ def test_a_part_that_peft_trains_as_a_whole_is_the_one_that_runs(family, part, p
 
 @pytest.mark.parametrize("family", ["gemma4"])
 def test_what_is_merged_stays_where_transformers_own_model_has_it(family, both, tmp_path):
-    """What Gemma 4 clips is a layer within another."""
+    """Gemma 4's clipped projections are layers inside other layers."""
     from safetensors import safe_open
 
     _, ours = both

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save
 from scenes import OF_TOKENS, Image
 
-from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 from liger_models.training.data import groups
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Part
 from liger_models.training.data.packing import Piece
 from liger_models.training.data.pictured import join_images
-from liger_models.training.data.records import LABELLED, PAIRS
+from liger_models.training.data.reading.schema import LABELLED, PAIRS
 from liger_models.training.objectives.objective import score_rows
 
 PROMPTS = ([2, Image(4, 6), 3, Image(4, 4), 25], [14], [Image(2, 4), 9])
@@ -25,7 +25,7 @@ LENGTHS = (4, 7)
 
 
 def sequences_of(pair):
-    """Of each prompt its two sequences; and a pair of which the second alone has an image, in its answer."""
+    """The two sequences of each prompt; and a pair whose second answer contains an image."""
     found = []
     for prompt in PROMPTS:
         call = pair.scene(prompt)
@@ -38,14 +38,16 @@ def sequences_of(pair):
             if (seen := images.get("cross_attention_mask")) is not None:
                 behind = seen[:, -1:].expand(-1, length, -1, -1)
                 own["cross_attention_mask"] = torch.cat([seen, behind], 1)
-            two.append(Seen(torch.cat([ids, torch.randint(10, 40, (length,))]), learned, own))
+            two.append(VisionConversation(torch.cat([ids, torch.randint(10, 40, (length,))]), learned, own))
         found.append(two)
     answer = pair.scene([3, Image(4, 4), 6])
     ids = answer["input_ids"][0]
     learned = torch.arange(len(ids)) >= len(ids) - 3
     images = {name: x for name, x in answer.items() if name not in OF_TOKENS}
-    found.append([Seen(torch.cat([ids[:3], torch.randint(10, 40, (3,))]), torch.arange(6) >= 3, {})])
-    found[-1].append(Seen(ids, learned, images))
+    found.append(
+        [VisionConversation(torch.cat([ids[:3], torch.randint(10, 40, (3,))]), torch.arange(6) >= 3, {})]
+    )
+    found[-1].append(VisionConversation(ids, learned, images))
     return found
 
 
@@ -64,7 +66,7 @@ def written(folder, found, form):
 def alone(pair, one):
     """The score of a sequence in a call by itself."""
     labels = one.ids.where(one.learned, -100)[None]
-    images = pack_seen(pair.vision, [one])
+    images = pack_conversations(pair.vision, [one])
     return pair.ours.score(one.ids[None], labels=labels, **images).log_probs.sum()
 
 

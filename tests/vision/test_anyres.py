@@ -12,7 +12,7 @@ from scenes import OF_TOKENS, Video
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.vision.anyres import Newline, best_resolution, of_tiles
-from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 
 RESOLUTIONS = [(h, w) for h in (10, 20, 30) for w in (10, 20, 40)]
 
@@ -41,8 +41,8 @@ def test_videos_of_several_lengths_are_packed_frame_by_frame(make_pair):
     for call in calls:
         call.pop("batch_num_images", None)  # of no image
         images = {name: x for name, x in call.items() if name not in OF_TOKENS}
-        seen.append(Seen(call["input_ids"][0], call["labels"][0] != -100, images))
-    packed = pack_seen(pair.vision, seen)
+        seen.append(VisionConversation(call["input_ids"][0], call["labels"][0] != -100, images))
+    packed = pack_conversations(pair.vision, seen)
     assert packed["num_frames_per_video"].tolist() == [2, 3]
     ids = torch.cat([one.ids for one in seen])[None]
     bounds = torch.tensor([0, *(len(one.ids) for one in seen)]).cumsum(0)

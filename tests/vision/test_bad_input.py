@@ -1,4 +1,4 @@
-"""What does not fit is said, and nothing that a processor gives is dropped."""
+"""Inconsistent inputs raise errors, and no output of a processor is dropped."""
 
 from __future__ import annotations
 

@@ -66,12 +66,12 @@ def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     ("family", "number"),
     [
         pytest.param(family, number, id=f"{family}-{number}")
-        for family in list_architectures(sees=True)
+        for family in list_architectures(vision=True)
         for number in range(len(find_architecture(family).layouts))
     ],
 )
 def test_every_layout_comes_back_byte_for_byte(family, number, pair, written, tmp_path):
-    """Of mixed dtypes, in files of one tensor's size."""
+    """Mixed dtypes, in files with one tensor each."""
     model = liger_models.from_hub(written(pair))
     model.layout, model.source = pair.architecture.layouts[number], None
     model.save_pretrained(tmp_path / "as_laid_out")

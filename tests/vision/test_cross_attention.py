@@ -24,7 +24,7 @@ def packed(make_pair):
 
 
 def scores(pair, call, monkeypatch) -> list[list[int]]:
-    """How many each layer that reads images computes for one head, product by product."""
+    """The number of products that each layer with cross-attention computes for one head."""
     counts: list[list[int]] = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -32,7 +32,7 @@ def scores(pair, call, monkeypatch) -> list[list[int]]:
         counts[-1].append(q.shape[2] * k.shape[2])
         return attend(q, k, *rest, **options)
 
-    mixers = [layer.mixer for layer in pair.ours.layers]
+    mixers = [layer.token_mixer for layer in pair.ours.layers]
     crossing = [mixer for mixer in mixers if isinstance(mixer, cross_attention.CrossAttention)]
     with torch.no_grad(), monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)

@@ -1,4 +1,4 @@
-"""What is generated behind images is what the reference generates."""
+"""Generation after images equals the reference's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_models.generating.generation import generate
 
 
 def test_the_tokens_are_those_of_the_reference(pair):
-    """Of rows of several lengths, with images, videos and none; left of them is padding, as it wants."""
+    """Rows of several lengths, with images, videos and none, padded on the left for the reference."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")
     del call["labels"]
     reference = pair.reference.eval()

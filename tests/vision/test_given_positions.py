@@ -17,7 +17,7 @@ def with_axes(family):
     return getattr(spec_of(family).vision, "positions", None) is not None
 
 
-OF_AXES = [family for family in list_architectures(sees=True) if with_axes(family)]
+OF_AXES = [family for family in list_architectures(vision=True) if with_axes(family)]
 
 
 def given(kind, ids):
@@ -74,7 +74,9 @@ def test_documents_that_begin_anew_say_their_images_positions(make_pair, pairs_m
 @pytest.mark.parametrize("family", ["qwen2_5_vl"])
 @pytest.mark.parametrize("way", ["as the model counts", "given"])
 def test_what_follows_a_cache_with_images_goes_on_behind_them(way, family, pair, hf, tmp_path):
-    """In transformers: the second half of a conversation beside the cache of the first is as without one."""
+    """In transformers: the second half of a conversation on the first's cache equals a pass without a
+    cache.
+    """
     import transformers
 
     pair.reference.save_pretrained(tmp_path)

@@ -13,7 +13,7 @@ FAMILIES = pytest.mark.parametrize("family", ["gemma3", "mllama", "qwen2_5_vl"])
 
 
 def changed(module, inputs, output):
-    """Channel by channel, which no norm behind it takes away."""
+    """Scale channels separately, so that the following norm does not cancel it."""
     if isinstance(output, tuple):
         return tuple(changed(module, inputs, x) for x in output)
     return output * torch.linspace(0.5, 1.5, output.shape[-1])

@@ -1,5 +1,5 @@
-"""Models that see, as transformers' models: beside its own they compute the same, read and write the same
-files, and generate the same tokens.
+"""Vision-language models as transformers' models: compared with transformers' own, they compute the same,
+read and write the same files, and generate the same tokens.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def run(model, **call) -> Run:
 
 @pytest.mark.supports("vision-language models", "loss and gradients")
 def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
-    """Of images of several sizes, videos and none, padded, with another count to divide by."""
+    """Images of several sizes, videos and none, padded, with another divisor of the loss."""
     assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
     assert isinstance(ours, liger_models.hf.LigerForConditionalGeneration)
     call = pair.scene(*DOCUMENTS.values())
@@ -103,7 +103,7 @@ def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp
 
 @pytest.mark.supports("vision-language models", "generate")
 def test_what_is_generated_is_what_the_reference_generates(pair, ours):
-    """Of rows of several lengths, with images, videos and none."""
+    """Rows of several lengths, with images, videos and none."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")
     del call["labels"]
     training = pair.reference.training
@@ -130,7 +130,7 @@ def test_modules_bear_the_names_of_transformers_own(pair, ours):
 
 @pytest.mark.parametrize("family", ["llama4", "gemma3"])
 def test_a_model_with_split_projections_takes_its_own_state(family, pair, ours, folders):
-    """Also where transformers' own model has the decoder's modules beside one another at the top."""
+    """Also if transformers' own model has the decoder's modules at the top level."""
     model = copy.deepcopy(ours)
     model.split_projections()
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
@@ -157,7 +157,7 @@ PARTS = ("vision", "projector", "language")
 
 @pytest.mark.parametrize("frozen", [*itertools.combinations(PARTS, 1), *itertools.combinations(PARTS, 2), ()])
 def test_parts_that_train_are_those_of_the_native_model(frozen, pair, ours):
-    """Whichever module of transformers' own model a part's layers stand in."""
+    """For any module of transformers' own model that holds a part's layers."""
     native, layout = copy.deepcopy(pair.ours), ours.model.own_layout
     found = []
     for model in (ours, native):
@@ -270,7 +270,7 @@ def test_resized_vocabularies(family, pair, ours):
 
 
 def test_all_families_that_see_are_registered(hf):
-    for name in list_architectures(sees=True):
+    for name in list_architectures(vision=True):
         found = hf.classes_of(name).causal_lm
         assert issubclass(found, hf.LigerForConditionalGeneration)
         assert getattr(transformers, found.architecture.reference) is found

@@ -35,7 +35,7 @@ def pictures_for(spec):
 
 
 def kept_bytes(model, pictures) -> int:
-    """Of a call of the part that sees: what its layers keep, and what autograd saves around them."""
+    """Memory of a call of the vision part: kept by its layers, and saved by autograd around them."""
     old = {id(kept) for kept in gc.get_objects() if type(kept) is activation_memory._Kept}
     outside = []
     with interpret(), saved_tensors_hooks(lambda t: (outside.append(t), t)[1], lambda t: t):

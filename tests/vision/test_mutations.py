@@ -20,10 +20,9 @@ def test_another_value_of_any_field_is_noticed(pair):
         skip |= {"VisionSpec.video_id"}  # which no token has
     if getattr(pair.vision, "spans", None) is None:
         skip |= {"AttentionSpec.whole_spans", "AttentionSpec.sees_spans", "SharedAttentionSpec.sees_spans"}
-    if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.mixer.ropes):
+    if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.ropes):
         skip |= {"VisionSpec.positions"}  # of axes that nothing reads
-    missed = unnoticed_fields(pair, of_images=True)
-    faults = [fault for fault, field in missed.items() if field not in skip]
+    faults = list(unnoticed_fields(pair, of_images=True, skip=skip))
     if getattr(pair.vision, "positions", None) is None:  # then those of text have one axis
         faults = [fault for fault in faults if not re.match(r"blocks\..*\.(axes|frequencies|halves):", fault)]
     # Angles of one layer say little, of a few patches: they are to be noticed in some layer.

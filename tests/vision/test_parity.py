@@ -16,7 +16,7 @@ from liger_models.convert.errors import DataError
 from liger_models.images.scenes import Scenes
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.specs import SquarePictures
-from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 
 
 def compare(pair, call, positions=None):
@@ -87,19 +87,19 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
 
         tokens, _, both = behind_it(more)
         nothing = torch.zeros(len(prompt) + more).bool()
-        shared.append(Seen(torch.cat([prompt, tokens]), nothing, images | both))
+        shared.append(VisionConversation(torch.cat([prompt, tokens]), nothing, images | both))
         for length in (7, 4):
             answer, mask, both = behind_it(length)
             learned = torch.arange(length) > 0
-            shared.append(Seen(answer, learned, mask))
+            shared.append(VisionConversation(answer, learned, mask))
             learned = torch.cat([nothing[: len(prompt)], learned])
-            alone.append(Seen(torch.cat([prompt, answer]), learned, images | both))
+            alone.append(VisionConversation(torch.cat([prompt, answer]), learned, images | both))
 
     def run(documents, parents=None):
         ids = torch.cat([document.ids for document in documents])
         labels = ids.where(torch.cat([document.learned for document in documents]), -100)[None]
         bounds = torch.tensor([0, *(len(document.ids) for document in documents)]).cumsum(0)
-        call = pack_seen(pair.vision, documents, parents)
+        call = pack_conversations(pair.vision, documents, parents)
         if parents is not None:
             call["parents"] = torch.tensor([parents, continued] if more else parents)
         return pair.run_ours(input_ids=ids[None], labels=labels, cu_seqlens=bounds, **call)
@@ -122,7 +122,7 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
 
 
 @pytest.mark.parametrize(
-    "family", [f for f in list_architectures(sees=True) if "video_token_id" in find_architecture(f).tiny]
+    "family", [f for f in list_architectures(vision=True) if "video_token_id" in find_architecture(f).tiny]
 )
 def test_a_long_video_in_slow_steps(family, pair):
     """Whose positions run ahead of the number of its tokens."""
@@ -131,7 +131,7 @@ def test_a_long_video_in_slow_steps(family, pair):
 
 @pytest.mark.parametrize("side", [6, 8, 19])
 def test_squares_of_another_size_stand_at_stretched_positions(side, make_pair):
-    """Of 13 pixels, which make 4 times 4 patches, and one too few for another; smaller and larger ones."""
+    """13 pixels make 4 times 4 patches, one too few for another; smaller and larger images."""
     pair = make_pair("internvl")
     vision = replace(pair.vision, pictures=SquarePictures(side))
     scenes = Scenes(replace(pair.ours.spec, vision=vision), pair.config)

@@ -1,4 +1,4 @@
-"""What the processors of transformers give is taken, one conversation by itself and several packed."""
+"""Outputs of transformers' processors, for single conversations and several packed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor, Video
 from liger_models.images.processor import load_processor
 from liger_models.layers.specs import VisionSpec
-from liger_models.layers.vision.packing import Seen, pack_seen
+from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 
 Image = pytest.importorskip("PIL.Image")
 transformers = pytest.importorskip("transformers")
@@ -90,8 +90,8 @@ IN_TEXT = {"gemma3": "<boi>", "qwen3_vl": "<|vision_start|><|image_pad|>"}
 
 
 @pytest.fixture(params=FAMILIES)
-def seeing(request, tmp_path):
-    """A preprocessor over files made here, its model, and what stands for an image in a text."""
+def vision_model(request, tmp_path):
+    """A preprocessor over files made here, its model, and the placeholder of an image in text."""
     family = request.param
     if family == "mistral3" or (family == "gemma4" and transformers.__version__ < "5.23"):
         pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
@@ -138,10 +138,10 @@ def conversation(preprocessor, place, answer, *images):
     return preprocessor(asked + answer, [(len(asked), len(asked + answer))], images)
 
 
-def test_packed_conversations_are_what_each_is_alone(seeing):
-    preprocessor, model, place = seeing
+def test_packed_conversations_are_what_each_is_alone(vision_model):
+    preprocessor, model, place = vision_model
     red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
-    text = Seen(torch.tensor([1, 20, 21, 22]), torch.tensor([False, False, True, True]), {})
+    text = VisionConversation(torch.tensor([1, 20, 21, 22]), torch.tensor([False, False, True, True]), {})
     made = [
         conversation(preprocessor, place, "red", red),
         conversation(preprocessor, place, "blue red", blue, red),
@@ -149,14 +149,14 @@ def test_packed_conversations_are_what_each_is_alone(seeing):
         conversation(preprocessor, place, "blue", blue),
     ]
     assert [int(one.learned.sum() if one is text else one.trained.sum()) for one in made] == [1, 3, 2, 1]
-    seen = [Seen(*one) for one in made]
+    seen = [VisionConversation(*one) for one in made]
 
     def losses(conversations):
         ids = torch.cat([one.ids for one in conversations])[None]
         learned = torch.cat([one.learned & (torch.arange(len(one.ids)) > 0) for one in conversations])
         bounds = torch.tensor([0, *(len(one.ids) for one in conversations)]).cumsum(0).int()
         labels = ids.masked_fill(~learned[None], -100)
-        call = pack_seen(model.spec.vision, conversations)
+        call = pack_conversations(model.spec.vision, conversations)
         options = {"labels": labels, "cu_seqlens": bounds, "num_items_in_batch": 7}
         return model(ids, **options, **call).loss
 
@@ -164,8 +164,8 @@ def test_packed_conversations_are_what_each_is_alone(seeing):
     torch.testing.assert_close(losses(seen), sum(losses([one]) for one in seen), rtol=1e-5, atol=1e-6)
 
 
-def test_images_that_do_not_fit_their_text_are_refused(seeing):
-    preprocessor, _, place = seeing
+def test_images_that_do_not_fit_their_text_are_refused(vision_model):
+    preprocessor, _, place = vision_model
     image = png((24, 24), (9, 9, 9))
     for text, images in ((f"{place}{place}what?", [image]), ("what?", [image])):
         with pytest.raises(DataError):
@@ -175,9 +175,9 @@ def test_images_that_do_not_fit_their_text_are_refused(seeing):
         preprocessor(place, [], [png((too_small, 30), (9, 9, 9))])
 
 
-def test_images_that_the_next_conversation_shows_again_are_processed_once(seeing, monkeypatch):
+def test_images_that_the_next_conversation_shows_again_are_processed_once(vision_model, monkeypatch):
     """As two answers to a prompt show them; others are not."""
-    preprocessor, _, place = seeing
+    preprocessor, _, place = vision_model
     red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
     afresh = Preprocessor(preprocessor.folder, preprocessor.spec)
     expected = conversation(afresh, place, "blue red", red, blue)
@@ -198,8 +198,8 @@ def test_images_that_the_next_conversation_shows_again_are_processed_once(seeing
     assert all(torch.equal(other.images[name], x) for name, x in expected.images.items())
 
 
-def test_kinds_of_tokens_are_those_of_the_processor(seeing):
-    preprocessor, _, place = seeing
+def test_kinds_of_tokens_are_those_of_the_processor(vision_model):
+    preprocessor, _, place = vision_model
     if not isinstance(preprocessor.spec.vision, VisionSpec) or preprocessor.spec.vision.kinds is None:
         pytest.skip("this family needs none")
     made = conversation(preprocessor, place, "red", png((24, 24), (9, 9, 9)))
@@ -221,10 +221,10 @@ VIDEOS = {
 }
 
 
-def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(seeing, request):
-    """Beside an image, and packed behind another conversation."""
-    family = request.node.callspec.params["seeing"]
-    preprocessor, model, place = seeing
+def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(vision_model, request):
+    """Next to an image, and packed after another conversation."""
+    family = request.node.callspec.params["vision_model"]
+    preprocessor, model, place = vision_model
     frames = [png((24, 18), (60 * i, 3, 3)) for i in range(4)]
     video = Video(frames, 2.0)
     if family not in VIDEOS:
@@ -266,7 +266,7 @@ def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(seeing, r
         if name != "pixel_values":  # of which the form for Pillow rounds otherwise
             torch.testing.assert_close(tensor, torch.as_tensor(given[name]).to(tensor.dtype))
     other = preprocessor(f"<s>{video_place}what?", [], [Video(frames[:2], 2.0)])
-    call = pack_seen(model.spec.vision, [Seen(*other), Seen(*made)])
+    call = pack_conversations(model.spec.vision, [VisionConversation(*other), VisionConversation(*made)])
     ids = torch.cat([other.ids, made.ids])[None]
     bounds = torch.tensor([0, len(other.ids), ids.shape[1]])
     with torch.no_grad():

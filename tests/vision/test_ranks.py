@@ -1,4 +1,4 @@
-"""Processes that train a model that sees, of which some have no images in a step."""
+"""Distributed training of a vision-language model, where some processes have no images in a step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_images_that_one_process_refuses_are_refused_by_all(kind, make_pair, tmp
 
 OF_TOKENS = [
     family
-    for family in list_architectures(sees=True)
+    for family in list_architectures(vision=True)
     if isinstance(spec_of(family).vision, VisionSpec)  # whose features stand among the tokens
 ]
 

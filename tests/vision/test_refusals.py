@@ -1,4 +1,4 @@
-"""What models that see cannot do yet is refused by its name, and not done in another way."""
+"""Unsupported options of vision-language models raise errors that name them."""
 
 from __future__ import annotations
 

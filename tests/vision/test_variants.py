@@ -1,4 +1,4 @@
-"""What the variants of a family that sees are registered for: other language models, projectors and sizes."""
+"""Registered variants of multimodal families: other language models, projectors and sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from liger_models.architectures import find_architecture, list_architectures
 
 VARIANTS = [
     pytest.param(family, changes, id=f"{family}-{name}")
-    for family in list_architectures(sees=True)
+    for family in list_architectures(vision=True)
     for name, changes in find_architecture(family).variants.items()
 ]
 

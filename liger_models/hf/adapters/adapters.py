@@ -64,7 +64,7 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
             whole = tensors.pop(name)
             for part, rows in parts.items():
                 tensor = whole.clone() if kind == "lora_A.weight" else whole[rows]
-                tensors[f"base_model.model.{_beside(path, part)}.{kind}"] = tensor
+                tensors[f"base_model.model.{_sibling(path, part)}.{kind}"] = tensor
     if not _is_lora(config):
         return
     parts_by_name: dict[str, list[str]] = {}  # a layer may lack some
@@ -133,7 +133,7 @@ def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_
         targets = {path for path in targets if path.partition(".base_layer")[0] not in stacks}
     others = [name for name in config.get("target_parameters") or () if not _is_weight_of(name, targets)]
     for path, parts in packed.items():
-        paths = {part: _beside(path, part) for part in parts}
+        paths = {part: _sibling(path, part) for part in parts}
         if targets & set(paths.values()):
             targets = targets - set(paths.values()) | {path}
             _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
@@ -316,7 +316,7 @@ def _packed(model: Any) -> dict[str, dict[str, Tensor]]:
     return packed_here_alone(model, model.weight_map(model.layouts[-1]))
 
 
-def _beside(path: str, part: str) -> str:
+def _sibling(path: str, part: str) -> str:
     return f"{path.rpartition('.')[0]}.{part}"
 
 

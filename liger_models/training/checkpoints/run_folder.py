@@ -1,9 +1,11 @@
 """A run's output folder. One run at a time writes to it, and files not written by a run are never deleted.
 
+    output/config.yaml                   all settings
     output/metrics.jsonl, metrics.csv, loss.png
     output/tensorboard, wandb, profile   on request
     output/checkpoint-N/             complete checkpoints for resuming (state.py)
     output/abandoned-checkpoint-N/   those after the one that a later run resumed from
+    output/best/                     the model with the best evaluation, on request
     output/final/                    the trained model, or the adapter
     output/merged/                   the model with the adapter merged, on request
 
@@ -27,6 +29,8 @@ from liger_models.convert.checkpoints.atomic import atomic_folder, link_tree
 from liger_models.convert.errors import CheckpointError, ConfigError
 
 MANIFEST = ".written.json"
+BEST = "best"
+SETTINGS, SETTINGS_HEAD = "config.yaml", "# All settings of a run of liger-models train.\n"
 STATE = "training_state"  # subfolder of a checkpoint, next to its weights
 PIECE_BYTES = 16 << 20
 
@@ -74,18 +78,18 @@ def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
     Raises:
         ConfigError: something is in the way, or its origin is unknown.
     """
-    finals = [output / name for name in ("final", "merged") if merge or name == "final"]
+    finals = [output / name for name in ("final", BEST, "merged") if merge or name != "merged"]
     for final in finals:
         if os.path.lexists(final) and not final.is_dir():
             raise ConfigError(
                 f"{final} is not a folder, but the trained model is written there; move it, or choose "
                 "another --output"
             )
-    for name in ("metrics.jsonl", "metrics.csv", "loss.png"):
+    for name in (SETTINGS, "metrics.jsonl", "metrics.csv", "loss.png"):
         path = output / name
         if os.path.lexists(path) and not path.is_file():
             raise ConfigError(f"{path} is not a file, but metrics are written there; move it")
-        if new and path.is_file() and not _is_empty_table(path):
+        if new and path.is_file() and not _of_empty_run(path):
             held = "already holds a run" if name == "metrics.jsonl" else f"contains {name} from elsewhere"
             raise ConfigError(f"{output} {held}; continue it with --resume, or choose another --output")
     for final in finals:
@@ -96,8 +100,10 @@ def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
             )
 
 
-def _is_empty_table(path: Path) -> bool:
-    """Whether this is the metrics file of a run killed before its first record."""
+def _of_empty_run(path: Path) -> bool:
+    """Whether this was written by a run killed before its first record."""
+    if path.name == SETTINGS:
+        return path.read_bytes().startswith(SETTINGS_HEAD.encode())
     return path.stat().st_size == 0 or (path.suffix == ".csv" and path.read_bytes().count(b"\n") == 1)
 
 
@@ -139,6 +145,13 @@ def abandon_after(output: Path, checkpoint: Path) -> list[Path]:
     for path in reversed(left):  # newest first: a kill halfway leaves no newer checkpoint to resume from
         aside.append(path.rename(_free_name(path.with_name(f"abandoned-{path.name}"))))
     return aside
+
+
+def set_aside(folder: Path) -> Path | None:
+    """Rename `folder` to abandoned-NAME; None if it does not exist."""
+    if not os.path.lexists(folder):
+        return None
+    return folder.rename(_free_name(folder.with_name(f"abandoned-{folder.name}")))
 
 
 def _free_name(path: Path) -> Path:

@@ -18,7 +18,7 @@ import json
 import random
 import shutil
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,20 @@ def describe_state(
     return Contents(target, parts, lay_out, lambda: prune(output, keep) if keep else None)
 
 
-def describe_export(target: Path, trained: Trained, tokenizer: Path) -> Contents:
-    """The trained model with its tokenizer, which freshly initialised models do not have."""
-    return Contents(target, trained.parts, lambda folder: _lay_out(trained, folder, tokenizer))
+def describe_export(
+    target: Path, trained: Trained, tokenizer: Path, notes: Mapping[str, str] | None = None
+) -> Contents:
+    """The trained model with its tokenizer, which freshly initialised models do not have, and with `notes`,
+    texts by file name.
+    """
+
+    def lay_out(folder: Path) -> None:
+        _lay_out(trained, folder, tokenizer)
+        for name, text in (notes or {}).items():
+            with naming(folder / name):
+                (folder / name).write_text(text, encoding="utf-8")
+
+    return Contents(target, trained.parts, lay_out)
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,16 @@
 sources -> records -> corpus (tokens and their loss marks, on disk) -> documents
         -> units in a random order -> rows of seq_len inputs -> batches
 
-May import `corpora`, the text package and images; knows no model, objective or loop.
+May import `corpora`, `reading`, the text package and images; knows no model, objective or loop.
 """
 
 from liger_models.training.data.ahead import ahead
 from liger_models.training.data.documents import IGNORE, Counts, Documents, describe, split
 from liger_models.training.data.groups import GroupBatch, Groups
 from liger_models.training.data.packing import Piece, Row
-from liger_models.training.data.records import LABELLED, PAIRS, TRAIN_ON
+from liger_models.training.data.preview import Shown, pieces_of_text, preview_records, preview_rows
+from liger_models.training.data.reading.records import TRAIN_ON
+from liger_models.training.data.reading.schema import LABELLED, PAIRS
 from liger_models.training.data.steps import StepData, read_steps
 from liger_models.training.data.stream import START, Position, Stream
 from liger_models.training.data.tokenizing import build_corpus, load_documents
@@ -28,12 +30,16 @@ __all__ = [
     "Piece",
     "Position",
     "Row",
+    "Shown",
     "StepData",
     "Stream",
     "ahead",
     "build_corpus",
     "describe",
     "load_documents",
+    "pieces_of_text",
+    "preview_records",
+    "preview_rows",
     "read_steps",
     "split",
 ]

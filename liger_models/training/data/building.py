@@ -7,7 +7,7 @@ from liger_models.training.data.corpora.corpus import Extreme, Limits
 from liger_models.training.data.corpora.learned_tokens import LAST
 from liger_models.training.data.corpora.writing import CorpusWriter
 from liger_models.training.data.encoding import Encoded
-from liger_models.training.data.records import Record
+from liger_models.training.data.reading.records import Record
 from liger_models.training.data.trees import Branch, trees_of
 from liger_models.training.text.tokenizer import TextTokenizer
 

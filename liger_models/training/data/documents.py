@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen
+from liger_models.layers.vision.packing import ON_HOST, VisionConversation, pack_conversations
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.data.packing import Piece, Row
@@ -147,16 +147,16 @@ class Documents:
 
     def inputs(self, piece: Piece) -> Tensor:
         """Input tokens, [stop - start] int64."""
-        return self._read(piece.start, piece.stop)[0].long()
+        return self.read(piece.start, piece.stop)[0].long()
 
     def labels(self, piece: Piece) -> Tensor:
         """Next tokens, or -100, [stop - start] int64."""
-        ids, trained = self._read(piece.start + 1, piece.stop + 1)
+        ids, trained = self.read(piece.start + 1, piece.stop + 1)
         return torch.where(trained, ids.long(), IGNORE)
 
     def count(self, rows: Iterable[Row]) -> Counts:
         pieces = [piece for row in rows for piece in row]
-        labels = sum(int(self._read(p.start + 1, p.stop + 1)[1].sum()) for p in pieces)
+        labels = sum(int(self.read(p.start + 1, p.stop + 1)[1].sum()) for p in pieces)
         laid = self._laid_out(pieces)
         lengths = torch.tensor([stop - start + shared for start, stop, _, shared in laid])
         shared = torch.tensor([shared for *_, shared in laid if shared], dtype=torch.int64)
@@ -173,7 +173,7 @@ class Documents:
             torch.cat([self.inputs(p) for p in pieces])[None],
             torch.cat([self.labels(p) for p in pieces])[None],
             lengths.cumsum(0).int(),
-            pack_seen(self.vision, seen),
+            pack_conversations(self.vision, seen),
             parents if bool((parents[0] >= 0).any()) else None,
         )
 
@@ -209,12 +209,13 @@ class Documents:
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _seen(self, start: int, stop: int, parent: int) -> Seen:
-        ids, learned = self._read(start, stop)
+    def _seen(self, start: int, stop: int, parent: int) -> VisionConversation:
+        ids, learned = self.read(start, stop)
         corpus, base = self._corpus_at(start)
-        return Seen(ids.long(), learned, corpus.images(start - base) if parent < 0 else {})
+        return VisionConversation(ids.long(), learned, corpus.images(start - base) if parent < 0 else {})
 
-    def _read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def read(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Return (tokens, trained) of [start, stop) within one document."""
         corpus, base = self._corpus_at(start)
         return corpus.read(start - base, stop - base)
 
@@ -225,7 +226,9 @@ class Documents:
 
 
 def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, Documents]:
-    """Split into training and held-out documents: a random `fraction` of each part, at least one."""
+    """Split into training and held-out documents: random ones of each part, with at most this fraction of its
+    tokens, but at least one document.
+    """
     total = len(documents)
     if total < 2:
         raise DataError(
@@ -234,8 +237,9 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
         )
     kept, held = [], []
     for number, part in enumerate(documents.parts):
-        count = min(max(1, round(fraction * len(part))), len(part) - 1)
         order = f"held out, {seed} {number}"
+        whole = replace(part, order=order, first=0, count=len(part))
+        count = min(max(1, _count_within(whole, fraction)), len(part) - 1)
         kept.append(replace(part, order=order, first=count, count=len(part) - count))
         if count:  # a part's only document is trained on
             held.append(replace(part, order=order, first=0, count=count, weight=None))
@@ -243,6 +247,19 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
         raise DataError("eval_fraction holds out whole documents and each part of the data has one alone")
     both = (type(documents)(parts, documents.vision) for parts in (kept, held))
     return next(both), next(both)
+
+
+def _count_within(part: Part, fraction: float) -> int:
+    """The number of documents from the part's first on with at most this fraction of its tokens."""
+    left, count = fraction * int(part.corpus.starts[-1]), 0
+    for start in range(0, len(part), CHUNK):
+        first, last, _ = part.bounds(torch.arange(start, min(start + CHUNK, len(part))))
+        sums = (last - first + int(part.corpus.form is None)).cumsum(0)
+        within = int((sums <= left).sum())
+        count, left = count + within, left - int(sums[-1])
+        if within < len(sums):
+            break
+    return count
 
 
 def describe(counts: Counter[str]) -> str:

@@ -9,17 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.lines import BLOCK, LONG_TEXT, OVERLAP
 from liger_models.training.data.pictured import PicturedEncoder, Tokens
-from liger_models.training.data.records import (
-    LABELLED,
+from liger_models.training.data.reading.lines import BLOCK, LONG_TEXT, OVERLAP
+from liger_models.training.data.reading.records import (
     LONG,
-    PAIRS,
     TRAIN_ON,
     Conversation,
     Record,
     check_text,
 )
+from liger_models.training.data.reading.schema import LABELLED, PAIRS
 from liger_models.training.text.chat_template import Rendering, merged
 from liger_models.training.text.tokenizer import TextTokenizer
 

@@ -20,12 +20,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.layers.vision.packing import ON_HOST, Seen, pack_seen, part_of, said_of
+from liger_models.layers.vision.packing import (
+    ON_HOST,
+    VisionConversation,
+    pack_conversations,
+    part_of,
+    predictable_tokens,
+)
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.documents import IGNORE, Counts, Documents
 from liger_models.training.data.packing import Piece, Row
 from liger_models.training.data.pictured import are_alike, part_images
-from liger_models.training.data.records import LABELLED
+from liger_models.training.data.reading.schema import LABELLED
 
 SPARED = 0.2  # of a batch's tokens: below this, tree attention does not pay
 
@@ -113,7 +119,7 @@ class Groups(Documents):
         found = [self._sequences(piece) for row in rows for piece in row]
         sides = list(zip(*found, strict=True))
         lengths = torch.tensor([stop - start for side in sides for start, stop in side])
-        labels = [sum(int(self._read(*bounds)[1].sum()) for bounds in side) for side in sides]
+        labels = [sum(int(self.read(*bounds)[1].sum()) for bounds in side) for side in sides]
         following = sum(int(self._said(*bounds)[1:].sum()) for bounds in sides[0])
         return Counts(lengths, sum(labels), len(found), labels[0], following)
 
@@ -127,7 +133,7 @@ class Groups(Documents):
     def _common(self, first: tuple[int, int], second: tuple[int, int]) -> int:
         """Length of the common beginning before any trained token, less one."""
         length = min(stop - start for start, stop in (first, second))
-        (a, a_trained), (b, b_trained) = (self._read(start, start + length) for start, _ in (first, second))
+        (a, a_trained), (b, b_trained) = (self.read(start, start + length) for start, _ in (first, second))
         same = (a == b) & ~a_trained & ~b_trained
         common = max(0, int(same.long().cumprod(0).sum()) - 1)
         corpus, base = self._corpus_at(first[0])
@@ -139,11 +145,11 @@ class Groups(Documents):
 
     def _said(self, start: int, stop: int) -> Tensor:
         """Mask of tokens that can be generated, [stop - start] bool."""
-        tokens, trained = self._read(start, stop)
+        tokens, trained = self.read(start, stop)
         if self.vision is None:
             return torch.ones_like(trained)
         corpus, base = self._corpus_at(start)
-        return said_of(self.vision, tokens.long(), trained, bool(corpus.image_names(start - base)))
+        return predictable_tokens(self.vision, tokens.long(), trained, bool(corpus.image_names(start - base)))
 
     def batch(self, rows: Sequence[Row]) -> GroupBatch:
         """Concatenate rows to one packed micro-batch."""
@@ -154,7 +160,7 @@ class Groups(Documents):
         ids, labels, following, lengths, seen = [], [], [], [0], []
         shown = [self._shown(piece) for piece in pieces]
         for start, stop, _, group, side in documents:
-            tokens, trained = self._read(start, stop)
+            tokens, trained = self.read(start, stop)
             ids.append(tokens.long())
             nothing = torch.tensor([IGNORE])
             said = self._said(start, stop)
@@ -162,7 +168,9 @@ class Groups(Documents):
             following.append(torch.cat([ids[-1][1:].where(said[1:], IGNORE), nothing]))
             lengths.append(stop - start)
             first = groups[group][side][0]
-            seen.append(Seen(ids[-1], trained, part_of(shown[group][side], start - first, stop - first)))
+            seen.append(
+                VisionConversation(ids[-1], trained, part_of(shown[group][side], start - first, stop - first))
+            )
         parents = [document.parent for document in documents]
         reference = torch.stack([_reference(corpus)[document] for corpus, document in places])
         return GroupBatch(
@@ -184,7 +192,7 @@ class Groups(Documents):
         corpus, base = self._corpus_at(piece.start)
         return part_images(corpus.images(piece.start - base))
 
-    def _keywords(self, seen: list[Seen], parents: list[int]) -> tuple[dict[str, Tensor], ...]:
+    def _keywords(self, seen: list[VisionConversation], parents: list[int]) -> tuple[dict[str, Tensor], ...]:
         """Return the image keywords of one call on these documents, or of two calls on half each if none
         continues another.
         """
@@ -192,8 +200,8 @@ class Groups(Documents):
         if self.vision is None:
             return ({},) * (1 + labelled)
         if labelled:
-            return tuple(pack_seen(self.vision, side) for side in (seen[:half], seen[half:]))
-        return (pack_seen(self.vision, seen, parents),)
+            return tuple(pack_conversations(self.vision, side) for side in (seen[:half], seen[half:]))
+        return (pack_conversations(self.vision, seen, parents),)
 
     def documents_of(self, rows: Iterable[Row]) -> list[int]:
         """Return the groups' numbers in their corpora, in the order of `batch`."""

@@ -21,8 +21,8 @@ from liger_models.images.files import ImageSource, allow_pixels, most_pixels
 from liger_models.images.processor import Shown
 from liger_models.images.spans import Span
 from liger_models.layers.vision.packing import OF_TOKENS
-from liger_models.training.data.records import Conversation, Record, check_text
-from liger_models.training.data.sources import Source
+from liger_models.training.data.reading.records import Conversation, Record, check_text
+from liger_models.training.data.reading.sources import Source
 from liger_models.training.text.tokenizer import TextTokenizer
 
 ALONE = 32  # fewer conversations are faster without worker processes
@@ -48,7 +48,7 @@ class Made(NamedTuple):
     images: bytes
 
 
-class Told(NamedTuple):
+class Rendered(NamedTuple):
     """Conversation rendered by the chat template (chat_template.Rendering), and its images."""
 
     text: str
@@ -61,7 +61,7 @@ class Work(NamedTuple):
     """Conversations of a record, to be encoded."""
 
     where: str
-    told: list[Told]
+    rendered: list[Rendered]
 
 
 class PicturedEncoder:
@@ -128,11 +128,11 @@ class PicturedEncoder:
 
     def _work(self, record: Record, conversations: list[Conversation]) -> Work:
         try:
-            return Work(record.where, [self._told(record, one) for one in conversations])
+            return Work(record.where, [self._rendered(record, one) for one in conversations])
         except DataError as error:
             raise located(record.where, error) from error
 
-    def _told(self, record: Record, conversation: Conversation) -> Told:
+    def _rendered(self, record: Record, conversation: Conversation) -> Rendered:
         rendering = self.tokenizer.render(conversation.messages, conversation.given, record.options)
         check_text(record.where, rendering.text)
         sources = [
@@ -143,7 +143,7 @@ class PicturedEncoder:
             for source in found.frames if isinstance(found, Video) else [found]:
                 if isinstance(source, Path) and source not in self.seen and source.is_file():
                     self.seen[source] = Source(str(source), source).identity()
-        return Told(rendering.text, rendering.spans, sources, rendering.dropped)
+        return Rendered(rendering.text, rendering.spans, sources, rendering.dropped)
 
 
 def located(where: str, error: DataError) -> DataError:
@@ -180,7 +180,7 @@ def _made(images: Preprocessor | None, work: Work) -> Made:
     assert images is not None
     sequences, shown = [], []
     try:
-        for one in work.told:
+        for one in work.rendered:
             found = images(one.text, one.spans, one.sources)
             sequences.append(_tokens(found, images.image_places(found.ids), one.dropped))
             shown.append(found.images)

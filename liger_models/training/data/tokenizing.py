@@ -28,10 +28,11 @@ from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Documents, Part, describe
 from liger_models.training.data.encoding import Encoder
 from liger_models.training.data.groups import Groups
-from liger_models.training.data.lines import Advance
 from liger_models.training.data.pictured import PicturedEncoder
-from liger_models.training.data.records import FORMS, LABELLED, PAIRS, TRAIN_ON, Record
-from liger_models.training.data.sources import STDIN, Source, find_sources, split_weights
+from liger_models.training.data.reading.lines import Advance
+from liger_models.training.data.reading.records import TRAIN_ON, Record
+from liger_models.training.data.reading.schema import FORMS, LABELLED, PAIRS, Schema, parse_columns
+from liger_models.training.data.reading.sources import STDIN, Source, find_sources, split_weights, with_split
 from liger_models.training.text.tokenizer import TextTokenizer
 
 
@@ -48,6 +49,8 @@ def load_documents(
     images: Preprocessor | None = None,
     form: str | None = None,
     share: bool = False,
+    columns: str | None = None,
+    split: str | None = None,
 ) -> Documents:
     """Load the documents of `data` (sources.py), or of corpora that `tokenize` wrote.
 
@@ -68,6 +71,9 @@ def load_documents(
     builds it while others wait. `verify` recomputes digests: damaged corpora are rebuilt in the cache, and
     refused if given by name.
 
+    `columns` names the data's columns where they differ from the fields, as in
+    "prompt=question,completion=answer", and `split` the split of hub data sets that name none.
+
     `images` is for vision-language models: images are preprocessed once, in worker processes if many, and
     stored with the tokens.
 
@@ -76,6 +82,7 @@ def load_documents(
     no trainable token.
     """
     names, weights = split_weights(data)
+    names = with_split(names, split)
     limits = limits_of(vocab_size, seq_len, form)
     folder = local_path(cache, DataError) if cache else default_cache()
     corpora = []
@@ -84,7 +91,7 @@ def load_documents(
         if is_corpus(path):
             corpora.append(_made_before(path, tokenizer, verify, images, form, train_on, share))
         else:
-            request = Request(group, tokenizer, limits, truncate, images, form, train_on, share)
+            request = Request(group, tokenizer, limits, truncate, images, form, train_on, share, columns)
             corpora.append(request.find_or_build(folder / request.key(), verify))
         corpora[-1].check(limits)
     shares: Sequence[float | None] = weights or [None] * len(corpora)
@@ -110,6 +117,8 @@ def build_corpus(
     images: Preprocessor | None = None,
     form: str | None = None,
     share: bool = False,
+    columns: str | None = None,
+    split: str | None = None,
 ) -> Corpus:
     """Tokenize `data` into `folder`, for use with `load_documents`.
 
@@ -119,12 +128,15 @@ def build_corpus(
     if path.exists() and not is_corpus(path) and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} holds something else than a corpus; name another folder")
     names, weights = split_weights(data)
+    names = with_split(names, split)
     if weights:
         raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
         raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
     limits = limits_of(vocab_size, seq_len, form)
-    Request(names, tokenizer, limits, truncate, images, form, train_on, share).build(path, shard_tokens)
+    Request(names, tokenizer, limits, truncate, images, form, train_on, share, columns).build(
+        path, shard_tokens
+    )
     return Corpus(path)
 
 
@@ -199,12 +211,15 @@ class Request:
         form: str | None = None,
         train_on: str = TRAIN_ON[0],
         share: bool = False,
+        columns: str | None = None,
     ) -> None:
         if form is not None and train_on != TRAIN_ON[0]:
             raise DataError(f"train_on is {train_on!r}, and records of {form} have no answers to choose from")
         self.train_on = train_on
         self.names, self.tokenizer, self.limits = list(names), tokenizer, limits
         self.images, self.form = images, form
+        forms = FORMS if form is None else (form,)
+        self.schema = Schema(forms, parse_columns(columns), tokenizer.has_chat_template)
         # With cross-attention to images, the tokens of a branch would have none to attend to.
         tiled = images is not None and isinstance(images.spec.vision, TiledVisionSpec)
         self.trees = share and train_on == "each" and not tiled
@@ -260,6 +275,7 @@ class Request:
             "processor": None if self.images is None else self.images.digest(),
             "options": {"truncate": self.length, "train_on": self.train_on}
             | ({"form": self.form} if self.form else {})
+            | ({"columns": sorted(map(list, self.schema.columns))} if self.schema.columns else {})
             | ({"trees of": self.limits.seq_len} if self.trees else {}),
         }
 
@@ -281,7 +297,7 @@ class Request:
     def _records(self, counts: Counter[str], advance: Advance) -> Iterator[Record]:
         for source in self.sources:
             empty = True
-            for record in source.records(counts, advance, (self.form,) if self.form else FORMS):
+            for record in source.records(counts, advance, self.schema):
                 empty = False
                 yield record
             if empty:

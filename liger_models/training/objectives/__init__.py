@@ -11,6 +11,7 @@ from typing import Any
 
 from liger_models.convert.errors import ConfigError
 from liger_models.training.objectives.distill import Distill
+from liger_models.training.objectives.grpo import GRPO
 from liger_models.training.objectives.kto import KTO
 from liger_models.training.objectives.objective import Objective, Share
 from liger_models.training.objectives.preferences import DPO, ORPO, SimPO
@@ -25,6 +26,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "kto": KTO,
     "reward": Reward,
     "distill": Distill,
+    "grpo": GRPO,
 }
 
 

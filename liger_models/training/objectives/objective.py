@@ -43,6 +43,7 @@ class Objective:
         unit: of the loss.
         needs_reference: whether groups need log-probabilities under a reference model.
         shares_prompts: whether it scores only answers, so that their prompt can be computed once.
+        samples: whether it samples what it learns from (training/sampling.py).
         rewards: whether the model has a reward head instead of a token head.
         above_zero: options that must be positive, if it has them.
     """
@@ -52,6 +53,7 @@ class Objective:
     unit: ClassVar[str] = "nats per token"
     needs_reference: ClassVar[bool] = False
     shares_prompts: ClassVar[bool] = False
+    samples: ClassVar[bool] = False
     rewards: ClassVar[bool] = False
     above_zero: ClassVar[tuple[str, ...]] = ("beta", "temperature", "top_k")
 

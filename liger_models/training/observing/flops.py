@@ -45,14 +45,14 @@ class StepFlops:
         )
         # Elements of the queries and of the weighted values, over all heads.
         self.widths: Counter[Sees] = Counter()
-        for block in spec.blocks:
-            mixer: Any = block.mixer
+        mixers: list[Any] = [mixer for block in spec.blocks for mixer in block.mixers]
+        for mixer in mixers:
             heads = getattr(mixer, "attention", mixer)  # latent and shared attention contain one
             if isinstance(heads, AttentionSpec):  # not cross-attention to images
                 values = getattr(mixer, "v_head_dim", heads.head_dim)
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width
-        self.states = sum(b.mixer.state_flops for b in spec.blocks if isinstance(b.mixer, RecurrentSpec))
+        self.states = sum(mixer.state_flops for mixer in mixers if isinstance(mixer, RecurrentSpec))
         self.factor, self.adapters = 3, 0
 
     def below_adapters(self, elements: int) -> None:
@@ -67,16 +67,16 @@ class StepFlops:
     def forward(self, lengths: Tensor, labels: int) -> int:
         """Operations of a forward pass only."""
         tokens = int(lengths.sum())
-        pairs = sum(width * seen_pairs(lengths, *sees) for sees, width in self.widths.items())
+        pairs = sum(width * visible_pairs(lengths, *sees) for sees, width in self.widths.items())
         products = (self.elements + self.adapters) * tokens + self.head * labels + pairs
         return 2 * products + self.states * tokens
 
 
-def seen_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:
+def visible_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:
     """Number of pairs of a query and a visible key, for documents of these lengths."""
     if chunk is not None:
         whole, rest = int((lengths // chunk).sum()), lengths % chunk
-        return whole * seen_pairs(torch.tensor([chunk]), window) + seen_pairs(rest, window)
+        return whole * visible_pairs(torch.tensor([chunk]), window) + visible_pairs(rest, window)
     short = lengths if window is None else lengths.clamp(max=window)
     return int((short * (short + 1) // 2 + (lengths - short) * short).sum())
 

@@ -29,8 +29,8 @@ from liger_models.convert.errors import TrainingError
 
 METRICS = "metrics.jsonl"
 COLUMNS = (
-    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "flops_per_s", "mfu", "memory"),
-    *("skipped", "eval_loss"),
+    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "flops_per_s", "mfu", "filled", "memory"),
+    *("trainable_parameters", "skipped", "eval_loss"),
 )
 
 
@@ -85,14 +85,14 @@ class Speeds:
         self.peak, self.extra = peak, extra
         self.last: deque[tuple[int, int, float]] = deque(maxlen=20)
 
-    def add(self, inputs: int, flops: int, seconds: float) -> dict[str, float]:
+    def add(self, inputs: int, flops: int, seconds: float) -> dict[str, float | None]:
         """Metrics to record for a step."""
         self.last.append((inputs, flops, seconds))
         per_second = flops / seconds
         return {
             "tokens_per_s": inputs / seconds,
             "flops_per_s": per_second,
-            "mfu": per_second / self.peak,
+            "mfu": per_second / self.peak if per_second <= self.peak else None,
         }
 
     def line(self, record: dict[str, Any], eval_loss: float | None) -> str:
@@ -101,7 +101,9 @@ class Speeds:
         loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"
         extra = [f"{name} {record[name]:.3f}" for name in self.extra if record.get(name) is not None]
         parts = [f"loss {loss}", *extra, f"lr {record['lr']:.1e}", f"{inputs / seconds:,.0f} tok/s"]
-        parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s ({flops / seconds / self.peak:.0%})")
+        share = flops / seconds / self.peak
+        shown = f" ({share:.0%})" if share <= 1 else ""  # the peak was measured while others used the machine
+        parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s{shown}")
         parts.append(f"{record['memory'] / 2**30:.2f} GiB")
         if eval_loss is not None:
             parts.append(f"held-out {eval_loss:.3f}")

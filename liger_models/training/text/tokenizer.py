@@ -171,6 +171,10 @@ class TextTokenizer:
         """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
         return self._template(NOTHING).question(messages, NOTHING)
 
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._sources.get("default"))
+
     def _template(self, options: Mapping[str, Any]) -> ChatTemplate:
         """The default template, or the one for tools if there are tools and such a template."""
         with_tools = bool(options.get("tools")) and "tool_use" in self._sources

@@ -414,6 +414,13 @@ def test_a_folder_is_its_own_answer(tmp_path, monkeypatch):
     assert resolve(tmp_path.name).samefile(tmp_path)
 
 
+def test_a_missing_folder_in_an_existing_one_is_not_looked_up_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(CheckpointError, match="runs/gone: is not a folder"):
+        resolve("runs/gone")
+
+
 @pytest.mark.parametrize("name", ["./gone", "../gone", "/gone/gone", "gone/a/b", "~/gone"])
 def test_a_path_to_nothing_is_not_looked_up_on_the_hub(name):
     with pytest.raises(CheckpointError, match=r"gone.*is not a folder"):
@@ -426,7 +433,7 @@ def test_a_folder_with_an_adapter_is_no_model(tmp_path, beside):
     (tmp_path / "adapter_config.json").write_text("{}")
     if beside:
         (tmp_path / "config.json").write_text("{}")
-    told = "and a model; remove adapter_config.json to" if beside else "but no model; to merge it"
+    told = "and a model; remove adapter_config.json to" if beside else "but no model; to merge it into"
     with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds a PEFT adapter.*{told}"):
         resolve(tmp_path)
 

@@ -55,7 +55,7 @@ def rows_of(document, shared):
     return [*range(first, first + shared[document]), *own]
 
 
-def seen_by_hand(shared, window=None, chunk=None, spans=None):
+def visible_by_hand(shared, window=None, chunk=None, spans=None):
     """[TOKENS, TOKENS] bool, from the positions of each document alone."""
     sees = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for document in range(len(LENGTHS)):
@@ -101,7 +101,7 @@ def one_by_one(limits, shared, **options):
 @every_tree
 def test_ranges_of_queries_and_of_keys_agree(limits, shared):
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
-    sees = seen_by_hand(shared, **limits)
+    sees = visible_by_hand(shared, **limits)
     token = torch.arange(TOKENS)
     for rows, expected in ((ranges.of_queries, sees), (ranges.of_keys, sees.T)):
         hits = [(token >= a[:, None]) & (token < b[:, None]) for a, b in rows.unflatten(0, (-1, 2))]

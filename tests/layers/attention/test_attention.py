@@ -99,7 +99,7 @@ def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, 
 
 
 def pieces(sequences: Sequences, chunk: int) -> list[tuple[int, int]]:
-    """Of each token the document and the piece of it."""
+    """The document and chunk of each token."""
     lengths = sequences.documents.boundaries().diff().tolist()
     return [(document, i // chunk) for document, n in enumerate(lengths) for i in range(n)]
 
@@ -126,7 +126,7 @@ SPANS = [(1, 3), (3, 4), (8, 12), (21, 25)]
 
 
 def look_ahead(sequences: Sequences) -> list[tuple[int, int]]:
-    """Of each token the span, as the sequences are told too: tokens that are all of one document."""
+    """The span of each token, as passed to the sequences: all tokens belong to one document."""
     rows = torch.arange(sequences.documents.num_tokens).repeat(2, 1)
     rows[1] += 1
     span = list(range(100, 100 + sequences.documents.num_tokens))
@@ -278,7 +278,7 @@ CHOICES = [
 
 
 def choice(spec, dtype, form, value_dim=None):
-    """What `auto` chooses on a GPU."""
+    """The choice of `auto` on a GPU."""
 
     def operand(dim):
         return types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(ROWS * LENGTH, 4, dim))

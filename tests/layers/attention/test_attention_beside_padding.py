@@ -1,5 +1,5 @@
-"""Rows all of whose tokens see one another, with padding behind them that sees the others: by ranges of keys,
-as where the kernel runs, it is what a mask of all pairs gives.
+"""Rows with bidirectional attention and padding at their end, whose queries see the row: ranges of keys, as
+the kernel uses, give the result of an explicit mask.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""attention="flash" on a CPU: a stand-in for flash-attn-4 computes by the words of that package's own
-documentation what it is given, and takes no argument that the package does not know.
+"""attention="flash" on a CPU: a stand-in for flash-attn-4 computes what that package documents, and rejects
+arguments that the package does not have.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one of one tok
 
 
 def one_document(q, k, v, scale, causal, window, sinks):
-    """[S, heads, D]. A window is what a query sees before and behind its own place, None: all."""
+    """[S, heads, D]. A window is the number of visible tokens before and after a query, None: all."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
     before, behind = window
@@ -245,10 +245,10 @@ def test_a_model_has_the_gradients_of_the_plain_twin_at_every_level_of_activatio
 
 
 def test_the_plan_knows_its_sums_in_float32():
-    """Of 32 + 8 heads of 128 and 32,768 tokens it took 1,420 MiB beside the operands on an H200, 12 of them
-    for three rows of statistics a query head.
+    """With 32 + 8 heads of 128 and 32,768 tokens it took 1,420 MiB in addition to the operands on an H200, 12
+    of them for three rows of statistics per query head.
     """
     spec = AttentionSpec(32, 8, 128, 128**-0.5)
-    layer = SimpleNamespace(spec=SimpleNamespace(mixer=spec), mixer=SimpleNamespace(backend="flash"))
+    layer = SimpleNamespace(mixers=[SimpleNamespace(spec=spec, backend="flash")])
     step = SimpleNamespace(tokens=32768, sequence_ranks=1)
     assert layer_costs._attention_work(layer, step, 2) == (1420 - 12) << 20  # type: ignore[arg-type]

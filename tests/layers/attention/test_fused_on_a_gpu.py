@@ -193,9 +193,9 @@ def test_a_mask_of_more_than_two_to_the_32_scores_hides_what_it_says(dtype):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("length", [64, 576, 704, 640])
 def test_gradients_without_a_mask_are_finite_where_every_score_is_far_below_zero(length, dim, causal):
-    """Where the length is 64 beyond a multiple of 128, cuDNN's backward with a mask gives NaN: it takes the
-    padding of its last tile for scores of zero, and exp(0 - log-sum-exp) overflows float32 if that is below
-    -88.7 (pytorch 196678). Here it is about -115.
+    """For lengths 64 beyond a multiple of 128, cuDNN's masked backward returns NaN: it treats the padding of
+    its last tile as scores of zero, and exp(0 - log-sum-exp) overflows float32 if that is below -88.7
+    (pytorch 196678). Here it is about -115.
     """
     leaves = [x.detach() * 0.1 for x in operands(4, 4, keys=length, queries=length, dim=dim)]
     leaves[0][..., 0], leaves[1][..., 0] = 1.0, -120 * dim**0.5

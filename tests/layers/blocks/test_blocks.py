@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from liger_models.kernels._dispatch import interpret
+from liger_models.layers.blocks import BLOCKS as TOPOLOGIES
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute import activation_memory
 from liger_models.layers.recompute.activation_memory import _Kept
@@ -60,6 +61,9 @@ BLOCKS = {
     "post_norm": replace(PRE_NORM, topology="post_norm"),
     "parallel": replace(PRE_NORM, topology="parallel"),
     "parallel behind two norms": replace(PRE_NORM, topology="parallel_two_norms"),
+    "attention alone": replace(PRE_NORM, topology="one_part", mlp=None),
+    "mlp alone": replace(PRE_NORM, topology="one_part", mixer=None),
+    "experts alone": replace(PRE_NORM, topology="one_part", mixer=None, mlp=EXPERTS),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
     "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
     "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
@@ -133,6 +137,18 @@ def test_a_layer_says_what_it_keeps(block, level):
     routed = spec is not None and level == "lean"
     tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
     assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
+
+
+# Whose bytes are compared elsewhere.
+ELSEWHERE = {
+    "gated_cross": "tests/vision/test_memory_plan.py",
+    "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
+    "side_by_side": "its mixers keep what they keep alone: tests/layers/blocks/test_free_blocks.py",
+}
+
+
+def test_every_topology_is_among_those_whose_bytes_are_compared():
+    assert {block.topology for block in BLOCKS.values()} | ELSEWHERE.keys() == TOPOLOGIES.keys()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

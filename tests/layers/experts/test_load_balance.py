@@ -37,7 +37,7 @@ def router(randomised, experts) -> Router:
 
 @pytest.fixture
 def make_model(randomised, experts):
-    """Two layers of experts behind a dense one."""
+    """Two layers of experts after a dense one."""
 
     def make(**options) -> CausalLM:
         attention = AttentionSpec(2, 2, 8, 8**-0.5)

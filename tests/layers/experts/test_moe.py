@@ -21,7 +21,7 @@ TOKENS, HIDDEN, INNER, SHARED, EXPERTS, TOP_K = 40, 16, 12, 20, 8, 3
 
 @dataclass
 class Disk:
-    """What a checkpoint calls a block's tensors, by hand (`{e}`: the expert), and the layout that says so."""
+    """A checkpoint's names of a block's tensors, written out (`{e}`: the expert), and the layout for them."""
 
     layout: Layout
     router: str = "mlp.gate.weight"

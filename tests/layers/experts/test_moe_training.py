@@ -49,7 +49,9 @@ def make_layers(randomised, moe_spec):
 
 @pytest.fixture
 def process_group():
-    """Of this process alone: what sharding does to a module's arguments and parameters needs no second."""
+    """A group of this process alone: the effect of sharding on a module's arguments and parameters needs no
+    more.
+    """
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -181,7 +183,7 @@ def test_a_layer_with_two_places_chooses_in_each(make_layers):
 
 
 class LowRank(nn.Module):
-    """What is added to each expert's matrix: a parametrization of a stack."""
+    """A parametrization of a stack that adds a term to each expert's matrix."""
 
     def __init__(self, stack):
         super().__init__()
@@ -221,7 +223,7 @@ def test_low_rank_parametrizations_of_stacked_experts_have_the_gradients_of_the_
 
 
 class Dropping(Layer):
-    """A layer that draws random numbers behind its experts too."""
+    """A layer that draws random numbers after its experts, too."""
 
     def forward(self, x, sequences):
         return nn.functional.dropout(super().forward(x, sequences), 0.3)
@@ -291,7 +293,9 @@ def test_logits_are_noted_for_a_loss_alone_and_only_until_they_are_taken(moe_spe
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_torchs_checkpoint_around_layers_keeps_the_routers_losses_or_is_refused(reentrant, make_layers):
-    """A reentrant one runs its layers without gradients, and what they hand on beside results has none."""
+    """A reentrant checkpoint runs its layers without gradients, so tensors that they return on the side have
+    none.
+    """
     layers, x = make_layers(2), torch.randn(TOKENS, HIDDEN, requires_grad=True)
     sequences = sequences_of(TOKENS)
 

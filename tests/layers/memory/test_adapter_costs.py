@@ -44,7 +44,7 @@ class Seed(torch.autograd.Function):
 
 
 def peak_of(layer, tokens: int) -> int:
-    """Of the backward pass of one layer, beside the gradient of its output; its input carries a recipe."""
+    """Memory of one layer's backward pass beyond the gradient of its output; its input carries a recipe."""
     before = torch.zeros(1, tokens, layer.in_features, dtype=torch.bfloat16, requires_grad=True)
     dy = torch.zeros(1, tokens, layer.out_features, dtype=torch.bfloat16)
     with LiveBytes([*layer.parameters(), *layer.buffers(), before, dy], zero=True) as live:

@@ -13,7 +13,7 @@ from allocations import peak_of_a_step
 
 import liger_models
 from liger_models.cli import main
-from liger_models.cli.gpus import find_gpu
+from liger_models.cli.shared.gpus import find_gpu
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import (
@@ -327,7 +327,7 @@ def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
 
 
 class OnAGPU(FittingLevels):
-    """As on a GPU on which the process holds `held` bytes beside parameters and gradients."""
+    """Simulate a GPU on which the process holds `held` bytes in addition to parameters and gradients."""
 
     held = 0
 

@@ -1,4 +1,4 @@
-"""What a model makes of a call: which outputs, which errors, whose parameters."""
+"""Calls of a model: outputs, errors, and ownership of parameters."""
 
 from __future__ import annotations
 

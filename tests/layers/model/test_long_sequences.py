@@ -1,4 +1,6 @@
-"""What has more than 2^31 numbers is computed to its end: offsets of 32 bits would reach its beginning."""
+"""Tensors with more than 2^31 elements are processed to the end: 32-bit offsets would wrap to the
+beginning.
+"""
 
 from __future__ import annotations
 

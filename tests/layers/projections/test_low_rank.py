@@ -330,7 +330,7 @@ def test_a_stored_weight_that_is_trained_is_refused():
 
 
 class WithPaths(Linear):
-    """A layer that says for itself what it is."""
+    """A layer that describes itself."""
 
     def __init__(self):
         super().__init__(WIDTH, 10)

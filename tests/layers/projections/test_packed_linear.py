@@ -132,7 +132,7 @@ def test_a_copy_of_a_split_model_uses_its_own_layers(model):
 def test_only_plain_layers_are_split_and_fused(model):
     attention = model.layers[1].self_attn
     handle = attention.qkv_proj.register_forward_hook(lambda *args: None)
-    with pytest.raises(ValueError, match="hooked into; split before"):
+    with pytest.raises(ValueError, match="has hooks; split before"):
         model.split_projections()
     handle.remove()
     model.split_projections()

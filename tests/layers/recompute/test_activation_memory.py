@@ -31,7 +31,7 @@ CHOICES = [*LEVELS, MIXED]
 
 
 class LowRank(nn.Module):
-    """A frozen projection with a trained low-rank part beside it, as adapters wrap one."""
+    """A frozen projection with a trained low-rank path, like an adapter's wrapper."""
 
     def __init__(self, base: nn.Linear, dropout: float = 0.0):
         super().__init__()
@@ -326,7 +326,7 @@ def test_a_callers_hooks_get_every_saved_tensor(make_model, batch):
 
 
 def test_a_saved_norm_output_is_a_tensor_alone(tmp_path):
-    """What is written to disk belongs to nobody's model, and is read without our code."""
+    """Files written to disk belong to no model, and can be read without our code."""
     y = LigerRMSNorm(8)(torch.randn(3, 8))
     torch.save(y, tmp_path / "y.pt")
     assert (tmp_path / "y.pt").stat().st_size < 3000  # with its recipe it would hold the inputs too
@@ -456,7 +456,7 @@ def test_wrong_levels_are_refused(levels, message, make_model):
 
 
 def bytes_a_layer(make_model, level, **options) -> float:
-    """What one more layer keeps of a token, in bytes: the difference between four layers and two."""
+    """Bytes per token kept by one more layer: the difference between four layers and two."""
     living = []
     tokens = 24
     ids = torch.randint(0, 61, (1, tokens))
@@ -569,7 +569,7 @@ def test_all_keeps_as_many_bytes_as_a_layer_says(make_model):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 def test_lean_keeps_the_tables_tensors(make_model):
     """With the kernels: two sums of the residual stream, q|k|v, attention's output, gate and up, in float32;
-    and beside them one statistic a token and norm, and one a token and head.
+    and one statistic per token and norm, and one per token and head.
     """
     hidden, qkv, attended, inner, heads = 32, (4 + 2 * 4) * 16, 4 * 16, 40, 4
     with interpret():

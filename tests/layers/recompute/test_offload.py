@@ -1,4 +1,4 @@
-"""What layers keep on the host comes back as it was, at the right time, into memory that nobody else has."""
+"""Activations on the host come back unchanged, in time, into memory without other users."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same(found, expected):
 
 
 def buffers():
-    """How many buffers there are that no layer uses."""
+    """The number of buffers without a layer."""
     return sum(len(free) for memory in offload._MEMORIES.values() for free in memory.free.values())
 
 
@@ -174,7 +174,9 @@ def test_many_layers_and_steps_give_the_bits_of_checkpointing(tokens, what, make
 
 
 def test_random_numbers_are_set_back_where_the_input_is(monkeypatch):
-    """torch's checkpoint does it for the devices of its arguments, of which a layer's own input is none."""
+    """torch's checkpoint does it for the devices of its arguments, which do not include a layer's own
+    input.
+    """
     given, checkpoint = [], activation_memory.checkpoint
 
     def noting(run, *args, **options):

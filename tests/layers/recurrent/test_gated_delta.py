@@ -1,4 +1,4 @@
-"""The mixer through the kernels, in Triton's interpreter, beside the plain twins."""
+"""The mixer with the kernels, in Triton's interpreter, against the plain twins."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def full_sequences(**given) -> Sequences:
 
 
 def tensors_within(value, seen: set[int]):
-    """Every tensor that an object of ours holds, at whatever depth, but for the copies on other devices."""
+    """Every tensor held by one of our objects, at any depth, except for copies on other devices."""
     if id(value) in seen:
         return
     seen.add(id(value))

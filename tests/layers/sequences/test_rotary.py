@@ -76,7 +76,7 @@ def test_tables_are_those_of_the_reference(name, longest):
 
 
 def test_a_rotation_keeps_lengths_and_depends_on_distance_alone():
-    """What makes the embedding rotary: <R(s) q, R(t) k> is a function of t - s."""
+    """The property of rotary embeddings: <R(s) q, R(t) k> is a function of t - s."""
     cos, sin = rotary_tables(RopeSpec(16), torch.arange(40))
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos), rtol=1e-6, atol=0)
     # cos(a - b) = cos a cos b + sin a sin b, the same for all pairs of one distance; float32 angles up to 40

@@ -99,7 +99,7 @@ def test_a_document_may_continue_the_first_tokens_of_another_alone(make_model, b
 
 
 def test_the_loss_is_that_of_the_documents_with_what_they_continue(make_model, batch):
-    """Each answer behind its prompt, whose own labels count once: with the first answer."""
+    """Each answer after its prompt, whose own labels count once: with the first answer."""
     model, ids = make_model(window=5), batch["input_ids"][0]
     found = results(model, batch)
     parts, documents, labels, seen = ids.split(LENGTHS), [], [], set()

@@ -83,7 +83,7 @@ def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_pat
     with_them = same_without_a_file()
     with without_adapters(adapted):
         without = same_without_a_file()
-    adapted.layers[0].mixer.o_proj.scaling["default"] *= 2
+    adapted.layers[0].token_mixer.o_proj.scaling["default"] *= 2
     assert not torch.equal(with_them, without)
     assert not torch.equal(with_them, same_without_a_file())
 

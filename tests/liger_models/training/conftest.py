@@ -122,9 +122,9 @@ def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
 
 
 @pytest.fixture(scope="session")
-def seeing(tmp_path_factory):
+def vision_model(tmp_path_factory):
     """A checkpoint of Qwen2.5-VL's form with fresh weights, its tokenizer and its processor."""
-    folder = tmp_path_factory.mktemp("seeing") / "model"
+    folder = tmp_path_factory.mktemp("vision_model") / "model"
     write_checkpoint(folder)
     return folder
 

@@ -14,10 +14,11 @@ import torch
 
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
-from liger_models.training.data import Stream, build_corpus, encoding, lines, load_documents, tables
+from liger_models.training.data import Stream, build_corpus, encoding, load_documents
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.corpora.writing import written_corpus
 from liger_models.training.data.documents import Documents, Part
+from liger_models.training.data.reading import lines, tables
 from liger_models.training.text.tokenizer import TextTokenizer
 
 RECORDS = [
@@ -201,7 +202,7 @@ def test_a_row_of_a_table_that_cannot_be_used_is_named(load, tmp_path):
     with pytest.raises(DataError, match=r"a\.parquet, row 2: found no fields; expected exactly one of text"):
         load(tmp_path / "a.parquet")
     parquet.write_table(pyarrow.Table.from_pylist([{"body": "ab"}]), tmp_path / "b.parquet")
-    with pytest.raises(DataError, match=r"b\.parquet has the columns body; expected text"):
+    with pytest.raises(DataError, match=r"b\.parquet has the columns body; expected exactly one of text"):
         load(tmp_path / "b.parquet")
 
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data import encoding, lines, load_documents
-from liger_models.training.data.records import FORMS
-from liger_models.training.data.sources import find_sources
+from liger_models.training.data import encoding, load_documents
+from liger_models.training.data.reading import lines
+from liger_models.training.data.reading.records import ANY
+from liger_models.training.data.reading.sources import find_sources
 from liger_models.training.text.tokenizer import TextTokenizer
 
 
-def read(path, forms=FORMS):
+def read(path, schema=ANY):
     (source,) = find_sources(str(path), Counter())
-    return source.records(Counter(), lambda _: None, forms)
+    return source.records(Counter(), lambda _: None, schema)
 
 
 def exhaust(records):

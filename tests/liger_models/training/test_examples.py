@@ -1,6 +1,7 @@
 """The examples of post-training, shortened: what they show is there."""
 
 import importlib
+import runpy
 import sys
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def test_a_small_model_learns_a_preference(examples, tmp_path, monkeypatch, caps
     assert examples("learn_a_preference").main() == 0
     assert "the chosen answer more likely than before: 0% -> 100%" in capsys.readouterr().out
     assert (tmp_path / "preferring" / "loss.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["grpo_in_a_loop", "learn_to_see"])
+def test_help_is_the_docstring_and_trains_nothing(name, monkeypatch, capsys):
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    assert runpy.run_path(str(path), run_name="__main__")["__doc__"] in capsys.readouterr().out
 
 
 def test_the_reward_of_grpo_in_a_loop_rises(examples):

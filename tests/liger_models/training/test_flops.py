@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.kernels.attention.visible_keys import visible_keys
-from liger_models.training.observing.flops import StepFlops, measure_peak, seen_pairs
+from liger_models.training.observing.flops import StepFlops, measure_peak, visible_pairs
 
 
 def tiny(family):
@@ -34,7 +34,7 @@ def test_pairs_are_those_that_the_mask_lets_through(window, chunk):
     lengths = [1, 4, 13, 8]
     pieces = [min(chunk or n, n - at) for n in lengths for at in range(0, n, chunk or n)]
     expected = sum(int(visible_keys(n, None, window, "cpu").sum()) for n in pieces)
-    assert seen_pairs(torch.tensor(lengths), window, chunk) == expected
+    assert visible_pairs(torch.tensor(lengths), window, chunk) == expected
 
 
 def test_attention_is_counted_over_documents_and_heads():

@@ -12,7 +12,8 @@ import liger_models
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
-from liger_models.training.data import load_documents, pictured, tables
+from liger_models.training.data import load_documents, pictured
+from liger_models.training.data.reading import tables
 from liger_models.training.text.tokenizer import TextTokenizer
 
 pytest.importorskip("PIL.Image")
@@ -20,14 +21,14 @@ pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
-def load(seeing, tmp_path_factory):
+def load(vision_model, tmp_path_factory):
     """The documents of a file, for a model that sees."""
-    model, cache = liger_models.from_hub(seeing, device="cpu"), tmp_path_factory.mktemp("images")
+    model, cache = liger_models.from_hub(vision_model, device="cpu"), tmp_path_factory.mktemp("images")
 
     def make(file):
-        images = Preprocessor(seeing, model.spec)
+        images = Preprocessor(vision_model, model.spec)
         options = {"seq_len": 96, "vocab_size": len(WORDS), "cache": cache, "images": images}
-        return load_documents([str(file)], TextTokenizer(seeing), **options)
+        return load_documents([str(file)], TextTokenizer(vision_model), **options)
 
     return make
 
@@ -45,7 +46,7 @@ def test_only_regular_files_are_read(load, tmp_path, jsonl, name, within_a_secon
 
 
 def test_an_image_of_144_megapixels_is_refused_and_the_limit_can_be_raised(
-    load, seeing, tmp_path, jsonl, monkeypatch, within_a_second, capsys
+    load, vision_model, tmp_path, jsonl, monkeypatch, within_a_second, capsys
 ):
     from PIL import Image
 
@@ -65,7 +66,7 @@ def test_an_image_of_144_megapixels_is_refused_and_the_limit_can_be_raised(
     small = jsonl(tmp_path / "b.jsonl", [asked({"type": "image", "path": "small.png"}, "red")])
     command = [
         "tokenize",
-        str(seeing),
+        str(vision_model),
         "--data",
         small,
         "--seq-len",

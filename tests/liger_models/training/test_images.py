@@ -17,7 +17,8 @@ import liger_models
 from liger_models.cli import generate, main
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.images import Preprocessor
-from liger_models.training.data import Stream, load_documents, pictured, tables
+from liger_models.training.data import Stream, load_documents, pictured
+from liger_models.training.data.reading import tables
 from liger_models.training.text.tokenizer import TextTokenizer
 
 pytest.importorskip("PIL.Image")
@@ -56,32 +57,32 @@ def conversations(tmp_path_factory, jsonl):
 
 
 @pytest.fixture
-def seeing_settings(settings, seeing, conversations):
+def vision_settings(settings, vision_model, conversations):
     def make(**changes):
-        return settings(**{"model": str(seeing), "data": (conversations,), "seq_len": 96} | changes)
+        return settings(**{"model": str(vision_model), "data": (conversations,), "seq_len": 96} | changes)
 
     return make
 
 
 @pytest.fixture(scope="module")
-def load(seeing, conversations, tmp_path_factory):
+def load(vision_model, conversations, tmp_path_factory):
     """The documents of files, by default of the conversations, and the model that sees them."""
-    model = liger_models.from_hub(seeing, device="cpu")
+    model = liger_models.from_hub(vision_model, device="cpu")
     cache = tmp_path_factory.mktemp("images")
 
     def make(*files, **options):
         options = {"seq_len": 96, "vocab_size": len(WORDS), "cache": cache} | options
-        preprocessor = Preprocessor(seeing, model.spec)
+        preprocessor = Preprocessor(vision_model, model.spec)
         files = [str(file) for file in files] or [conversations]
-        return load_documents(files, TextTokenizer(seeing), images=preprocessor, **options), model
+        return load_documents(files, TextTokenizer(vision_model), images=preprocessor, **options), model
 
     return make
 
 
-def test_a_run_goes_on_to_the_bit_and_its_export_answers(seeing_settings, run, losses, tmp_path, capsys):
-    whole = run(seeing_settings(output=tmp_path / "whole"))
-    run(seeing_settings(output=tmp_path / "parts", steps=3))
-    parts = run(seeing_settings(output=tmp_path / "parts", resume="auto"))
+def test_a_run_goes_on_to_the_bit_and_its_export_answers(vision_settings, run, losses, tmp_path, capsys):
+    whole = run(vision_settings(output=tmp_path / "whole"))
+    run(vision_settings(output=tmp_path / "parts", steps=3))
+    parts = run(vision_settings(output=tmp_path / "parts", resume="auto"))
     assert losses(whole)[3:] == losses(parts)[3:]
     weights = [(folder / "model.safetensors").read_bytes() for folder in (whole.final, parts.final)]
     assert weights[0] == weights[1]
@@ -96,11 +97,11 @@ def test_a_run_goes_on_to_the_bit_and_its_export_answers(seeing_settings, run, l
     assert "none.png does not exist" in capsys.readouterr().err
 
 
-def test_generate_passes_the_users_question_to_the_model(load, seeing, tmp_path):
+def test_generate_passes_the_users_question_to_the_model(load, vision_model, tmp_path):
     _, model = load()
     (tmp_path / "a.png").write_bytes(png("blue", (24, 32)))
     files = [str(tmp_path / "a.png")] * 2
-    ids, images = generate.ask("what?", files, seeing, model.spec, TextTokenizer(seeing))
+    ids, images = generate.ask("what?", files, vision_model, model.spec, TextTokenizer(vision_model), [])
     turns = "".join(WORDS[i] for i in ids).split("<|im_start|>")[1:]
     image = "<|vision_start|>" + "<|image_pad|>" * len(images["pixel_values"][::8]) + "<|vision_end|>"
     assert turns == [f"user\n{image}{image}what?<|im_end|>\n", "assistant\n"]
@@ -281,8 +282,8 @@ def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_
         load(file)
 
 
-def test_train_finds_the_corpus_of_tokenize(load, seeing, conversations, tmp_path, capsys, monkeypatch):
-    command = ["tokenize", str(seeing), "--data", conversations, "--seq-len", "96"]
+def test_train_finds_the_corpus_of_tokenize(load, vision_model, conversations, tmp_path, capsys, monkeypatch):
+    command = ["tokenize", str(vision_model), "--data", conversations, "--seq-len", "96"]
     assert main([*command, "--data-cache", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert "24 documents" in told
@@ -358,12 +359,12 @@ def test_unusable_images_are_named_by_file_and_line(load, tmp_path, jsonl, messa
 
 
 def test_bad_images_are_reported_before_the_model_is_loaded(
-    seeing_settings, run, tmp_path, jsonl, monkeypatch
+    vision_settings, run, tmp_path, jsonl, monkeypatch
 ):
     monkeypatch.setattr("liger_models.training.run_parts.load_model", None)
     file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "none.png"}, "red")])
     with pytest.raises(DataError, match="line 1"):
-        run(seeing_settings(data=(file,)))
+        run(vision_settings(data=(file,)))
 
 
 def test_a_model_of_text_refuses_images(settings, run, conversations):
@@ -382,9 +383,9 @@ def test_examples_are_cut_only_after_their_images(load, tmp_path, jsonl):
         load(file, seq_len=12, truncate=True)
 
 
-def test_frozen_parts_stay_and_get_no_adapters(seeing_settings, run, tmp_path, seeing):
-    result = run(seeing_settings(output=tmp_path / "run", steps=2, freeze=("vision", "projector")))
-    before, after = (liger_models.from_hub(folder, device="cpu") for folder in (seeing, result.final))
+def test_frozen_parts_stay_and_get_no_adapters(vision_settings, run, tmp_path, vision_model):
+    result = run(vision_settings(output=tmp_path / "run", steps=2, freeze=("vision", "projector")))
+    before, after = (liger_models.from_hub(folder, device="cpu") for folder in (vision_model, result.final))
     own = before.parts()
     names = {name for name, _ in before.vision.named_parameters(prefix="vision")}
     assert own.keys() == {"language", "vision", "projector"}
@@ -395,19 +396,19 @@ def test_frozen_parts_stay_and_get_no_adapters(seeing_settings, run, tmp_path, s
     with pytest.raises(
         ConfigError, match="no part 'tower' in this model; expected language, vision, projector"
     ):
-        run(seeing_settings(output=tmp_path / "none", freeze=("tower",)))
+        run(vision_settings(output=tmp_path / "none", freeze=("tower",)))
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("frozen", ["vision,projector", "language"])
-def test_adapters_are_of_either_part_alone(frozen, quantize, seeing_settings, run, tmp_path):
+def test_adapters_are_of_either_part_alone(frozen, quantize, vision_settings, run, tmp_path):
     """Layers of an encoder and of a language model bear names with one ending."""
     pytest.importorskip("peft")
     if quantize:
         pytest.importorskip("bitsandbytes")
     # bitsandbytes evaluates no matrix so small on a CPU.
     options = {"lora": "r=2", "quantize": quantize, "eval_fraction": 0.0, "save_every": 0, "steps": 2}
-    run(seeing_settings(output=tmp_path, freeze=tuple(frozen.split(",")), **options))
+    run(vision_settings(output=tmp_path, freeze=tuple(frozen.split(",")), **options))
     written = load_file(tmp_path / "final" / "adapter_model.safetensors")
     assert {".visual." in name for name in written} == {frozen == "language"}
     assert all(tensor.any() for tensor in written.values())  # B begins as zero
@@ -415,16 +416,16 @@ def test_adapters_are_of_either_part_alone(frozen, quantize, seeing_settings, ru
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_processes_that_share_the_model_or_the_data_train_as_one(seeing_settings, run, tmp_path, jsonl):
+def test_processes_that_share_the_model_or_the_data_train_as_one(vision_settings, run, tmp_path, jsonl):
     """Some rows have images, and others none."""
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     shown = asked({"type": "image", "path": "a.png"}, "red", "what " * 10)
     told = {"messages": [{"role": "user", "content": "what " * 20}, {"role": "assistant", "content": "red"}]}
     file = jsonl(tmp_path / "a.jsonl", [shown, told] * 4)
     options = {"data": (file,), "seq_len": 64, "steps": 3, "save_every": 0, "eval_fraction": 0.0}
-    one = run(seeing_settings(output=tmp_path / "one", **options, gradient_accumulation=2))
+    one = run(vision_settings(output=tmp_path / "one", **options, gradient_accumulation=2))
     planned = [
-        seeing_settings(output=tmp_path / shard, **options, gradient_accumulation=1, shard=shard).to_dict()
+        vision_settings(output=tmp_path / shard, **options, gradient_accumulation=1, shard=shard).to_dict()
         for shard in ("full", "none")
     ]
     (tmp_path / "runs.json").write_text(json.dumps([(settings, 0, 2) for settings in planned]))

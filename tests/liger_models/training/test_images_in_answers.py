@@ -57,10 +57,16 @@ def judged(tmp_path_factory, jsonl):
 
 
 @pytest.fixture
-def configured(settings, seeing, judged):
+def configured(settings, vision_model, judged):
     def make(name, **changes):
         data = judged["labelled" if name == "kto" else "pairs"]
-        defaults = {"eval_fraction": 0.0, "seq_len": 192, "steps": 4, "model": str(seeing), "data": (data,)}
+        defaults = {
+            "eval_fraction": 0.0,
+            "seq_len": 192,
+            "steps": 4,
+            "model": str(vision_model),
+            "data": (data,),
+        }
         return settings(objective=name, **{**defaults, **changes})
 
     return make
@@ -88,7 +94,7 @@ def expected_loss(name, run, reference, rows):
     for piece in (piece for row in rows for piece in row):
         corpus, number = run.documents._place(piece)
         cut, is_good = corpus.groups[number].tolist()
-        ids, trained = run.documents._read(*piece)
+        ids, trained = run.documents.read(*piece)
         shown = part_images(corpus.images(piece.start))
         two = [(ids[:cut].long(), trained[:cut], shown[0]), (ids[cut:].long(), trained[cut:], shown[1])]
         scored.append([score(run.model, *one) for one in two])
@@ -111,7 +117,7 @@ def expected_loss(name, run, reference, rows):
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
-    name, configured, seeing, monkeypatch
+    name, configured, vision_model, monkeypatch
 ):
     """In the encoder too. Prompts are computed once where an objective can, with their images, but those two
     whose answers show some.
@@ -130,7 +136,7 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
             parameter.add_(0.05 * torch.randn_like(parameter))
     rows = list(loop.Stream(run.documents, 400, config.seed).epoch(0))
     assert [len(rows), sum(map(len, rows))] == [config.gradient_accumulation, 8]
-    expected = expected_loss(name, run, liger_models.from_hub(seeing, device="cpu"), rows)
+    expected = expected_loss(name, run, liger_models.from_hub(vision_model, device="cpu"), rows)
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))
     kept, pixels = [], []
     run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import signal
 import sys
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 import liger_models
 from liger_models.architectures import find_architecture
+from liger_models.cli import main
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.training import TrainingInterrupted
 from liger_models.training.data import Documents
@@ -131,6 +133,8 @@ def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings
     merged = stock(folder, result.final).merge_and_unload().state_dict()
     found = stock(result.final.parent / "merged").state_dict()
     assert distance(found, merged) <= 1e-6
+    files = load_file(result.final.parent / "merged" / "model.safetensors")
+    assert distance(dict(liger_models.from_hub(result.final).checkpoint_tensors()), files) <= 1e-6
     config_file = json.loads((result.final / "adapter_config.json").read_text())
     assert config_file["base_model_name_or_path"] == str(folder)
     assert not (result.final / "model.safetensors").exists()
@@ -236,6 +240,56 @@ def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoin
 def test_errors_for_bad_settings_say_what_to_pass(text, said, settings):
     with pytest.raises(ConfigError, match=said):
         settings(lora=text)
+
+
+def test_an_adapter_is_taken_wherever_a_model_is(checkpoint, settings, run, tmp_path, capsys):
+    """Fine-tuning and then DPO of one adapter, each one command; the first is the reference."""
+    tuned = run(settings(lora="r=4", steps=3, lr=1e-2)).final
+    pair = {"prompt": "abc", "chosen": " efg", "rejected": " hij"}
+    data = tmp_path / "pairs.jsonl"
+    data.write_text((json.dumps(pair) + "\n") * 4)
+    words = [
+        "train",
+        str(tuned.parent),
+        "--objective",
+        "dpo",
+        "--data",
+        str(data),
+        "--lr",
+        "1e-2",
+        "--seq-len",
+        "64",
+    ]
+    assert main([*words, "--steps", "2", "--output", str(tmp_path / "dpo"), "--device", "cpu"]) == 0
+    first = json.loads((tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()[0])
+    assert math.isclose(first["loss"], math.log(2), rel_tol=1e-6)  # the reference is the tuned model
+    preferred = tmp_path / "dpo" / "final"
+    about = json.loads((preferred / "adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(checkpoint)
+    before, after = (load_file(folder / ADAPTER) for folder in (tuned, preferred))
+    assert 0 < distance(after, before) < 1
+    with pytest.raises(ConfigError, match="trained further with its own settings, r=4"):
+        run(settings(model=str(tuned), lora="r=8", steps=1))
+
+    moved = tmp_path / "moved"
+    checkpoint_copy = shutil.copytree(checkpoint, moved)
+    (preferred / "adapter_config.json").write_text(
+        json.dumps(about | {"base_model_name_or_path": "gone/gone/gone"})
+    )
+    assert main(["merge", str(preferred), str(tmp_path / "merged")]) == 2
+    assert "pass it as base= (--base)" in capsys.readouterr().err
+    base = ["--base", str(checkpoint_copy)]
+    assert main(["merge", str(preferred), str(tmp_path / "merged"), *base]) == 0
+    ids = torch.arange(3, 40)[None]
+    theirs = stock(checkpoint, preferred).eval()
+    ours = liger_models.from_hub(tmp_path / "merged")
+    assert torch.allclose(ours(ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
+    capsys.readouterr()
+    for command in ("generate", "verify"):
+        extra = (
+            ["--prompt", "abc", "--max-new-tokens", "3"] if command == "generate" else ["--no-transformers"]
+        )
+        assert main([command, str(preferred), *base, *extra]) == 0
 
 
 def test_settings_are_read():

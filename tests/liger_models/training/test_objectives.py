@@ -10,7 +10,7 @@ import torch
 import liger_models
 from liger_models import losses as of
 from liger_models.cli import main
-from liger_models.cli.data_options import OBJECTIVE_OPTIONS
+from liger_models.cli.shared.data_options import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
 from liger_models.training.data import groups, load_documents
@@ -56,7 +56,7 @@ def sequences(run, rows):
     for piece in (piece for row in rows for piece in row):
         corpus, number = run.documents._place(piece)
         cut, good = corpus.groups[number].tolist()
-        ids, trained = run.documents._read(*piece)
+        ids, trained = run.documents.read(*piece)
         yield [(ids[:cut].long(), trained[:cut]), (ids[cut:].long(), trained[cut:])], bool(good)
 
 
@@ -83,23 +83,23 @@ def expected_of(name, run, reference, rows):
         )
         nll = -torch.cat([two[0][0] for two in scored]).mean()
         types = {"sigmoid": 0.7, "apo_zero": 0.3, "sft": 0.5}
-        return told_of(of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type=types, nll=nll))
+        return metrics_of(of.dpo_loss(*sums.T, *before.T, beta=0.3, loss_type=types, nll=nll))
     sums, before = (
         torch.stack([torch.stack([one[0].sum() for one in two]) for two in both]) for both in (scored, before)
     )
     if name == "orpo":
         everything = torch.cat([two[0][1] for two in scored])
-        return told_of(of.orpo_loss(*means.T, -everything.mean(), beta=0.2))
+        return metrics_of(of.orpo_loss(*means.T, -everything.mean(), beta=0.2))
     if name == "simpo":
         answers = torch.cat([two[0][0] for two in scored])
-        return told_of(of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5))
+        return metrics_of(of.simpo_loss(*means.T, -answers.mean(), beta=1.5, gamma=0.4, alpha=0.5))
     good = torch.tensor([good for _, good in found])
     kl = of.kto_kl(sums[:, 1].detach(), before[:, 1])
     loss, rewards = of.kto_loss(sums[:, 0], before[:, 0], good, kl, beta=0.3, desirable_weight=0.8)
     return loss, {"kl": kl, "good_reward": rewards[good].mean(), "bad_reward": rewards[~good].mean()}
 
 
-def told_of(result):
+def metrics_of(result):
     loss, chosen, rejected = result
     wins = (chosen > rejected).double()
     told = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
@@ -146,15 +146,15 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     for found, wanted in zip(kept, gradients, strict=True):
         # float32's 6e-8 over sums of some 400 tokens, in two layers: 1e-5 of the largest entry.
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert outcome.told == {key: pytest.approx(x.item(), rel=1e-4, abs=1e-5) for key, x in told.items()}
+    assert outcome.metrics == {key: pytest.approx(x.item(), rel=1e-4, abs=1e-5) for key, x in told.items()}
 
 
 def test_preference_metrics_are_means_over_the_pairs_of_a_step(start):
     run = start("dpo", {"beta": 0.5}, batch_size=1, gradient_accumulation=3)
-    told = run.step(1e-2, loop.Signals()).told
+    told = run.step(1e-2, loop.Signals()).metrics
     assert told["margin"] == pytest.approx(0, abs=1e-5)  # the policy is its reference
     for _ in range(3):
-        told = run.step(1e-2, loop.Signals()).told
+        told = run.step(1e-2, loop.Signals()).metrics
     assert told["margin"] == pytest.approx(told["chosen_reward"] - told["rejected_reward"], abs=1e-5)
     assert 0 <= told["accuracy"] <= 1
 
@@ -162,10 +162,11 @@ def test_preference_metrics_are_means_over_the_pairs_of_a_step(start):
 def test_distillation_from_the_model_itself_has_no_divergence(start, checkpoint):
     run = start("distill", {"hard_weight": 0.5})
     first = run.step(1e-3, loop.Signals())
-    assert first.told["divergence"] > 0.01
-    assert first.loss == pytest.approx(first.told["divergence"] + 0.5 * first.told["hard_loss"], rel=1e-5)
+    divergence, hard_loss = first.metrics["divergence"], first.metrics["hard_loss"]
+    assert divergence > 0.01
+    assert first.loss == pytest.approx(divergence + 0.5 * hard_loss, rel=1e-5)
     run.objective.lesson = run.objective._lesson(run.model)
-    assert run.step(0.0, loop.Signals()).told["divergence"] == pytest.approx(0, abs=1e-6)
+    assert run.step(0.0, loop.Signals()).metrics["divergence"] == pytest.approx(0, abs=1e-6)
 
 
 def test_dft_weighs_each_token_with_its_probability(start):
@@ -457,7 +458,7 @@ def test_a_step_of_rewards_is_bradley_and_terry_s_over_all_pairs(start):
     run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
     outcome = run.step(1e-3, loop.Signals())
     assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
-    assert outcome.told["accuracy"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).float().mean().item())
+    assert outcome.metrics["accuracy"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).float().mean().item())
     for found, wanted in zip(kept, gradients, strict=True):
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()  # as above
 

@@ -5,7 +5,10 @@ from collections import Counter
 import pytest
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.records import LABELLED, PAIRS, parse_fields, parse_row
+from liger_models.training.data.reading.records import parse_fields, parse_row
+from liger_models.training.data.reading.schema import LABELLED, PAIRS, Schema
+
+SAID = "records of ShareGPT's form (conversations), read as messages"
 
 
 def turn(name, value):
@@ -55,13 +58,13 @@ def test_turns_become_messages():
         message("assistant", "a2"),
     ]
     assert record.options["tools"] == [{"name": "look"}]
-    assert counts == {"fields 'id' left aside": 1}
+    assert counts == {"fields 'id' left aside": 1, SAID: 1}
 
 
 def test_a_separate_system_prompt_comes_first():
     record, counts = messages_of([turn("human", "q"), turn("gpt", "a")], system="s")
     assert record.content.messages[0] == message("system", "s")
-    assert not counts
+    assert counts == {SAID: 1}
     assert len(messages_of([turn("human", "q"), turn("gpt", "a")], system="")[0].content.messages) == 2
 
 
@@ -81,14 +84,14 @@ def test_images_have_their_places_in_turns():
 def test_answers_that_are_compared_or_judged_may_be_turns(prompt):
     asked = [turn("human", "q")]
     pair = {prompt: asked, "chosen": turn("gpt", "good"), "rejected": [turn("gpt", "bad")]}
-    found = parse_fields("a", pair, Counter(), (PAIRS,)).content
+    found = parse_fields("a", pair, Counter(), Schema((PAIRS,))).content
     assert [part.messages for part in found] == [
         [message("user", "q")],
         [message("assistant", "good")],
         [message("assistant", "bad")],
     ]
     judged = {prompt: asked, "completion": [turn("gpt", "good")], "label": True}
-    assert parse_fields("a", judged, Counter(), (LABELLED,)).content[1].messages == [
+    assert parse_fields("a", judged, Counter(), Schema((LABELLED,))).content[1].messages == [
         message("assistant", "good")
     ]
 

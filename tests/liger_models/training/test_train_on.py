@@ -7,7 +7,7 @@ import torch
 
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training.data import PAIRS, build_corpus, load_documents
-from liger_models.training.data.records import Conversation
+from liger_models.training.data.reading.records import Conversation
 from liger_models.training.text.tokenizer import TextTokenizer
 
 ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"

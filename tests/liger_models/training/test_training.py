@@ -15,8 +15,10 @@ from liger_models.layers.recurrent.short_conv import ShortConvolution
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
 from liger_models.training.learning_rate import LearningRate
+from liger_models.training.loop import Run
 from liger_models.training.observing.metrics import COLUMNS, plot_losses
 from liger_models.training.optimizer import BETAS, build_adamw
+from liger_models.training.processes.world import World
 
 
 @pytest.fixture
@@ -323,3 +325,12 @@ def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     assert not plot_losses(records, tmp_path / "none.png")
+
+
+def test_an_evaluation_takes_no_more_rows_than_asked(settings):
+    run = Run(settings(eval_fraction=0.5, eval_tokens=150), World("cpu"))
+    everything = Run(settings(eval_fraction=0.5), World("cpu"))
+    rows, all_rows = (list(one._held_out_rows()) for one in (run, everything))
+    assert rows == all_rows[:2]  # of 64 tokens
+    assert len(all_rows) > 2
+    assert run.evaluate()["eval_loss"] != everything.evaluate()["eval_loss"]

@@ -173,13 +173,13 @@ def test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one(
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_images_that_several_answers_see_are_computed_once(seeing, tmp_path, jsonl, start, monkeypatch):
+def test_images_that_several_answers_see_are_computed_once(vision_model, tmp_path, jsonl, start, monkeypatch):
     """Also in a conversation that begins without one, and next to one that has none."""
     pytest.importorskip("PIL.Image")
     turn = "<|im_start|>{{ m.role }}\n"
     thought = "{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}"
     folder = tmp_path / "model"
-    shutil.copytree(seeing, folder)
+    shutil.copytree(vision_model, folder)
     (folder / "chat_template.json").unlink()
     (folder / "chat_template.jinja").write_text(drawn.TEMPLATE.replace(turn, turn + thought))
 

@@ -3,7 +3,7 @@
     {"text": ...}    {"prompt": ..., "completion": ...}    {"messages": [{"role": ..., "content": ...}, ...]}
 
 Next to messages, `tools` and `chat_template_kwargs` are passed to the chat template. Messages may be in
-ShareGPT's format (sharegpt.py).
+ShareGPT's format (sharegpt.py), and records may be Alpaca's (alpaca.py).
 
 Images are message parts {"type": "image", "image": ...}, or placeholders {"type": "image"} or "<image>" for
 the entries of an "images" field next to "messages". liger_models/images/files.py defines how images are
@@ -29,18 +29,22 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
-from liger_models.training.data.sharegpt import CONVERSATIONS, SYSTEM, messages_from, with_messages
+from liger_models.training.data.reading.schema import (
+    IMAGES,
+    LABELLED,
+    OPTIONS,
+    PAIRS,
+    PROMPT,
+    TOOLS,
+    VIDEOS,
+    Schema,
+)
+from liger_models.training.data.reading.sharegpt import messages_from
 from liger_models.training.text.answers import ASSISTANT
 from liger_models.training.text.chat_template import NOTHING, OWN_NAMES
 
-FORMS = ("text", "prompt/completion", "messages")
-PAIRS = "prompt/chosen/rejected"
-LABELLED = "prompt/completion/label"
 LONG = "long text"  # its content is an iterator of overlapping blocks
-IMAGES = "images"  # a field next to messages
-VIDEOS = "videos"  # a field of other tools
 PLACE = "<image>"  # placeholder in text for an image of that field
-TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields next to messages
 TRAIN_ON = ("all", "last", "each")  # answers of a conversation
 
 
@@ -102,13 +106,10 @@ def _shown(messages: list[dict[str, Any]]) -> int:
     return sum(isinstance(part, dict) and part.get("type") in ("image", "video") for part in parts)
 
 
-def fields_of(forms: tuple[str, ...]) -> set[str]:
-    """Return the fields that records of these forms may have."""
-    beside = {IMAGES, VIDEOS, TOOLS, OPTIONS, CONVERSATIONS, SYSTEM}
-    return {key for form in forms for key in form.split("/")} | beside
+ANY = Schema()
 
 
-def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, ...] = FORMS) -> Record:
+def parse_line(where: str, line: bytes, counts: Counter[str], schema: Schema = ANY) -> Record:
     """Parse a JSON line in one of these forms. Raises DataError, starting with `where`."""
     try:
         fields = json.loads(line)
@@ -120,16 +121,14 @@ def parse_line(where: str, line: bytes, counts: Counter[str], forms: tuple[str, 
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(fields, dict):
         raise DataError(f"{where}: found a {type(fields).__name__}, expected a JSON object")
-    return parse_fields(where, fields, counts, forms)
+    return parse_fields(where, fields, counts, schema)
 
 
-def parse_row(
-    where: str, row: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
-) -> Record:
+def parse_row(where: str, row: dict[str, Any], counts: Counter[str], schema: Schema = ANY) -> Record:
     """Parse a table row, where missing fields are null. Raises DataError as `parse_line`."""
     fields = {key: value for key, value in row.items() if value is not None}
     fields = {key: value if key == IMAGES else _without_nulls(value) for key, value in fields.items()}
-    return parse_fields(where, fields, counts, forms)
+    return parse_fields(where, fields, counts, schema)
 
 
 def _without_nulls(value: Any) -> Any:
@@ -142,25 +141,22 @@ def _without_nulls(value: Any) -> Any:
     return kept | {"content": None} if "role" in value and value.get("content", ...) is None else kept
 
 
-def parse_fields(
-    where: str, fields: dict[str, Any], counts: Counter[str], forms: tuple[str, ...] = FORMS
-) -> Record:
+def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str], schema: Schema = ANY) -> Record:
     """Build a record from known fields; unknown ones are ignored and counted. Raises DataError."""
     found = ", ".join(map(repr, fields)) or "no fields"
-    key = "messages" if "messages" in forms else "prompt"
-    if CONVERSATIONS in fields and key not in fields:
-        fields = with_messages(where, fields, key)
-    fitting = [form for form in forms if any(key in fields for key in form.split("/"))]
+    fields = schema.standard(where, fields, counts)
+    fitting = [form for form in schema.forms if any(key in fields for key in form.split("/"))]
     if len(fitting) != 1:
-        of_these = "exactly one of " if len(forms) > 1 else ""
-        raise DataError(f"{where}: found {found}; expected {of_these}{', '.join(forms)}")
+        raise DataError(f"{where}: found {found}; expected {schema.expected(fields)}")
     form = fitting[0]
     keys = form.split("/")
     fields = {**fields, **{key: messages_from(where, fields[key], key) for key in keys if key in fields}}
+    if form == PROMPT:
+        return _prompt_alone(where, fields)
     _check_shown(where, form, fields)
-    told = any(isinstance(fields.get(key), list) for key in keys)
-    options = _options(where, fields) if told else NOTHING
-    for key in fields.keys() - {*keys, IMAGES, VIDEOS, *((TOOLS, OPTIONS) if told else ())}:
+    is_conversation = any(isinstance(fields.get(key), list) for key in keys)
+    options = _options(where, fields) if is_conversation else NOTHING
+    for key in fields.keys() - {*keys, IMAGES, VIDEOS, *((TOOLS, OPTIONS) if is_conversation else ())}:
         counts[f"fields {key!r} left aside"] += 1
     if form == PAIRS and "prompt" not in fields:
         fields = _with_common_prompt(fields)
@@ -176,6 +172,22 @@ def parse_fields(
             raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
         check_text(where, fields[key])
     return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
+
+
+def _prompt_alone(where: str, fields: dict[str, Any]) -> Record:
+    """Build the record of a prompt without an answer; all other fields are its options."""
+    others = {name: value for name, value in fields.items() if name != PROMPT}
+    prompt = fields[PROMPT]
+    if isinstance(prompt, list):
+        return Record(
+            where, PROMPT, Conversation(_check_messages(where, prompt, PROMPT, False), []), options=others
+        )
+    if not isinstance(prompt, str):
+        raise DataError(
+            f"{where}: {PROMPT!r} is {abbreviate(prompt)}; expected a string or a list of messages"
+        )
+    check_text(where, prompt)
+    return Record(where, PROMPT, prompt, options=others)
 
 
 def _options(where: str, fields: dict[str, Any]) -> dict[str, Any]:

@@ -1,25 +1,40 @@
 """Shared helpers of the commands: checkpoint lookup and human-readable numbers."""
 
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 
 def find_checkpoint(name: str) -> Path:
-    """Folder of a checkpoint, given its path, a training run's folder (its latest checkpoint), or a hub id.
+    """Folder of a model or an adapter, given its path, a training run's folder (its latest checkpoint), or a
+    hub id.
 
     Raises:
         CheckpointError, HubError: the checkpoint does not exist or cannot be downloaded.
     """
     from liger_models.convert.checkpoints.hub import resolve
+
+    return resolve(latest_in_run(name), adapter=True)
+
+
+def latest_in_run(name: str) -> str:
+    """The latest checkpoint of a training run's folder; other names unchanged."""
+    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path
     from liger_models.training.checkpoints.state import newest_checkpoint
 
-    folder = Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
+    folder, configs = local_path(name), ("config.json", ADAPTER_CONFIG)
+    if folder.is_dir() and not any((folder / config).exists() for config in configs):
         run = [path for path in (folder / "final", newest_checkpoint(folder)) if path is not None]
-        written = [path for path in run if (path / "config.json").is_file()]
+        written = [path / config for path in run for config in configs if (path / config).is_file()]
         if written:  # `final` is older if a resumed run was stopped
-            return max(written, key=lambda path: (path / "config.json").stat().st_mtime)
-    return resolve(name)
+            return str(max(written, key=lambda path: path.stat().st_mtime).parent)
+    return name
+
+
+def add_base(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--base", metavar="MODEL", help="base model of an adapter (default: the one that it names)"
+    )
 
 
 def bytes_text(count: float) -> str:

@@ -2,6 +2,8 @@
 
     a.txt  a.md                      one document each
     a.jsonl                          a record per line; also a.jsonl.gz, and a.jsonl.zst (needs zstandard)
+    a.json                           an array of records, or a record per line
+    a.csv  a.tsv                     a record per row, after a header
     a.parquet                        a record per row (needs pyarrow)
     folder  'folder/**/*.jsonl'      all such files in the folder, or all matches, sorted by name
     hf:OWNER/NAME[:CONFIG[:SPLIT]]   a Hugging Face hub dataset, streamed (needs datasets); split: train
@@ -25,21 +27,26 @@ from typing import Any
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
 from liger_models.convert.regular_file import open_regular
-from liger_models.training.data import tables
-from liger_models.training.data.lines import (
+from liger_models.training.data.reading import tables
+from liger_models.training.data.reading.arrays import read_json
+from liger_models.training.data.reading.lines import (
     Advance,
-    Forms,
     read_gzip,
     read_jsonl,
     read_stdin,
     read_text,
     read_zstandard,
 )
-from liger_models.training.data.records import FORMS, Record
-from liger_models.training.data.tables import HUB, hub_parts, read_hub, read_parquet
+from liger_models.training.data.reading.records import ANY, Record
+from liger_models.training.data.reading.schema import Schema
+from liger_models.training.data.reading.spreadsheets import read_csv
+from liger_models.training.data.reading.tables import HUB, hub_parts, read_hub, read_parquet
 
 STDIN = "-"
-KINDS = (".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+KINDS = (".txt", ".md", ".json", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".csv", ".tsv", ".parquet")
+# Files of other purposes in the folders of data sets.
+ASIDE = {"dataset_info.json", "dataset_infos.json", "state.json"}
+_HUB_NAME = r"\w[\w.-]*/\w[\w-]*"
 WEIGHT = re.compile(r"((?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)=(.+)", re.DOTALL)
 
 
@@ -57,6 +64,25 @@ def split_weights(names: Iterable[str]) -> tuple[list[str], list[float] | None]:
     if any(not 0 < weight < float("inf") for weight in weights):
         raise DataError(f"the weights of the data are {weights}; each must be more than 0")
     return [name for name, _ in found], weights or None
+
+
+def with_split(names: Iterable[str], split: str | None) -> list[str]:
+    """Add a split to the names of hub data sets without one.
+
+    Raises:
+        DataError: no name could take it.
+    """
+    names = list(names)
+    if split is None:
+        return names
+    bare = [name.startswith(HUB) and name.count(":") < 3 for name in names]
+    if not any(bare):
+        raise DataError(
+            f"split is {split!r}, but no data set of the hub without a split is named; expected data such as "
+            "hf:OWNER/NAME"
+        )
+    padded = (name + ":" * (3 - name.count(":")) for name in names)
+    return [p + split if is_bare else n for n, p, is_bare in zip(names, padded, bare, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -90,18 +116,18 @@ class Source:
             return {"name": self.name, "commit": tables.commit_of(self.name)}
         return {"name": self.name}
 
-    def records(self, counts: Counter[str], advance: Advance, forms: Forms = FORMS) -> Iterator[Record]:
-        """Yield the records, in these forms. `advance` receives the bytes read of a file, or the rows read of
-        other sources.
+    def records(self, counts: Counter[str], advance: Advance, schema: Schema = ANY) -> Iterator[Record]:
+        """Yield the records, in the forms of a schema. `advance` receives the bytes read of a file, or
+        the rows read of other sources.
 
         Raises:
             DataError: the source or a record is unusable, with file and line.
         """
         if self.path is None:
             read = read_hub if self.name.startswith(HUB) else read_stdin
-            yield from read(self.name, counts, advance, forms)
+            yield from read(self.name, counts, advance, schema)
             return
-        for record in _READERS[_kind(self.path)](self.path, counts, advance, forms):
+        for record in _READERS[_kind(self.path)](self.path, counts, advance, schema):
             yield record._replace(folder=self.path.parent)
 
 
@@ -130,7 +156,7 @@ def _in_folder(folder: Path, counts: Counter[str]) -> list[Source]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and not any(p.startswith(".") for p in path.relative_to(folder).parts)
     ]
-    known = [path for path in files if _kind(path)]
+    known = [path for path in files if _kind(path) and path.name not in ASIDE]
     if not known:
         raise DataError(f"the folder {folder} holds no file of a known kind: {', '.join(KINDS)}")
     if others := len(files) - len(known):
@@ -140,7 +166,11 @@ def _in_folder(folder: Path, counts: Counter[str]) -> list[Source]:
 
 def _file(path: Path) -> Source:
     if not path.is_file():
-        raise DataError(f"data file {path} {'is no file' if path.exists() else 'does not exist'}")
+        if path.exists():
+            raise DataError(f"data file {path} is no file")
+        name = str(path)
+        of_hub = f"; for the data set of the hub write {HUB}{name}" if re.fullmatch(_HUB_NAME, name) else ""
+        raise DataError(f"data file {path} does not exist{of_hub}")
     if not _kind(path):
         raise DataError(f"data file {path} has suffix {path.suffix!r}; expected {', '.join(KINDS)}")
     return Source(str(path), path)
@@ -150,11 +180,14 @@ def _kind(path: Path) -> str:
     return next((kind for kind in KINDS if path.name.endswith(kind)), "")
 
 
-_READERS: dict[str, Callable[[Path, Counter[str], Advance, Forms], Iterator[Record]]] = {
+_READERS: dict[str, Callable[[Path, Counter[str], Advance, Schema], Iterator[Record]]] = {
     ".txt": read_text,
     ".md": read_text,
+    ".json": read_json,
     ".jsonl": read_jsonl,
     ".jsonl.gz": read_gzip,
     ".jsonl.zst": read_zstandard,
+    ".csv": read_csv,
+    ".tsv": read_csv,
     ".parquet": read_parquet,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -9,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.lines import Advance, Forms, _check_expansion
-from liger_models.training.data.records import Record, fields_of, parse_row
+from liger_models.training.data.reading.lines import Advance, _check_expansion
+from liger_models.training.data.reading.records import Record, parse_row
+from liger_models.training.data.reading.schema import PROMPT, Schema
 
 HUB = "hf:"
 ROWS = 1024  # read at once
 BATCH_BYTES = 1 << 26  # of the rows read at once, on average
 
 
-def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_parquet(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
@@ -25,14 +27,16 @@ def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Form
     size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as file:
-            columns, fields = file.schema_arrow.names, fields_of(forms)
+            columns, fields = file.schema_arrow.names, schema.fields()
             count = file.metadata.num_rows
             for column in columns:
-                if column not in fields and count:
+                if column not in fields and count and PROMPT not in schema.forms:
                     counts[f"fields {column!r} left aside"] += count
-            chosen = [column for column in columns if column in fields]
+            chosen = [column for column in columns if column in fields or PROMPT in schema.forms]
             if not chosen and count:
-                raise DataError(f"{path} has the columns {', '.join(columns)}; expected {', '.join(forms)}")
+                raise DataError(
+                    f"{path} has the columns {', '.join(columns)}; expected {schema.expected(columns)}"
+                )
             texts, rows = _how_to_read(file)
         share, done = size / max(1, count), 0
         # Dictionary-encoded columns stay encoded, so that a text repeated in thousands of rows is held once;
@@ -49,7 +53,7 @@ def read_parquet(path: Path, counts: Counter[str], advance: Advance, forms: Form
                 record = {name: value.as_py() for name, value in zip(chosen, row, strict=True)}
                 done += _size(record)
                 _check_expansion(where, done, size)
-                yield parse_row(where, record, counts, forms)
+                yield parse_row(where, record, counts, schema)
                 advance(int(number * share) - int((number - 1) * share))
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as Parquet ({error})") from error
@@ -105,15 +109,16 @@ def commit_of(name: str) -> str:
         ) from error
 
 
-def read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_hub(name: str, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     try:
         from datasets import load_dataset
     except ImportError as error:
         raise DataError(f"{name} needs datasets: pip install 'liger_models[data]'") from error
     repository, config, split = hub_parts(name)
     try:
-        data = load_dataset(repository, config, split=split, revision=commit_of(name), streaming=True)
-        rows = iter(_undecoded(data))
+        rows = itertools.chain.from_iterable(
+            _undecoded(data) for data in _opened(load_dataset, repository, config, split, commit_of(name))
+        )
     except Exception as error:
         raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
     number = 0
@@ -128,8 +133,28 @@ def read_hub(name: str, counts: Counter[str], advance: Advance, forms: Forms) ->
             ) from error
         number += 1
         where = f"{name}, row {number}"
-        yield parse_row(where, _with_bytes(where, row, repository), counts, forms)._replace(folder=None)
+        yield parse_row(where, _with_bytes(where, row, repository), counts, schema)._replace(folder=None)
         advance(1)
+
+
+def _opened(load_dataset: Any, repository: str, config: str | None, split: str, commit: str) -> Iterator[Any]:
+    """Open the parts of a split, which may be slices and sums as datasets names them: train[:90%]+test."""
+
+    def opened(name: str) -> Any:
+        return load_dataset(repository, config, split=name, revision=commit, streaming=True)
+
+    if not re.search(r"[\[+]", split):
+        yield opened(split)
+        return
+    from datasets import ReadInstruction, load_dataset_builder
+
+    splits = load_dataset_builder(repository, config, revision=commit).info.splits
+    if not splits:
+        raise ValueError("the data set does not say how many rows its splits have, which slices need")
+    sizes = {found: about.num_examples for found, about in splits.items()}
+    for part in ReadInstruction.from_spec(split).to_absolute(sizes):
+        first, last = part.from_ or 0, sizes[part.splitname] if part.to is None else part.to
+        yield opened(part.splitname).skip(first).take(last - first)
 
 
 def _undecoded(data: Any) -> Any:

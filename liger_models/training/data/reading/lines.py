@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from liger_models.convert.errors import DataError
-from liger_models.training.data.records import LONG, Record, parse_line
+from liger_models.training.data.reading.records import LONG, Record, parse_line
+from liger_models.training.data.reading.schema import Schema
 
 Advance = Callable[[int], object]
-Forms = tuple[str, ...]
 LONG_TEXT = 1 << 25  # bytes; longer files are read in blocks
 BLOCK, OVERLAP = 1 << 20, 1 << 13  # characters
 # A few bytes of a compressed file can expand to gigabytes.
@@ -27,9 +27,11 @@ BLANK_LINES = 1 << 16  # in a row
 EXPANSION, FREE_EXPANSION = 1000, 1 << 28  # largest ratio, and the size below which any is accepted
 
 
-def read_text(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
-    if "text" not in forms:
-        raise DataError(f"{path} is text; expected records with {', '.join(forms)}, as lines of .jsonl")
+def read_text(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
+    if "text" not in schema.forms:
+        raise DataError(
+            f"{path} is text; expected records with {', '.join(schema.forms)}, as lines of .jsonl"
+        )
     if path.stat().st_size > LONG_TEXT:
         yield Record(str(path), LONG, _blocks(path, advance))
         return
@@ -60,7 +62,7 @@ def _read_lines(
     lines: BinaryIO | io.BufferedIOBase,
     counts: Counter[str],
     advance: Advance,
-    forms: Forms,
+    schema: Schema,
     packed_size: int | None = None,
 ) -> Iterator[Record]:
     """Read records from JSON lines; `packed_size` is the compressed file's size."""
@@ -79,7 +81,7 @@ def _read_lines(
         _check_expansion(place, done, packed_size)
         if line.strip():
             blank = 0
-            yield parse_line(place, line, counts, forms)
+            yield parse_line(place, line, counts, schema)
         else:
             blank += 1
             counts["blank lines"] += 1
@@ -97,32 +99,32 @@ def _check_expansion(where: str, unpacked: int, packed: int | None) -> None:
         )
 
 
-def read_jsonl(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_jsonl(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     with path.open("rb") as lines:
-        yield from _read_lines(str(path), lines, counts, advance, forms)
+        yield from _read_lines(str(path), lines, counts, advance, schema)
 
 
-def read_gzip(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_gzip(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     done = 0
     with path.open("rb") as packed, gzip.open(packed) as lines:
 
-        def told(_: int) -> None:
+        def advance_packed(_: int) -> None:
             nonlocal done
             advance(packed.tell() - done)
             done = packed.tell()
 
         try:
-            yield from _read_lines(str(path), lines, counts, told, forms, path.stat().st_size)
+            yield from _read_lines(str(path), lines, counts, advance_packed, schema, path.stat().st_size)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise DataError(f"{path} cannot be unpacked ({error}); it is damaged, or no gzip file") from error
 
 
-def read_zstandard(path: Path, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_zstandard(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     with path.open("rb") as packed:
         pieces = _Pieces(_unpacked(path, packed, advance))
         with io.BufferedReader(pieces, 1 << 20) as lines:
             size = path.stat().st_size
-            yield from _read_lines(str(path), lines, counts, lambda _: None, forms, size)
+            yield from _read_lines(str(path), lines, counts, lambda _: None, schema, size)
 
 
 def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]:
@@ -168,10 +170,10 @@ class _Pieces(io.RawIOBase):
         return count
 
 
-def read_stdin(name: str, counts: Counter[str], advance: Advance, forms: Forms) -> Iterator[Record]:
+def read_stdin(name: str, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise DataError(
             "standard input can be read once, by one process; make a corpus of it first "
             "(liger-models tokenize MODEL --data - --output FOLDER) and train on that folder"
         )
-    yield from _read_lines("standard input", sys.stdin.buffer, counts, lambda _: advance(1), forms)
+    yield from _read_lines("standard input", sys.stdin.buffer, counts, lambda _: advance(1), schema)

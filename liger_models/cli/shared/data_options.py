@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 
-OBJECTIVES = ("sft", "dpo", "orpo", "simpo", "kto", "reward", "distill")
+OBJECTIVES = ("sft", "dpo", "orpo", "simpo", "kto", "reward", "distill", "grpo")
+TOKENIZED = tuple(name for name in OBJECTIVES if name != "grpo")  # whose data make a corpus
 # By option: its type, its metavar and its help.
 OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     "beta": (
         float,
         "X",
-        "for dpo, orpo, kto (0.1), simpo (2) and distill (0: KL(teacher || student), up to 1)",
+        "for dpo, orpo, kto (0.1), simpo (2), grpo (weight of the KL term: 0) and distill (0: KL(teacher || "
+        "student), up to 1)",
     ),
     "loss_type": (
         *(str, "NAME"),
         "for dpo (sigmoid, hinge, ipo and others, or a sum: sigmoid=0.8+sft=1), kto (kto, "
-        "apo_zero_unpaired), distill (jsd, cosine) and sft (nll, dft)",
+        "apo_zero_unpaired), distill (jsd, cosine), sft (nll, dft) and grpo (dapo, grpo, dr_grpo, "
+        "gspo, cispo, bnpo)",
     ),
     "label_smoothing": (
         float,
@@ -38,12 +41,26 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
     "desirable_weight": (float, "X", "for kto: weight of good answers (1)"),
     "undesirable_weight": (float, "X", "for kto: weight of bad answers (1)"),
     "teacher": (str, "MODEL", "for distill: hub id or folder of a model with the same vocabulary"),
-    "temperature": (float, "X", "for distill: divides both models' logits (1)"),
+    "temperature": (
+        float,
+        "X",
+        "for distill: divides both models' logits; for grpo: of sampling and of its scores (1)",
+    ),
     "top_k": (
         int,
         "K",
         "for distill: compare only the teacher's K likeliest tokens, and the others as one (all)",
     ),
+    "reward": (
+        *(str, "FILE.py:NAME"),
+        "for grpo: function that judges answers; several are joined by + (docs/grpo.md)",
+    ),
+    "group_size": (int, "N", "for grpo: answers to each prompt (8)"),
+    "max_new_tokens": (int, "N", "for grpo: tokens of an answer, part of --seq-len (256)"),
+    "updates": (int, "N", "for grpo: steps on the same answers (1)"),
+    "clip_low": (float, "X", "for grpo: ratios are clipped below 1 - X (0.2)"),
+    "clip_high": (float, "X", "for grpo: and above 1 + X; for cispo the largest ratio (as below; cispo: 5)"),
+    "reference": (str, "MODEL", "for grpo: model of the KL term (with --lora: the model without adapters)"),
     "hard_weight": (float, "X", "for distill: weight of the cross entropy added to the divergence (0)"),
 }
 
@@ -55,8 +72,8 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         choices=OBJECTIVES,
         default="sft",
         help="training objective: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
-        "kto reads prompt, completion and label; the others the records above (default: %(default)s). Its "
-        "options follow, with defaults in brackets; others are refused:",
+        "kto reads prompt, completion and label; grpo reads prompts; the others the records above "
+        "(default: %(default)s). Its options follow, with defaults in brackets; others are refused:",
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
@@ -79,10 +96,11 @@ def add_data(group: argparse._ActionsContainer) -> None:
         nargs="+",
         required=True,
         metavar="[WEIGHT=]SOURCE",
-        help=".txt, .md, .jsonl[.gz or .zst] and .parquet files, folders and patterns of them, hf: data "
-        "sets, - for JSON lines on standard input, or corpora; a weight is a share of the tokens, as in "
-        "0.7=a.jsonl 0.3=b",
+        help=".txt, .md, .json, .jsonl[.gz or .zst], .csv, .tsv and .parquet files, folders and patterns "
+        "of them, hf: data sets, - for JSON lines on standard input, or corpora; a weight is a "
+        "share of the tokens, as in 0.7=a.jsonl 0.3=b",
     )
+    add_columns(group)
     group.add_argument(
         "--data-cache",
         metavar="FOLDER",
@@ -94,6 +112,20 @@ def add_data(group: argparse._ActionsContainer) -> None:
         help="verify the digests of all corpora (default: only of files newer than their manifest)",
     )
     add_max_image_pixels(group)
+
+
+def add_columns(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--columns",
+        metavar="FIELD=COLUMN,...",
+        help="the data's columns where their names differ, as in prompt=question,completion=answer",
+    )
+    group.add_argument(
+        "--split",
+        metavar="SPLIT",
+        help="split of the hf: data sets that name none, also a part of one or several: 'train[:90%%]', "
+        "train+validation (default: train)",
+    )
 
 
 def add_max_image_pixels(group: argparse._ActionsContainer) -> None:

@@ -24,7 +24,7 @@ from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
-from liger_models.layers.vision.vision import Sight
+from liger_models.layers.vision.vision import VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
@@ -88,11 +88,11 @@ def get_rope_index(
     images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
     seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
     pictures = Pictures(torch.empty(0), images + videos, len(images), seconds)
-    sight = Sight(pictures if pictures.grids else None, mm_token_type_ids)
+    vision_inputs = VisionInputs(pictures if pictures.grids else None, mm_token_type_ids)
     shape = (input_ids.shape[0], input_ids.shape[1])
     sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
-    self.vision.prepare(sight, sequences, input_ids)
-    self.vision.finish(sight)
+    self.vision.prepare(vision_inputs, sequences, input_ids)
+    self.vision.finish(vision_inputs)
     axes = sequences.positions.axes
     if axes is None:  # text only: count tokens without padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask

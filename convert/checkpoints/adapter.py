@@ -1,0 +1,231 @@
+"""Low-rank adapters (LoRA) in PEFT's files, and their merging into the weights of the base model.
+
+    W' = W + s B A                          s = alpha / r, with rsLoRA alpha / sqrt(r)
+    W' = m (W + s B A) / |W + s B A|        with DoRA; norms of rows
+
+LoRA: Hu et al., 2021, arXiv:2106.09685; DoRA: Liu et al., 2024, arXiv:2402.09353; rsLoRA: Kalajdzievski,
+2023, arXiv:2312.03732. Sums and products are computed in float32 and rounded once, to the weight's dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints.expressions import write
+from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.checkpoints.weight_map import WeightMap, connected
+from liger_models.convert.errors import CheckpointError, LigerModelsError
+from liger_models.convert.json_file import read_json
+
+PREFIX = "base_model.model."  # of names in PEFT's files
+PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".lora_magnitude_vector.weight")
+# Settings with another meaning than that of the formulas above, and the values without effect.
+_REFUSED = ("fan_in_fan_out", "lora_bias", "alpha_pattern", "alora_invocation_tokens", "layer_replication")
+
+
+@dataclass(frozen=True)
+class LowRankAdapter:
+    """A folder with a low-rank adapter in PEFT's files.
+
+    Attributes:
+        folder: the folder.
+        config: contents of its adapter_config.json.
+        base: name or folder of the model that it adapts.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    base: str
+
+    @classmethod
+    def open(cls, folder: Path, base: str | Path | None = None) -> LowRankAdapter:
+        """Read an adapter's config.
+
+        Args:
+            folder: with adapter_config.json.
+            base: name or folder of the base model. Default: the one in the config.
+
+        Raises:
+            CheckpointError: another kind of adapter, or no base model is named.
+        """
+        path = folder / ADAPTER_CONFIG
+        config = read_json(path)
+        if config.get("peft_type") != "LORA":
+            raise CheckpointError(
+                f"{path}: peft_type is {config.get('peft_type')!r}; only low-rank adapters ('LORA') can be "
+                "read; merge others with PEFT's merge_and_unload()"
+            )
+        if found := [key for key in _REFUSED if config.get(key)]:
+            raise CheckpointError(
+                f"{path}: {found[0]} is {config[found[0]]!r}, which is not supported; merge the adapter with "
+                "PEFT's merge_and_unload()"
+            )
+        named = base or config.get("base_model_name_or_path")
+        if not named:
+            raise CheckpointError(f"{path}: names no base model; pass it as base= (--base)")
+        return cls(folder, config, str(named))
+
+    def resolve_base(self, **options: Any) -> Path:
+        """The folder of the base model; `options` are those of `resolve`.
+
+        Raises:
+            CheckpointError, HubError: it cannot be found.
+        """
+        try:
+            return resolve(self.base, **options)
+        except LigerModelsError as error:
+            raise type(error)(
+                f"{self.folder}: holds an adapter of {self.base}, which cannot be loaded: {error}. If that "
+                "model is elsewhere, pass it as base= (--base)"
+            ) from error
+
+    @property
+    def labels(self) -> int | None:
+        """Number of labels of an adapted sequence classifier; None for language models."""
+        if self.config.get("task_type") != "SEQ_CLS":
+            return None
+        return next((int(x.shape[0]) for name, x in self.tensors().items() if name == "score.weight"), None)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by their names in the file, without PEFT's prefix."""
+        with CheckpointReader(self.folder) as reader:
+            return {name.removeprefix(PREFIX): reader.read(name) for name in reader.tensors}
+
+    def layers(self) -> list[str]:
+        """Names of the adapted layers."""
+        names = (_split(name) for name in self.tensors())
+        return list(dict.fromkeys(layer for layer, part in names if part))
+
+    @torch.no_grad()
+    def merge(self, parameters: Mapping[str, Tensor], weight_maps: Iterable[WeightMap]) -> None:
+        """Merge the adapter into a model's tensors in place.
+
+        Args:
+            parameters: the tensors, by native name.
+            weight_maps: for each form of checkpoint names; the first that has all names of the adapter is
+                used.
+
+        Raises:
+            CheckpointError: the adapter does not fit the model, or the model is sharded.
+        """
+        if any(map(is_sharded, parameters.values())):
+            raise CheckpointError(
+                f"{self.folder}: an adapter cannot be merged into a model that is sharded over processes; "
+                "merge it first: liger-models merge ADAPTER OUT"
+            )
+        layers: dict[str, dict[str, Tensor]] = {}
+        whole: dict[str, Tensor] = {}
+        for name, tensor in self.tensors().items():
+            layer, part = _split(name)
+            if part:
+                layers.setdefault(f"{layer}.weight", {})[part] = tensor
+            elif "lora_" not in name:
+                whole[name] = tensor  # a layer that was trained in full
+            else:
+                layers.setdefault(name, {})[name] = tensor
+        names = layers.keys() | whole.keys()
+        weight_map, unknown = self._fitting(names, weight_maps)
+        if unknown:
+            raise CheckpointError(
+                f"{self.folder}: adapts {len(unknown)} tensors that {self.base} does not have, such as "
+                f"{unknown[0]!r}; pass the model that it was trained on as base= (--base), or merge it with "
+                "PEFT's merge_and_unload()"
+            )
+        for group in connected(weight_map):
+            found = {ref.name for expr in group.values() for ref in expr.refs()} & names
+            if not found:
+                continue
+            tensors = write((expr, parameters[name]) for name, expr in group.items())
+            for name in found:
+                tensors[name] = self._merged(name, tensors[name], layers.get(name), whole.get(name))
+            for native, expr in group.items():
+                parameters[native].copy_(expr.read(tensors.__getitem__))
+
+    def _fitting(self, names: Iterable[str], weight_maps: Iterable[WeightMap]) -> tuple[WeightMap, list[str]]:
+        """The weight map with the most of these names, and the names that it lacks."""
+        best: tuple[WeightMap, list[str]] | None = None
+        for weight_map in weight_maps:
+            known = {ref.name for expr in weight_map.values() for ref in expr.refs()}
+            unknown = sorted(name for name in names if name not in known)
+            if best is None or len(unknown) < len(best[1]):
+                best = weight_map, unknown
+        assert best is not None
+        return best
+
+    def _merged(
+        self, name: str, weight: Tensor, parts: Mapping[str, Tensor] | None, whole: Tensor | None
+    ) -> Tensor:
+        if whole is not None:
+            self._check_shape(name, whole, weight.shape)
+            return whole.to(weight)
+        assert parts is not None
+        if not {".lora_A.weight", ".lora_B.weight"} <= parts.keys() or weight.dim() != 2:
+            raise CheckpointError(
+                f"{self.folder}: the adapter of {name!r} has the parts {sorted(parts)} for a weight of shape "
+                f"{tuple(weight.shape)}; expected lora_A and lora_B of a matrix"
+            )
+        a, b = (parts[part].to(weight.device, torch.float32) for part in PARTS[:2])
+        r = a.shape[0]
+        self._check_shape(name, a, (r, weight.shape[1]))
+        self._check_shape(name, b, (weight.shape[0], r))
+        alpha = self.config.get("lora_alpha", 8)
+        scale = alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
+        merged = torch.addmm(weight.float(), b, a, alpha=scale)
+        magnitude = next((parts[part] for part in PARTS[2:] if part in parts), None)
+        if magnitude is not None:
+            self._check_shape(name, magnitude, (weight.shape[0],))
+            merged *= (magnitude.to(merged) / merged.norm(dim=1))[:, None]
+        return merged.to(weight.dtype)
+
+    def _check_shape(self, name: str, tensor: Tensor, expected: Iterable[int]) -> None:
+        if tuple(tensor.shape) != tuple(expected):
+            raise CheckpointError(
+                f"{self.folder}: the adapter of {name!r} has a tensor of shape {tuple(tensor.shape)}, but "
+                f"{self.base} needs {tuple(expected)}; pass the model that it was trained on as base= "
+                "(--base)"
+            )
+
+
+def resolve_model(
+    name: str | Path, base: str | Path | None = None, **options: Any
+) -> tuple[Path, LowRankAdapter | None]:
+    """The folder of a model and the adapter to merge into it, if `name` is an adapter.
+
+    Args:
+        name: folder or hub name of a model or an adapter.
+        base: of an adapter. Default: the base model that its config names.
+        options: of `resolve`.
+
+    Raises:
+        CheckpointError, HubError: as in `resolve`; or `base` was given, and `name` is no adapter.
+    """
+    folder = resolve(name, adapter=True, **options)
+    if not (folder / ADAPTER_CONFIG).is_file():
+        if base is not None:
+            raise CheckpointError(f"{name} is not an adapter, so it has no base model; omit base= (--base)")
+        return folder, None
+    adapter = LowRankAdapter.open(folder, base)
+    return adapter.resolve_base(**{k: v for k, v in options.items() if k != "revision"}), adapter
+
+
+def absolute_if_folder(name: str) -> str:
+    """The absolute path of a folder, so that its name means the same everywhere; other names unchanged."""
+    path = local_path(name)
+    return str(path.absolute()) if path.is_dir() else name
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The layer and the part of an adapter's tensor; no part for other tensors."""
+    for part in sorted(PARTS, key=len, reverse=True):
+        if name.endswith(part):
+            return name.removesuffix(part), part
+    return name, ""
