@@ -12,27 +12,25 @@ convolution runs again in the backward pass. The states of chunks are never kept
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import document_bounds, gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels.recurrent._chunk_table import CHUNK
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
-from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
-from liger_models.layers.recurrent.short_conv import ShortConvolution
-from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.sequence_parallel import Slice
+from liger_models.layers.recurrent.mixer import RecurrentMixer
+from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GatedDeltaSpec
 
 
-class GatedDelta(nn.Module):
+class GatedDelta(RecurrentMixer):
     """Gated delta rule over packed documents.
 
     Args:
@@ -45,8 +43,8 @@ class GatedDelta(nn.Module):
     def __init__(
         self, hidden_size: int, spec: GatedDeltaSpec, layer: int = 0, backend: AttentionBackend = "auto"
     ):
-        super().__init__()
-        self.spec, self.layer = spec, layer
+        super().__init__(layer)
+        self.spec = spec
         keys, values, heads = spec.key_size, spec.value_size, spec.value_heads
         if spec.projections == "qkvz":
             self.in_proj_qkvz = Linear(hidden_size, spec.conv_size + values, bias=False)
@@ -77,16 +75,8 @@ class GatedDelta(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
-        sequences = sequences.on(x.device)
         qkv, z, b, a = self._project(x)
-        if sequences.cache is not None:
-            o = self._continue(qkv, b, a, sequences)
-        elif sequences.documents.tree is not None:
-            o = over_branches(sequences.documents.tree, [qkv, b, a], self._branches)
-        elif sequences.slice is not None:
-            o = self._exchange(qkv, b, a, sequences.slice, sequences.documents)
-        else:
-            o, _ = self._mix(qkv, b, a, sequences.documents.boundaries(), sequences.documents.bounds())
+        o = self.mix(qkv, (a, b), sequences)
         return self.out_proj(self.norm(o.flatten(1), z))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -102,90 +92,29 @@ class GatedDelta(nn.Module):
         b, a = (gate.flatten(1) for gate in ba.unflatten(-1, (spec.key_heads, 2, -1)).unbind(2))
         return torch.cat([part.flatten(1) for part in qkv], dim=-1), z.flatten(1), b, a
 
-    def _mix(
+    def scan(
         self,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
+        parts: tuple[Tensor, ...],
+        gates: Sequence[Tensor],
         documents: Tensor | None,
-        bounds: Tensor | None = None,
-        states: States | None = None,
+        state: Tensor | None,
+        share: Share = WHOLE,
     ) -> tuple[Tensor, Tensor]:
-        """Return o [T, value_heads, value_dim] of documents, and the rule's states after them. `states` are
-        the initial states, of the convolution and of the rule.
-        """
-        conv_state, state = (None, None) if states is None else states
-        q, k, v = self.conv1d(qkv, documents, bounds, conv_state)
-        gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
-        return gated_delta_rule(q, k, v, *gates, beta_scale=scale, cu_seqlens=documents, state=state)
+        (a, b), (A_log, dt_bias) = gates, self.own_share(share, self.A_log, self.dt_bias)
+        scale = self.spec.beta_scale
+        return gated_delta_rule(
+            *parts, a, b, A_log, dt_bias, beta_scale=scale, cu_seqlens=documents, state=state
+        )
 
-    def _exchange(self, qkv: Tensor, b: Tensor, a: Tensor, slice: Slice, documents: Documents) -> Tensor:
-        """Return o [t, value_heads, value_dim] of this rank's tokens. Each rank computes its share of the
-        heads for all tokens: channels move with their heads, so that convolution and state see whole
-        documents.
-        """
-        spec, ranks = self.spec, slice.ranks
-        parts = qkv.split([spec.key_size, spec.key_size, spec.value_size], dim=-1)
-        dims = spec.key_dim, spec.key_dim, spec.value_dim
-        heads = [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
-        rows = slice.dealt(*heads, b[..., None], a[..., None])
-        own = spec.value_heads // ranks
-        qkv, b, a = rows.split([spec.conv_size // ranks, own, own], dim=-1)
-        q, k, v = self.conv1d(qkv, None, documents.bounds(), share=(slice.rank, ranks))
-        A_log, dt_bias = (p.chunk(ranks)[slice.rank] for p in (self.A_log, self.dt_bias))
-        bounds, scale = documents.boundaries(), spec.beta_scale
-        o, _ = gated_delta_rule(q, k, v, a, b, A_log, dt_bias, beta_scale=scale, cu_seqlens=bounds)
-        return slice.to_tokens(o)
+    def step(
+        self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        scale = self.spec.beta_scale
+        return gated_delta_rule_step(*parts, *gates, self.A_log, self.dt_bias, state, beta_scale=scale)
 
-    def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
-        qkv, b, a = operands
-        return self._with_states(qkv, b, a, documents, document_bounds(documents, len(qkv)), states)
-
-    def _with_states(
-        self,
-        qkv: Tensor,
-        b: Tensor,
-        a: Tensor,
-        documents: Tensor | None,
-        bounds: Tensor | None,
-        states: States | None,
-    ) -> tuple[Tensor, States]:
-        """As `_mix`, with the states of both convolution and rule after the documents."""
-        o, state = self._mix(qkv, b, a, documents, bounds, states)
-        return o, (self.conv1d.next_state(qkv, documents, None if states is None else states[0]), state)
-
-    def _continue(self, qkv: Tensor, b: Tensor, a: Tensor, sequences: Sequences) -> Tensor:
-        """Return o [T, value_heads, value_dim] of new tokens, whose documents are the rows of a cache."""
-        cache = sequences.cache
-        assert cache is not None
-        before = cache.states(self.layer)
-        if (real := cache.real_tokens()) is not None:
-            tokens, rows = real
-            bounds = document_bounds(rows, len(tokens))
-            o, behind = self._with_states(qkv[tokens], b[tokens], a[tokens], rows, bounds, before)
-            o = o.new_zeros(len(qkv), *o.shape[1:]).index_copy(0, tokens, o)
-        elif before is not None and cache.newest == 1 and len(qkv) == len(before[0]):
-            (q, k, v), conv_state = self.conv1d.step(qkv, before[0])
-            gates, scale = (a, b, self.A_log, self.dt_bias), self.spec.beta_scale
-            o, state = gated_delta_rule_step(q, k, v, *gates, before[1], beta_scale=scale)
-            behind = conv_state, state
-        else:
-            documents = sequences.documents
-            o, behind = self._with_states(qkv, b, a, documents.boundaries(), documents.bounds(), before)
-        cache.keep_states(self.layer, *behind)
-        return o
-
-    def new_cache(
-        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, ...]:
-        """Allocate the convolution's last inputs [batch, width - 1, conv_size], and states [batch,
-        value_heads, key_dim, value_dim] in float32.
-        """
-        spec = self.spec
-        inputs = torch.zeros(batch, spec.conv - 1, spec.conv_size, device=device, dtype=dtype)
-        shape = batch, spec.value_heads, spec.key_dim, spec.value_dim
-        wide = torch.promote_types(dtype, torch.float32)
-        return inputs, torch.zeros(shape, device=device, dtype=wide)
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.spec.value_heads, self.spec.key_dim, self.spec.value_dim
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q,

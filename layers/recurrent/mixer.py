@@ -1,0 +1,154 @@
+"""Base class of recurrent mixers: a short convolution, then a scan with a state per document."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels import document_bounds
+from liger_models.layers.recurrent.branches import States, over_branches
+from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
+from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.sequence_parallel import Slice
+from liger_models.layers.sequences.sequences import Sequences
+
+
+class RecurrentMixer(nn.Module):
+    """Convolution and scan over packed documents, trees of documents, the rows of a cache, or a slice of the
+    sequence per rank. State and convolution restart at every document.
+
+    A subclass defines `conv1d`, `scan`, `step` and `state_shape`, and calls `mix` between its projections.
+
+    Args:
+        layer: index of this layer in the model, and in a cache.
+    """
+
+    conv1d: ShortConvolution
+
+    def __init__(self, layer: int):
+        super().__init__()
+        self.layer = layer
+
+    def scan(
+        self,
+        parts: tuple[Tensor, ...],
+        gates: Sequence[Tensor],
+        documents: Tensor | None,
+        state: Tensor | None,
+        share: Share = WHOLE,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the output [T, heads, head_dim], and the state after each document.
+
+        Args:
+            parts: of the convolution's output, [T, heads, width] each.
+            gates: [T, heads] or [T, heads, width] each, as given to `mix`.
+            documents: [n + 1], boundaries of the documents; None for one.
+            state: [n, *state_shape], initial states; None for zeros.
+            share: (index, count): parts and gates hold this share of the heads.
+        """
+        raise NotImplementedError
+
+    def step(
+        self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`scan` of one further token per sequence."""
+        raise NotImplementedError
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state of one sequence."""
+        raise NotImplementedError
+
+    def mix(self, channels: Tensor, gates: Sequence[Tensor], sequences: Sequences) -> Tensor:
+        """Return the scan's output [T, heads, head_dim].
+
+        Args:
+            channels: [T, C], the convolution's input.
+            gates: inputs of the scan that are not convolved, [T, heads] or [T, heads, width] each.
+        """
+        sequences = sequences.on(channels.device)
+        documents, cache = sequences.documents, sequences.cache
+        if cache is not None:
+            return self._continue(channels, gates, documents, cache)
+        if documents.tree is not None:
+            return over_branches(documents.tree, [channels, *gates], self._branches)
+        if sequences.slice is not None:
+            return self._exchange(channels, gates, sequences.slice, documents)
+        parts = self.conv1d(channels, documents.boundaries(), documents.bounds())
+        return self.scan(parts, gates, documents.boundaries(), None)[0]
+
+    def own_share(self, share: Share, *by_head: Tensor) -> list[Tensor]:
+        """This share of parameters with one row per head."""
+        return [parameter.chunk(share[1])[share[0]] for parameter in by_head]
+
+    def _exchange(
+        self, channels: Tensor, gates: Sequence[Tensor], slice: Slice, documents: Documents
+    ) -> Tensor:
+        """Return the output of this rank's tokens. Each rank computes its share of the heads for all tokens:
+        channels move with their heads, so that convolution and state see whole documents.
+        """
+        heads, share = self.conv1d.heads, (slice.rank, slice.ranks)
+        parts = channels.split([number * width for number, width in heads], dim=-1)
+        by_head = [part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True)]
+        rows = slice.dealt(*by_head, *gates)
+        sizes = [tensor[0].numel() // slice.ranks for tensor in (channels, *gates)]
+        channels, *received = rows.split(sizes, dim=-1)
+        gates = [new.unflatten(-1, (-1, *old.shape[2:])) for new, old in zip(received, gates, strict=True)]
+        own = self.conv1d(channels, None, documents.bounds(), share=share)
+        return slice.to_tokens(self.scan(own, gates, documents.boundaries(), None, share)[0])
+
+    def _branches(self, operands: list[Tensor], documents: Tensor, states: States | None) -> Any:
+        channels, *gates = operands
+        return self._with_states(
+            channels, gates, documents, document_bounds(documents, len(channels)), states
+        )
+
+    def _with_states(
+        self,
+        channels: Tensor,
+        gates: Sequence[Tensor],
+        documents: Tensor | None,
+        bounds: Tensor | None,
+        states: States | None,
+    ) -> tuple[Tensor, States]:
+        """Return the output, and the states of convolution and scan after each document."""
+        before, state = (None, None) if states is None else states
+        parts = self.conv1d(channels, documents, bounds, before)
+        output, state = self.scan(parts, gates, documents, state)
+        return output, (self.conv1d.next_state(channels, documents, before), state)
+
+    def _continue(
+        self, channels: Tensor, gates: Sequence[Tensor], documents: Documents, cache: KVCache
+    ) -> Tensor:
+        """Return the output of new tokens, whose documents are the rows of a cache."""
+        before = cache.states(self.layer)
+        if (real := cache.real_tokens()) is not None:
+            tokens, rows = real
+            new = channels[tokens], [gate[tokens] for gate in gates]
+            output, after = self._with_states(*new, rows, document_bounds(rows, len(tokens)), before)
+            padded = output.new_zeros(len(channels), *output.shape[1:])
+            output = padded.index_copy(0, tokens, output)
+        elif before is not None and cache.newest == 1 and len(channels) == len(before[0]):
+            parts, inputs = self.conv1d.step(channels, before[0])
+            output, state = self.step(parts, gates, before[1])
+            after = inputs, state
+        else:
+            packed = documents.boundaries(), documents.bounds()
+            output, after = self._with_states(channels, gates, *packed, before)
+        cache.keep_states(self.layer, *after)
+        return output
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Allocate the convolution's last inputs [batch, K - 1, C], and states [batch, *state_shape] in
+        float32.
+        """
+        channels, width = self.conv1d.weight.shape
+        inputs = torch.zeros(batch, width - 1, channels, device=device, dtype=dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        return inputs, torch.zeros(batch, *self.state_shape, device=device, dtype=wide)
