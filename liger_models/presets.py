@@ -308,3 +308,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         eos_token_id=50279,
     ),
 }
+
+PARAMETERS: dict[str, int] = {
+    "llama-demo": 4_000_000,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-2-7b": 6_738_415_616,
+    "mistral-7b-v0.3": 7_248_023_552,
+    "granite-3.1-2b": 2_533_531_648,
+    "smollm3-3b": 3_075_098_624,
+    "olmo-3-7b": 7_298_011_136,
+    "gemma-4-e2b": 4_628_569_344,
+    "phi-3.5-moe": 41_873_153_344,
+    "olmoe-1b-7b": 6_919_161_856,
+    "llama-4-scout": 107_769_861_120,  # of the text part; computed
+    "glm-4-9b": 9_400_279_040,
+}
+"""Number of parameters of each preset, as published with the models; the demonstration is ours."""

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import json
 import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,53 +21,11 @@ import torch
 import liger_models
 from liger_models.architectures import Architecture
 from liger_models.cards.checks import CHECKS, TRAINING_STEP
+from liger_models.cards.results import Card, Line
 from liger_models.cards.training_step import Outcome
 from liger_models.cards.workshop import NotRun, Workshop
 
 PACKAGES = ("torch", "transformers", "liger-kernel")
-
-
-@dataclass(frozen=True)
-class Line:
-    """Result of one check.
-
-    Attributes:
-        check: its name in `CHECKS`.
-        passed: None if it has never been run.
-        values: measured values; or `error` if it crashed, or `not_run`, its missing requirement.
-        command: reproduces the line.
-        date: ISO 8601, UTC.
-        machine, versions: hardware and library versions.
-    """
-
-    check: str
-    passed: bool | None
-    values: Mapping[str, Any]
-    command: str
-    date: str
-    machine: str
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Card:
-    family: str
-    lines: tuple[Line, ...]
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing that was run failed."""
-        return all(line.passed is not False for line in self.lines)
-
-    @staticmethod
-    def read(path: Path) -> Card:
-        raw = json.loads(path.read_text())
-        return Card(raw["family"], tuple(Line(**line) for line in raw["lines"]))
-
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join("    " + json.dumps(asdict(line)) for line in self.lines)
-        path.write_text(f'{{\n  "family": {json.dumps(self.family)},\n  "lines": [\n{lines}\n  ]\n}}\n')
 
 
 def make_card(

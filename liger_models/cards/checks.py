@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from liger_models.cards import training_step
+from liger_models.cards.results import say
 from liger_models.cards.workshop import STEPS, Workshop
 from liger_models.models.verification import TOLERANCE, relative_distance, verify_bytes, verify_numbers
 
@@ -166,5 +166,5 @@ CHECKS: Mapping[str, Check] = {
         reload,
         lambda found: f"relative distance of logits {found['logits']:.1e}",
     ),
-    TRAINING_STEP: Check("a training step on a GPU", None, training_step.say),
+    TRAINING_STEP: Check("a training step on a GPU", None, say),
 }

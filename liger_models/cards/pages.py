@@ -11,27 +11,24 @@ from itertools import groupby
 from pathlib import Path
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
-from liger_models.architectures.registry.about import About, about
-from liger_models.cards import training_step
-from liger_models.cards.card import Card, Line
 from liger_models.cards.checks import CHECKS
 from liger_models.cards.published import features_of_family, published
+from liger_models.cards.results import (
+    CARDS,
+    SHARED,
+    SHARED_NOTE,
+    Card,
+    Line,
+    against_peers,
+    card_path,
+    read_card,
+)
+from liger_models.families import About, about
 from liger_models.presets import PRESETS
 
-CARDS = Path("docs/families")
 BEGIN = "<!-- made by `liger-models card` -->"
 END = "<!-- until here -->"
 MADE = f"{BEGIN}\n"
-
-
-def card_path(model_type: str, repository: Path) -> Path:
-    """Path of a family's card data."""
-    return repository / CARDS / f"{model_type}.json"
-
-
-def read_card(model_type: str, repository: Path) -> Card | None:
-    path = card_path(model_type, repository)
-    return Card.read(path) if path.is_file() else None
 
 
 def write_pages(repository: Path) -> list[Path]:
@@ -60,7 +57,8 @@ def make_pages(repository: Path) -> dict[Path, str]:
 
 
 def _by_name(model_types: Sequence[str]) -> list[Architecture]:
-    return sorted(map(find_architecture, model_types), key=lambda family: about(family).name.lower())
+    names = sorted(model_types, key=lambda model_type: about(model_type).name.lower())
+    return [*map(find_architecture, names)]
 
 
 def models_table(families: Sequence[Architecture], repository: Path) -> str:
@@ -70,14 +68,14 @@ def models_table(families: Sequence[Architecture], repository: Path) -> str:
         rows = []
         for family in families:
             if family.vision == vision:
-                words = about(family)
+                words = about(family.model_type)
                 name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
                 step = against_peers(read_card(family.model_type, repository))
                 rows.append([words.name, words.traits, source(words), name, step])
         return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
 
     tables = f"{table('family', False)}\n\n{table('multimodal family', True)}"
-    return f"{training_step.SHARED_NOTE}\n\n{tables}" if training_step.SHARED in tables else tables
+    return f"{SHARED_NOTE}\n\n{tables}" if SHARED in tables else tables
 
 
 def overview(families: Sequence[Architecture], repository: Path) -> str:
@@ -86,7 +84,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
     for family in families:
         rows.append(
             [
-                _linked(about(family).name, family, repository),
+                _linked(about(family.model_type).name, family, repository),
                 sizes(family, repository),
                 ", ".join(features_of_family(family, repository)),
                 str(len(family.layouts)),
@@ -95,7 +93,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         )
     header = ["family", "known sizes", "features", "layouts", "checked", "training step"]
     table = markdown_table(header, rows)
-    note = f"{training_step.SHARED_NOTE}\n\n" if training_step.SHARED in table else ""
+    note = f"{SHARED_NOTE}\n\n" if SHARED in table else ""
     return (
         f"{MADE}# Families\n\n"
         "Generated from the registry, the published configs and the cards. A card records the checks of a\n"
@@ -110,7 +108,7 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
 
 def card_page(family: Architecture, card: Card, repository: Path) -> str:
     """A card as a page."""
-    words = about(family)
+    words = about(family.model_type)
     presets = [f"`{name}`" for name, config in PRESETS.items() if config["model_type"] == family.model_type]
     facts = [
         f"{words.traits[0].upper()}{words.traits[1:]}.",
@@ -129,8 +127,8 @@ def card_page(family: Architecture, card: Card, repository: Path) -> str:
         ]
         table = markdown_table(["", "", "found", "made by"], rows)
         parts.append(f"On {date}, {where}:\n\n{table}")
-    if any(training_step.SHARED in part for part in parts):
-        parts.append(training_step.SHARED_NOTE)
+    if any(SHARED in part for part in parts):
+        parts.append(SHARED_NOTE)
     left = [
         f"- {CHECKS[line.check].title}: not run ({line.values['not_run']})"
         for line in card.lines
@@ -167,12 +165,6 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _linked(text: str, family: Architecture, repository: Path, folder: str = "") -> str:
     card = card_path(family.model_type, repository)
     return f"[{text}]({folder}{card.with_suffix('.md').name})" if card.is_file() else text
-
-
-def against_peers(card: Card | None) -> str:
-    """Speed and memory of our training step relative to the fastest peer; empty if not measured."""
-    step = card.lines[-1] if card is not None else None
-    return training_step.format_against_peers(step.values) if step is not None and step.passed else ""
 
 
 def _state(card: Card | None) -> tuple[str, str]:

@@ -26,25 +26,18 @@ import torch
 import liger_models
 from liger_models.architectures import Architecture
 from liger_models.cards.published import layers_of_every_kind, published, with_layers
+from liger_models.cards.results import OURS, PEERS
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
 from liger_models.layers.specs import AttentionSpec, ModelSpec
 
-OURS, PEERS = "ours", ("transformers+liger", "transformers")
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
 WARMUP, STEPS = 2, 5
 TIME_LIMIT = 60.0  # seconds per provider
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
 SHARE = 0.35  # of the memory for these; the rest is for activations
-
-# For results from before each provider had its own process.
-SHARED = "†"
-SHARED_NOTE = (
-    f"{SHARED} Measured when all providers shared one process, in which peers ran after ours. That made "
-    "torch choose a slower attention kernel for them: their steps took up to 6% too long."
-)
 
 Outcome = tuple[bool, Mapping[str, Any]]
 
@@ -160,75 +153,6 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
         "own_processes": True,
         "providers": dict(results),
     }
-
-
-def fastest(found: Mapping[str, Any], *peers: str) -> tuple[str, Mapping[str, Any]] | None:
-    """The fastest setting among these peers (`transformers` is without liger-kernel), with its result."""
-    ran = [
-        (name, result)
-        for name, result in found["providers"].items()
-        if "tokens_per_second" in result and _peer_of(name) in peers
-    ]
-    return max(ran, key=lambda item: item[1]["tokens_per_second"], default=None)
-
-
-def against_peers(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
-    """Our speed and memory relative to the fastest peer's; None where unknown."""
-    peer = fastest(found, *PEERS)
-    ours = found["providers"][OURS]
-    if peer is None or "tokens_per_second" not in ours:
-        return None
-    _, best = peer
-    memory = ours["gib"] / best["gib"] if ours["gib"] and best["gib"] else None
-    return ours["tokens_per_second"] / best["tokens_per_second"], memory
-
-
-def format_against_peers(found: Mapping[str, Any]) -> str:
-    """'1.27 x the speed, 0.83 x the memory', marked if peers shared a process with ours."""
-    ratios = against_peers(found)
-    if ratios is None:
-        return "no peer ran"
-    speed, memory = ratios
-    said = f"{speed:.2f} x the speed" + (f", {memory:.2f} x the memory" if memory is not None else "")
-    return said if found.get("own_processes") else f"{said}{SHARED}"
-
-
-def say(found: Mapping[str, Any]) -> str:
-    shape = f"{found['model']}, {found['layers']} layers, {found['batch']} x {found['tokens']} tokens"
-    shape += " with images" if found.get("data") == "images" else ""
-    parts = [f"{OURS}: {_say_result(found['providers'][OURS])}"]
-    for peer in PEERS:
-        settings = {name: result for name, result in found["providers"].items() if _peer_of(name) == peer}
-        best = fastest(found, peer)
-        if best is not None:
-            parts.append(f"{_setting(best[0])}: {_say_result(best[1])}")
-            del settings[best[0]]
-        notes = {_setting(name): _say_result(result) for name, result in settings.items()}
-        if len(set(notes.values())) == 1 and best is None:
-            parts.append(f"{peer}: {next(iter(notes.values()))}")
-        else:
-            parts += [f"{name}: {note}" for name, note in notes.items()]
-    beside = format_against_peers(found) + (" of the fastest peer" if against_peers(found) else "")
-    return f"{shape}, bfloat16, fused AdamW: {beside}. {'; '.join(parts)}"
-
-
-def _peer_of(provider: str) -> str:
-    if provider == OURS:
-        return OURS
-    return PEERS[0] if "liger" in provider.split("+") else PEERS[1]
-
-
-def _setting(provider: str) -> str:
-    """'transformers+liger (sdpa, grouped_mm)'."""
-    peer = _peer_of(provider)
-    return f"{peer} ({', '.join(provider.removeprefix(peer).strip('+').split('+'))})"
-
-
-def _say_result(result: Mapping[str, Any]) -> str:
-    if "note" in result:
-        return result["note"]
-    memory = "" if result["gib"] is None else f", {result['gib']:.1f} GiB"
-    return f"{result['tokens_per_second']:,.0f} tokens/s{memory}"
 
 
 def _shortened(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -53,9 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
     from liger_models.architectures import Architecture, find_architecture, list_architectures
     from liger_models.cards import training_step
-    from liger_models.cards.card import Card, Line, make_card, with_training_step
+    from liger_models.cards.card import make_card, with_training_step
     from liger_models.cards.checks import CHECKS, TRAINING_STEP
-    from liger_models.cards.pages import card_path, read_card, write_pages
+    from liger_models.cards.pages import write_pages
+    from liger_models.cards.results import Card, Line, card_path, read_card
     from liger_models.convert.errors import LigerModelsError
 
     if not (args.repository / "README.md").is_file():

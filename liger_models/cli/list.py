@@ -2,6 +2,10 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from liger_models.families import Family
 
 
 def add_parser(subparsers) -> None:
@@ -9,34 +13,32 @@ def add_parser(subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    import liger_models
-    from liger_models.architectures import find_architecture
-    from liger_models.architectures.registry.about import about
-    from liger_models.cards.pages import against_peers, read_card
+    from liger_models.cards.results import SHARED, SHARED_NOTE, against_peers, read_card
     from liger_models.cli.shared.checkpoints import print_table
-    from liger_models.presets import PRESETS
+    from liger_models.families import list_families
+    from liger_models.presets import PARAMETERS, PRESETS
 
-    architectures = [find_architecture(name) for name in liger_models.list_architectures()]
+    checkout = Path(__file__).parents[2]
     print("Architectures: model_type in config.json, models, and class in transformers; in a checkout also")
     print("the speed of a training step on a GPU relative to the fastest other library (from the cards):")
-    checkout = Path(__file__).parents[2]
+    rows = [
+        (*_names(family), against_peers(read_card(family.model_type, checkout)))
+        for family in list_families()
+        if not family.vision
+    ]
+    print_table(rows)
+    if any(SHARED in speed for *_, speed in rows):
+        print(f"  {SHARED_NOTE}")
+    print("Vision-language models:")
+    print_table([_names(family) for family in list_families() if family.vision])
+    print("Presets for new models (`init`, `train`):")
     print_table(
         [
-            (
-                family.model_type,
-                about(family).name,
-                family.reference,
-                against_peers(read_card(family.model_type, checkout)),
-            )
-            for family in architectures
+            (name, config["model_type"], f"{PARAMETERS[name] / 1e6:,.1f} M parameters")
+            for name, config in PRESETS.items()
         ]
     )
-    multimodal = [find_architecture(name) for name in liger_models.list_architectures(vision=True)]
-    print("Vision-language models:")
-    print_table([(family.model_type, about(family).name, family.reference) for family in multimodal])
-    print("Presets for new models (`init`, `train`):")
-    rows = []
-    for name, config in PRESETS.items():
-        count = liger_models.from_config(config, device="meta").num_parameters()
-        rows.append((name, config["model_type"], f"{count / 1e6:,.1f} M parameters"))
-    print_table(rows)
+
+
+def _names(family: "Family") -> tuple[str, str, str]:
+    return family.model_type, family.about.name, family.reference

@@ -4,13 +4,17 @@ import inspect
 
 import pytest
 
-from liger_models.architectures import Architecture, find_architecture, list_architectures
-from liger_models.architectures.registry.about import About, about
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.families import About, list_families, parse_about
 
 
-def test_a_family_says_what_it_is_called_where_it_comes_from_and_what_it_is(family):
-    words = about(find_architecture(family))
-    assert all((words.name, words.source, words.traits))
+def test_the_sources_describe_exactly_the_registered_families():
+    registered = [
+        find_architecture(name) for name in (*list_architectures(), *list_architectures(vision=True))
+    ]
+    found = {family.model_type: (family.reference, family.vision) for family in list_families()}
+    assert found == {one.model_type: (one.reference, one.vision) for one in registered}
+    assert all(all((one.about.name, one.about.source, one.about.traits)) for one in list_families())
 
 
 MOST_LINES = 80
@@ -37,17 +41,12 @@ def test_a_family_has_a_tiny_config_and_says_whether_it_sees(family):
     assert architecture.vision == ("text_config" in architecture.tiny)
 
 
-def described(text):
-    def build(c):
-        raise NotImplementedError
-
-    build.__doc__ = text
-    return about(Architecture("x", build, "XForCausalLM"))
-
-
 def test_the_first_sentence_is_taken_apart():
-    found = described("""Ox 2 and 2.5 (Bo et al., 2024, arXiv:2401.12345; 2502.01234), text: with
-    3.5 heads (three, or so). More of it.""")
+    found = parse_about(
+        """Ox 2 and 2.5 (Bo et al., 2024, arXiv:2401.12345; 2502.01234), text: with
+    3.5 heads (three, or so). More of it.""",
+        "ox.py",
+    )
     source = "Bo et al., 2024, arXiv:2401.12345; 2502.01234"
     papers = ("2401.12345", "2502.01234")
     assert found == About("Ox 2 and 2.5, text", source, papers, "with 3.5 heads (three, or so)")
@@ -56,4 +55,4 @@ def test_the_first_sentence_is_taken_apart():
 @pytest.mark.parametrize("text", ["Ox 2: an ox.", "Ox 2 (Bo, 2024)."])
 def test_a_docstring_of_another_form_is_refused(text):
     with pytest.raises(ValueError, match=r"begins with 'Ox 2.*expected 'NAME"):
-        described(text)
+        parse_about(text, "ox.py")

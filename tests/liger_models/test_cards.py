@@ -9,10 +9,11 @@ import torch
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.cards import card as card_module
-from liger_models.cards import checks, pages, training_step
-from liger_models.cards.card import Card, Line, with_training_step
+from liger_models.cards import checks, pages, results, training_step
+from liger_models.cards.card import with_training_step
 from liger_models.cards.checks import CHECKS
 from liger_models.cards.published import Published, features, published, with_layers
+from liger_models.cards.results import Card, Line
 from liger_models.cards.workshop import NotRun, Workshop
 from liger_models.cli import main
 from liger_models.convert.config.hf_config import HFConfig
@@ -240,7 +241,7 @@ def test_a_family_that_sees_is_measured_with_images():
     passed, values = training_step.outcome(nested, {"ours": result})
     assert passed
     assert values["layers"] == nested["config"]["text_config"]["num_hidden_layers"]
-    assert "tokens with images, bfloat16" in training_step.say(values)
+    assert "tokens with images, bfloat16" in results.say(values)
 
 
 def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
@@ -283,17 +284,17 @@ def test_a_training_step_is_compared_with_each_peers_fastest_setting():
         "transformers+sdpa+grouped_mm": result(1000.0, 8.0),
         "transformers+sdpa+loop": result(2000.0, 10.0),
     }
-    assert training_step.say(found) == (
+    assert results.say(found) == (
         "tiny, 2 layers, 2 x 64 tokens, bfloat16, fused AdamW: 1.50 x the speed, 0.50 x the memory of the "
         "fastest peer. ours: 3,000 tokens/s, 5.0 GiB; transformers+liger: out of memory; transformers (sdpa, "
         "loop): 2,000 tokens/s, 10.0 GiB; transformers (sdpa, grouped_mm): 1,000 tokens/s, 8.0 GiB"
     )
     alone = {**found, "providers": {"ours": result(3000.0, None)}}
-    assert training_step.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
+    assert results.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
     beside = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
-    assert training_step.format_against_peers(beside) == "0.50 x the speed"
+    assert results.format_against_peers(beside) == "0.50 x the speed"
     shared = {name: value for name, value in beside.items() if name != "own_processes"}
-    assert training_step.format_against_peers(shared) == "0.50 x the speed" + training_step.SHARED
+    assert results.format_against_peers(shared) == "0.50 x the speed" + results.SHARED
 
 
 def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
