@@ -100,17 +100,15 @@ class GatedDelta(RecurrentMixer):
         state: Tensor | None,
         share: Share = WHOLE,
     ) -> tuple[Tensor, Tensor]:
-        (a, b), (A_log, dt_bias) = gates, self.own_share(share, self.A_log, self.dt_bias)
-        scale = self.spec.beta_scale
-        return gated_delta_rule(
-            *parts, a, b, A_log, dt_bias, beta_scale=scale, cu_seqlens=documents, state=state
-        )
+        (q, k, v), (a, b) = parts, gates
+        by_head, scale = self.own_share(share, self.A_log, self.dt_bias), self.spec.beta_scale
+        return gated_delta_rule(q, k, v, a, b, *by_head, beta_scale=scale, cu_seqlens=documents, state=state)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        scale = self.spec.beta_scale
-        return gated_delta_rule_step(*parts, *gates, self.A_log, self.dt_bias, state, beta_scale=scale)
+        (q, k, v), (a, b), scale = parts, gates, self.spec.beta_scale
+        return gated_delta_rule_step(q, k, v, a, b, self.A_log, self.dt_bias, state, beta_scale=scale)
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -81,9 +81,9 @@ class RecurrentMixer(nn.Module):
         parts = self.conv1d(channels, documents.boundaries(), documents.bounds())
         return self.scan(parts, gates, documents.boundaries(), None)[0]
 
-    def own_share(self, share: Share, *by_head: Tensor) -> list[Tensor]:
+    def own_share(self, share: Share, *by_head: Tensor) -> tuple[Tensor, ...]:
         """This share of parameters with one row per head."""
-        return [parameter.chunk(share[1])[share[0]] for parameter in by_head]
+        return tuple(parameter.chunk(share[1])[share[0]] for parameter in by_head)
 
     def _exchange(
         self, channels: Tensor, gates: Sequence[Tensor], slice: Slice, documents: Documents
