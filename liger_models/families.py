@@ -63,8 +63,9 @@ def list_families() -> tuple[Family, ...]:
     """
     package = importlib.util.find_spec("liger_models.architectures")
     assert package is not None
-    (folder,) = package.submodule_search_locations or ()
-    found = [family for path in Path(folder).glob("*.py") for family in _families_of(path)]
+    assert package.origin is not None
+    files = Path(package.origin).parent.glob("*.py")
+    found = [family for path in files for family in _families_of(path)]
     return tuple(sorted(found, key=lambda family: family.model_type))
 
 
@@ -100,8 +101,8 @@ def _families_of(path: Path) -> list[Family]:
     source = path.read_text(encoding="utf-8").partition("\n# -- tests\n")[0]
     file = ast.parse(source)
     found = []
-    for function in file.body:
-        for call in function.decorator_list if isinstance(function, ast.FunctionDef) else ():
+    for function in (node for node in file.body if isinstance(node, ast.FunctionDef)):
+        for call in function.decorator_list:
             if not (isinstance(call, ast.Call) and getattr(call.func, "id", "") == "register"):
                 continue
             options = {word.arg: word.value for word in call.keywords}
