@@ -1,4 +1,4 @@
-"""Operands of attention, and what models without kernels compute, for the tests beside this."""
+"""Operands of attention and an eager implementation of it, for the tests of attention."""
 
 import torch
 
@@ -9,14 +9,14 @@ from liger_models.kernels.attention.visible_keys import visible_keys
 def operands(
     tokens, heads=4, kv_heads=2, dim=8, sinks=False, dtype=torch.float32, device="cpu", value_dim=None
 ):
-    """q, k, v and perhaps sinks; a value is as wide as a key, if nothing is said."""
+    """q, k, v and, if asked for, sinks. `value_dim` defaults to the width of a key."""
     shapes = [(tokens, heads, dim), (tokens, kv_heads, dim), (tokens, kv_heads, value_dim or dim)]
     shapes += [(heads,)] if sinks else []
     return [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
 
 
 def attend(options, function=attention):
-    """The operation, as a function of q, k, v and perhaps sinks."""
+    """The operation with these options, as a function of q, k, v and, optionally, sinks."""
 
     def run(q, k, v, sinks=None):
         cu_seqlens = options.get("cu_seqlens")
@@ -28,7 +28,7 @@ def attend(options, function=attention):
 
 
 def eager_attention(q, k, v, *, softcap=None, sinks=None, **options):
-    """The plain twin, but for rounding everything to q's dtype, as models in transformers do."""
+    """The plain twin, except that it rounds everything to q's dtype, as models in transformers do."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(0, 1) for x in (k, v))
     scores = q.transpose(0, 1) @ k.mT * options.get("scale", q.shape[2] ** -0.5)
     if softcap is not None:

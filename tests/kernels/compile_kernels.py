@@ -1,10 +1,9 @@
 """Compile every Triton kernel for a Hopper GPU on a machine without one; test_compilation.py runs this.
 
-Operations run on CPU tensors, and every launch is replaced by the compilation of what would be launched.
-Their results mean nothing: what counts is that the compiler takes each kernel with the arguments that its
-operation gives it. The interpreter, in which the other tests run, takes more than the compiler does.
-Compilation ends with LLVM's representation: what its code generator and ptxas make of a kernel,
-kernel_resources.py finds at real sizes.
+Operations run on CPU tensors, and every launch is replaced by a compilation of the kernel. The results are
+meaningless: the test is that the compiler accepts each kernel with the arguments that its operation passes.
+The interpreter, which runs the other tests, accepts more than the compiler does. Compilation stops at LLVM
+IR; kernel_resources.py runs LLVM's code generator and ptxas on kernels at real sizes.
 """
 
 import importlib
@@ -25,7 +24,7 @@ BF16 = torch.bfloat16
 
 
 class NoDevice:
-    """As much of a Triton driver as compiling asks for."""
+    """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
@@ -131,7 +130,7 @@ def rotary() -> None:
                 options = {"eps": 1e-6, "per_head": per_head, "interleaved": interleaved}
                 weights = [operand(width) for width in widths]
                 shape = (heads, kv_heads, dim)
-                # Half of all: of these four options any three meet in every way.
+                # Half of all combinations, which cover every combination of any three of these four options.
                 options["norm_first"] = interleaved ^ (turned == dim) ^ per_head
                 backward(*kernels.split_norm_rotary_qkv(qkv, *weights, *tables, *shape, **options))
 
@@ -150,7 +149,7 @@ def optimizer() -> None:
     residues = {"compensated": torch.zeros(64, dtype=BF16), "master": torch.zeros(64, dtype=torch.int16)}
     for i, weights in enumerate(("stochastic", "compensated", "master", "plain")):
         for dtype, residue in ((BF16, residues.get(weights)), (torch.float32, None)):
-            # Half of all: any two of the three options meet in every way.
+            # Half of all combinations, which cover every combination of any two of the three options.
             moments = torch.zeros(2, 64, dtype=(BF16, torch.float32)[(i + (dtype == BF16)) % 2])
             settings = kernels.AdamWSettings(1e-3, 0.9, 0.95, 1e-8, 0.1, weights, 0)
             tensors = torch.zeros(64, dtype=dtype), torch.zeros(64), *moments, torch.ones(()), residue
@@ -185,8 +184,9 @@ def losses() -> None:
 
 
 def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list[ModuleType]:
-    """From now on compile each launch on CPU tensors for an sm_90, and hand the kernel, the keyword arguments
-    of its launch and what was compiled to `take`. Gives the modules of the kernels.
+    """Compile every launch on CPU tensors for sm_90 from now on; return the modules that define kernels.
+
+    `take` is called with the kernel, the keyword arguments of its launch and the compiled kernel.
     """
     names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "liger_models.kernels.")]
     modules = [importlib.import_module(name) for name in names]
@@ -209,8 +209,10 @@ def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list
 
 
 def up_to_llvm(*call: Any) -> tuple[str, str] | None:
-    """A hook of Triton's that replaces the last two stages of a compilation. Without arguments it returns the
-    key and the hash under which such compilations are cached, apart from complete ones.
+    """Hook for Triton that replaces the last two stages of a compilation.
+
+    Without arguments, return the key and the hash that keep these compilations apart from full ones in the
+    cache.
     """
     if not call:
         return "up_to_llvm", "up_to_llvm"

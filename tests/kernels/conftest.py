@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parent))  # for kernel_operations, which programs beside it import too
+sys.path.append(str(Path(__file__).parent))  # for kernel_operations, which programs in this folder import too
 
 
 @pytest.fixture(params=["plain", "triton"])
@@ -24,7 +24,7 @@ def seed():
 
 @pytest.fixture
 def assert_near():
-    """assert_near(actual, truth, roundings): no element is off by more roundings of the largest.
+    """assert_near(actual, truth, roundings): no element is off by more than so many roundings of the largest.
 
     A rounding is half an ulp of actual's dtype, at the size of the largest element of `truth`.
     """

@@ -1,4 +1,4 @@
-"""What the operations of kernel_operations.py compute, as a model without kernels writes it in PyTorch."""
+"""The operations of kernel_operations.py in eager PyTorch, as a model without kernels computes them."""
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,7 @@ def eager_gated_norm(x, gate, weight, activation, gate_first, cast="llama"):
 
 
 def eager_short_conv(x, weight, bias):
-    """In documents of four tokens, each by itself; the last may be shorter."""
+    """Convolve documents of four tokens separately; the last may be shorter."""
     taps = weight.shape[1]
     padded = F.pad(x, (0, 0, 0, -len(x) % 4)).unflatten(0, (-1, 4)).transpose(1, 2)  # [documents, C, 4]
     z = F.conv1d(F.pad(padded, (taps - 1, 0)), weight.to(x.dtype)[:, None], None, groups=len(weight))
@@ -79,7 +79,7 @@ def wide(x):
 
 
 def labels_of(x, vocab):
-    """Labels [T], some of them ignored, that follow from x [T, ...] and so are the same in every dtype."""
+    """Labels [T], some of them ignored, computed from x [T, ...] so that they are the same in every dtype."""
     first = x.detach()[:, 0]
     labels = torch.full_like(first, vocab - 1, dtype=torch.long)
     return labels.masked_fill(first > 0, vocab // 2).masked_fill(first > 1, -100)
@@ -115,7 +115,7 @@ def eager_log_probs(x, weight):
 
 
 def log_probs_of(labels, logits):
-    """The labels' log-probabilities and the entropies; zeros of rows without a label."""
+    """Log-probabilities of the labels, and entropies; zero for rows without a label."""
     log_p = logits.log_softmax(-1)
     valid = labels >= 0
     chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
@@ -152,7 +152,7 @@ def eager_clamped_experts(x, weights, gate_up, down, gate_up_bias, down_bias, al
 
 
 def experts_of(weights, num_experts):
-    """Two experts a token, not always the same, that follow from the sign of its first weight."""
+    """Two experts per token, chosen by the sign of its first weight."""
     first = (weights.detach()[:, :1] > 0).long()
     return torch.cat([first, first + num_experts // 2], -1)
 

@@ -1,7 +1,7 @@
-"""The operations whose promises are tested: what they compute, in plain PyTorch, and their operands' shapes.
+"""Operations under test, each with its eager PyTorch counterpart and the shapes of its operands.
 
-test_contract.py tells what all of them keep, test_contract_on_a_gpu.py what they keep there. memory_check.py
-runs them for the memory checker. A new operation adds one entry.
+test_contract.py and test_contract_on_a_gpu.py test the contract that they have in common. memory_check.py
+runs them under a memory checker. A new operation adds one entry.
 """
 
 from collections.abc import Callable
@@ -73,32 +73,32 @@ from liger_models.kernels import (
 
 @dataclass
 class Operation:
-    run: Callable  # on the tensors of `shapes`; gives a tensor or a tuple of tensors
+    run: Callable  # on the tensors of `shapes`; returns a tensor or a tuple of tensors
     eager: Callable  # the same in plain PyTorch, as a model that uses no kernels computes it in its own dtype
-    shapes: Callable[[int, int], list[tuple[int, ...]]]  # of the operands, from rows and width
-    tables: int = 0  # so many of the last operands are constants: tables, or a teacher
-    widest: int = 2**31  # a head is no wider than 256
+    shapes: Callable[[int, int], list[tuple[int, ...]]]  # operands' shapes, given rows and width
+    tables: int = 0  # number of operands at the end that are constants: rotary tables, or a teacher
+    widest: int = 2**31  # largest supported width, such as 256 for a head
 
 
 def beta_and_eps(x):
-    return x.new_full((), 0.5), x.new_full((), -1e-6)  # which a CUDA graph can capture
+    return x.new_full((), 0.5), x.new_full((), -1e-6)  # made so that a CUDA graph can capture it
 
 
 def norm_shapes(rows, width):
     return [(rows, width), (width,)]
 
 
-def qkv_shapes(rows, width):  # five heads of at least two elements, of which about two thirds turn
+def qkv_shapes(rows, width):  # five heads of at least two elements, about two thirds rotated
     half = (width + 1) // 3 + (width < 2)
     return [(rows, 5 * max(width, 2)), (rows, half), (rows, half)]
 
 
-def qkv_norm_shapes(rows, width, q_heads=1, k_heads=1):  # as many heads have weights of their own
+def qkv_norm_shapes(rows, width, q_heads=1, k_heads=1):  # number of heads with weights of their own
     qkv, *tables = qkv_shapes(rows, width)
     return [qkv, (q_heads * max(width, 2),), (k_heads * max(width, 2),), *tables]
 
 
-def batch_shapes(rows, width):  # two sequences with tables in common
+def batch_shapes(rows, width):  # two sequences that share tables
     half = (width + 1) // 3 + (width < 2)
     return [(2, rows, 3, max(width, 2)), (2, rows, 1, max(width, 2)), (rows, half), (rows, half)]
 
@@ -186,7 +186,7 @@ OPERATIONS = {
         widest=256,
     ),
     "split_rotary_qkv_inplace": Operation(
-        # The product is what the operation consumes, so here too no operand is altered.
+        # The operation overwrites the product, so no operand is modified here either.
         lambda qkv, c, s: split_rotary_qkv(qkv * 1, c, s, 3, 1, qkv.shape[1] // 5, inplace=True),
         lambda qkv, c, s: eager_split(qkv, c, s, False),
         qkv_shapes,
@@ -258,7 +258,7 @@ OPERATIONS = {
 }
 
 
-# Of logits [T, V]. How near they come to the truth on a GPU is told in their own files.
+# Losses of logits [T, V]. Their own files test the accuracy on a GPU.
 LOSSES = {
     "cross_entropy": Operation(
         lambda x: cross_entropy(x, labels_of(x, x.shape[1]), reduction="none"),
@@ -299,12 +299,12 @@ LOSSES = {
 
 
 def documents_of(x):
-    """Boundaries of documents of four tokens, and of the rest."""
+    """Boundaries of documents of four tokens; the last may be shorter."""
     return torch.arange(0, len(x) + 5, 4, device=x.device).clamp(max=len(x))
 
 
 def coefficients_of(x):
-    """Coefficients [T] of both signs that follow from x [T, ...], whatever rows are beside."""
+    """Coefficients [T] of both signs, each computed from its own row of x [T, ...]."""
     last = wide(x.detach()[:, -1])
     return torch.full_like(last, 1.75).masked_fill(last > 0, -0.5)
 
@@ -437,7 +437,7 @@ def outputs_of(function, inputs) -> tuple[Tensor, ...]:
 
 
 def run_with_gradients(function, inputs, gradients=None, **options):
-    """Outputs, and the gradients of all operands that need one."""
+    """Outputs, the gradients of all operands that require one, and the upstream gradients."""
     outputs = outputs_of(function, inputs)
     if gradients is None:
         gradients = [torch.randn_like(output) for output in outputs]
@@ -454,10 +454,10 @@ def copies(tensors) -> list[Tensor]:
 
 
 def assert_same(op, results, again) -> None:
-    """The same bits; of matrix products, which may be summed in another order, the same but for roundings.
+    """Assert equal bits, or equality up to rounding where matrix products may be summed in a different order.
 
-    In float32 those are of sums of up to 256 products; a result in half precision has hardly more than its
-    own.
+    In float32, sums have up to 256 products; in half precision, the error is little more than the rounding of
+    the result.
     """
     for a, b in zip(results, again, strict=True):
         assert a.dtype == b.dtype

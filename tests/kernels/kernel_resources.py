@@ -1,11 +1,11 @@
-"""What every kernel takes of a multiprocessor, at sizes of real models, told without a GPU.
+"""Report the registers and shared memory of every kernel at the sizes of real models, without a GPU.
 
-    python tests/kernels/kernel_resources.py [WORD ...]        # the cases whose names have one of the words
+    python tests/kernels/kernel_resources.py [WORD ...]        # cases whose names contain one of the words
 
-Compiles for a Hopper GPU as compile_kernels.py does, and prints for each launch its warps, registers and
-bytes spilled of a thread, shared memory, and how many warps then fit a multiprocessor. It fails if a kernel
-spills, or takes more shared memory than there is. Tiles are chosen by the size of a row, and hardly by the
-number of rows, so a few rows do here.
+Compile for a Hopper GPU as compile_kernels.py does, and print for each launch its warps, registers and
+spilled bytes per thread, shared memory, and the warps that then fit on a multiprocessor. Fail if a kernel
+spills or needs more shared memory than there is. Tiles depend on the size of a row and hardly on the number
+of rows, so a few rows are enough.
 """
 
 import functools
@@ -24,10 +24,10 @@ import liger_models.kernels as kernels
 TOKENS, VOCAB = 16, 128256
 TREE = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"))
 
-# Bytes that ptxas may move out of a loop; it costs nothing, and depends on the version.
+# Bytes that ptxas may spill outside of a loop, at no cost; the number depends on its version.
 SPILL_LIMIT = 16
 
-# Cases that may spill, and why.
+# Cases that may spill, with the reason.
 KNOWN_SPILLS = {
     "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
     "gated norm, Granite 4": "rows of 8192 with their gate fill the registers, once a row",
@@ -44,7 +44,7 @@ KNOWN_SPILLS = {
 
 
 def operand(*shape, dtype=BF16):
-    return torch.empty(shape, dtype=dtype).requires_grad_()  # its memory is never touched
+    return torch.empty(shape, dtype=dtype).requires_grad_()  # its memory is never read
 
 
 def norms(width, cast="llama", dtype=BF16):
@@ -142,7 +142,7 @@ def divergences():
         backward(divergence(hidden(), head(), *teacher))
 
 
-def hidden():  # of the products, which a CPU computes, only the vocabulary has its real size
+def hidden():  # a CPU computes the products, so only the vocabulary has its real size
     return torch.zeros(TOKENS, 16, dtype=BF16).requires_grad_()
 
 
@@ -246,7 +246,7 @@ CASES = {
 }
 
 
-# For a GPU with less shared memory, where they must fit as well.
+# Kernels must also fit on GPUs with less shared memory.
 DESKTOP_SHARED = 99 * 1024
 ON_A_DESKTOP = {
     f"{name} in float32, {width}, on a desktop's GPU": functools.partial(run, width, dtype=torch.float32)
@@ -256,7 +256,7 @@ ON_A_DESKTOP = {
 
 
 def registers_and_spills(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack of a thread."""
+    """Registers and bytes of stack per thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -269,7 +269,7 @@ def registers_and_spills(cubin: bytes) -> tuple[int, int]:
 
 
 def warps_that_fit(registers: int, shared: int, num_warps: int) -> int:
-    """On a multiprocessor of a Hopper GPU, with 64 K registers, given out by eights, and 227 KB shared."""
+    """Warps that fit on a Hopper multiprocessor: 64 K registers, given out in eights, 227 KB shared."""
     by_registers = 65536 // (-(-registers // 8) * 8 * 32 * num_warps)
     by_shared = 227 * 1024 // (shared + 1024)
     return min(by_registers, by_shared, 64 // num_warps, 32) * num_warps

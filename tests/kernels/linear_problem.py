@@ -1,4 +1,4 @@
-"""A linear layer and labels, and what a loss of its output makes of them."""
+"""Operands of a linear layer with labels, and the loss and gradients of its output."""
 
 import torch
 
@@ -7,7 +7,7 @@ ASKED = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted
 
 
 def problem(tokens=11, dtype=torch.float32, ignored=(1, 5), device="cpu", hidden=H, vocab=V):
-    """x, weight, bias with gradients, and labels of which some are ignored."""
+    """x, weight and bias that require gradients, and labels, some of them ignored."""
     x = torch.randn(tokens, hidden, device=device)
     weight = torch.randn(vocab, hidden, device=device) * (2 * hidden**-0.5)
     bias = torch.randn(vocab, device=device)

@@ -2,7 +2,8 @@
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --padding 1024 python tests/kernels/memory_check.py
 
-Without its cache, PyTorch gives each tensor an allocation of its own, and the checker sees what lies outside.
+Without its cache, PyTorch gives each tensor its own allocation, so the checker detects accesses outside of
+it.
 """
 
 import functools
@@ -22,10 +23,10 @@ from liger_models.kernels import (
 )
 from liger_models.kernels.recurrent import _chunk_table
 
-# Rows that do not fill a tile, of a width that no block divides.
+# Rows that do not fill a tile, with a width that no block size divides.
 SHAPE = (5, 37)
 
-# Wider than the registers' room: other kernels, or other loops of theirs.
+# Too wide for registers: other kernels, or other loops of the same kernels, run.
 WIDE_SHAPE = (3, 20_001)
 WIDE = ("add_rms_norm", "layer_norm", "swiglu", "softmax", "cross_entropy", "kl_div")
 
@@ -35,13 +36,13 @@ def run_everything(device: str) -> None:
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
     pass_a_state(device, 68, 72)
-    with mock.patch.object(_chunk_table, "SEGMENT", 64):  # the last document has two segments
+    with mock.patch.object(_chunk_table, "SEGMENT", 64):  # so that the last document has two segments
         pass_a_state(device, 12, 20)
     take_a_step(device)
 
 
 def pass_a_state(device: str, key: int, value: int) -> None:
-    """Over documents that fill no chunk, in heads that fill no tile."""
+    """Run the delta rules with states, on documents that fill no chunk and heads that fill no tile."""
     documents = torch.tensor([0, 1, 67], device=device)
     values = [(67, 2, value)]
     for rule, shapes in (
@@ -55,8 +56,8 @@ def pass_a_state(device: str, key: int, value: int) -> None:
 
 
 def take_a_step(device: str) -> None:
-    """What an optimizer does, with weights that keep what rounding loses."""
-    size = 5003  # more than a block of random bits, and no multiple of anything
+    """Run an optimizer step for every way to keep the rounding error of weights."""
+    size = 5003  # more than a block of random bits, divisible by no block size
     weight, gradient, first, second = torch.randn(4, size, device=device, dtype=torch.bfloat16)
     residue = torch.zeros(size, device=device, dtype=torch.int16)
     step = torch.ones((), device=device)

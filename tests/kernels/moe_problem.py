@@ -1,4 +1,4 @@
-"""Operands of the experts' layer, its formula written out, and what is run of both."""
+"""Operands of the layer of experts, its formula written out, and a helper that runs either with gradients."""
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ def formula(
     down_bias=None,
     weighted="outputs",
 ):
-    """Every token with its own copy of its experts' matrices."""
+    """The layer of experts, with a copy of the experts' matrices for every token."""
     experts = experts.long()
     into = torch.einsum("tk,th->tkh", weights if weighted == "inputs" else torch.ones_like(weights), x)
     weights = torch.ones_like(weights) if weighted == "inputs" else weights
@@ -38,11 +38,11 @@ def weighing_inputs(function):
     return lambda *inputs: function(*inputs, weighted="inputs")
 
 
-CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a limit that a third of all gates and half of all ups pass
+CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a third of all gates and half of all ups exceed the limit
 
 
 def with_biases(function):
-    """`function` of a list of operands that ends with the two biases, and with a clamped activation."""
+    """`function` with a clamped activation, of operands that end with the two biases."""
     return lambda *inputs: function(*inputs[:-2], CLAMPED, *inputs[-2:])
 
 
@@ -57,7 +57,7 @@ def operands(
     device="cpu",
     biases=False,
 ):
-    """x, weights, experts, gate_up, down, and biases if wanted, with gradients for the floating ones."""
+    """x, weights, experts, gate_up, down and, if wanted, biases. Floating-point ones require gradients."""
     logits = torch.randn(tokens, num_experts, device=device)
     if favourite is not None:
         logits[:, favourite] += 100
@@ -73,7 +73,7 @@ def operands(
 
 
 def run(function, inputs, upstream, **options):
-    """Result, and the gradients of all operands but the experts."""
+    """Result, and the gradients of all operands except the experts."""
     inputs = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     y = function(*inputs, **options)
     floating = [t for t in inputs if t.is_floating_point()]

@@ -1,4 +1,4 @@
-"""Kernels are valid for the compiler, not only for the interpreter, and fit the registers of a Hopper GPU."""
+"""Kernels compile, not only run in the interpreter, and fit the registers of a Hopper GPU."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["compile_kernels.py", "kernel_resources.py"])
 def test_every_kernel_compiles_for_a_hopper_gpu_and_none_spills_at_a_real_size(program):
-    # A process of its own: in this one Triton interprets.
+    # In a process of its own: in this one Triton runs its interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name(program)],

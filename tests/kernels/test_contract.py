@@ -1,4 +1,4 @@
-"""What every operation promises, told once, of the operations of kernel_operations.py."""
+"""Contract common to all operations of kernel_operations.py."""
 
 import pytest
 import torch
@@ -19,19 +19,20 @@ from torch.utils.checkpoint import checkpoint
 
 every_operation = pytest.mark.parametrize("op", EVERYTHING.values(), ids=EVERYTHING)
 
-# Those without matrix products.
+# Operations without matrix products.
 BY_ROWS = OPERATIONS | LOSSES
 every_operation_by_rows = pytest.mark.parametrize("op", BY_ROWS.values(), ids=BY_ROWS)
 
 
 @every_operation
 @pytest.mark.parametrize(("rows", "width"), [(1, 6), (5, 7), (3, 33)])
-def test_outputs_and_gradients_are_the_true_ones(op, rows, width, implementation, assert_near):
+def test_outputs_and_gradients_are_correct(op, rows, width, implementation, assert_near):
     inputs = make_inputs(op, rows, width)
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
-    # An output is a chain of about a dozen operations, a gradient of twice as many and a weight's a sum
-    # over rows besides. A product is a sum of up to 37, of which what follows may take differences.
+    # An output is a chain of about a dozen operations, a gradient of twice as many, and a weight's gradient
+    # also sums over rows. A matrix product sums up to 37 terms, and later operations may take differences of
+    # them.
     each = 1 if op in BY_ROWS.values() else 4
     for actual, true in zip(outputs, truth, strict=True):
         assert_near(actual, true, 12 * each)
@@ -44,7 +45,7 @@ def test_a_row_may_be_one_element(op, interpreted):
     inputs = make_inputs(op, 2, 1)
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
-    # A norm's gradient all but cancels: what remains has the error of terms of up to about ten.
+    # The terms of a norm's gradient nearly cancel: the rest has the error of terms of up to about ten.
     for actual, true in zip((*outputs, *grads), (*truth, *true_grads), strict=True):
         torch.testing.assert_close(actual.double(), true, rtol=0, atol=36 * 2**-24 * 10)
 
@@ -59,7 +60,7 @@ def test_autocast_changes_no_bit(op, implementation):
 
 
 @pytest.mark.parametrize("op", WITH_PRODUCTS.values(), ids=WITH_PRODUCTS)
-def test_autocast_rules_the_products_and_gradients_keep_their_operands_dtypes(op, implementation):
+def test_autocast_sets_the_dtype_of_products_and_gradients_keep_their_operands_dtypes(op, implementation):
     inputs = make_inputs(op, 3, 6)
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     with torch.autocast("cpu", torch.float16):  # the interpreter multiplies no bfloat16
@@ -67,7 +68,8 @@ def test_autocast_rules_the_products_and_gradients_keep_their_operands_dtypes(op
             lambda *inputs: [output.float() for output in outputs_of(op.run, inputs)], inputs, upstream
         )
     assert [grad.dtype for grad in cast_grads] == [torch.float32] * len(grads)
-    # Operands, products and their gradients are rounded to float16: up to eight roundings of the largest.
+    # Operands, products and their gradients are rounded to float16: up to eight roundings of the largest
+    # element.
     for a, b in zip((*outputs, *grads), (*cast, *cast_grads), strict=True):
         assert (a - b).abs().max() <= 8 * 2**-11 * max(1.0, a.abs().max().item())
 
@@ -80,14 +82,14 @@ MIXED = {
 
 @pytest.mark.parametrize("op", MIXED.values(), ids=MIXED)
 @pytest.mark.parametrize("dtypes", [(torch.float16, torch.float32), (torch.float32, torch.float16)], ids=str)
-def test_operands_of_two_dtypes_cost_no_more_than_the_narrower(op, dtypes, implementation):
+def test_operands_of_two_dtypes_lose_no_more_precision_than_the_narrower(op, dtypes, implementation):
     first, others = dtypes
     given = make_inputs(op, 3, 6, torch.float16)
     inputs = [x.detach().to(others if i else first) for i, x in enumerate(given)]
     inputs = [x.requires_grad_(y.requires_grad) for x, y in zip(inputs, given, strict=True)]
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
-    # Some round to the narrower dtype on the way: as many roundings as elsewhere, but of float16.
+    # Some operations round to the narrower dtype on the way: as many roundings as elsewhere, but to float16.
     for actual, true in zip((*outputs, *grads), (*truth, *true_grads), strict=True):
         assert (actual.double() - true).abs().max() <= 27 * 2**-11 * true.abs().max()
 
@@ -123,7 +125,7 @@ def test_broadcast_operands_and_gradients_are_as_good_as_copies(op, interpreted)
 
 
 @every_operation
-def test_operands_and_incoming_gradients_are_not_altered(op, interpreted):
+def test_operands_and_incoming_gradients_are_not_modified(op, interpreted):
     inputs = make_inputs(op, 3, 6)
     before = copies(inputs)
     outputs, _, upstream = run_with_gradients(op.run, inputs, retain_graph=True)
@@ -164,7 +166,7 @@ def test_operands_shared_between_uses_add_up_their_gradients(op, interpreted, as
 
 @every_operation
 @pytest.mark.parametrize("function", [torch.sum, torch.linalg.vector_norm])  # linear or not in the outputs
-def test_a_graph_of_the_gradient_is_refused_at_once(op, function, implementation):
+def test_second_derivatives_are_refused_at_once(op, function, implementation):
     inputs = make_inputs(op, 3, 6)
     needed = [x for x in inputs if x.requires_grad]
     for nth, output in enumerate(outputs_of(op.run, inputs)):

@@ -1,4 +1,4 @@
-"""What every operation promises where it counts: on a GPU, at real sizes. test_contract.py tells the rest."""
+"""Contract common to all operations, on a GPU and at real sizes. The rest is in test_contract.py."""
 
 import math
 
@@ -32,13 +32,11 @@ pytestmark = pytest.mark.gpu
 every_operation = pytest.mark.parametrize("op", EVERYTHING.values(), ids=EVERYTHING)
 
 
-ENOUGH = 64  # errors, for their mean to say something
+ENOUGH = 64  # number of errors for a meaningful mean
 
 
 def squares_of(op, inputs) -> list[tuple[int, float, float, float]]:
-    """Of every output and gradient how many numbers it has, and the sums of the squares of our errors, of
-    eager's, and of the truth.
-    """
+    """Size of every output and gradient, and sums of squares of our errors, eager's errors and the truth."""
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     eager, eager_grads, _ = run_with_gradients(op.eager, inputs, upstream)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
@@ -57,19 +55,20 @@ def squares_of(op, inputs) -> list[tuple[int, float, float, float]]:
 @pytest.mark.parametrize(
     ("rows", "width"), [(4096, 128), (2048, 2048), (1024, 5000), (512, 16384), (64, 65600), (32, 200_000)]
 )
-def test_no_further_from_the_truth_than_eager(op, rows, width, dtype):
+def test_it_is_as_accurate_as_eager(op, rows, width, dtype):
     def draw():
         return squares_of(op, make_inputs(op, rows, min(width, op.widest), dtype, "cuda"))
 
-    # A gradient that is one number can be near the truth by luck, and a long sum near zero, where a rounding
-    # of its terms is much: of such results several draws are taken together.
+    # The error of a gradient with a single element may be small by luck, or large if a long sum happens to be
+    # near zero: such results are averaged over several draws.
     draws = [draw()]
     fewest = min(count for count, *_ in draws[0])
     draws += [draw() for _ in range(ceil_div(ENOUGH, fewest) - 1)]
     for of_one in zip(*draws, strict=True):
         count, ours, theirs, true = (sum(values) for values in zip(*of_one, strict=True))
-        # Both round at random: the logarithm of the ratio of two mean errors, of n numbers each, strays by
-        # 1 / sqrt(n). In float32, where eager itself is off by a rounding or less, two roundings are as good.
+        # Both errors are random: the logarithm of the ratio of two mean errors, over n elements each,
+        # deviates by 1 / sqrt(n). In float32, where eager itself is off by at most a rounding, two roundings
+        # are allowed.
         chance = math.exp(4 / count**0.5)
         two_roundings = torch.finfo(torch.float32).eps * true**0.5
         assert ours**0.5 <= max(chance * theirs**0.5, two_roundings)
@@ -77,11 +76,11 @@ def test_no_further_from_the_truth_than_eager(op, rows, width, dtype):
 
 @every_operation
 @pytest.mark.parametrize(("rows", "width"), [(1, 1), (7, 1), (1, 130), (33, 130)])
-def test_few_rows_and_one_element(op, rows, width):
+def test_few_rows_and_one_element_are_accurate(op, rows, width):
     inputs = make_inputs(op, rows, width, device="cuda")
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
-    # A few chained sums of at most 130 numbers; those of a one-element row's norm all but cancel.
+    # A few chained sums of at most 130 numbers; those of the norm of a one-element row nearly cancel.
     for actual, true in zip((*outputs, *grads), (*truth, *true_grads), strict=True):
         largest = max(1.0, true.abs().max().item())
         torch.testing.assert_close(actual.double(), true.double(), rtol=0, atol=4 * 130 * 2**-24 * largest)
@@ -93,15 +92,15 @@ def test_a_vocabulary_of_200_000(name):
     inputs = make_inputs(op, 5, 200_000, device="cuda")
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
     truth, true_grads, _ = run_with_gradients(op.eager, in_float64(inputs), in_float64(upstream))
-    # Sums of 200,000 numbers, of which 25 in a row and the rest in a tree, then a chain of a dozen.
+    # Sums of 200,000 numbers, 25 in a row and the rest in a tree, then a chain of a dozen operations.
     if name == "total_variation":
-        grads = true_grads = ()  # the slope jumps where two probabilities meet, and rounding tells the side
+        grads = true_grads = ()  # the slope jumps where two probabilities meet, and rounding picks the side
     for actual, true in zip((*outputs, *grads), (*truth, *true_grads), strict=True):
         assert (actual - true).abs().max() <= 2 * (25 + 18 + 12) * 2**-24 * true.abs().max()
 
 
 @every_operation
-def test_no_rows_launch_nothing(op):
+def test_zero_rows_launch_nothing(op):
     inputs = make_inputs(op, 0, 8, torch.bfloat16, "cuda")
     outputs, grads, _ = run_with_gradients(op.run, inputs)
     assert [output.shape for output in outputs] == [o.shape for o in outputs_of(op.eager, inputs)]
@@ -116,7 +115,7 @@ def test_more_than_2_to_the_31_elements(op):
     rows = 2**31 // per_row + 1000
     inputs = make_inputs(op, rows, width, torch.bfloat16, "cuda")
     outputs, grads, upstream = run_with_gradients(op.run, inputs)
-    last = 512  # the operations are by rows: the last rows must be as if they were alone
+    last = 512  # the operations are row by row: the last rows must give the same results alone
 
     def tail(x):
         return x.detach()[..., -last:, :, :] if x.dim() == 4 else x.detach()[-last:]
@@ -177,12 +176,12 @@ def test_one_compiled_module_of_all_operations_gives_the_same_gradients():
         torch.compile(Everything(), fullgraph=True), inputs, upstream
     )
     for a, b in zip((y, *grads), (again, *compiled_grads), strict=True):
-        # Two orders of a sum over 300 rows, and a chain of about fifty operations.
+        # A sum over 300 rows in two orders, and a chain of about fifty operations.
         assert (a - b).abs().max() <= 400 * torch.finfo(torch.float32).eps * a.abs().max()
 
 
 @every_operation
-def test_a_gpu_that_is_not_the_current_one(op):
+def test_it_runs_on_a_gpu_that_is_not_the_current_one(op):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     inputs = make_inputs(op, 5, 6, device="cuda:1")

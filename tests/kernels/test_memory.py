@@ -1,4 +1,4 @@
-"""No kernel reads or writes outside of its tensors: the CUDA toolkit's memory checker finds nothing."""
+"""Kernels read and write only their tensors: the memory checker of the CUDA toolkit finds no error."""
 
 import importlib
 import os

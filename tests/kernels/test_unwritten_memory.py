@@ -1,9 +1,9 @@
-"""No operation reads memory that nobody wrote.
+"""No operation reads uninitialised memory.
 
-New memory is filled with nan, and operations give the bits that they give without. Matrix products need more
-than that: only on a CPU with AMX does what lies between the rows of a bfloat16 matrix enter the result, as
-nan times the zero that it is multiplied by. So that this shows on every machine, what lies between the rows
-of operands is looked at itself.
+New memory is filled with NaN, and operations must give the same bits as without. Matrix products need a
+further check: on a CPU with AMX, values in the gaps between the rows of a bfloat16 matrix are multiplied by
+zero, so that NaN reaches the result. To detect this on every machine, the gaps of operands are inspected
+directly.
 """
 
 import kernel_operations
@@ -14,18 +14,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 LINEAR = {name: op for name, op in WITH_PRODUCTS.items() if name.startswith("linear")}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Vocabularies that are no multiples of a tile, an odd and an even one in every dtype.
+# Vocabularies that are not multiples of a tile, an odd and an even one in every dtype.
 VOCABULARIES = [(vocab, torch.bfloat16) for vocab in (1000, 1423, 131, 5)] + [
     (vocab, dtype) for vocab in (131, 70) for dtype in (torch.float16, torch.float32)
 ]
-TILE = 64  # columns: the most that a matrix library takes at a time, the last of which may be cut off
+TILE = 64  # columns: the widest tile of a matrix library, the last of which may be partly empty
 
 PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "_grouped_mm"}
 NEW = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "resize_"}
 
 
 class Poisoned(TorchDispatchMode):
-    """New memory holds nan, and operands of products hold numbers between their rows."""
+    """Fill new memory with NaN, and check that operands of products are finite between their rows."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Poisoned(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if name in PRODUCTS:
             self.products += 1
-            # What is multiplied by a beta of zero is not read: it is the memory of the result.
+            # With a beta of zero the first operand is not read: it is the memory of the result.
             read = args[1:] if (kwargs or {}).get("beta", 1) == 0 else args
             for x in read:
                 if isinstance(x, torch.Tensor) and x.dim() > 1:
@@ -51,10 +51,10 @@ def poison(dtype):
 
 
 def between_rows(x):
-    """What a library that takes whole tiles may read beside the elements of x [..., rows, columns]."""
+    """Memory between the rows of x [..., rows, columns] that a library may read as part of whole tiles."""
     if x.stride(-1) != 1:
         x = x.mT
-    if x.is_contiguous() or x.stride(-1) != 1:  # no gaps; or PyTorch makes a copy
+    if x.is_contiguous() or x.stride(-1) != 1:  # there are no gaps, or PyTorch makes a copy
         return x.new_zeros(0)
     *lead, rows, columns = x.shape
     gap = max(0, min(x.stride(-2) - columns, -columns % TILE))
@@ -79,7 +79,7 @@ def test_no_operation_reads_unwritten_memory(op, dtype, implementation):
 
 @pytest.mark.parametrize(("vocab", "dtype"), VOCABULARIES, ids=str)
 @pytest.mark.parametrize("op", LOSSES.values(), ids=LOSSES)
-def test_no_loss_does_at_a_vocabulary_that_fills_no_tile(op, vocab, dtype, implementation):
+def test_no_loss_reads_unwritten_memory_at_a_vocabulary_that_fills_no_tile(op, vocab, dtype, implementation):
     check(op, make_inputs(op, 2, vocab, dtype))
 
 
@@ -91,12 +91,12 @@ def check_linear(op, vocab, dtype, monkeypatch, device="cpu"):
 
 @pytest.mark.parametrize(("vocab", "dtype"), VOCABULARIES, ids=str)
 @pytest.mark.parametrize("op", LINEAR.values(), ids=LINEAR)
-def test_no_loss_of_a_linear_layer_does(op, vocab, dtype, implementation, monkeypatch):
+def test_no_loss_of_a_linear_layer_reads_unwritten_memory(op, vocab, dtype, implementation, monkeypatch):
     check_linear(op, vocab, dtype, monkeypatch)
 
 
 @pytest.mark.parametrize("op", LINEAR.values(), ids=LINEAR)
-def test_no_loss_of_a_linear_layer_does_in_chunks(op, monkeypatch):
+def test_no_loss_of_a_linear_layer_reads_unwritten_memory_in_chunks(op, monkeypatch):
     from liger_models.kernels.losses import _linear_chunks
 
     monkeypatch.setattr(
@@ -108,7 +108,7 @@ def test_no_loss_of_a_linear_layer_does_in_chunks(op, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "dtype"), VOCABULARIES, ids=str)
 @pytest.mark.parametrize("op", LINEAR.values(), ids=LINEAR)
-def test_no_loss_of_a_linear_layer_does_on_a_gpu(op, vocab, dtype, monkeypatch):
+def test_no_loss_of_a_linear_layer_reads_unwritten_memory_on_a_gpu(op, vocab, dtype, monkeypatch):
     check_linear(op, vocab, dtype, monkeypatch, "cuda")
 
 
@@ -120,7 +120,7 @@ def test_no_operation_reads_unwritten_memory_on_a_gpu(op, dtype):
 
 
 @pytest.mark.parametrize("op", LINEAR.values(), ids=LINEAR)
-def test_numbers_between_the_rows_of_operands_stay_there(op, implementation):
+def test_numbers_between_the_rows_of_operands_do_not_reach_the_result(op, implementation):
     def cut_out_of_nan(x):
         return torch.cat([x.detach(), torch.full_like(x, float("nan"))], -1)[..., : x.shape[-1]]
 

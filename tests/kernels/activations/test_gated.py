@@ -1,4 +1,4 @@
-"""Gated activations and the squared ReLU. What every operation promises is in test_contract.py."""
+"""Gated activations and the squared ReLU. The contract common to all operations is in test_contract.py."""
 
 import pytest
 import torch
@@ -21,11 +21,11 @@ def test_swiglu_geglu_and_relu2_match_torch(implementation, assert_near):
     assert_near(geglu(gate, up), F.gelu(gate64, approximate="tanh") * up64, 12)
     assert_near(geglu(gate, up, approximate="none"), F.gelu(gate64) * up64, 12)
     assert_near(relu2(gate), F.relu(gate64) ** 2, 2)
-    # The two forms of GELU differ by up to 5e-4: enough to notice if one stood for the other.
+    # The two forms of GELU differ by up to 5e-4, enough to notice if one were used for the other.
     assert (geglu(gate, up) - geglu(gate, up, approximate="none")).abs().max() > 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # which then gives a sigmoid of zero
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the sigmoid is then zero
 @pytest.mark.parametrize("operation", [swiglu, geglu, relu2])
 def test_large_inputs_saturate_and_do_not_overflow(operation, implementation):
     gate = torch.tensor([[-200.0, -1e4, 200.0, 1e4]], requires_grad=True)
@@ -38,7 +38,7 @@ def test_large_inputs_saturate_and_do_not_overflow(operation, implementation):
     assert torch.equal(grad[:, 2:], 2 * large if operation is relu2 else torch.ones(1, 2))
 
 
-def test_nan_is_passed_on(implementation):
+def test_nan_propagates(implementation):
     x = torch.tensor([[float("nan"), 1.0]])
     for y in (relu2(x), swiglu(x, torch.ones(1, 2)), geglu(x, torch.ones(1, 2))):
         assert y.isnan().tolist() == [[True, False]]
@@ -53,13 +53,13 @@ def test_only_the_inputs_are_kept(operation, interpreted):
     assert [t.data_ptr() for t in kept] == [x.data_ptr()]
 
 
-def test_a_row_wider_than_a_tile_is_whole(interpreted, assert_near):
+def test_rows_wider_than_a_tile_are_computed_in_full(interpreted, assert_near):
     gate, up = torch.randn(2, 2, 2500).unbind()
     assert_near(swiglu(gate, up), F.silu(gate.double()) * up.double(), 12)
     assert_near(relu2(gate), F.relu(gate.double()) ** 2, 2)
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_mismatched_operands_are_refused():
     with pytest.raises(ValueError, match="even last dimension"):
         swiglu(torch.randn(3, 7))
     with pytest.raises(ValueError, match="expected the same shape and dtype"):
@@ -71,7 +71,7 @@ def test_operands_that_do_not_fit_are_refused():
 
 
 def _reusing(retain_graph):
-    """Gradients of a product whose input is a tensor inside the graph, and that tensor afterwards."""
+    """Gradient, expected gradient, and the intermediate input after and before the backward pass."""
     leaf = torch.randn(5, 12, requires_grad=True)
     gate_up = leaf * 1
     before = gate_up.detach().clone()

@@ -1,4 +1,4 @@
-"""attention: what test_products.py does not hold it to. Real sizes: test_attention_on_a_gpu.py."""
+"""attention on a CPU and in the interpreter. Real sizes are in test_flash_attention_on_a_gpu.py."""
 
 import importlib
 import itertools
@@ -15,20 +15,21 @@ from liger_models.kernels._dispatch import rows_to_copy
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
 
-# An empty document, documents of one and two tokens, one that ends inside of a tile, one over several.
+# An empty document, documents of one and two tokens, one that ends inside a tile, one that spans several
+# tiles.
 PACKED = (0, 3, 3, 4, 6, 23, 50)
 TOKENS = PACKED[-1]
 
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several tiles of each kind from few tokens, queries and keys in different numbers."""
+    """Make tiles small, so that few tokens fill several; tiles of queries and of keys differ in size."""
     tiles = (module._Tiles(16, 16, 4, 1), module._Tiles(16, 32, 4, 1), module._Tiles(16, 32, 4, 1))
     monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
 
 
 def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, sinks=None):
-    """Query by query, over the keys that the docstring says it sees."""
+    """Attention one query at a time, over the keys that the docstring of `attention` lets it attend to."""
     tokens, heads, dim = q.shape
     ends = [tokens] if cu_seqlens is None else cu_seqlens.tolist()
     out = []
@@ -70,7 +71,7 @@ def test_the_plain_twin_is_the_formula(options, sinks):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
-# In the interpreter a tile takes milliseconds: each case has what the others have not.
+# A tile takes milliseconds in the interpreter, so each case covers something that the others do not.
 CASES = {
     "a head each, two tiles of queries": (32, {}, {"heads": 2, "kv_heads": 2, "dim": 16}),
     "all heads share one": (50, {}, {"heads": 3, "kv_heads": 1, "dim": 5}),
@@ -96,14 +97,15 @@ def test_the_kernels_compute_the_formula(tokens, options, shape, interpreted, sm
     inputs = operands(tokens, **shape)
     found, grads, upstream = run_with_gradients(attend(options), inputs)
     truth, true_grads, _ = run_with_gradients(attend(options), in_float64(inputs), in_float64(upstream))
-    # Scores of up to about 8 are off by a few roundings of themselves, and so are the weights, relatively: a
-    # mean of values is off by about 16 roundings. A gradient multiplies two such, and sums over more terms.
+    # Scores of up to about 8 have an error of a few roundings, which becomes the relative error of the
+    # weights: a mean of values is off by about 16 roundings. A gradient multiplies two such, and sums over
+    # more terms.
     assert_near(found[0], truth[0], 16)
     for actual, true in zip(grads, true_grads, strict=True):
         assert_near(actual, true, 48)
 
 
-def test_the_tiles_of_a_real_gpu_compute_the_formula_too(interpreted, assert_near):
+def test_tiles_of_real_gpu_sizes_compute_the_formula_too(interpreted, assert_near):
     inputs = operands(140, heads=1, kv_heads=1)
     options = {"cu_seqlens": (0, 9, 140), "window": 100}
     found, grads, upstream = run_with_gradients(attend(options), inputs)
@@ -112,10 +114,10 @@ def test_the_tiles_of_a_real_gpu_compute_the_formula_too(interpreted, assert_nea
         assert_near(actual, true, 48)
 
 
-@pytest.mark.parametrize("dim", [32, 64])  # of 64 a Hopper GPU's copy engine fetches tiles
-def test_in_16_bits_it_is_as_near_to_the_truth_as_eager(dim, interpreted, small_tiles):
+@pytest.mark.parametrize("dim", [32, 64])  # tiles of 64 are loaded by TMA on Hopper
+def test_in_16_bits_it_is_as_accurate_as_eager(dim, interpreted, small_tiles):
     *_, sinks = operands(40, heads=4, kv_heads=2, sinks=True, dtype=torch.float16)
-    row = torch.randn(40, 8, dim).half()  # of which queries, keys and values are views, as in a model
+    row = torch.randn(40, 8, dim).half()  # queries, keys and values are views of it, as in a model
     inputs = [x.detach().requires_grad_() for x in (*row.split([4, 2, 2], dim=1), sinks)]
     options = {"softcap": 3.0, "cu_seqlens": (0, 9, 40), "window": 20}
     run = attend(options)
@@ -125,16 +127,16 @@ def test_in_16_bits_it_is_as_near_to_the_truth_as_eager(dim, interpreted, small_
     results = (*found, *grads), (*eager, *eager_grads), (*truth, *true_grads)
     for ours, theirs, true in zip(*results, strict=True):
         assert ours.dtype == torch.float16
-        # The gradient of four sinks is too short for its error to be more than chance.
+        # The gradient of the sinks has only four elements: the ratio of two such errors is mostly chance.
         assert (ours - true).norm() <= (4.0 if true.numel() == 4 else 1.1) * (theirs - true).norm()
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_token_that_is_not_seen_changes_nothing(window, interpreted, small_tiles):
+def test_masked_tokens_have_no_effect(window, interpreted, small_tiles):
     q, k, v = (x.detach() for x in operands(TOKENS, heads=2, kv_heads=1))
     run = attend({"cu_seqlens": PACKED, "window": window})
     before = run(q, k, v)
-    first, last = 6, 22  # a document; only its own tokens may notice what it says
+    first, last = 6, 22  # a document: its keys and values affect its own tokens only
     k[first:], v[first:] = k[first:] + 3, v[first:] * 2
     after = run(q, k, v)
     assert torch.equal(after[:first], before[:first])
@@ -142,7 +144,7 @@ def test_a_token_that_is_not_seen_changes_nothing(window, interpreted, small_til
     assert torch.equal(run(q, k, v)[last + 1 :], after[last + 1 :])
 
 
-def test_sinks_of_minus_infinity_are_none_and_great_ones_take_all(implementation):
+def test_sinks_of_minus_infinity_have_no_effect_and_large_ones_take_all_weight(implementation):
     q, k, v = operands(20, heads=2, kv_heads=1)
     nothing = torch.full((2,), float("-inf"), requires_grad=True)
     without, without_grads, upstream = run_with_gradients(attention, [q, k, v])
@@ -152,11 +154,11 @@ def test_sinks_of_minus_infinity_are_none_and_great_ones_take_all(implementation
     assert not attention(q, k, v, sinks=torch.full((2,), 1e4)).any()
 
 
-def test_great_scores_do_not_overflow(implementation, small_tiles):
+def test_large_scores_do_not_overflow(implementation, small_tiles):
     q, k, v = operands(40, heads=1, kv_heads=1)
     found, grads, upstream = run_with_gradients(attend({"scale": 1e4}), [q, k, v])
     truth, _, _ = run_with_gradients(attend({"scale": 1e4}), in_float64([q, k, v]), in_float64(upstream))
-    # A softmax of scores of 10^4 that are off by 10^-3 is its largest element, or close to it.
+    # With scores of 10^4, off by 10^-3, the softmax is one at the largest score, or close to it.
     torch.testing.assert_close(found[0].double(), truth[0], rtol=0, atol=1e-2)
     assert all(grad.isfinite().all() for grad in grads)
     capped, grads, _ = run_with_gradients(attend({"scale": 1e4, "softcap": 2.0}), [q, k, v], upstream)
@@ -173,7 +175,7 @@ def test_views_of_one_packed_row_give_the_bits_of_copies(interpreted, small_tile
         assert torch.equal(a, b)
 
 
-def test_bounds_may_stand_for_boundaries(implementation):
+def test_bounds_may_replace_cu_seqlens(implementation):
     q, k, v = operands(TOKENS)
     cu_seqlens = torch.tensor(PACKED, dtype=torch.int32)
     bounds = document_bounds(cu_seqlens, TOKENS)
@@ -187,18 +189,18 @@ def test_bounds_may_stand_for_boundaries(implementation):
 
 
 def ranges_by_hand(spans, window, whole):
-    """[TOKENS, TOKENS] bool: the tokens of PACKED, where those of a span all see one another."""
+    """[TOKENS, TOKENS] bool mask for the documents of PACKED; tokens of a span all attend to one another."""
     token = torch.arange(TOKENS)
     document = torch.bucketize(token, torch.tensor(PACKED), right=True)
     span = torch.full((TOKENS,), -1)
     for number, (first, end) in enumerate(spans):
         span[first:end] = number
     together = (span[:, None] == span) & (span[:, None] >= 0)
-    sees = (token[:, None] >= token) | together
+    visible = (token[:, None] >= token) | together
     if window is not None:
         within = token > token[:, None] - window
-        sees &= (within | together) if whole else within
-    return sees & (document[:, None] == document)
+        visible &= (within | together) if whole else within
+    return visible & (document[:, None] == document)
 
 
 SPANS = {
@@ -210,7 +212,7 @@ SPANS = {
 
 @pytest.mark.parametrize(("window", "whole"), [(None, False), (9, False), (5, True)])
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
-def test_ranges_of_keys_may_stand_for_causality(
+def test_key_ranges_may_replace_the_causal_mask(
     spans, window, whole, implementation, small_tiles, assert_near
 ):
     token = torch.arange(TOKENS)
@@ -219,15 +221,15 @@ def test_ranges_of_keys_may_stand_for_causality(
         rows[0, first:end], rows[1, first:end] = first, end
     bounds = document_bounds(torch.tensor(PACKED), TOKENS)
     ranges = key_ranges(bounds, rows.int(), window, whole)
-    sees = ranges_by_hand(spans, window, whole)
-    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
+    visible = ranges_by_hand(spans, window, whole)
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
     first, end = ranges.of_keys
-    assert torch.equal((token >= first[:, None]) & (token < end[:, None]), sees.T)
+    assert torch.equal((token >= first[:, None]) & (token < end[:, None]), visible.T)
 
     def formula(q, k, v, sinks):
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-        return torch.einsum("hqk,khd->qhd", module.attention_weights(scores, sees, None, sinks), v)
+        return torch.einsum("hqk,khd->qhd", module.attention_weights(scores, visible, None, sinks), v)
 
     inputs = operands(TOKENS, sinks=True)
     found, grads, upstream = run_with_gradients(
@@ -248,15 +250,15 @@ def test_ranges_and_a_window_are_refused(implementation):
         attention(*operands(TOKENS), bounds=KeyRanges(ranges.of_queries[:1], ranges.of_keys))
 
 
-def test_bounds_of_wrong_boundaries_lie_among_the_tokens(monkeypatch):
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # as on a GPU, nothing is checked
+def test_bounds_of_invalid_cu_seqlens_stay_within_the_tokens(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # values are not checked, as on a GPU
     for wrong in ((-5, 2, 6), (0, 3, 9), (4, 1, 9)):
         bounds = document_bounds(torch.tensor(wrong), 6)
         assert bounds.min() >= 0
         assert bounds.max() <= 6
 
 
-def test_no_tokens_in_empty_documents_are_no_error(implementation):
+def test_empty_documents_without_any_tokens_are_accepted(implementation):
     inputs = operands(0, sinks=True)
     (out,), grads, _ = run_with_gradients(attend({"cu_seqlens": (0, 0, 0), "window": 3}), inputs)
     assert out.shape == (0, 4, 8)
@@ -281,11 +283,11 @@ def test_it_traces_without_a_graph_break():
         assert torch.equal(a, b)
 
 
-# Referees
+# Against reference implementations
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_it_is_torchs_attention(groups, implementation):
+def test_it_matches_torchs_attention(groups, implementation):
     q, k, v = operands(24, heads=4, kv_heads=4 // groups, dim=16)
     found, grads, upstream = run_with_gradients(attention, [q, k, v])
 
@@ -300,7 +302,7 @@ def test_it_is_torchs_attention(groups, implementation):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_it_is_the_eager_attention_of_transformers(family, implementation):
+def test_it_matches_the_eager_attention_of_transformers(family, implementation):
     name = f"transformers.models.{family}.modeling_{family}"
     theirs = pytest.importorskip(name).eager_attention_forward
     q, k, v, sinks = operands(24, dim=16, sinks=True)
@@ -311,8 +313,8 @@ def test_it_is_the_eager_attention_of_transformers(family, implementation):
     def reference(q, k, v, sinks=None):
         layer = types.SimpleNamespace(num_key_value_groups=2, sinks=sinks, training=False)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-        sees = module.visible_keys(24, None, 9, q.device)
-        mask = torch.zeros(24, 24).masked_fill(~sees, torch.finfo(q.dtype).min)
+        visible = module.visible_keys(24, None, 9, q.device)
+        mask = torch.zeros(24, 24).masked_fill(~visible, torch.finfo(q.dtype).min)
         return theirs(layer, q, k, v, mask, scaling=0.5, **options)[0][0]
 
     expected, expected_grads, _ = run_with_gradients(reference, inputs, upstream)
@@ -362,8 +364,8 @@ def test_too_wide_heads_and_wrong_types_are_refused(implementation):
         attention(q, k, v, cu_seqlens=torch.tensor([0, 5]).to("meta"))
 
 
-def test_rows_that_the_copy_engine_cannot_fetch_are_loaded(interpreted):
-    """It takes rows apart from one another, in steps of 16 bytes, of heads side by side."""
+def test_rows_that_tma_cannot_load_use_ordinary_loads(interpreted):
+    """TMA needs distinct rows, row strides that are multiples of 16 bytes, and contiguous heads."""
     rows = torch.zeros(5, 2, 64, dtype=torch.bfloat16)
     assert None not in rows_to_copy(32, rows, rows.clone())
     for other in (

@@ -1,4 +1,4 @@
-"""attention at real sizes, on a GPU. test_attention.py tells the rest."""
+"""attention at real sizes, on a GPU. Everything else is in test_flash_attention.py."""
 
 import itertools
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 
 def documents(tokens, longest):
-    """Boundaries of random documents, an empty one among them."""
+    """Boundaries of random documents, one of them empty."""
     lengths = [0]
     while sum(lengths) < tokens:
         lengths.append(int(torch.randint(1, longest, ())))
@@ -36,7 +36,7 @@ def gpu_case(options, tokens):
     return options
 
 
-# What differs by head size and dtype are the tiles; by option, the code around them.
+# Tiles depend on head size and dtype, the code around them on the options.
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 GPU_SHAPES = [
     *((dim, BF16, 2, "all") for dim in (16, 64, 80, 96, 128, 192, 256, 320, 512)),
@@ -48,7 +48,7 @@ GPU_SHAPES = [
 
 
 @pytest.mark.parametrize(("dim", "dtype", "kv_heads", "name"), GPU_SHAPES)
-def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, kv_heads, name):
+def test_at_real_sizes_it_is_as_accurate_as_eager(dim, dtype, kv_heads, name):
     tokens = 1111
     options = gpu_case(GPU_CASES[name], tokens)
     dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
@@ -73,9 +73,9 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, kv_heads
     )
     for ours, same, theirs, true in results:
         assert torch.equal(ours, same)
-        # In float32, where eager is off by little more than the last rounding, a few roundings are as good.
+        # In float32, where eager is off by little more than one rounding, a few roundings are allowed.
         few = 4 * torch.finfo(torch.float32).eps * true.norm()
-        # The gradient of four sinks is too short for its error to be more than chance.
+        # The gradient of the sinks has only four elements: the ratio of two such errors is mostly chance.
         chance = 4.0 if true.numel() < 100 else 1.1
         assert (ours - true).norm() <= chance * (theirs - true).norm() + few
 
@@ -84,7 +84,7 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, kv_heads
     ("heads", "kv_heads", "dim", "value_dim"),
     [(32, 8, 128, 128), (8, 4, 256, 256), (64, 8, 64, 64), (16, 16, 192, 128), (8, 2, 512, 512)],
 )
-def test_thousands_of_tokens_are_as_exact(heads, kv_heads, dim, value_dim):
+def test_thousands_of_tokens_are_as_accurate(heads, kv_heads, dim, value_dim):
     inputs = operands(8192, heads, kv_heads, dim, False, torch.bfloat16, "cuda", value_dim)
     options = gpu_case({"cu_seqlens": "random", "softcap": 50.0}, 8192)
     found, grads, upstream = run_with_gradients(lambda q, k, v: attention(q, k, v, **options), inputs)
@@ -99,7 +99,7 @@ def test_thousands_of_tokens_are_as_exact(heads, kv_heads, dim, value_dim):
     for start, end in [(a, b) for a, b in itertools.pairwise(ends) if b > a][:: len(ends) // 5]:
         truth, true_grads, _ = alone(start, end)
         for ours, true in zip((*found, *grads), (*truth, *true_grads), strict=True):
-            # bfloat16 holds 8 bits: weights, their gradients and the result are rounded to it.
+            # bfloat16 has 8 bits of precision: weights, their gradients and the result are rounded to it.
             assert (ours[start:end] - true).norm() <= 4 * 2**-8 * true.norm()
 
 
@@ -114,7 +114,7 @@ def test_more_than_2_to_the_31_elements():
     few = [x.detach()[-last:].clone().requires_grad_() for x in inputs]
     expected, expected_grads, _ = run_with_gradients(run, few, [upstream[0][-last:]])
     for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
-        # The first of the last tokens see a window of 128 that is cut off here.
+        # In the short run, the window of the first 128 of these tokens is cut off.
         torch.testing.assert_close(a[-last + 128 :], b[128:], rtol=2**-7, atol=2**-7)
 
 
@@ -133,17 +133,17 @@ def test_neither_pass_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_scores_take_no_memory():
+def test_scores_are_never_stored():
     inputs = operands(16384, 8, 2, 64, False, torch.bfloat16, "cuda")
     upstream = run_with_gradients(attention, inputs)[2]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run_with_gradients(attention, inputs, upstream)
-    # out, dq and what autograd adds to them; dk, dv; lse and delta.
+    # out, dq and the copies that autograd makes; dk, dv; lse and delta.
     assert torch.cuda.max_memory_allocated() - before <= 8 * inputs[0].nbytes
 
 
-def test_a_gpu_that_is_not_the_current_one():
+def test_it_runs_on_a_gpu_that_is_not_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     inputs = operands(100, sinks=True, device="cuda:1")

@@ -1,4 +1,4 @@
-"""attention where documents continue others, beside the same documents each with what it continues."""
+"""attention over trees of documents, against each document run alone after its parent's tokens."""
 
 import importlib
 import itertools
@@ -12,18 +12,18 @@ from liger_models.kernels import attention, document_bounds, key_ranges, tree_ra
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
 
-# A prompt over several tiles, with an answer of no token and one of one; a document that nothing continues; a
-# short prompt, whose answers share a tile with it; a prompt without answers.
+# A prompt over several tiles, one of whose answers is empty and one a single token; a document that nothing
+# continues; a short prompt, whose answers share a tile with it; a prompt without answers.
 LENGTHS = (37, 20, 0, 1, 26, 9, 3, 4, 5, 18, 2)
 PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6, -1)
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
 TOKENS = BOUNDS[-1]
-# How many tokens of its prompt an answer continues: all, or some, of some none within the window.
+# Tokens of its prompt that an answer continues: all, or a part, which may lie wholly outside the window.
 WHOLE = (0, 37, 37, 37, 37, 0, 0, 3, 3, 3, 0)
 PARTS = (0, 37, 37, 30, 5, 0, 0, 2, 1, 0, 0)
 every_tree = pytest.mark.parametrize("shared", [WHOLE, PARTS], ids=["whole prompts", "parts of prompts"])
 
-# Tokens that all see one another, as those of an image: over two tiles of a prompt, and in an answer.
+# Tokens that all attend to one another, like an image's: over two tiles of a prompt, and in an answer.
 AHEAD = ((5, 21), (40, 44))
 SPANS = torch.arange(TOKENS).repeat(2, 1) + torch.tensor([[0], [1]])
 for first, end in AHEAD:
@@ -49,29 +49,30 @@ def small_tiles(monkeypatch):
 
 
 def rows_of(document, shared):
-    """The tokens of a document behind those that it continues, in the order of their positions."""
+    """Rows of the tokens that a document continues, then of its own tokens, in order of position."""
     first = BOUNDS[PARENTS[document]] if PARENTS[document] >= 0 else 0
     own = range(BOUNDS[document], BOUNDS[document + 1])
     return [*range(first, first + shared[document]), *own]
 
 
 def visible_by_hand(shared, window=None, chunk=None, spans=None):
-    """[TOKENS, TOKENS] bool, from the positions of each document alone."""
-    sees = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
+    """[TOKENS, TOKENS] bool mask, made from the positions within each document."""
+    visible = torch.zeros(TOKENS, TOKENS, dtype=torch.bool)
     for document in range(len(LENGTHS)):
         rows = rows_of(document, shared)
         for position, query in enumerate(rows):
             first = 0 if window is None else max(0, position - window + 1)
             first = first if chunk is None else max(first, position // chunk * chunk)
-            sees[query, rows[first : position + 1]] = True
+            visible[query, rows[first : position + 1]] = True
     for first, end in AHEAD if spans is not None else ():
-        sees[first:end, first:end] |= torch.ones(end - first, end - first).triu().bool()
-    return sees
+        visible[first:end, first:end] |= torch.ones(end - first, end - first).triu().bool()
+    return visible
 
 
 def one_by_one(limits, shared, **options):
-    """Each document with what it continues by itself, as a function of q, k, v and perhaps sinks; of the
-    tokens of a prompt, which all of its answers have, what the first finds.
+    """Function of q, k, v and, optionally, sinks that runs each document alone after the tokens it continues.
+
+    The tokens of a prompt take part in the run of each of its answers; the result of the first run is kept.
     """
 
     def run(q, k, v, sinks=None):
@@ -101,13 +102,13 @@ def one_by_one(limits, shared, **options):
 @every_tree
 def test_ranges_of_queries_and_of_keys_agree(limits, shared):
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
-    sees = visible_by_hand(shared, **limits)
+    visible = visible_by_hand(shared, **limits)
     token = torch.arange(TOKENS)
-    for rows, expected in ((ranges.of_queries, sees), (ranges.of_keys, sees.T)):
+    for rows, expected in ((ranges.of_queries, visible), (ranges.of_keys, visible.T)):
         hits = [(token >= a[:, None]) & (token < b[:, None]) for a, b in rows.unflatten(0, (-1, 2))]
         assert torch.equal(torch.stack(hits).sum(0), expected.long())  # once each: they do not overlap
-    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), sees)
-    # The answers that see a token of a prompt are one range of queries, if nothing limits it.
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
+    # Without limits, the answers that attend to a token of a prompt form one range of queries.
     assert len(ranges.of_keys) == (8 if {"window", "chunk"} & limits.keys() else 4)
     there = ranges.of_keys[::2] < ranges.of_keys[1::2]
     assert torch.equal(there.sort(0, descending=True).values, there)  # empty ones come last
@@ -119,7 +120,7 @@ def test_ranges_of_queries_and_of_keys_agree(limits, shared):
     ids=["all", "window", "both", "spans"],
 )
 @every_tree
-def test_a_tree_is_its_documents_one_by_one(limits, shared, implementation, small_tiles, assert_near):
+def test_a_tree_equals_its_documents_one_by_one(limits, shared, implementation, small_tiles, assert_near):
     inputs = operands(TOKENS, heads=1 if limits else 2, kv_heads=1, sinks=True)
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
     options = {"softcap": 1.5, "scale": 0.6}
@@ -150,8 +151,8 @@ def test_without_answers_it_equals_packed_documents(implementation, small_tiles)
 
 
 @pytest.mark.parametrize("limits", [{}, {"window": 17}], ids=["all", "window"])
-def test_tiles_that_nobody_sees_are_skipped(limits, interpreted, small_tiles):
-    """A mask multiplies by zero: what is no number would come through it, and a tile not met does not."""
+def test_fully_masked_tiles_are_skipped(limits, interpreted, small_tiles):
+    """NaN passes through a mask that multiplies by zero, but not through a tile that is skipped."""
     bounds, parents = (0, 32, 96, 128), (-1, 0, 0)
     ranges = tree_ranges(bounds, parents, torch.device("cpu"), **limits)
     q, k, v = operands(128, heads=1, kv_heads=1)
@@ -161,7 +162,7 @@ def test_tiles_that_nobody_sees_are_skipped(limits, interpreted, small_tiles):
         values[32:96] = float("nan")
         assert torch.equal(attention(q, k, values, bounds=ranges)[96:], expected[96:])
     dout = torch.randn(128, 1, 8)
-    if limits:  # of each answer the first 16 tokens see some of the prompt
+    if limits:  # only the first 16 tokens of each answer attend to the prompt
         dout[48:96], dout[112:] = float("nan"), float("nan")
         kept = slice(0, 32)
     else:

@@ -1,4 +1,4 @@
-"""attention of documents that continue others at real sizes, on a GPU: see test_tree_attention.py."""
+"""attention over trees of documents at real sizes, on a GPU. Everything else is in test_tree_attention.py."""
 
 import itertools
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 LENGTHS = (500, 130, 0, 1, 257, 3, 60, 40, 50, 200)
 PARENTS = (-1, 0, 0, 0, 0, -1, -1, 6, 6, 6)
-PARTS = (0, 500, 500, 333, 64, 0, 0, 60, 17, 0)  # tokens of its parent that a document continues, not all
+PARTS = (0, 500, 500, 333, 64, 0, 0, 60, 17, 0)  # tokens of its parent that a document continues: not all
 BOUNDS = (0, *itertools.accumulate(LENGTHS))
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -30,7 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dim", "dtype", "limits", "options"), CASES, ids=str)
-def test_at_real_sizes_no_farther_from_the_truth_than_eager(dim, dtype, limits, options):
+def test_at_real_sizes_it_is_as_accurate_as_eager(dim, dtype, limits, options):
     dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
     inputs = operands(BOUNDS[-1], 4, 2, dim, True, dtype, "cuda", value_dim)
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cuda"), **limits)

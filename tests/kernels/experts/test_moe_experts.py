@@ -1,4 +1,4 @@
-"""The experts' layer against the formula written out, and against the blocks of transformers."""
+"""The layer of experts against the formula written out, and against the blocks of transformers."""
 
 import importlib
 
@@ -19,7 +19,7 @@ module = importlib.import_module("liger_models.kernels.experts.moe_experts")
     ("sizes", "options"),
     [
         ({"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2}, {}),
-        # All on one expert, the others empty; two tiles of rows, and an inner dimension with a rest.
+        # All tokens to one expert, the others empty; two tiles of rows, and an inner size that fills no tile.
         ({"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1, "favourite": 1}, {}),
         # Every token to every expert; several tiles of columns.
         (
@@ -42,7 +42,8 @@ def test_result_and_gradients_match_the_formula(sizes, options, implementation, 
     inputs = operands(**sizes)
     upstream = torch.randn(sizes["tokens"], sizes["hidden"])
     truth = run(formula, doubled(inputs), upstream, **options)
-    # Two products whose sums have up to 110 terms together walk about 10 roundings; their operands had some.
+    # The sums of two products, of up to 110 terms together, random-walk to about 10 roundings, on top of
+    # those of their operands.
     for actual, expected in zip(run(moe_experts, inputs, upstream, **options), truth, strict=True):
         assert_near(actual, expected, 32)
 
@@ -53,7 +54,7 @@ def test_result_and_gradients_match_the_formula(sizes, options, implementation, 
         {"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2},
         {"tokens": 70, "hidden": 33, "inner": 20, "num_experts": 3, "top_k": 1, "favourite": 1},
         {"tokens": 3, "hidden": 4, "inner": 8, "num_experts": 9, "top_k": 2},
-        # Experts of one tile and of two, and several blocks of columns of either width.
+        # Experts with one tile of tokens and with two, and several blocks of columns of either width.
         {"tokens": 90, "hidden": 70, "inner": 100, "num_experts": 3, "top_k": 2},
     ],
 )
@@ -67,9 +68,10 @@ def test_biases_and_a_clamped_activation_match_the_formula(sizes, implementation
 
 
 @pytest.mark.parametrize("kept", ["some", "none", "all"])
-def test_slots_of_no_expert_are_nothing(kept, implementation, assert_near):
-    """As they are where experts are divided over ranks: the formula with weights of zero, which get no
-    gradient.
+def test_slots_without_an_expert_add_nothing(kept, implementation, assert_near):
+    """A slot without an expert, as occurs with experts sharded over ranks, acts like a weight of zero.
+
+    Its weight gets no gradient.
     """
     inputs = operands(17, 10, 6, 5, 3, biases=True)
     _, weights, experts = inputs[:3]
@@ -87,7 +89,7 @@ def test_slots_of_no_expert_are_nothing(kept, implementation, assert_near):
         assert_near(actual, truth, 32)  # as for the formula above
 
 
-def test_slots_of_no_expert_are_counted_and_not_compiled(monkeypatch):
+def test_slots_without_an_expert_are_counted_and_refused_under_compile(monkeypatch):
     x, weights, experts, *matrices = operands(7, 10, 6, 5, 2)
     experts[0, 0] = -1
     with pytest.raises(IndexError, match="from -1 to"):
@@ -99,7 +101,7 @@ def test_slots_of_no_expert_are_counted_and_not_compiled(monkeypatch):
         moe_experts(x, weights, experts, *matrices, num_rows=13)
 
 
-def test_one_bias_alone_is_added_and_has_its_gradient(implementation, assert_near):
+def test_either_bias_alone_is_added_and_gets_its_gradient(implementation, assert_near):
     *inputs, gate_up_bias, down_bias = operands(7, 10, 6, 5, 2, biases=True)
     upstream = torch.randn(7, 10)
     for name, bias in (("gate_up_bias", gate_up_bias), ("down_bias", down_bias)):
@@ -127,7 +129,7 @@ def test_the_experts_of_gpt_oss_in_transformers_give_the_same_result_and_gradien
     weights.requires_grad_()
     parameters = theirs.gate_up_proj, theirs.down_proj, theirs.gate_up_proj_bias, theirs.down_proj_bias
     expected = theirs(x, experts, weights)
-    # There the inputs come first, and gates and ups in turn.
+    # In transformers, the input dimension comes first, and gates and ups alternate.
     gate_up, down, gate_up_bias, down_bias = parameters
     gate_up, gate_up_bias = (torch.cat([t[..., ::2], t[..., 1::2]], -1) for t in (gate_up, gate_up_bias))
     actual = moe_experts(x, weights, experts, gate_up.mT, down.mT, ClampedSwiGLU(), gate_up_bias, down_bias)
@@ -250,7 +252,7 @@ def test_frozen_operands_cost_no_product(wanted, biases, interpreted, monkeypatc
     assert calls.count("rows_product") == (0 in wanted) + bool({0, 1, 3, 5} & set(wanted))
 
 
-def test_nan_in_one_token_stays_with_its_experts(implementation):
+def test_nan_in_one_token_reaches_its_experts_alone(implementation):
     x, weights, experts, gate_up, down = operands(8, 6, 5, 4, 1)
     experts = torch.tensor([0, 1, 2, 3, 0, 1, 2, 3]).view(8, 1)
     with torch.no_grad():
@@ -273,16 +275,16 @@ def test_strided_operands_are_read_as_they_are(implementation, assert_near):
     )
     assert_near(
         moe_experts(*strided), expected.double(), 8
-    )  # a product of other strides sums in another order
+    )  # a product with other strides may sum in another order
 
 
-def test_autocast_takes_its_dtype_and_gradients_come_back_in_the_operands(implementation):
+def test_autocast_sets_the_output_dtype_and_gradients_keep_the_operands_dtypes(implementation):
     inputs = operands(5, 8, 6, 3, 2)
     with torch.autocast("cpu", torch.float16):
         y = moe_experts(*inputs)
     assert y.dtype == torch.float16
     truth = formula(*doubled(inputs))
-    # Operands, two products and their results: about six roundings of 2^-12 of the largest element.
+    # Operands, two products and their results: about six roundings by 2^-12 of the largest element.
     assert (y.double() - truth).abs().max() <= 12 * 2**-12 * truth.abs().max()
     floating = [t for t in inputs if t.is_floating_point()]
     assert [g.dtype for g in torch.autograd.grad(y.sum(), floating)] == [torch.float32] * 4
@@ -334,7 +336,7 @@ def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, bi
         assert torch.equal(a, b)
 
 
-def test_the_operator_that_a_compiled_graph_calls_tells_true_shapes(interpreted):
+def test_the_operator_that_a_compiled_graph_calls_reports_correct_shapes(interpreted):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     for rest in (
         (None, None, "silu", 0.0, 0.0, True),
@@ -347,7 +349,7 @@ def test_the_operator_that_a_compiled_graph_calls_tells_true_shapes(interpreted)
 def test_sorting_keeps_the_order_of_tokens_and_tiles_cover_every_row_once(
     tokens, top_k, num_experts, interpreted
 ):
-    experts = torch.randint(0, num_experts // 2, (tokens, top_k)) * 2  # odd ones have none
+    experts = torch.randint(0, num_experts // 2, (tokens, top_k)) * 2  # odd experts get no tokens
     order = sort_by_expert(experts, num_experts)
     keys, stable = experts.flatten().sort(stable=True)
     assert torch.equal(order.order.long(), stable)

@@ -1,4 +1,4 @@
-"""The experts' layer on a GPU: at real sizes, compiled, and without waiting."""
+"""The layer of experts on a GPU: at real sizes, compiled, and without synchronising."""
 
 import pytest
 import torch
@@ -18,14 +18,12 @@ FORMS = {"plain": lambda function: function, "biases": with_biases, "weighted in
     [
         (4096, 2048, 768, 128, 8),
         (3001, 1024, 3584, 8, 2),
-        (4001, 1024, 512, 4, 2),  # so many rows that torch's product makes the weights' gradient
+        (4001, 1024, 512, 4, 2),  # enough rows that the weights' gradient is computed with torch's product
         (1, 2048, 768, 128, 8),
         (700, 101, 77, 8, 2),
     ],
 )
-def test_at_real_sizes_no_farther_from_the_truth_than_eager(
-    tokens, hidden, inner, num_experts, top_k, favourite, form
-):
+def test_at_real_sizes_it_is_as_accurate_as_eager(tokens, hidden, inner, num_experts, top_k, favourite, form):
     sizes = tokens, hidden, inner, num_experts, top_k
     inputs = operands(*sizes, favourite, torch.bfloat16, "cuda", form == "biases")
     upstream = torch.randn(tokens, hidden, device="cuda").bfloat16()
@@ -38,7 +36,7 @@ def test_at_real_sizes_no_farther_from_the_truth_than_eager(
         assert (mine - exact).norm() <= 1.1 * (theirs - exact).norm() + 1e-6 * exact.norm()
 
 
-# Tokens and experts: few rows for each, and so many that torch's product makes the weights' gradient.
+# Tokens and experts: few rows per expert, and enough that torch's product computes the weights' gradient.
 by_rows = pytest.mark.parametrize(("tokens", "num_experts"), [(300, 16), (4000, 4)])
 
 
@@ -60,7 +58,7 @@ def test_on_a_gpu_nan_stays_with_its_experts_and_those_without_tokens_have_zero_
     tokens, num_experts
 ):
     x, weights, _, *matrices = operands(tokens, 64, 32, num_experts, 1, None, torch.bfloat16, "cuda")
-    experts = 1 + torch.arange(tokens, device="cuda").view(-1, 1) % (num_experts - 1)  # none to the first
+    experts = 1 + torch.arange(tokens, device="cuda").view(-1, 1) % (num_experts - 1)  # none go to the first
     broken = x.detach().where(experts != 2, torch.nan)
 
     def gradients(x):

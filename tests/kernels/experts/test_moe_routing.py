@@ -68,7 +68,7 @@ def test_routes_as_transformers_does(family, config, options):
     if options.get("score") == "sigmoid":
         options["correction_bias"] = router.e_score_correction_bias
     ours, ours_experts = route(logits, TOP_K, **options)
-    # transformers does not sort DeepSeek's choice: compare expert by expert.
+    # transformers does not sort DeepSeek's chosen experts: compare expert by expert.
     dense = torch.zeros(TOKENS, EXPERTS).scatter(1, experts, weights)
     ours_dense = torch.zeros(TOKENS, EXPERTS).scatter(1, ours_experts.long(), ours)
     torch.testing.assert_close(ours_dense, dense, rtol=1e-6, atol=1e-7)
@@ -87,7 +87,7 @@ def test_ties_are_broken_as_in_torch_topk():
     assert torch.equal(route(logits, TOP_K)[1].long(), logits.softmax(-1).topk(TOP_K).indices)
 
 
-def test_the_correction_bias_chooses_and_does_not_weigh(implementation, assert_near):
+def test_the_correction_bias_affects_the_choice_and_not_the_weights(implementation, assert_near):
     logits = torch.randn(TOKENS, EXPERTS)
     bias = torch.zeros(EXPERTS)
     bias[5] = 10
@@ -120,8 +120,8 @@ some_forms = pytest.mark.parametrize(
 
 
 @some_forms
-def test_a_choice_that_was_made_before_is_weighed_as_the_formula_says(options, implementation):
-    """Of other logits than those that it was made from: weights and gradients are those of the formula."""
+def test_given_experts_are_weighted_by_the_formula(options, implementation):
+    """The experts were not chosen from these logits: weights and gradients still follow the formula."""
     given = torch.stack([torch.randperm(EXPERTS)[:TOP_K] for _ in range(TOKENS)]).int()
     before = given.clone()
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
@@ -135,7 +135,7 @@ def test_a_choice_that_was_made_before_is_weighed_as_the_formula_says(options, i
         expected = expected / expected.sum(-1, keepdim=True)
     expected = expected * options.get("scale", 1.0)
     upstream = torch.randn_like(weights)
-    # In float32, of numbers up to the scale: an exponential, a sum and quotients.
+    # An exponential, a sum and quotients in float32, of numbers up to the scale.
     torch.testing.assert_close(weights.double(), expected, rtol=1e-5, atol=1e-6)
     found = torch.autograd.grad(weights, logits, upstream)[0]
     true = torch.autograd.grad(expected, wide, upstream.double())[0]
@@ -143,7 +143,7 @@ def test_a_choice_that_was_made_before_is_weighed_as_the_formula_says(options, i
 
 
 @some_forms
-def test_its_own_choice_given_back_changes_no_bit(options, implementation):
+def test_passing_its_own_experts_back_changes_no_bit(options, implementation):
     logits = torch.randn(TOKENS, EXPERTS, requires_grad=True)
     weights, grad, experts, upstream = routed(route, logits, TOP_K, options)
     again = routed(route, logits, TOP_K, {**options, "experts": experts}, upstream)
@@ -197,7 +197,7 @@ def with_bias(options, num_experts, device="cpu"):
 
 
 def routed(function, logits, top_k, options, upstream=None):
-    """Weights, their gradient in the logits, and experts."""
+    """Weights, the gradient of the logits, experts, and the upstream gradient."""
     weights, experts = function(logits, top_k, **options)
     upstream = torch.randn_like(weights) if upstream is None else upstream.to(weights.dtype)
     return weights, *torch.autograd.grad(weights, logits, upstream), experts, upstream
@@ -221,7 +221,7 @@ def test_the_kernel_takes_the_best_groups_as_the_plain_twin_does(
     assert_near(gradient, true_gradient, 24)
 
 
-def test_in_groups_nan_reaches_its_token_alone(interpreted):
+def test_with_groups_nan_affects_its_own_token_only(interpreted):
     options = with_bias(IN_GROUPS["DeepSeek-V3"], 16)
     logits = torch.randn(6, 16)
     expected = route(logits, 3, **options)
@@ -249,8 +249,8 @@ def test_the_kernel_gives_the_true_weights_experts_and_gradients(
     )
     assert torch.equal(experts, true_experts)
     assert weights.dtype == torch.float32
-    # An exponential of a rounded difference of about 10, a sum, two quotients and the scale; the gradient has
-    # them twice, in differences of products of a weight with upstream gradients, which may cancel.
+    # An exponential of a rounded difference of about 10, a sum, two quotients and the scale; in the gradient
+    # all occur twice, in differences of products of a weight with upstream gradients, which may cancel.
     assert_near(weights, true_weights, 16)
     unit = torch.finfo(torch.float32).eps / 2 * true_weights.max() * upstream.abs().max()
     assert (grad - true_grad).abs().max() <= 32 * unit
@@ -274,7 +274,7 @@ def test_the_layout_in_memory_changes_no_bit(options, layout, interpreted):
         assert torch.equal(a, b)
 
 
-def test_nothing_is_written_for_the_gradient_that_experts_have_not(interpreted, monkeypatch):
+def test_the_backward_pass_gets_no_gradient_tensor_for_the_experts(interpreted, monkeypatch):
     logits = torch.randn(7, EXPERTS).requires_grad_()
     weights, _ = route(logits, TOP_K)
     seen = []
@@ -301,9 +301,9 @@ def test_a_second_backward_and_a_second_run_give_the_same_bits_and_alter_nothing
     assert torch.equal(upstream, upstream_before)
 
 
-def test_of_equally_good_experts_the_kernel_takes_the_first(interpreted):
+def test_the_kernel_breaks_ties_in_favour_of_the_first_expert(interpreted):
     logits = torch.randint(0, 3, (TOKENS, EXPERTS)).float() - 1
-    logits = logits.where(torch.rand_like(logits) < 0.5, -logits)  # zeros of both signs are equally good
+    logits = logits.where(torch.rand_like(logits) < 0.5, -logits)  # zeros of both signs tie
     expected = logits.sort(dim=1, descending=True, stable=True).indices[:, :TOP_K]
     assert torch.equal(route(logits, TOP_K)[1].long(), expected)
 
@@ -319,7 +319,7 @@ def test_experts_stay_distinct_and_in_range_whatever_the_logits_hold(options, in
     assert experts.min() >= 0
     assert experts.max() < 5
     assert all(len(set(row)) == 3 for row in experts.tolist())
-    assert experts[2, 0] == 3  # as torch.topk has it
+    assert experts[2, 0] == 3  # as torch.topk does
     assert experts[3, :2].tolist() == [0, 1]
     assert weights[1].isnan().all()
     assert not weights[0].isnan().any()
@@ -361,23 +361,23 @@ def test_it_traces_without_a_graph_break():
     ],
     ids=str,
 )
-def test_on_a_gpu_it_is_as_near_to_the_truth_as_plain_pytorch(options, num_experts, top_k, dtype):
+def test_on_a_gpu_it_is_as_accurate_as_plain_pytorch(options, num_experts, top_k, dtype):
     options = with_bias(options, num_experts, "cuda")
-    # Multiples of a power of two, in another order in each row: exact in every dtype, and distinct.
+    # Multiples of a power of two, in a different order in each row: exact in every dtype, and distinct.
     steps = torch.arange(num_experts, device="cuda") - num_experts // 2
     order = torch.rand(4000, num_experts, device="cuda").argsort(1)
     logits = (steps / 2 ** (num_experts.bit_length() - 3))[order].to(dtype).requires_grad_()
     ours = routed(route, logits, top_k, options)
     plain = routed(route_plain, logits, top_k, options, ours[-1])
     truth = routed(route_plain, in_float64(logits), top_k, options, ours[-1])
-    # A bias may bring two scores within a rounding of one another.
+    # With a bias, two scores may lie within a rounding of each other.
     same = ((ours[2] == truth[2]) & (plain[2] == truth[2])).all(1)
     assert same.float().mean() > (0.99 if "correction_bias" in options else 0.9999)
     for mine, theirs, true in zip(ours[:2], plain[:2], truth[:2], strict=True):
         assert mine.dtype == theirs.dtype
         true = true[same]
         error, their_error = ((t[same].double() - true).square().mean().sqrt() for t in (mine, theirs))
-        # Both round at random, and in float32 two roundings are as good.
+        # Both errors are random; in float32, two roundings are allowed.
         two_roundings = torch.finfo(torch.float32).eps * true.square().mean().sqrt()
         assert error <= max(1.02 * their_error, two_roundings)
 
@@ -390,7 +390,7 @@ def test_on_a_gpu_the_best_groups_match_the_plain_twin(options, num_experts, top
     logits = torch.randn(4000, num_experts, device="cuda", requires_grad=True)
     ours = routed(route, logits, top_k, options)
     plain = routed(route_plain, logits, top_k, options, ours[-1])
-    same = (ours[2] == plain[2]).all(1)  # two sums may lie within a rounding of one another
+    same = (ours[2] == plain[2]).all(1)  # two sums may lie within a rounding of each other
     assert same.float().mean() > 0.99
     for mine, theirs in zip(ours[:2], plain[:2], strict=True):
         few = 32 * torch.finfo(torch.float32).eps * theirs.abs().max().item()
@@ -399,20 +399,21 @@ def test_on_a_gpu_the_best_groups_match_the_plain_twin(options, num_experts, top
 
 @pytest.mark.gpu
 @every_form
-def test_on_a_gpu_its_own_choice_given_back_gives_the_same_weights(options):
+def test_on_a_gpu_passing_its_own_experts_back_gives_the_same_weights(options):
     options = with_bias(options, 128, "cuda")
     logits = torch.randn(300, 128, device="cuda", requires_grad=True)
     weights, grad, experts, upstream = routed(route, logits, 8, options)
-    others = logits.detach() + torch.randn_like(logits)  # would choose otherwise
+    others = logits.detach() + torch.randn_like(logits)  # would choose other experts
     weighed, chosen = route(others, 8, **options, experts=experts)
     assert chosen is experts
-    # Shares of at most the scale, after an exponential, a sum and quotients in float32.
+    # Weights of at most the scale, after an exponential, a sum and quotients in float32.
     expected = route_plain(others, 8, **options, experts=experts)[0]
     assert (weighed - expected).abs().max() <= 1e-6 * options.get("scale", 1.0)
     again = routed(route, logits, 8, {**options, "experts": experts}, upstream)
     assert torch.equal(again[2], experts)
-    assert torch.equal(again[1], grad)  # of one kernel
-    # Two kernels: with a bias beside it, a score may be rounded otherwise where it is multiplied and added.
+    assert torch.equal(again[1], grad)  # computed by the same kernel
+    # Computed by two kernels: where a bias is added, multiply and add may be fused in one, which rounds
+    # differently.
     torch.testing.assert_close(again[0], weights, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
 
 
@@ -420,7 +421,7 @@ def test_on_a_gpu_its_own_choice_given_back_gives_the_same_weights(options):
 @pytest.mark.parametrize("options", [{}, {"softmax_after_top_k": True}, {"score": "sigmoid"}], ids=str)
 @pytest.mark.parametrize(("num_experts", "top_k"), [(8, 2), (60, 4), (128, 8), (512, 10)])
 def test_on_a_gpu_equal_scores_choose_the_experts_that_torch_topk_chooses(num_experts, top_k, options):
-    """Of equals those with the lowest numbers, with either; torch.topk does not say in what order."""
+    """Both break ties in favour of the lowest indices; torch.topk does not define the order of ties."""
     logits = torch.randint(1, 4, (4000, num_experts), device="cuda").float()
     scores = logits if "softmax_after_top_k" in options else logits.softmax(-1)
     scores = logits.sigmoid() if "score" in options else scores
@@ -446,7 +447,7 @@ def test_a_cuda_graph_captures_forward_and_backward():
         assert torch.equal(a, b)
 
 
-def test_no_tokens_and_all_experts(implementation):
+def test_no_tokens_and_top_k_of_all_experts_are_accepted(implementation):
     logits = torch.randn(0, 4, requires_grad=True)
     weights, experts = route(logits, 2)
     assert weights.shape == experts.shape == (0, 2)
@@ -486,7 +487,7 @@ def test_integers_and_operands_on_two_devices_are_refused():
         route(torch.zeros(3, 4), 2, correction_bias=torch.zeros(4, device="meta"))
 
 
-def test_scores_that_round_to_the_same_leave_the_order_of_their_logits(implementation):
+def test_scores_that_round_to_the_same_value_keep_the_order_of_their_logits(implementation):
     logits = torch.tensor([[20.0, 40.0, 30.0, 25.0], [35.0, 18.0, 21.0, 50.0]])
     assert (logits.sigmoid() == 1).all()
     weights, experts = route(logits, 2, score="sigmoid", renormalize=False)

@@ -1,4 +1,4 @@
-"""The router's losses, against those of transformers and against the formulas."""
+"""Auxiliary losses of the router, against transformers and against the formulas."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_the_load_balancing_loss_and_its_gradient_match_transformers():
         for a, b in zip(
             torch.autograd.grad(actual, chosen), torch.autograd.grad(expected, chosen), strict=True
         ):
-            # Sums over 50 tokens in another order.
+            # Sums over 50 tokens, in a different order.
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * b.abs().max().item())
     assert torch.equal(load_balancing_loss(layers[0], TOP_K), load_balancing_loss(layers[:1], TOP_K))
 
@@ -39,7 +39,7 @@ def test_the_z_loss_is_the_mean_squared_logsumexp_with_its_gradient():
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-8)
 
 
-def test_losses_of_nothing_are_a_clear_error():
+def test_losses_without_any_logits_raise_a_clear_error():
     with pytest.raises(ValueError, match="found no router logits"):
         load_balancing_loss([], 2)
     with pytest.raises(ValueError, match="top_k is 5; expected 1 to 4"):

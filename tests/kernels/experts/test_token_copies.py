@@ -1,4 +1,4 @@
-"""Copies of tokens, and their sums: each is the other's gradient."""
+"""Copies of tokens and sums of copies: the gradient of each is the other."""
 
 import pytest
 import torch
@@ -7,14 +7,14 @@ from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 
 
 def positions(tokens, readers, share):
-    """[T, n] int32 of rows by reader, -1 where a token has no copy; and how many rows there are."""
+    """Row of each token's copy for each reader, [T, readers] int32, -1 for none; and the number of rows."""
     needed = torch.rand(tokens, readers) < share
     row = (needed.T.flatten().cumsum(0) - 1).view(readers, tokens).T
     return torch.where(needed, row, -1).int().contiguous(), int(needed.sum())
 
 
 def one_hot(position, num_rows):
-    """[R, T] float64: which token a row is."""
+    """[R, T] float64: one-hot matrix of the token of each row."""
     matrix = torch.zeros(num_rows, len(position), dtype=torch.float64)
     token, reader = torch.where(position >= 0)
     matrix[position[token, reader].long(), token] = 1

@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 def tensors_of(options):
-    """The options with their vectors drawn anew; they are float32 numbers, so exact in both precisions."""
+    """Options with fresh random vectors, in float32 and so exact in both precisions."""
     return {k: torch.rand(v) + 0.1 if k in ("weight", "token_weights") else v for k, v in options.items()}
 
 
@@ -55,7 +55,7 @@ def loss_and_grad(function, logits, labels, **options):
 
 
 def small_tiles(monkeypatch):
-    """Three tiles or more and three blocks for a row of 37 columns, the last ones partly outside."""
+    """Split a row of 37 columns into at least three tiles and three blocks, the last of each partly empty."""
     monkeypatch.setattr(kernels, "_LOSS_TILE", (8, 2))
     monkeypatch.setattr(kernels, "_BACKWARD_BLOCK", 16)
 
@@ -64,7 +64,7 @@ def small_tiles(monkeypatch):
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("shape", [(7,), (4, 3), (2, 3, 2)])
-def test_plain_twin_is_torchs_cross_entropy(reduction, smoothing, weighted, shape):
+def test_plain_twin_matches_torchs_cross_entropy(reduction, smoothing, weighted, shape):
     logits = torch.randn(shape[0], 9, *shape[1:], dtype=torch.float64, requires_grad=True)
     labels = torch.randint(0, 9, shape)
     labels[0] = 4
@@ -114,8 +114,8 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
     loss, grad = loss_and_grad(cross_entropy, logits, labels, **options)
     true_loss, true_grad = loss_and_grad(cross_entropy, logits.double(), labels, **options)
     assert loss.dtype == torch.float32
-    # The logits are below 20, and each is rounded a handful of times before exp turns its error into a
-    # relative one; sums over 37 classes add little.
+    # The logits are below 20, and each is rounded a few times before exp turns its error into a relative one;
+    # sums over 37 classes add little.
     torch.testing.assert_close(loss.double(), true_loss, rtol=16 * EPS, atol=16 * 20 * EPS)
     atol = 16 * 20 * EPS * true_grad.abs().max().item()
     torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=atol)
@@ -137,7 +137,7 @@ def test_returned_z_loss_has_its_own_gradient(implementation, with_loss):
 def test_predicted_tokens_have_the_largest_scaled_logit(implementation, monkeypatch, scale):
     small_tiles(monkeypatch)
     logits, labels = batch()
-    # A cap so low that tanh gives ones, which must not hide the order of the logits.
+    # With a cap this low tanh saturates at one, which must not hide the order of the logits.
     output = cross_entropy(
         100 * logits, labels, logit_scale=scale, softcap=0.5, temperature=2.0, return_predicted_tokens=True
     )
@@ -149,14 +149,14 @@ def test_predicted_tokens_have_the_largest_scaled_logit(implementation, monkeypa
 def test_the_first_of_equal_logits_is_predicted(implementation, monkeypatch):
     small_tiles(monkeypatch)
     logits = torch.full((4, 37), -2.0)
-    logits[1, [5, 13, 30]] = -1.0  # a lane's first and second tile, and another lane
+    logits[1, [5, 13, 30]] = -1.0  # in a lane's first and second tile, and in another lane
     logits[2, [20, 21]] = torch.tensor([-0.0, 0.0])
     logits[3] = -math.inf
     output = cross_entropy(logits, torch.zeros(4, dtype=torch.long), return_predicted_tokens=True)
     assert output.predicted_tokens.tolist() == [0, 5, 20, 0]
 
 
-def test_infinite_and_undefined_logits_are_ordered_as_by_torch(implementation, monkeypatch):
+def test_infinite_and_nan_logits_are_ordered_as_by_torch(implementation, monkeypatch):
     small_tiles(monkeypatch)
     logits = torch.randn(6, 37)
     logits[0, 20:] = -math.inf
@@ -174,7 +174,7 @@ def test_infinite_and_undefined_logits_are_ordered_as_by_torch(implementation, m
 
 @pytest.mark.parametrize("ignore_index", [-100, -1, 3])
 @pytest.mark.parametrize("shape", [(11,), (4, 5)])
-def test_token_accuracy_counts_the_valid_tokens_predicted_right(implementation, ignore_index, shape):
+def test_token_accuracy_counts_the_valid_tokens_predicted_correctly(implementation, ignore_index, shape):
     logits = torch.randn(shape[0], 9, *shape[1:], dtype=torch.bfloat16)
     predicted = logits.float().argmax(1)
     labels = torch.randint(0, 9, shape)
@@ -190,7 +190,7 @@ def test_token_accuracy_counts_the_valid_tokens_predicted_right(implementation, 
             labels,
             ignore_index=ignore_index,
             reduction=reduction,
-            token_weights=torch.rand(shape),  # for the loss alone
+            token_weights=torch.rand(shape),  # affect the loss only
             weight=torch.rand(9),
             return_token_accuracy=True,
         )
@@ -228,7 +228,7 @@ def test_num_items_divides_the_sum(implementation):
 
 
 @pytest.mark.parametrize("dims", [1, 2])
-def test_extra_dimensions_and_strides_mean_the_same(implementation, dims):
+def test_extra_dimensions_and_strides_change_nothing(implementation, dims):
     labels = torch.randint(0, 7, (3, 4, 2)[: dims + 1])
     logits = torch.randn(*labels.shape, 7).movedim(-1, 1).requires_grad_()
     rows = logits.movedim(1, -1).reshape(-1, 7)
@@ -274,7 +274,7 @@ def test_without_a_valid_label_the_mean_is_nan_and_the_gradient_zero(implementat
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 5, 3), (2, 5, 0)])
-def test_no_rows(implementation, shape):
+def test_zero_rows_are_accepted(implementation, shape):
     logits = torch.zeros(shape, requires_grad=True)
     loss = cross_entropy(logits, torch.zeros(shape[:1] + shape[2:], dtype=torch.long), reduction="sum")
     assert loss == 0
@@ -282,7 +282,7 @@ def test_no_rows(implementation, shape):
 
 
 def test_a_reduced_loss_is_one_node_of_the_graph(interpreted):
-    logits, labels = batch()  # where each launch and each node counts: a small batch
+    logits, labels = batch()  # a small batch, where every launch and every node costs time
     for reduction in ("mean", "sum", "none"):
         loss = cross_entropy(logits, labels, reduction=reduction, token_weights=torch.rand(11))
         assert [type(node) for node, _ in loss.grad_fn.next_functions if node] == [
@@ -343,7 +343,7 @@ def test_meaningless_options_are_refused(change, error, message):
         cross_entropy(**({"logits": logits, "labels": labels} | change))
 
 
-def test_compiled_without_a_graph_break():
+def test_it_compiles_without_a_graph_break():
     logits, labels = batch()
     compiled = torch.compile(cross_entropy, fullgraph=True, backend="aot_eager")
     options = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}
@@ -360,7 +360,7 @@ def test_compiled_without_a_graph_break():
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [128256, 50257, 262144])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_as_close_to_the_truth_as_eager(dtype, vocab):
+def test_it_is_as_accurate_as_eager(dtype, vocab):
     logits = (3 * torch.randn(1024, vocab, device="cuda")).to(dtype).requires_grad_()
     labels = torch.randint(0, vocab, (1024,), device="cuda")
     labels[::5] = -100
@@ -370,8 +370,8 @@ def test_as_close_to_the_truth_as_eager(dtype, vocab):
     eager = loss_and_grad(lambda x, y, **o: F.cross_entropy(x.float(), y, **o), logits, labels, **options)
     for a, b, true in zip(ours, eager, truth, strict=True):
         error, eager_error = ((value.double() - true).norm() / true.norm() for value in (a, b))
-        # In half precision both errors are the gradient's one rounding, which differs by chance alone. In
-        # float32 they are a few of the last bits, wherever the order of the sums puts them.
+        # In half precision, both errors are a single rounding of the gradient and differ only by chance. In
+        # float32, they are a few of the last bits, which depend on the order of the sums.
         assert error <= max(1.01 * eager_error, 4 * EPS), (error, eager_error)
 
 
@@ -379,11 +379,11 @@ def test_as_close_to_the_truth_as_eager(dtype, vocab):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("scale", [1.0, -1.0])
 def test_predicted_tokens_on_a_gpu(dtype, scale):
-    logits = torch.randn(256, 128256, device="cuda").to(dtype)  # in bfloat16 with many equal ones
+    logits = torch.randn(256, 128256, device="cuda").to(dtype)  # in bfloat16 with many ties
     labels = torch.randint(0, 128256, (256,), device="cuda")
     labels[::5] = -100
     everywhere = (scale * logits.cpu().float()).argmax(1)
-    labels[1] = everywhere[1]  # one that is right
+    labels[1] = everywhere[1]  # one correct label
     output = cross_entropy(
         logits, labels, logit_scale=scale, return_token_accuracy=True, return_predicted_tokens=True
     )
@@ -393,7 +393,7 @@ def test_predicted_tokens_on_a_gpu(dtype, scale):
 
 
 @pytest.mark.gpu
-def test_more_than_2_31_elements():
+def test_more_than_2_to_the_31_elements():
     vocab, tokens = 262144, 2**31 // 262144 + 3
     logits = torch.zeros(tokens, vocab, device="cuda", dtype=torch.bfloat16)
     last = torch.randn(3, vocab, device="cuda").bfloat16()
@@ -408,7 +408,7 @@ def test_more_than_2_31_elements():
 
 
 @pytest.mark.gpu
-def test_a_bad_label_on_a_gpu_ends_the_program():
+def test_an_invalid_label_on_a_gpu_ends_the_program():
     program = (
         "import torch; from liger_models.kernels import cross_entropy as f; x = torch.zeros(4, 8).cuda()\n"
         "print(float(f(x, torch.tensor([0, 8, 1, 2]).cuda())))"

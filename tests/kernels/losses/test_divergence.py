@@ -61,7 +61,7 @@ def in_float64(student, teacher):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Three tiles and three blocks for a row of 37 columns, the last ones partly outside."""
+    """Split a row of 37 columns into three tiles and three blocks, the last of each partly empty."""
     for tile in ("_FORWARD_TILE", "_KL_TILE"):
         monkeypatch.setattr(kernels, tile, (8, 2))
     monkeypatch.setattr(kernels, "_BACKWARD_BLOCK", 16)
@@ -71,7 +71,7 @@ def log_probs(logits, temperature=1.0):
     return F.log_softmax(logits / temperature, -1)
 
 
-def test_forward_kl_is_torchs_kl_div_of_student_and_teacher():
+def test_forward_kl_matches_torchs_kl_div_of_student_and_teacher():
     student, teacher, _ = batch(dtype=torch.float64)
     ours = loss_and_grad(kl_div, student, teacher, temperature=2.0)
     theirs = loss_and_grad(
@@ -110,7 +110,7 @@ def test_jsd_is_two_kl_divergences_from_a_mixture_with_beta_of_the_teacher(beta)
 def test_total_variation_is_the_largest_difference_of_an_events_probabilities():
     student, teacher, _ = batch(dtype=torch.float64)
     p, q = log_probs(teacher).exp(), log_probs(student).exp()
-    largest = (p - q).clamp(min=0).sum(1)  # the event of all tokens that the teacher prefers
+    largest = (p - q).clamp(min=0).sum(1)  # the event of all tokens that the teacher gives more probability
     torch.testing.assert_close(total_variation(student, teacher, reduction="none"), largest)
 
 
@@ -149,8 +149,8 @@ def test_float32_is_as_close_as_rounding_allows(divergence, implementation, smal
     loss, grad = loss_and_grad(divergence, student, teacher, **options)
     true_loss, true_grad = loss_and_grad(divergence, *in_float64(student, teacher), **options)
     assert loss.dtype == torch.float32
-    # Logits over the temperature are below 20, and each is rounded a handful of times before exp turns its
-    # error into a relative one; a term of the loss or of the gradient holds a difference of two of them.
+    # Logits divided by the temperature are below 20, and each is rounded a few times before exp turns its
+    # error into a relative one; a term of the loss or of the gradient has a difference of two of them.
     atol = 2 * 16 * 20 * EPS
     torch.testing.assert_close(loss.double(), true_loss, rtol=16 * EPS, atol=atol)
     torch.testing.assert_close(grad.double(), true_grad, rtol=0, atol=atol * true_grad.abs().max().item())
@@ -181,12 +181,12 @@ def test_the_gradient_written_over_the_students_logits_is_the_same(divergence, i
 
 
 @every_divergence
-def test_equal_distributions_diverge_by_nothing(divergence, implementation):
+def test_equal_distributions_have_zero_divergence(divergence, implementation):
     student, _, _ = batch()
     shifted = student.detach() + torch.randn(len(student), 1)
     loss, grad = loss_and_grad(divergence, student, shifted)
-    assert loss.abs() <= 16 * 20 * EPS  # the rounding of logits below 20, times probabilities
-    if divergence is not DIVERGENCES["total variation"]:  # whose slope jumps there
+    assert loss.abs() <= 16 * 20 * EPS  # rounding of logits below 20, times probabilities
+    if divergence is not DIVERGENCES["total variation"]:  # its slope jumps there
         assert grad.abs().max() <= 16 * 20 * EPS
 
 
@@ -210,7 +210,7 @@ def test_a_token_that_only_one_of_them_rules_out_is_finite_but_for_a_kl_divergen
     for divergence in (jsd(0.3), total_variation):
         ours = loss_and_grad(divergence, student, teacher, reduction="none")
         with torch.no_grad():
-            finite = student.clamp(min=-200), teacher.clamp(min=-200)  # e^-200 is nothing beside the rest
+            finite = student.clamp(min=-200), teacher.clamp(min=-200)  # e^-200 is negligible
         truth = loss_and_grad(divergence, *in_float64(*finite), reduction="none")
         torch.testing.assert_close([t.double() for t in ours], list(truth), rtol=1e-5, atol=1e-6)
     assert kl_div(student, teacher, reduction="none").isinf().tolist() == [True, False, False]
@@ -226,7 +226,7 @@ def test_logits_far_apart_neither_overflow_nor_vanish(divergence, implementation
         student[1] -= 1e4
     ours = loss_and_grad(divergence, student, teacher, reduction="none")
     truth = loss_and_grad(divergence, *in_float64(student, teacher), reduction="none")
-    # A float32 logit of 1e4 has an ulp of 1e-3, which the rounding of its row's log-sum-exp shares.
+    # A float32 logit of 1e4 has an ulp of 1e-3, and so has the log-sum-exp of its row.
     torch.testing.assert_close([t.double() for t in ours], list(truth), rtol=2e-3, atol=2e-3)
 
 
@@ -270,7 +270,7 @@ def test_num_items_divides_the_sum():
 
 
 @every_divergence
-def test_dimensions_strides_and_mixed_dtypes_mean_the_same(divergence, implementation):
+def test_dimensions_strides_and_mixed_dtypes_change_nothing(divergence, implementation):
     wide = torch.randn(2, 3, 20)
     student, teacher = (
         wide[..., 4:13].requires_grad_(),
@@ -343,8 +343,11 @@ def test_incompatible_inputs_are_refused(change, message):
 
 
 def keep_apart(student, teacher):
-    """Lower the teacher's logits where both are as likely. There the slope of the total variation jumps, by
-    twice the token's part of the gradient, and the rounding of a log-probability tells the side."""
+    """Lower the teacher's logits of tokens that both find equally likely.
+
+    There the slope of the total variation jumps, by twice the token's part of the gradient, and the rounding
+    of a log-probability decides the side.
+    """
     with torch.no_grad():
         for _ in range(2):  # the first change moves all probabilities a little
             q, p = (log_probs(logits.double(), 1.3) for logits in (student, teacher))
@@ -359,7 +362,7 @@ def test_total_variation_in_float32_is_as_close_as_eager_where_its_slope_does_no
     divergence = DIVERGENCES["total variation"]
     loss, grad = loss_and_grad(divergence, student, teacher, reduction="none")
     true_loss, true_grad = loss_and_grad(divergence, *in_float64(student, teacher), reduction="none")
-    # Four roundings of a log-probability of about 20. One sign that is wrong would be a hundred times that.
+    # Four roundings of a log-probability of about 20. A single wrong sign would be a hundred times that.
     for a, true in ((loss, true_loss), (grad, true_grad)):
         assert (a.double() - true).norm() <= 4 * 20 * EPS * true.norm()
 
@@ -370,7 +373,7 @@ def test_total_variation_in_float32_is_as_close_as_eager_where_its_slope_does_no
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @capped_or_not
-def test_no_further_from_the_truth_than_eager(divergence, dtype):
+def test_it_is_as_accurate_as_eager(divergence, dtype):
     for tokens, vocab in ((64, 128256), (300, 32003)):
         student, teacher, labels = batch(tokens, vocab, dtype, "cuda")
         if divergence is DIVERGENCES["total variation"]:
@@ -386,12 +389,12 @@ def test_no_further_from_the_truth_than_eager(divergence, dtype):
             eager = loss_and_grad(divergence, eager_student, teacher, **options)
         for a, b, true in zip(ours, eager, truth, strict=True):
             error, eager_error = ((t.double() - true).norm() / true.norm() for t in (a, b))
-            # Beside eager's own error, or four roundings of a log-probability of about 20 in float32.
+            # Eager's own error, or four roundings of a log-probability of about 20 in float32.
             assert error <= max(1.01 * eager_error, 4 * 20 * EPS), (error, eager_error)
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu_and_in_a_cuda_graph():
+def test_it_runs_compiled_on_a_gpu_and_in_a_cuda_graph():
     student, teacher, labels = batch(50, 3000, torch.bfloat16, "cuda")
 
     def step(function=generalized_jsd):

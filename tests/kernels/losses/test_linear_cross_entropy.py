@@ -1,4 +1,4 @@
-"""linear_cross_entropy: the chunked gradients against autograd through all logits, in float64."""
+"""linear_cross_entropy: chunked gradients against autograd through all logits, in float64."""
 
 import importlib
 import math
@@ -43,13 +43,13 @@ def tensors_of(options, tokens):
 
 
 def small_tiles(monkeypatch):
-    """Three tiles or more for a row of 37 columns, the last one partly outside."""
+    """Split a row of 37 columns into at least three tiles, the last one partly empty."""
     monkeypatch.setattr(rows, "_LOSS_TILE", (8, 2))
     monkeypatch.setattr(rows, "_GRADIENT_TILE", (8, 2))
 
 
 class Recorder(TorchDispatchMode):
-    """The shapes of all matrix products, and the largest tensor made."""
+    """Record the shapes of all matrix products and the size of the largest new tensor."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
     loss, *grads = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
     truth = loss_and_grads(linear_cross_entropy_plain, *doubled(x, weight, bias), labels, **options)
     assert loss.dtype == torch.float32
-    # Logits are below 20; a handful of roundings each, of which exp makes relative errors.
+    # Logits are below 20, with a few roundings each, which exp turns into relative errors.
     for ours, true in zip((loss, *grads), truth, strict=True):
         atol = 16 * 20 * EPS * true.abs().max().item()
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=atol)
@@ -85,7 +85,7 @@ def test_float32_is_as_close_as_rounding_allows(implementation, monkeypatch, opt
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_chunks_make_no_difference_in_float64(monkeypatch, options, reduction):
     monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
-    tokens = 300  # 290 valid ones: two chunks of 128 and one of 34
+    tokens = 300  # 290 valid tokens: two chunks of 128 and one of 34
     x, weight, bias, labels = problem(tokens, torch.float64, ignored=range(5, 300, 30))
     options = tensors_of(options, tokens) | {"reduction": reduction}
     with Recorder() as recorder:
@@ -95,9 +95,9 @@ def test_chunks_make_no_difference_in_float64(monkeypatch, options, reduction):
     torch.testing.assert_close(ours, truth)
 
 
-def test_chunks_in_the_kernels(implementation, monkeypatch):
+def test_the_kernels_work_in_chunks(implementation, monkeypatch):
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 8)
-    x, weight, bias, labels = problem(21)  # 19 valid ones: chunks of 8, 8 and 3
+    x, weight, bias, labels = problem(21)  # 19 valid tokens: chunks of 8, 8 and 3
     options = {"label_smoothing": 0.1, "token_weights": torch.rand(21)}
     ours = loss_and_grads(linear_cross_entropy, x, weight, bias, labels, **options)
     truth = loss_and_grads(linear_cross_entropy_plain, *doubled(x, weight, bias), labels, **options)
@@ -121,7 +121,7 @@ def test_logits_never_exist_all_at_once(monkeypatch, reduction):
     x, weight, _, labels = problem(1500)
     with Recorder() as recorder:
         loss_and_grads(linear_cross_entropy, x, weight, None, labels, reduction=reduction, chunk_bytes=1)
-    assert recorder.largest == 1500 * H  # x's own gradient; a chunk of 128 tokens has less
+    assert recorder.largest == 1500 * H  # the gradient of x; a chunk of 128 tokens is smaller
 
 
 def test_chunks_fit_their_bytes_and_are_even():
@@ -131,8 +131,8 @@ def test_chunks_fit_their_bytes_and_are_even():
     assert size == 4096
     assert size * row + sum_bytes <= chunks.CHUNK_BYTES
     assert chunks._chunk_size(5000, row, 0, 1) == 1024
-    # dW is as large as the logits of 4,096 tokens. In parts it takes three times that in the end, for its sum
-    # and the rounded copy, and so do 8,192 tokens' logits with dW alone.
+    # dW is as large as the logits of 4,096 tokens. Accumulated in chunks it takes three times that in the
+    # end, for its sum and the rounded copy; the logits of 8,192 tokens with dW alone take as much.
     assert chunks._chunk_size(8192, row, sum_bytes, 1) == 8192
     assert chunks._chunk_size(8193, row, sum_bytes, 1) == 2816
     assert chunks._chunk_size(12288, row, sum_bytes, 1) == 4096
@@ -142,7 +142,7 @@ def test_chunks_fit_their_bytes_and_are_even():
 def test_only_required_gradients_are_computed(reduction):
     tokens, valid = 11, 9
     logits, for_x, for_weight = (valid, H, V), (valid, V, H), (V, valid, H)
-    again = [logits] if reduction == "none" else []  # its backward makes the logits anew
+    again = [logits] if reduction == "none" else []  # its backward pass recomputes the logits
     for wanted, products in (((True, False), [for_x]), ((False, True), [for_weight]), ((False, False), [])):
         x, weight, _, labels = problem(tokens)
         x.requires_grad_(wanted[0])
@@ -165,7 +165,7 @@ def test_ignored_tokens_get_no_gradient(implementation):
     assert ((dx != 0).any(1) == (labels != -100)).all()
 
 
-def test_ignored_tokens_may_stay_in_the_products(implementation, monkeypatch):
+def test_keeping_ignored_tokens_in_the_products_changes_nothing(implementation, monkeypatch):
     x, weight, bias, labels = problem()
 
     def results():
@@ -223,7 +223,7 @@ def test_requested_extras_match_those_of_all_logits(implementation, monkeypatch,
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)  # 9 valid tokens: chunks of 4, 4 and 1
     x, weight, bias, labels = problem()
     with torch.no_grad():
-        labels[2:4] = (scale * F.linear(x, weight, bias)).argmax(1)[2:4]  # two right ones
+        labels[2:4] = (scale * F.linear(x, weight, bias)).argmax(1)[2:4]  # two correct labels
     options = tensors_of(OPTIONS["all"], 11) | ASKED | {"reduction": reduction, "logit_scale": scale}
     ours = linear_cross_entropy(x, weight, labels, bias, **options)
     truth = linear_cross_entropy_plain(*doubled(x, weight), labels, *doubled(bias), **options)
@@ -272,14 +272,14 @@ def test_a_head_tied_to_the_embedding_adds_both_gradients(implementation):
     torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-6)
 
 
-def test_nothing_but_grad_is_altered(implementation):
+def test_only_grad_is_modified(implementation):
     x, weight, bias, labels = problem()
     before = [t.detach().clone() for t in (x, weight, bias, labels)]
     (2 * linear_cross_entropy(x, weight, labels, bias)).backward()
     assert all(torch.equal(a, b) for a, b in zip(before, (x, weight, bias, labels), strict=True))
 
 
-def test_shapes_and_strides_of_any_kind(implementation):
+def test_shapes_and_strides_may_be_of_any_kind(implementation):
     wide = torch.randn(3, 4, 2 * H)
     x = wide[..., ::2].requires_grad_()
     weight = torch.randn(H, V).t().requires_grad_()
@@ -323,13 +323,13 @@ def test_half_precision_sums_in_float32(monkeypatch):
         )[1:]
         for a, b, true in zip(ours, eager, truth, strict=True):
             error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
-            # The rounding of logits is common to both; beyond it, chance.
+            # Both round the logits alike; the other roundings are random.
             assert error <= 1.1 * eager_error
 
 
 def test_float16_keeps_gradients_for_the_loss_scale():
     x, weight, _, labels = problem(tokens=64, ignored=())
-    items = 10**8  # gradients around 1e-9: nothing in float16, unless the loss scale comes first
+    items = 10**8  # gradients around 1e-9 underflow in float16, unless the loss scale is applied first
     _, *truth = loss_and_grads(
         lambda *a: linear_cross_entropy_plain(*a, num_items=items) * 2.0**20,
         *doubled(x, weight),
@@ -341,11 +341,12 @@ def test_float16_keeps_gradients_for_the_loss_scale():
         lambda *a: linear_cross_entropy(*a, num_items=items) * 2.0**20, *halves, None, labels
     )
     for a, true in zip(ours, truth, strict=True):
-        # Three roundings to float16 (inputs, logits, dlogits), eps 1e-3, some of them multiplied by |logits|.
+        # Three roundings to float16 (inputs, logits, dlogits) with eps 1e-3, some of them multiplied by
+        # |logits|.
         assert (a.double() - true).norm() <= 20 * torch.finfo(torch.float16).eps * true.norm()
 
 
-def test_autocast_rules_the_products():
+def test_autocast_sets_the_dtype_of_the_products():
     x, weight, bias, labels = problem()
     options = {"label_smoothing": 0.1, "class_weight": torch.rand(V)}
     with torch.autocast("cpu", torch.bfloat16):
@@ -355,7 +356,7 @@ def test_autocast_rules_the_products():
     torch.testing.assert_close(loss, linear_cross_entropy(*rounded[:2], labels, rounded[2], **options))
     for ours, theirs in zip(grads, eager, strict=True):
         assert ours.dtype == torch.float32
-        # dlogits are rounded to bfloat16 in both, eps 2^-8, and theirs once more at the end.
+        # Both round dlogits to bfloat16 (eps 2^-8); the reference rounds once more at the end.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2**-7 * theirs.abs().max().item())
     with pytest.raises(TypeError, match="autocast"):
         linear_cross_entropy(x, weight.bfloat16(), labels)
@@ -372,7 +373,7 @@ def test_token_weights_of_any_precision_keep_the_operands_precision(implementati
     true_loss, *truth = loss_and_grads(
         linear_cross_entropy_plain, *doubled(x, weight, bias), labels, **options
     )
-    # Sums of at most 37 products, of numbers about one.
+    # Sums of at most 37 products of numbers of about one.
     tolerance = 37 * 16 * torch.finfo(dtypes[0]).eps
     for actual, true in zip((loss, *grads), (true_loss, *truth), strict=True):
         torch.testing.assert_close(actual.double(), true, rtol=tolerance, atol=tolerance)
@@ -414,7 +415,7 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_compiled_without_a_graph_break(reduction):
+def test_it_compiles_without_a_graph_break(reduction):
     x, weight, bias, labels = problem()
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     options = {"reduction": reduction, "softcap": 3.0, "z_loss": 0.1}

@@ -1,4 +1,4 @@
-"""linear_cross_entropy at the sizes of a model, and what only a GPU has."""
+"""linear_cross_entropy at the sizes of a real model, and behaviour that only a GPU shows."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ LLAMA = {"device": "cuda", "hidden": 4096, "vocab": 128256, "dtype": torch.bfloa
 
 
 @pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, 1], ids=["one chunk", "eight chunks"])
-def test_as_close_to_the_truth_as_eager(chunk_bytes):
+def test_it_is_as_accurate_as_eager(chunk_bytes):
     x, weight, _, labels = problem(8192, ignored=range(0, 8192, 50), **LLAMA)
     truth = loss_and_grads(
         lambda x, w, y, b: F.cross_entropy(x @ w.t(), y), *doubled(x, weight), None, labels
@@ -24,7 +24,7 @@ def test_as_close_to_the_truth_as_eager(chunk_bytes):
         lambda x, w, y, b: F.cross_entropy(F.linear(x, w).float(), y), x, weight, None, labels
     )
     ours = loss_and_grads(linear_cross_entropy, x, weight, None, labels, chunk_bytes=chunk_bytes)
-    # The mean of 8,000 losses, each off by the rounding of a logit, 2^-8 of it: a 1000th is close.
+    # The mean of 8,000 losses, each off by the rounding of a logit (2^-8 of it): within a thousandth.
     assert abs(ours[0] - truth[0]) <= 1e-3 * 2**-8 * truth[0]
     for a, b, true in zip(ours[1:], eager[1:], truth[1:], strict=True):
         error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
@@ -42,7 +42,7 @@ def test_memory_stays_within_two_and_a_half_gigabytes(tokens):
     assert extra <= 2.5e9, extra
 
 
-def test_requested_extras_on_a_gpu():
+def test_requested_extras_are_correct_on_a_gpu():
     x, weight, _, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
     options = ASKED | {"z_loss": 1e-4, "chunk_bytes": 1}
     with torch.no_grad():
@@ -51,13 +51,13 @@ def test_requested_extras_on_a_gpu():
     ours = linear_cross_entropy(x, weight, labels, **options)
     expected = cross_entropy(logits, labels, z_loss=1e-4, **ASKED)
     assert (ours.predicted_tokens == -1).sum() == 41
-    # Chunks of 1,024 tokens may add up a logit in another order, which decides between the closest ones.
+    # Chunks of 1,024 tokens may sum a logit in a different order, which decides between near ties.
     assert (ours.predicted_tokens == expected.predicted_tokens).float().mean() >= 0.99
     assert abs(ours.token_accuracy - expected.token_accuracy) <= 0.01
     torch.testing.assert_close(ours[:2], expected[:2], rtol=1e-3, atol=0)
 
 
-def test_a_gpu_names_the_bad_label_unless_it_was_vouched_for():
+def test_on_a_gpu_an_invalid_label_is_named_unless_the_caller_checked_the_labels():
     x, weight, _, labels = problem(64, ignored=(), **LLAMA)
     labels[7] = 128256
     with pytest.raises(IndexError, match="label 128256 at position 7"):
@@ -66,7 +66,7 @@ def test_a_gpu_names_the_bad_label_unless_it_was_vouched_for():
 
 
 @pytest.mark.parametrize("num_valid", [-1, 12])
-def test_a_gpu_refuses_a_count_that_no_labels_have(num_valid):
+def test_on_a_gpu_an_impossible_number_of_valid_labels_is_refused(num_valid):
     x, weight, _, labels = problem(device="cuda")
     with pytest.raises(ValueError, match=f"num_valid is {num_valid}; expected 0 to 11"):
         linear_cross_entropy(x, weight, labels, num_valid=num_valid)
@@ -94,7 +94,7 @@ def test_a_cuda_graph_replays_it(counted):
     torch.testing.assert_close(captured, step())
 
 
-def test_compiled_on_a_gpu():
+def test_it_runs_compiled_on_a_gpu():
     x, weight, bias, labels = problem(3000, torch.bfloat16, device="cuda", hidden=64, vocab=1000)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
     ours = loss_and_grads(compiled, x, weight, bias, labels)

@@ -1,4 +1,4 @@
-"""Distillation in chunks of tokens: against autograd through all logits, in float64."""
+"""Distillation losses in chunks of tokens, against autograd through all logits in float64."""
 
 import importlib
 
@@ -23,7 +23,7 @@ def capped_cosine_distance(student, teacher, labels, reduction="mean"):
 
 
 def cosine_distance(student, teacher, labels, reduction="mean"):
-    """From all logits; the mean is over the tokens with a label."""
+    """Cosine distance from all logits at once; the mean is over the tokens with a label."""
     losses = 1 - F.cosine_similarity(student, teacher.to(student.dtype), dim=-1)
     losses = losses.where(labels != -100, 0.0)
     if reduction == "none":
@@ -31,7 +31,7 @@ def cosine_distance(student, teacher, labels, reduction="mean"):
     return losses.sum() if reduction == "sum" else losses.sum() / (labels != -100).sum()
 
 
-DISTILLATIONS = {  # in chunks, and from all logits
+DISTILLATIONS = {  # (in chunks, from all logits)
     "forward KL": (
         lambda *operands, **options: linear_kl(*operands, temperature=2.0, **options),
         lambda s, t, y, **options: kl_div(s, t, temperature=2.0, labels=y, **options),
@@ -60,7 +60,7 @@ every_distillation = pytest.mark.parametrize(
 
 
 def problem(tokens=7, dtype=torch.float32, ignored=(1, 4), device="cpu", hidden=H, vocab=V):
-    """x, weight, bias of the student with gradients; the teacher's; labels of which some are -100."""
+    """x, weight and bias of the student, which require gradients; the teacher's; labels, some being -100."""
 
     def layer(hidden):
         x = torch.randn(tokens, hidden, device=device)
@@ -104,7 +104,7 @@ def test_chunked_gradients_are_the_true_ones(monkeypatch, implementation, in_chu
     truth = run_at_once(at_once, *in_float64(student, teacher), labels, reduction=reduction)
     assert ours[0].dtype == torch.float32
     for a, true in zip(ours, truth, strict=True):
-        # Logits below 20 with a handful of roundings each, of which exp makes relative errors.
+        # Logits are below 20, with a few roundings each, which exp turns into relative errors.
         atol = 16 * 20 * torch.finfo(torch.float32).eps * true.abs().max().item()
         torch.testing.assert_close(a.double(), true, rtol=0, atol=atol)
 
@@ -133,13 +133,13 @@ def test_chunked_gradients_pass_gradcheck(in_chunks, at_once, reduction):
 def test_logits_are_not_rounded_to_bfloat16(implementation, in_chunks):
     student, teacher, labels = problem(64, torch.bfloat16, hidden=64, vocab=500)
     with torch.no_grad():
-        student[1].mul_(2), teacher[1].mul_(2)  # logits of 4, and so of 10 where the probabilities are
+        student[1].mul_(2), teacher[1].mul_(2)  # logits of about 4, and of about 10 where the probability is
     ours = run(in_chunks, student, teacher, labels)
     truth = run(in_chunks, *in_float64(student, teacher), labels)
     assert ours[0].dtype == torch.float32
     torch.testing.assert_close(ours[0].double(), truth[0], rtol=1e-5, atol=0)
-    # The logits' gradient and the result are rounded, each by 2^-9 of itself at the most. Rounded logits,
-    # their errors as large relatively to 10 and not to 1, would take this to three times the limit.
+    # The gradient of the logits and the result are rounded, each by at most 2^-9 of itself. If logits were
+    # rounded, by 2^-9 of 10 and not of 1, the error would be three times the limit.
     for actual, true in zip(ours[1:], truth[1:], strict=True):
         assert (actual.double() - true).norm() <= 2 * 2**-9 * true.norm()
 
@@ -194,7 +194,7 @@ def test_without_labels_every_token_counts(implementation, in_chunks, at_once):
         torch.testing.assert_close(a.double().view(true.shape), true, rtol=1e-5, atol=1e-5)
 
 
-def test_all_tokens_ignored_no_tokens_and_given_counts(implementation):
+def test_all_tokens_ignored_no_tokens_and_given_counts_are_handled(implementation):
     student, teacher, labels = problem()
     mean = run(linear_jsd, student, teacher, labels)
     given = run(linear_jsd, student, teacher, labels, num_items=torch.tensor(7))
@@ -216,7 +216,7 @@ def test_all_tokens_ignored_no_tokens_and_given_counts(implementation):
 
 
 @every_distillation
-def test_nothing_is_altered_and_backward_may_run_twice(implementation, in_chunks, at_once):
+def test_nothing_is_modified_and_backward_may_run_twice(implementation, in_chunks, at_once):
     student, teacher, labels = problem()
     before = [t.detach().clone() for t in (*student, *teacher, labels)]
     loss = in_chunks(*student[:2], *teacher[:2], labels, student[2], teacher[2])
@@ -230,16 +230,16 @@ def test_nothing_is_altered_and_backward_may_run_twice(implementation, in_chunks
 
 def test_autocast_chooses_the_products_dtype_and_losses_stay_in_float32():
     student, teacher, labels = problem()
-    teacher = [t.to(torch.bfloat16) for t in teacher]  # a teacher in half precision beside a float32 student
+    teacher = [t.to(torch.bfloat16) for t in teacher]  # a teacher in half precision with a float32 student
     truth = run(linear_jsd, student, teacher, labels)
     with torch.autocast("cpu", torch.bfloat16):
         ours = run(linear_jsd, student, teacher, labels)
     assert [t.dtype for t in ours] == [torch.float32] * 4
     for a, b in zip(ours, truth, strict=True):
-        assert not torch.equal(a, b)  # bfloat16 has been there
+        assert not torch.equal(a, b)  # bfloat16 was used
         torch.testing.assert_close(
             a, b, rtol=0, atol=2**-5 * b.abs().max().item()
-        )  # a logit's 2^-8 a few times
+        )  # a few roundings of a logit by 2^-8
 
 
 def test_in_float16_the_loss_scale_saves_gradients_from_a_large_divisor():
@@ -250,7 +250,7 @@ def test_in_float16_the_loss_scale_saves_gradients_from_a_large_divisor():
         return torch.autograd.grad(loss * 2**18, student)
 
     for ours, true in zip(grads(student, teacher), grads(*in_float64(student, teacher)), strict=True):
-        # A logit below 20 is rounded by 2^-11 of it, a gradient of logits and the result by as much again.
+        # A logit below 20 is rounded by 2^-11 of it, and so are the gradient of the logits and the result.
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=2**-6 * true.abs().max().item())
 
 
@@ -268,14 +268,14 @@ def test_it_traces_without_a_graph_break(reduction):
 
 
 @pytest.mark.parametrize("length", [0.0, 5e-9], ids=["zero", "below the smallest"])
-def test_lengths_below_the_smallest_count_as_it(implementation, length):
+def test_vector_norms_below_the_minimum_are_clamped_to_it(implementation, length):
     student, teacher, labels = problem(ignored=())
     with torch.no_grad():
         student[0][2] = 0
         student[2][:] = length * F.normalize(torch.randn(V), dim=0)
     ours = run(linear_cosine_distillation, student, teacher, labels, reduction="none")
 
-    def by_definition(s, t, *_, **__):  # the slope of torch's own function is not its derivative there
+    def by_definition(s, t, *_, **__):  # torch's own function has another gradient there
         s, t = (F.normalize(logits, dim=1, eps=1e-8) for logits in (s, t))
         return 1 - (s * t).sum(1)
 
@@ -322,14 +322,14 @@ LLAMA = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 2048, "vocab": 128
 @pytest.mark.gpu
 @pytest.mark.parametrize("chunk_bytes", [module.CHUNK_BYTES, 1], ids=["one chunk", "two chunks"])
 @every_distillation
-def test_as_close_to_the_truth_as_eager(in_chunks, at_once, chunk_bytes):
+def test_it_is_as_accurate_as_eager(in_chunks, at_once, chunk_bytes):
     student, teacher, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
     truth = run_at_once(at_once, *in_float64(student, teacher), labels)
     eager_student = [t.detach().requires_grad_() for t in student]
     logits, teacher_logits = F.linear(*eager_student).float(), F.linear(*teacher)
     eager = loss_and_grads(at_once(logits, teacher_logits, labels), eager_student)
     ours = run(in_chunks, student, teacher, labels, chunk_bytes=chunk_bytes)
-    # The mean of 2,000 losses, each off by the rounding of logits, 2^-8 of them.
+    # The mean of 2,000 losses, each off by the rounding of logits (2^-8 of them).
     assert abs(ours[0] - truth[0]) <= 1e-2 * 2**-8 * max(truth[0].abs().item(), 1.0)
     for a, b, true in zip(ours[1:], eager[1:], truth[1:], strict=True):
         error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
@@ -350,7 +350,7 @@ def test_memory_stays_within_its_chunk():
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu():
+def test_it_runs_compiled_on_a_gpu():
     student, teacher, labels = problem(3000, torch.bfloat16, device="cuda", hidden=64, vocab=1000)
     compiled = torch.compile(linear_jsd, fullgraph=True)
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""Scores of tokens, from logits and in chunks of tokens: against autograd through all logits, in float64."""
+"""Scores of tokens, from logits or in chunks of tokens, against autograd through all logits in float64."""
 
 import importlib
 import math
@@ -38,7 +38,7 @@ def in_float64(operands):
 
 
 def run(function, operands, labels, **options):
-    """Both results, and gradients for upstream ones that differ from token to token."""
+    """Both results, and the gradients for upstream gradients that differ from token to token."""
     x, weight, bias = operands
     results = function(x, weight, labels, bias, entropy=True, **options)[:2]
     first = torch.linspace(0.5, 2.0, labels.numel(), device=x.device).view(labels.shape)
@@ -46,7 +46,7 @@ def run(function, operands, labels, **options):
     return *results, *torch.autograd.grad(results, operands, upstream)
 
 
-def test_the_plain_twin_is_torchs_categorical_distribution():
+def test_the_plain_twin_matches_torchs_categorical_distribution():
     operands, labels = problem(dtype=torch.float64, ignored=())
     x, weight, bias = operands
     z = 3.0 * torch.tanh(1.4 * F.linear(x, weight, bias) / 3.0) / 1.7
@@ -59,7 +59,7 @@ def test_the_plain_twin_is_torchs_categorical_distribution():
 
 
 def small_tiles(monkeypatch):
-    """Three tiles a row, the last one partly outside."""
+    """Split a row into three tiles, the last one partly empty."""
     monkeypatch.setattr(rows, "_SCORE_TILE", (8, 2))
     monkeypatch.setattr(rows, "_GRADIENT_TILE", ((8, 2), (8, 2)))
     monkeypatch.setattr(rows, "_BACKWARD_BLOCK", 16)
@@ -74,7 +74,7 @@ def test_float32_is_as_close_as_rounding_allows(monkeypatch, implementation, opt
     truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
     for a, true in zip(ours, truth, strict=True):
         assert a.dtype == torch.float32
-        # Logits below 20 with a handful of roundings each, of which exp makes relative errors.
+        # Logits are below 20, with a few roundings each, which exp turns into relative errors.
         atol = 16 * 20 * torch.finfo(torch.float32).eps * true.abs().max().item()
         torch.testing.assert_close(a.double(), true, rtol=0, atol=atol)
 
@@ -97,7 +97,7 @@ def test_chunked_gradients_pass_gradcheck(options):
     )
 
 
-def test_either_result_alone_has_its_gradient(implementation):
+def test_either_result_alone_gets_its_gradient(implementation):
     operands, labels = problem(4, ignored=(1,))
     for which in (0, 1):
         ours = torch.autograd.grad(
@@ -108,7 +108,7 @@ def test_either_result_alone_has_its_gradient(implementation):
         torch.testing.assert_close([t.double() for t in ours], list(truth), rtol=1e-4, atol=1e-5)
 
 
-def test_impossible_tokens_and_impossible_labels(implementation):
+def test_impossible_tokens_and_impossible_labels_are_handled(implementation):
     operands, labels = problem(3, ignored=())
     with torch.no_grad():
         operands[2][:20] = -math.inf
@@ -123,7 +123,7 @@ def test_impossible_tokens_and_impossible_labels(implementation):
     assert db.isfinite().all()
 
 
-def test_ignored_tokens_are_zeros_and_leave_no_gradient(implementation):
+def test_ignored_tokens_give_zeros_and_no_gradient(implementation):
     operands, labels = problem(6)
     labels, x = labels.view(2, 3).int(), operands[0].detach().view(2, 3, H).requires_grad_()
     log_probs, entropy, dx, *_ = run(linear_log_probs, [x, *operands[1:]], labels)
@@ -136,7 +136,7 @@ def test_ignored_tokens_are_zeros_and_leave_no_gradient(implementation):
     assert all(t.count_nonzero() == 0 for t in run(linear_log_probs, [x, *operands[1:]], labels))
 
 
-def test_nothing_is_altered_and_backward_may_run_twice(implementation):
+def test_nothing_is_modified_and_backward_may_run_twice(implementation):
     operands, labels = problem()
     before = [t.detach().clone() for t in (*operands, labels)]
     results = linear_log_probs(*operands[:2], labels, operands[2], entropy=True)
@@ -159,7 +159,7 @@ def assert_same_scores(ours, truth):
 
 
 @every_option
-def test_all_scores_of_hidden_states_and_of_logits(monkeypatch, implementation, options):
+def test_all_scores_of_hidden_states_and_of_logits_are_correct(monkeypatch, implementation, options):
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)
     small_tiles(monkeypatch)
     operands, labels = problem(15)
@@ -216,12 +216,12 @@ def test_known_coefficients_give_the_same_gradients_in_three_products(monkeypatc
     scores = linear_log_probs(x, weight, labels, bias, coefficients=coefficients, **wanted)
     assert_same_scores(scores, truth)
     assert not scores.log_probs.requires_grad
-    # Fifteen log-probabilities, of logits as large as above.
+    # Fifteen log-probabilities of logits as large as above.
     torch.testing.assert_close(scores.weighted_sum.double(), true, rtol=0, atol=15 * 16 * 20 * 2**-23)
     made = len(calls)
     ours = torch.autograd.grad(-3 * scores.weighted_sum, operands)
     assert len(calls) == made  # all of them in the forward pass
-    assert made == 8  # of four chunks, logits and dx; dW is added up in place
+    assert made == 8  # logits and dx of four chunks; dW is accumulated in place
     for a, b in zip(ours, torch.autograd.grad(-3 * true, wide), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
 
@@ -251,12 +251,12 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
     monkeypatch.setattr(chunks, "_FEWEST_TOKENS", 1)
     operands, labels = problem(600, ignored=range(0, 600, 2))
     run(linear_log_probs, operands, labels, chunk_bytes=1)
-    # 300 tokens with a label: chunks of 128, in one place forward and backward.
+    # 300 tokens with a label: chunks of 128, the forward and backward passes in the same memory.
     assert [shape for shape in sizes if len(shape) == 2] == [(128, V)]
 
 
-def test_the_last_chunk_of_logits_is_made_once_and_one_waits_on_a_device(monkeypatch, implementation):
-    """Its gradients are bit for bit those of logits that are made again, as an earlier pass' are."""
+def test_the_last_chunk_of_logits_is_made_once_and_one_is_kept_per_device(monkeypatch, implementation):
+    """Gradients equal, bit for bit, those of recomputed logits, which an earlier forward pass gets."""
     made = []
     fill = chunks._LogitsBuffer.fill
     monkeypatch.setattr(chunks._LogitsBuffer, "fill", lambda *a: made.append(1) or fill(*a))
@@ -272,11 +272,11 @@ def test_the_last_chunk_of_logits_is_made_once_and_one_waits_on_a_device(monkeyp
         assert len(made) == forward + again
         made.clear()
         assert all(map(torch.equal, first, torch.autograd.grad(loss, operands)))
-        assert len(made) == forward  # the gradient was written over what had waited
+        assert len(made) == forward  # the gradient overwrote the logits that were kept
 
         earlier, later = (linear_log_probs(x, weight, labels, bias, entropy=True) for _ in range(2))
         with torch.no_grad():
-            linear_log_probs(2 * x, weight, labels, bias)  # has no backward pass to wait for
+            linear_log_probs(2 * x, weight, labels, bias)  # no backward pass follows
         for found, expected in ((earlier, forward), (later, again)):
             made.clear()
             loss = found.log_probs.sum() - 0.3 * found.entropy.sum()
@@ -294,7 +294,7 @@ def test_it_traces_without_a_graph_break():
     torch.testing.assert_close(run(compiled, operands, labels), run(step, operands, labels))
 
 
-def test_results_may_be_altered_in_place(implementation):
+def test_results_may_be_modified_in_place(implementation):
     operands, labels = problem()
     mask = torch.linspace(0.0, 1.0, 7)
     truth = run(lambda *a, **k: [mask * t for t in linear_log_probs(*a, **k)[:2]], operands, labels)
@@ -329,7 +329,7 @@ LLAMA = {"device": "cuda", "dtype": torch.bfloat16, "hidden": 2048, "vocab": 128
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 30.0}], ids=["plain", "capped"])
 @pytest.mark.parametrize("size", [2048, 1024], ids=["one chunk", "two chunks"])
-def test_as_close_to_the_truth_as_eager(monkeypatch, options, size):
+def test_it_is_as_accurate_as_eager(monkeypatch, options, size):
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: size)
     operands, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
     truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
@@ -337,7 +337,7 @@ def test_as_close_to_the_truth_as_eager(monkeypatch, options, size):
     ours = run(linear_log_probs, operands, labels, **options)
     for a, b, true in zip(ours, eager, truth, strict=True):
         error, eager_error = ((g.double() - true).norm() / true.norm() for g in (a, b))
-        # 2,000 log-probabilities differ by chance by a few parts in the root of 2,000; gradients by less.
+        # By chance, 2,000 log-probabilities differ by a few times 1 / sqrt(2000); gradients by less.
         assert error <= max(1.01, 1 + 4 / true.numel() ** 0.5) * eager_error, (error, eager_error)
 
 
@@ -355,7 +355,7 @@ def test_memory_stays_within_its_chunk():
 
 
 @pytest.mark.gpu
-def test_all_scores_and_known_coefficients_on_a_gpu():
+def test_all_scores_and_known_coefficients_are_correct_on_a_gpu():
     operands, labels = problem(2048, ignored=range(0, 2048, 50), **LLAMA)
     x, weight, bias = operands
     labels[1::2] = torch.nn.functional.linear(x, weight, bias)[1::2].argmax(1)
@@ -368,7 +368,7 @@ def test_all_scores_and_known_coefficients_on_a_gpu():
             torch.testing.assert_close(
                 getattr(scores, name), getattr(truth, name).float(), rtol=0, atol=20 * 2**-8
             )
-        assert scores.is_top1[1::2].float().mean() > 0.95  # but for ties of two rounded logits
+        assert scores.is_top1[1::2].float().mean() > 0.95  # except for ties of rounded logits
     unknown = linear_log_probs(x, weight, labels, bias)
     grads = torch.autograd.grad((coefficients * unknown.log_probs).sum(), operands)
     known = torch.autograd.grad(scores.weighted_sum, operands)
@@ -377,7 +377,7 @@ def test_all_scores_and_known_coefficients_on_a_gpu():
 
 
 @pytest.mark.gpu
-def test_compiled_on_a_gpu():
+def test_it_runs_compiled_on_a_gpu():
     operands, labels = problem(3000, torch.bfloat16, device="cuda", hidden=64, vocab=1000)
     compiled = torch.compile(linear_log_probs, fullgraph=True)
     torch.testing.assert_close(run(compiled, operands, labels), run(linear_log_probs, operands, labels))

@@ -1,4 +1,4 @@
-"""What all losses of a linear layer's output promise about labels and impossible tokens."""
+"""Behaviour common to all losses of a linear layer's output, for labels and impossible tokens."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_a_label_outside_the_vocabulary_is_an_error(loss, bad, implementation):
 
 @pytest.mark.gpu
 @every_loss
-def test_a_gpu_names_a_label_outside_the_vocabulary_too(loss):
+def test_on_a_gpu_a_label_outside_the_vocabulary_is_named_too(loss):
     labels = torch.tensor([3, VOCAB, -100], device="cuda")
     with pytest.raises(IndexError, match=rf"{VOCAB}\b"):
         loss(torch.randn(3, 6, device="cuda"), torch.randn(VOCAB, 6, device="cuda"), labels)
@@ -70,7 +70,7 @@ def test_with_all_labels_ignored_every_gradient_is_zero(loss, dtype, implementat
 
 
 @every_mean
-def test_a_divisor_of_zero_is_no_less_visible_in_float16(loss, implementation):
+def test_a_divisor_of_zero_shows_in_float16_as_in_float32(loss, implementation):
     def gradient(dtype):
         x, weight = torch.randn(3, 6).to(dtype).requires_grad_(), torch.randn(VOCAB, 6).to(dtype)
         return torch.autograd.grad(loss(x, weight, torch.tensor([3, -100, 5]), num_items=0), x)[0]
@@ -81,7 +81,7 @@ def test_a_divisor_of_zero_is_no_less_visible_in_float16(loss, implementation):
 
 def test_an_upstream_gradient_reaches_every_block_of_the_gradients(interpreted, monkeypatch):
     monkeypatch.setattr(_linear_chunks, "_SCALE_BLOCK", 8)
-    monkeypatch.setattr(_linear_chunks, "_SCALE_BLOCKS", 2)  # several programs of several blocks
+    monkeypatch.setattr(_linear_chunks, "_SCALE_BLOCKS", 2)  # several programs with several blocks each
     x, weight = torch.randn(5, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
     labels = torch.arange(5)
     plain = torch.autograd.grad(linear_cross_entropy(x, weight, labels), [x, weight])
@@ -89,9 +89,9 @@ def test_an_upstream_gradient_reaches_every_block_of_the_gradients(interpreted, 
     assert all(torch.equal(4 * a, b) for a, b in zip(plain, scaled, strict=True))
 
 
-# A row of logits with infinity in it has no direction, and so no cosine.
+# A row of logits that contains an infinity has no direction, and so no cosine.
 @pytest.mark.parametrize("name", [name for name in OF_LABELS if name != "cosine"])
-def test_a_bias_of_minus_infinity_takes_a_token_out(name, implementation):
+def test_a_bias_of_minus_infinity_excludes_a_token(name, implementation):
     loss = OF_LABELS[name]
     x, weight = torch.randn(3, 6, requires_grad=True), torch.randn(VOCAB, 6, requires_grad=True)
     labels, bias = torch.tensor([3, -100, 9]), torch.zeros(VOCAB)

@@ -7,7 +7,7 @@ from liger_models.kernels import gated_rms_norm
 
 
 def formula(x, gate, weight, group, gate_first, activation):
-    """In float64, group by group."""
+    """The formula in float64, group by group."""
     slope = torch.sigmoid(gate)
     activated = gate * slope if activation == "silu" else slope
     parts = []
@@ -38,7 +38,8 @@ def test_groups_of_any_width_follow_the_formula(
         upstream = torch.randn_like(y)
         grads = torch.autograd.grad(y, inputs, upstream)
         true_grads = torch.autograd.grad(truth, exact, upstream.double())
-        # A chain of about a dozen operations with a sum over the group; gradients twice that and over rows.
+        # A chain of about a dozen operations with a sum over the group; gradients take twice that and sum
+        # over rows.
         assert_near(y, truth, 12 + group)
         for grad, true in zip(grads, true_grads, strict=True):
             assert_near(grad, true, 24 + 2 * group + rows)
@@ -58,7 +59,7 @@ def test_kernel_and_plain_form_round_at_the_same_places(gate_first, cast, dtypes
     request.getfixturevalue("interpreted")
     kernel = run()
     assert kernel.dtype == plain.dtype
-    # The sum over a group may be added in another order: then a result is the neighbour at most.
+    # The sum over a group may run in a different order: a result is then the adjacent number at most.
     torch.testing.assert_close(kernel, plain, rtol=2**-10, atol=0)
 
 

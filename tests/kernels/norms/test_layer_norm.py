@@ -1,4 +1,4 @@
-"""LayerNorm. What every operation promises is in test_contract.py."""
+"""LayerNorm. The contract common to all operations is in test_contract.py."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_rows_too_wide_for_registers_are_read_in_blocks(interpreted, assert_near
 
 
 def test_a_large_mean_costs_no_more_precision_than_in_torch(implementation):
-    # The variance is of what is left when the mean is gone, not a difference of two large squares.
+    # The variance is computed after the mean is subtracted, and not as a difference of two large squares.
     x = torch.randn(5, 64) + 1000
     truth = F.layer_norm(x.double(), (64,))
     ours = (layer_norm(x, None) - truth).abs().max()
@@ -55,7 +55,7 @@ def test_the_result_keeps_the_dtype_of_the_input_whatever_the_weight(implementat
     assert layer_norm(torch.randn(3, 8).bfloat16(), torch.randn(8)).dtype == torch.bfloat16
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_mismatched_operands_are_refused():
     x = torch.randn(3, 6)
     with pytest.raises(ValueError, match=r"weight is \(5,\); expected \(6,\)"):
         layer_norm(x, torch.randn(5))

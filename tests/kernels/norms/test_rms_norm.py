@@ -1,4 +1,4 @@
-"""RMSNorm, and residual add with RMSNorm. What every operation promises is in test_contract.py."""
+"""RMSNorm, and residual add with RMSNorm. The contract common to all operations is in test_contract.py."""
 
 import pytest
 import torch
@@ -41,8 +41,8 @@ def test_a_float32_weight_on_bfloat16_input_gives_the_dtype_of_the_reference(cas
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_kernel_and_twin_agree_where_a_program_walks_over_many_rows(cast, interpreted, assert_near):
-    # 150 rows of 300 are nineteen tiles for eight programs, the last one partly empty.
+def test_kernel_and_twin_agree_where_a_program_handles_many_rows(cast, interpreted, assert_near):
+    # 150 rows of 300 make nineteen tiles for eight programs; the last tile is partly empty.
     x, weight = torch.randn(150, 300, requires_grad=True), torch.randn(300, requires_grad=True)
     upstream = torch.randn(150, 300)
     ours = gradients(lambda x, w: rms_norm(x, w, 1e-5, 0.5, cast), (x, weight), upstream)
@@ -51,7 +51,7 @@ def test_kernel_and_twin_agree_where_a_program_walks_over_many_rows(cast, interp
     for a, b in zip(ours, true, strict=True):
         assert_near(
             a, b, 24 + 6
-        )  # a weight's gradient: three tiles a program, eight rows of a tile in a tree
+        )  # gradient of the weight: three tiles per program, eight rows of a tile summed in a tree
 
 
 def test_rows_too_wide_for_registers_are_read_in_blocks(interpreted, assert_near):
@@ -71,7 +71,7 @@ def test_a_row_of_one_element_has_the_gradient_that_eps_leaves(implementation):
     x = torch.tensor([[0.5], [-2.0]], requires_grad=True)
     weight = torch.tensor([3.0], requires_grad=True)
     (dx,) = gradients(lambda x: rms_norm(x, weight, eps=0.1), (x,), torch.ones(2, 1))
-    # d/dx of w x / sqrt(x^2 + eps) is w eps / (x^2 + eps)^1.5; it is what is left of two terms of w / |x|.
+    # d/dx of w x / sqrt(x^2 + eps) is w eps / (x^2 + eps)^1.5, the difference of two terms of about w / |x|.
     expected = 3.0 * 0.1 / (x.detach() ** 2 + 0.1) ** 1.5
     assert (dx - expected).abs().max() <= 8 * torch.finfo(torch.float32).eps * 3.0 / 0.5
 
@@ -147,7 +147,7 @@ def test_a_frozen_weight_gets_no_gradient_and_changes_none(interpreted):
     ("dtype", "room", "stages"),
     [(torch.bfloat16, 99, 3), (torch.float32, 99, 1), (torch.float32, 163, 1), (torch.float32, 227, 3)],
 )
-def test_loads_wait_in_no_more_shared_memory_than_a_gpu_has(dtype, room, stages, interpreted, monkeypatch):
+def test_pipelined_loads_fit_the_shared_memory_of_a_gpu(dtype, room, stages, interpreted, monkeypatch):
     launched = []
 
     class Kernel:
@@ -168,7 +168,7 @@ def test_leading_dimensions_are_rows(implementation):
     assert torch.equal(rms_norm(x[0, 0, 0], weight), rms_norm(x, weight)[0, 0, 0])
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_mismatched_operands_are_refused():
     x = torch.randn(3, 6)
     with pytest.raises(ValueError, match=r"weight is \(5,\); expected \(6,\)"):
         rms_norm(x, torch.randn(5))

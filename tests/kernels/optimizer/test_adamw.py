@@ -1,4 +1,4 @@
-"""AdamW's update: the formula, each way to keep a bfloat16 weight, random bits, and the limits of sizes."""
+"""AdamW's update: the formula, each way to store a bfloat16 weight, random bits, and limits of sizes."""
 
 import pytest
 import torch
@@ -17,18 +17,18 @@ from liger_models.kernels.optimizer.adamw import RESIDUE_DTYPES, WEIGHTS, adamw_
 
 BF16 = torch.bfloat16
 SETTINGS = AdamWSettings(1e-2, 0.9, 0.95, 1e-8, 0.1, "plain", 7)
-# With these every product and sum of a step is exact in float32, for operands of few bits; what is left is a
-# root and two quotients, which both forms round rightly: they agree in every bit.
+# With these settings and operands of few bits, every product and sum of a step is exact in float32; only a
+# root and two quotients remain, which both forms round correctly, so they agree in every bit.
 EXACT = SETTINGS._replace(lr=2.0**-6, beta1=0.5, beta2=0.5, eps=0.0, weight_decay=0.0)
 
 
 def few_bits(*shape, dtype=torch.float32):
-    """Multiples of 1/16 from 1/16 to 4."""
+    """Random multiples of 1/16 from 1/16 to 4."""
     return (torch.randint(1, 65, shape) / 16).to(dtype)
 
 
 def problem(size, weights="plain", dtype=BF16, moments=torch.float32, index=3, offset=0, step=4.0):
-    """A parameter in mid-training, everything random."""
+    """A parameter in mid-training, with random values everywhere."""
     residue, wide = None, torch.randn(size)
     if dtype == BF16 and weights == "compensated":
         residue = (wide - wide.bfloat16().float()).bfloat16()
@@ -49,7 +49,7 @@ def part(tensors, first, stop):
 
 
 def whole(tensors):
-    """The weights in float32, as the residue completes them."""
+    """Weights in float32, with the residue added."""
     if tensors.residue is None:
         return tensors.parameter.float()
     if tensors.residue.dtype == BF16:
@@ -66,7 +66,7 @@ def same(a, b):
 
 @pytest.mark.parametrize("size", [1, 17, 4096, 5003])
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
-def test_float32_weights_take_the_step_of_torchs_adamw(size, moments, implementation, assert_near):
+def test_the_update_of_float32_weights_matches_torchs_adamw(size, moments, implementation, assert_near):
     tensors = problem(size, dtype=torch.float32, moments=moments)
     weight = nn.Parameter(tensors.parameter.double())
     weight.grad = tensors.gradient.double()
@@ -76,9 +76,10 @@ def test_float32_weights_take_the_step_of_torchs_adamw(size, moments, implementa
     reference.state[weight] = {"step": tensors.step - 1, **{name: x.clone() for name, x in state.items()}}
     adamw([tensors], SETTINGS)
     reference.step()
-    # Two subtractions from the weight, and a step of less than 0.4 that has passed six roundings.
+    # Two subtractions from the weight, and a step of less than 0.4 that was rounded six times.
     assert_near(tensors.parameter, weight.detach(), 8)
-    # A sum of two or three products. A bfloat16 moment is rounded to the nearest with plain: one more.
+    # A sum of two or three products. With "plain", a bfloat16 moment is rounded to nearest: one rounding
+    # more.
     for name in state:
         assert_near(getattr(tensors, name), reference.state[weight][name], 5)
 
@@ -107,7 +108,7 @@ def test_the_rounding_error_of_a_compensated_weight_is_kept(implementation):
 
 
 @pytest.mark.parametrize("weights", ["compensated", "master", "plain"])
-def test_many_small_steps_add_up_but_with_plain(weights):
+def test_many_small_steps_add_up_except_with_plain(weights):
     """Each step is 1e-4, and the neighbours of 1 are 0.004 and 0.008 away."""
     steps, one = 200, torch.ones(64)
     residue = torch.zeros(64, dtype=RESIDUE_DTYPES[weights]) if weights in RESIDUE_DTYPES else None
@@ -123,13 +124,13 @@ def test_many_small_steps_add_up_but_with_plain(weights):
         true = true - 1e-4 * m / (1 - 0.9**t) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
     if weights == "plain":
         assert torch.equal(tensors.parameter.float(), one)
-    else:  # a residue of up to 2^-8 has 8 bits; float32 has many more
+    else:  # a residue of up to 2^-8 has 8 bits of precision; float32 has many more
         error = (whole(tensors) - true).abs().max()
         assert error <= steps * (2.0**-17 if weights == "compensated" else 2.0**-23)
         assert (1 - true).min() > 0.015
 
 
-def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(implementation):
+def test_stochastic_rounding_goes_to_an_adjacent_number_and_is_unbiased(implementation):
     size = 1 << 15
     tensors = AdamWTensors(
         *(torch.full((size,), x, dtype=d) for x, d in ((1.5, BF16), (1.0, torch.float32))),
@@ -148,8 +149,8 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(impleme
     assert odds > 0.1
 
 
-def test_a_second_moment_in_bfloat16_can_fall():
-    """A thousandth is less than half a unit: rounded to the nearest it would stay for ever."""
+def test_a_second_moment_in_bfloat16_can_decay():
+    """A decay of a thousandth is less than half an ulp: rounded to nearest, the moment would never change."""
     size = 1 << 16
     settings = SETTINGS._replace(beta2=0.999)
     for weights, mean, tolerance in (("plain", 1.0, 0.0), ("master", 0.999, 5 * 2.0**-8 / size**0.5)):
@@ -161,7 +162,7 @@ def test_a_second_moment_in_bfloat16_can_fall():
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_a_step_of_nothing_changes_no_bit(weights, implementation):
+def test_a_learning_rate_of_zero_changes_no_bit(weights, implementation):
     tensors = problem(100, weights)
     before = copy(tensors)
     adamw([tensors], SETTINGS._replace(lr=0.0, weights=weights))
@@ -171,7 +172,7 @@ def test_a_step_of_nothing_changes_no_bit(weights, implementation):
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_stays_nan(weights, value, implementation):
-    """A carry would make -0 of the NaN that GPUs make, all of whose bits are ones."""
+    """A carry in the rounding would turn NaN with all bits set, which GPUs produce, into -0."""
     tensors = problem(20, weights, moments=BF16)
     tensors.gradient[3] = value
     tensors.exp_avg[4] = torch.tensor(0x7FFF, dtype=torch.int16).view(BF16)
@@ -186,7 +187,7 @@ def test_nan_stays_nan(weights, value, implementation):
 
 
 def test_philox_gives_the_published_words():
-    """Known answers of the reference implementation, Random123: kat_vectors, philox4x32 10."""
+    """Known answers of Random123, the reference implementation (kat_vectors, philox4x32 10)."""
     answers = {
         (0x0, 0x0): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
         (0xFFFFFFFF, -1): "408f276d 41c83b0e a20bc7c6 6d5451fd",
@@ -206,7 +207,7 @@ REALISTIC = SETTINGS._replace(lr=3e-4, beta2=0.999, weight_decay=0.1)
 @pytest.mark.parametrize("offset", [0, 16, 5, 3 << 34, PERIOD - 1000])
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
 def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
-    """Both round every operation correctly and by itself."""
+    """Both forms round every operation correctly, with none fused."""
     tensors = problem(4111, weights, moments=moments, offset=offset)
     tensors = tensors._replace(gradient=torch.randn(4111))
     again = copy(tensors)
@@ -217,7 +218,7 @@ def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
 
 
 def drawn_words(seed=0, step=1.0, index=0, first=0, count=9000):
-    """The words that the plain form draws for elements of a parameter."""
+    """Random words that the plain form draws for elements of a parameter."""
     key = seed, torch.tensor(step), index
     elements = torch.arange(first, first + count)
     table = table_of_words(*key)[elements % PERIOD]
@@ -238,7 +239,7 @@ def test_seed_step_parameter_and_element_decide_the_bits():
         {"first": 1 << 40},
     )
     for change in changed:
-        # Of 9000 words of 32 bits two hardly ever agree by chance.
+        # Among 9000 pairs of 32-bit words, two pairs hardly ever agree by chance.
         assert (drawn_words(**change) == base).sum() <= 1
     assert base.unique().numel() >= 8999
 
@@ -250,7 +251,7 @@ def test_noise_is_uniform_and_independent_between_periods(use):
     assert noise.min() >= 0
     assert noise.max() < 1 << 16
     centred = (noise.double() + 0.5) / 2**16 - 0.5
-    # Means of n numbers that are even between -1/2 and 1/2, and of n products of two: 5 deviations.
+    # Means of n uniform numbers between -1/2 and 1/2, and of n products of two: 5 standard deviations.
     assert centred.mean().abs() < 5 * (1 / 12 / count) ** 0.5
     periods = centred.view(4, PERIOD)
     products = (periods @ periods.T / PERIOD - torch.eye(4) / 12).abs()
@@ -259,22 +260,25 @@ def test_noise_is_uniform_and_independent_between_periods(use):
     assert (signs @ signs.T / PERIOD - torch.eye(4)).abs().max() < 5 * PERIOD**-0.5
 
 
-def test_noise_of_moments_and_weights_is_unrelated():
+def test_noise_of_moments_and_weights_is_independent():
     words = drawn_words(count=PERIOD)
     first, second = (rounding_noise(words, use, out=torch.empty_like(words)) for use in (0, 1))
     counts = torch.bincount((first >> 13) * 8 + (second >> 13), minlength=64).double()
     expected = PERIOD / 64
     chi_square = ((counts - expected) ** 2 / expected).sum()
-    assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # of 63 degrees of freedom: the mean and 5 deviations
+    assert chi_square < 63 + 5 * (2 * 63) ** 0.5  # 63 degrees of freedom: the mean plus 5 standard deviations
 
 
 def test_rounding_errors_of_a_matrix_have_the_norm_of_independent_ones():
-    """64 rows share a table. Without the multiplication the norm would be 2.5 times as large: in two periods,
-    the signs of all errors would be the same, or all would be opposite."""
+    """64 rows share a table, and the multiplication keeps their errors independent.
+
+    Without it, the signs of all errors in two periods would be the same or all opposite, and the norm 2.5
+    times as large.
+    """
     rows, columns = 1024, 1024
     noise = drawn_words(count=rows * columns)
     errors = (rounding_noise(noise, 0, out=noise).view(rows, columns) < 1 << 15).float() - 0.5
-    # Of independent signs it is sqrt(rows) + sqrt(columns) (Bai & Yin, 1988), within a few percent.
+    # For independent signs, the norm is sqrt(rows) + sqrt(columns) within a few percent (Bai & Yin, 1988).
     norm = torch.linalg.matrix_norm(errors, 2) / 0.5 / (rows**0.5 + columns**0.5)
     assert 0.95 < norm < 1.05
 
@@ -291,14 +295,14 @@ def test_temporary_memory_of_the_plain_form_does_not_grow_with_the_parameter(wei
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)
-    # Six float32 buffers of a piece of two periods, a table of int32, and a few words of each period.
+    # Six float32 buffers of two periods each, an int32 table of one, and a few words per period.
     assert 24 * PERIOD < peak < (6 * 2 + 1) * 4 * PERIOD + 20_000
     assert held == 0
 
 
 @pytest.mark.parametrize("cut", [16, 4096, 1001])
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_shards_are_rounded_as_the_whole(weights, cut, implementation):
+def test_shards_are_rounded_like_the_whole_parameter(weights, cut, implementation):
     tensors = problem(5120, weights, moments=BF16)
     settings = EXACT._replace(weights=weights)
     parts = [part(tensors, 0, cut), part(tensors, cut, 5120)]
@@ -310,11 +314,11 @@ def test_shards_are_rounded_as_the_whole(weights, cut, implementation):
             assert torch.equal(torch.cat([getattr(one, name) for one in parts]), expected)
 
 
-# Many tensors, and what they are.
+# Many tensors, of many sizes and dtypes.
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_tensors_of_many_sizes_and_dtypes_go_together(weights, implementation):
+def test_tensors_of_many_sizes_and_dtypes_can_be_updated_together(weights, implementation):
     together = [
         problem(size, weights, dtype, moments, index)
         for index, (size, dtype, moments) in enumerate(
@@ -329,7 +333,7 @@ def test_tensors_of_many_sizes_and_dtypes_go_together(weights, implementation):
     ]
     shifted = problem(65, weights, moments=BF16, index=9)
     views = [x[1:] if isinstance(x, torch.Tensor) and x.dim() else x for x in shifted]
-    together.append(AdamWTensors(*views))  # contiguous, but 2 bytes beside what can be read at once
+    together.append(AdamWTensors(*views))  # contiguous, but 2 bytes off the alignment of a vector load
     alone = [copy(one) for one in together]
     settings = SETTINGS._replace(weights=weights)
     adamw(together, settings)
@@ -343,11 +347,11 @@ def test_gradients_may_have_any_dtype(dtype, implementation):
     tensors = problem(100)
     again = copy(tensors)
     adamw([tensors._replace(gradient=tensors.gradient.to(dtype))], SETTINGS)
-    adamw([again], SETTINGS)  # few bits: every dtype holds them
+    adamw([again], SETTINGS)  # few bits, exact in every dtype
     assert same(tensors._replace(gradient=again.gradient), again)
 
 
-def test_the_factor_scales_gradients_and_leaves_them_alone(implementation):
+def test_the_factor_scales_gradients_without_modifying_them(implementation):
     tensors = problem(100)
     scaled = copy(tensors, gradient=tensors.gradient * 0.25)
     before = tensors.gradient.clone()
@@ -358,7 +362,7 @@ def test_the_factor_scales_gradients_and_leaves_them_alone(implementation):
 
 
 @pytest.mark.parametrize("found", [0.0, 1.0, 2.0])
-def test_nothing_changes_where_an_inf_was_found(found, implementation):
+def test_nothing_changes_if_an_inf_was_found(found, implementation):
     tensors = problem(100, "master", moments=BF16)
     before, stepped = copy(tensors), copy(tensors)
     settings = SETTINGS._replace(weights="master")
@@ -367,7 +371,7 @@ def test_nothing_changes_where_an_inf_was_found(found, implementation):
     assert same(tensors, before if found else stepped)
 
 
-def test_autograd_sees_that_a_parameter_has_changed(implementation):
+def test_autograd_detects_that_a_parameter_has_changed(implementation):
     tensors = problem(100)
     before = tensors.parameter._version
     adamw([tensors], SETTINGS)
@@ -402,7 +406,7 @@ def test_incompatible_inputs_are_refused(changes, error, message):
 @pytest.mark.gpu
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", [torch.float32, BF16])
-def test_on_a_gpu_it_is_the_plain_twin_within_rounding(weights, moments, assert_near):
+def test_on_a_gpu_it_matches_the_plain_twin_within_rounding(weights, moments, assert_near):
     for size, offset in ((5003, 0), (1 << 20, 4096), (3 << 10, 16), (70_001, 5)):
         for dtype in (BF16, torch.float32):
             tensors = problem(size, weights, dtype, moments, offset=offset)
@@ -411,13 +415,13 @@ def test_on_a_gpu_it_is_the_plain_twin_within_rounding(weights, moments, assert_
             adamw([on_gpu], settings)
             adamw_plain(tensors, settings)
             on_gpu = AdamWTensors(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in on_gpu))
-            # Moments are exact, and so are the bits that round them.
+            # Moments are exact, and so are the random bits that round them.
             assert torch.equal(on_gpu.exp_avg, tensors.exp_avg)
             assert torch.equal(on_gpu.exp_avg_sq, tensors.exp_avg_sq)
-            # The root and the quotient of a GPU are off by up to three units together, of a step below 1.
+            # A GPU's root and quotient are off by up to three ulps together, for a step below 1.
             if dtype == torch.float32 or weights == "master":
                 assert_near(whole(on_gpu), whole(tensors), 12)
-            else:  # what is rounded may then go the other way, hardly ever
+            else:  # rounding may then rarely go the other way
                 assert (on_gpu.parameter != tensors.parameter).float().mean() < 1e-3
                 assert_near(on_gpu.parameter, tensors.parameter.float(), 2)
 
@@ -437,7 +441,7 @@ def test_the_sum_of_squares_covers_all_elements(implementation):
     tensors += [torch.randn(33).half(), torch.randn(65).to(BF16)[1:]]
     true = sum(tensor.double().square().sum() for tensor in tensors)
     found = sum_of_squares(tensors)
-    # Of 70,000 squares in float32, added up in many lanes: hundreds of roundings in a row at the most.
+    # 70,000 squares in float32, summed in many lanes: at most hundreds of roundings in a row.
     assert abs(found.item() - true.item()) <= 600 * 2.0**-24 * true.item()
     assert found.dtype == torch.float64
     assert sum_of_squares(tensors[2:3]).item() == 0

@@ -31,8 +31,8 @@ with_gradients = functools.partial(delta_problem.with_gradients, run)
 
 
 def assert_follows(found, truth, bound=2e-5):
-    # Sums over up to 64 tokens and 20 channels in float32, a dozen of them in a row. Gates that hardly
-    # matter (exp of -100) have gradients whose terms all but cancel: they are compared absolutely.
+    # A dozen sums in a row over up to 64 tokens and 20 channels in float32. Gates that hardly matter
+    # (exp of -100) have gradients whose terms nearly cancel, so these are compared absolutely.
     for ours, true in zip(found, truth, strict=True):
         assert torch.isfinite(ours).all()
         assert relative(ours, true) < bound or (ours.double() - true).abs().max() < bound / 2
@@ -59,8 +59,8 @@ def test_chunks_follow_the_recurrence(shape, documents, options, decay, interpre
 
 
 def test_gates_of_hundreds_next_to_gates_of_zero_do_not_overflow(interpreted):
-    # G falls to -4,000 within the chunk, so that a difference of two G is off by up to 2e-4, and with it the
-    # decay between neighbours.
+    # G falls to -4,000 within the chunk, so a difference of two values of G is off by up to 2e-4, and so is
+    # the decay between neighbouring tokens.
     inputs = operands(70, 1, 16, 16)
     with torch.no_grad():
         inputs[3].mul_(30.0)
@@ -119,7 +119,7 @@ def test_packed_documents_equal_separate_ones_in_every_gradient(implementation):
 def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
     monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
     inputs = operands(580, 1, 16, 16, documents=5)
-    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # of four segments, none, two, one and one
+    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # with four segments, none, two, one and one
     found, upstream = with_gradients(inputs, cu_seqlens=documents)
     truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
     for ours, true in zip(found, truth, strict=True):
@@ -158,7 +158,7 @@ def test_the_plain_form_passes_gradcheck_in_float64(lower_bound):
         ({0: torch.ones(4, 1, 144), 1: torch.ones(4, 1, 144)}, "key heads are 144 wide"),
     ],
 )
-def test_operands_that_do_not_fit_are_refused(change, message):
+def test_mismatched_operands_are_refused(change, message):
     inputs = operands(4, 1, 16, 16, documents=0 if 2 in change else 1)
     for place, tensor in change.items():
         inputs[place] = tensor
@@ -176,7 +176,7 @@ def test_a_lower_bound_that_is_not_negative_is_refused():
 @pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64), (16, 32)])
-def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay, lower_bound):
+def test_every_gradient_is_correct_on_a_gpu(key, value, dtype, decay, lower_bound):
     documents = torch.tensor([0, 1, 70, 200])
     inputs = operands(200, 2, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
     options = {"lower_bound": lower_bound}

@@ -49,13 +49,13 @@ def test_chunks_follow_the_recurrence(shape, documents, options, decay, interpre
     found, upstream = with_gradients(inputs, **options)
     truth, _ = with_gradients(in_float64(inputs), upstream, **options)
     for ours, true in zip(found, truth, strict=True):
-        # Sums over up to 64 tokens and 20 channels in float32, a dozen of them in a row. Gates that hardly
-        # matter (exp of -100) have gradients whose terms all but cancel: they are compared absolutely.
+        # A dozen sums in a row over up to 64 tokens and 20 channels in float32. Gates that hardly matter
+        # (exp of -100) have gradients whose terms nearly cancel, so these are compared absolutely.
         assert relative(ours, true) < 2e-5 or (ours.double() - true).abs().max() < 1e-5
 
 
-def test_nothing_of_a_document_enters_the_one_before_it(interpreted):
-    # The copy engine, for such heads, fetches rows past a document's end with its own.
+def test_a_document_does_not_affect_the_one_before_it(interpreted):
+    # For heads of this size, TMA also loads rows past the end of a document.
     inputs = operands(70, 1, 2, 64, 64, dtype=torch.float16)
     tokens, gates = inputs[:5], inputs[5:]
     first = [x.detach()[:66].requires_grad_() for x in tokens]
@@ -107,7 +107,7 @@ def test_packed_documents_equal_separate_ones_in_every_gradient(implementation):
 
 
 def test_keys_that_repeat_stay_exact(interpreted):
-    # (1 + A)^-1 by powers of A would lose every digit here: A is one below the diagonal.
+    # (1 + A)^-1 computed from powers of A would lose every digit here: A is one below the diagonal.
     inputs = operands(64, 1, 1, 16, 16)
     with torch.no_grad():
         inputs[1].copy_(inputs[1][:1].expand_as(inputs[1]))
@@ -122,7 +122,7 @@ def test_keys_that_repeat_stay_exact(interpreted):
 def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
     monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
     inputs = operands(580, 1, 2, 16, 16, documents=5)
-    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # of four segments, none, two, one and one
+    documents = torch.tensor([0, 400, 400, 529, 579, 580])  # with four segments, none, two, one and one
     found, upstream = with_gradients(inputs, cu_seqlens=documents)
     truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
     for ours, true in zip(found, truth, strict=True):
@@ -150,7 +150,7 @@ def test_the_plain_form_passes_gradcheck_in_float64():
 
 def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
     monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
-    lengths = [1, 0, 64, 65, 20, 300, *[3] * 70, 129, 128]  # more documents than a program takes at a time
+    lengths = [1, 0, 64, 65, 20, 300, *[3] * 70, 129, 128]  # more documents than a program handles at a time
     bounds = [0, *itertools.accumulate(lengths)]
     chunks, segments, first_segments = [], [], []
     for document, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -192,7 +192,7 @@ def test_incompatible_inputs_are_refused(change, message):
 @pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64), (16, 32)])
-def test_every_gradient_is_the_true_one_on_a_gpu(key, value, dtype, decay):
+def test_every_gradient_is_correct_on_a_gpu(key, value, dtype, decay):
     documents = torch.tensor([0, 1, 70, 200])
     inputs = operands(200, 2, 4, key, value, documents=3, decay=decay, device="cuda", dtype=dtype)
     found, upstream = with_gradients(inputs, cu_seqlens=documents.cuda())

@@ -1,4 +1,4 @@
-"""short_conv: documents, states and errors. test_contract.py has what every operation promises."""
+"""short_conv: documents, states and errors. The contract common to all operations is in test_contract.py."""
 
 import itertools
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from liger_models.kernels import conv_state, document_bounds, short_conv, short_conv_step
 
 CHANNELS = 6
-DOCUMENTS = [0, 1, 4, 4, 13, 30]  # of one token, shorter than the state, empty, and across tiles
+DOCUMENTS = [0, 1, 4, 4, 13, 30]  # one token, shorter than the state, empty, and across tiles
 
 
 def operands(taps, tokens=30, states=5):
@@ -19,7 +19,7 @@ def operands(taps, tokens=30, states=5):
 
 
 def one_by_one(x, weight, bias, state, documents):
-    """The convolution of each document alone, behind its state, as torch computes it in float64."""
+    """Convolution of each document alone, after its state, by torch in float64."""
     parts = []
     for nth, (first, end) in enumerate(itertools.pairwise(documents)):
         if first < end:
@@ -30,7 +30,7 @@ def one_by_one(x, weight, bias, state, documents):
 
 @pytest.mark.parametrize("taps", [2, 3, 4, 7])
 @pytest.mark.parametrize("continues", [False, True])
-def test_documents_are_convolved_alone_behind_their_states(taps, continues, implementation, assert_near):
+def test_documents_are_convolved_separately_after_their_states(taps, continues, implementation, assert_near):
     inputs = operands(taps)
     documents = torch.tensor(DOCUMENTS)
     x, weight, bias, state = inputs
@@ -45,7 +45,7 @@ def test_documents_are_convolved_alone_behind_their_states(taps, continues, impl
         exact[3] = torch.zeros_like(exact[3])
     truth = one_by_one(*exact, DOCUMENTS)
     true_grads = torch.autograd.grad(truth, exact[: len(wanted)], upstream.double())
-    # A sum of up to eight products, and SiLU; gradients sum as many of these, and over the 30 tokens.
+    # A sum of up to eight products, and SiLU; gradients sum as many of these, and over 30 tokens.
     assert_near(y, truth, 12 + taps)
     for grad, true in zip(grads, true_grads, strict=True):
         assert_near(grad, true, 24 + taps + 30)
@@ -65,7 +65,7 @@ def test_parts_of_a_document_equal_the_whole(implementation, assert_near):
     assert torch.equal(state[0], x[-3:])
 
 
-def test_a_state_passes_gradients_to_what_it_was_made_of(implementation, assert_near):
+def test_gradients_flow_through_a_state_to_its_inputs(implementation, assert_near):
     taps = 4
     x, weight, bias, _ = operands(taps)
     whole = short_conv(x, weight, bias, activation="silu")
@@ -83,7 +83,7 @@ def test_states_of_packed_documents_are_their_last_inputs():
     x = torch.arange(30.0)[:, None].expand(30, CHANNELS)
     old = -torch.arange(1.0, 16.0).view(5, 3, 1).expand(5, 3, CHANNELS)
     states = conv_state(x, torch.tensor(DOCUMENTS), 4, old)[..., 0]
-    # Document 0 has one token and keeps two of its old state's; document 2 is empty and keeps all three.
+    # Document 0 has one token and keeps two inputs of its old state; document 2 is empty and keeps all three.
     assert states.tolist() == [[-2, -3, 0], [1, 2, 3], [-7, -8, -9], [10, 11, 12], [27, 28, 29]]
     fresh = conv_state(x, torch.tensor(DOCUMENTS), 4)[..., 0]
     assert fresh.tolist() == [[0, 0, 0], [1, 2, 3], [0, 0, 0], [10, 11, 12], [27, 28, 29]]
@@ -96,7 +96,7 @@ def test_bounds_shared_between_calls_give_the_same_bits(implementation):
     assert torch.equal(by_bounds, short_conv(x, weight, bias, cu_seqlens=documents))
 
 
-def test_a_slice_of_a_wider_projection_is_read_where_it_lies(implementation):
+def test_a_slice_of_a_wider_projection_is_read_without_a_copy(implementation):
     x, weight, bias, _ = operands(4)
     wider = torch.randn(30, 3 * CHANNELS)
     wider[:, CHANNELS : 2 * CHANNELS] = x.detach()

@@ -1,4 +1,4 @@
-"""Query/key norm fused with rotary. What every operation promises is in test_contract.py."""
+"""Query/key norm fused with rotary. The contract common to all operations is in test_contract.py."""
 
 import itertools
 
@@ -9,7 +9,7 @@ from liger_models.kernels import split_norm_rotary_qkv
 from liger_models.kernels.rotary import qk_norm_rotary
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv_plain
 
-# What the families do, by their attention in transformers.
+# Options that reproduce the families' attention in transformers.
 FAMILIES = {
     "qwen3": {},
     "gemma3": {"offset": 1.0, "cast": "gemma"},
@@ -21,7 +21,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 class Part(torch.nn.Module):
-    """Stands for a projection: gives a part of what attention is called with, as if that were all three."""
+    """Replacement for a projection of transformers' attention: a slice of its input, which is qkv."""
 
     def __init__(self, start, end):
         super().__init__()
@@ -32,7 +32,7 @@ class Part(torch.nn.Module):
 
 
 def transformers_attention(family, heads, kv_heads, head_dim):
-    """transformers' attention of a family, reduced to what happens to q, k and v; its norms' weights."""
+    """Norms and rotary of a family's attention in transformers as a function of qkv; the norms' weights."""
     import transformers as hf
     from transformers.models.gemma3.modeling_gemma3 import Gemma3Attention
     from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1Attention
@@ -67,7 +67,7 @@ def transformers_attention(family, heads, kv_heads, head_dim):
     for name, start, end in zip(("q_proj", "k_proj", "v_proj"), [0, *ends], ends, strict=False):
         setattr(attention, name, Part(start, end))
     attention.o_proj = torch.nn.Identity()
-    weights = list(attention.parameters())  # of the norms alone: queries' first
+    weights = list(attention.parameters())  # only the norms have any; the queries' comes first
     for weight in weights:
         torch.nn.init.normal_(weight)
 
@@ -104,7 +104,7 @@ def test_queries_and_keys_match_transformers(family, implementation, assert_near
     upstream = [torch.randn_like(output) for output in outputs]
     ours = gradients(outputs, [qkv, *weights], upstream)
     theirs = gradients(expected, [qkv, *weights], upstream)
-    # Both are float32: each has a dozen roundings in outputs, twice as many and a sum of 20 in gradients.
+    # Both are float32: each has a dozen roundings in outputs, and twice as many and a sum of 20 in gradients.
     for a, b in zip(outputs, expected, strict=True):
         assert_near(a, b, 24)
     for a, b in zip(ours, theirs, strict=True):
@@ -113,7 +113,7 @@ def test_queries_and_keys_match_transformers(family, implementation, assert_near
 
 @pytest.fixture
 def small_tiles(request, monkeypatch):
-    """So few heads a tile that a handful of tokens fill several; in the backward pass of one program."""
+    """Make tiles small, so that a few tokens fill several; the backward pass runs as a single program."""
     rows = request.param
     monkeypatch.setattr(qk_norm_rotary, "_forward_config", lambda *_: (rows, rows, 1))
     monkeypatch.setattr(qk_norm_rotary, "_backward_config", lambda *_: (rows, rows, 1, 1, 1))
@@ -133,7 +133,7 @@ def check_against_truth(assert_near, heads, kv_heads, head_dim, half, tokens=3, 
     wide = [None if x is None else x.detach().double().requires_grad_() for x in (qkv, *pair)]
     truth = split_norm_rotary_qkv_plain(*wide, *arguments, eps=1e-3, **options)
     true_grads = gradients(truth, [x for x in wide if x is not None], [u.double() for u in upstream])
-    # As in the contract: a dozen roundings, twice as many in gradients and a sum over the weights' rows.
+    # As in test_contract.py: a dozen roundings, twice as many in gradients, and a sum over the weights' rows.
     for a, b in zip(outputs, truth, strict=True):
         assert_near(a, b, 12)
     for a, b in zip(gradients(outputs, inputs, upstream), true_grads, strict=True):
@@ -144,7 +144,7 @@ def check_against_truth(assert_near, heads, kv_heads, head_dim, half, tokens=3, 
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(("half", "weights"), [(3, True), (5, False)])
-def test_every_order_and_layout_is_true(
+def test_every_order_and_layout_is_correct(
     per_head, norm_first, interleaved, half, weights, interpreted, assert_near
 ):
     options = {"per_head": per_head, "norm_first": norm_first, "interleaved": interleaved}
@@ -159,7 +159,7 @@ def test_tiles_may_hold_some_heads_of_a_token_or_heads_of_several_tokens(
     check_against_truth(assert_near, heads, kv_heads, 6, 2, offset=1.0, cast="gemma")
 
 
-# Rows of a tile of keys, and of these those of a token: 2 and 1, 4 and 2, 8 and 4.
+# Rows of a tile of keys, and the rows of one token in it: 2 and 1, 4 and 2, 8 and 4.
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (6, 2), (12, 3)])
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_keys_of_several_tokens_share_a_tile_but_no_norm(heads, kv_heads, tokens, interpreted, assert_near):
@@ -222,7 +222,8 @@ def part_that_differs_from_the_twin(family, tokens, head_dim, dtype, device):
 
 @every_family
 def test_the_kernel_rounds_where_its_twin_does(family, interpreted):
-    # A rounding more or less would change a quarter of all; the order of float32 sums flips one in hundreds.
+    # One rounding more or fewer would change a quarter of all elements; the order of float32 sums changes one
+    # in hundreds.
     assert part_that_differs_from_the_twin(family, 4, 64, torch.float16, "cpu") < 0.02
 
 
@@ -238,14 +239,14 @@ def test_wider_weights_leave_queries_and_keys_in_the_dtype_of_the_values(cast, i
     true_grads = gradients(truth, wide, [u.double() for u in upstream])
     for a, b in zip(outputs, truth, strict=True):
         assert a.dtype == torch.bfloat16
-        assert_near(a, b, 6)  # rounded after each of norm, weight and turn, which may double an error
+        assert_near(a, b, 6)  # rounded after the norm, the weight and the rotation, which may double an error
     for a, b, x in zip(gradients(outputs, [qkv, *weights], upstream), true_grads, wide, strict=True):
-        bf16 = a.to(torch.bfloat16)  # float32 sums of terms of which some were rounded to bfloat16
+        bf16 = a.to(torch.bfloat16)  # float32 sums of terms, some of which were rounded to bfloat16
         assert a.dtype == (torch.bfloat16 if x is wide[0] else torch.float32)
         assert_near(bf16, b, 24)
 
 
-def test_only_the_operands_and_one_number_a_norm_are_kept(interpreted):
+def test_only_the_operands_and_one_number_per_norm_are_saved(interpreted):
     qkv = torch.randn(4, 5 * 8, requires_grad=True)
     weights = [torch.randn(8, requires_grad=True) for _ in range(2)]
     cos, sin = tables(4, 4)
@@ -257,7 +258,7 @@ def test_only_the_operands_and_one_number_a_norm_are_kept(interpreted):
     assert v.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr()
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_mismatched_operands_are_refused():
     qkv, weight = torch.randn(4, 5 * 8), torch.randn(8)
     cos, sin = tables(4, 4)
 
@@ -287,7 +288,7 @@ def error_of(actual, truth):
 
 @pytest.mark.gpu
 @every_family
-def test_at_a_real_size_no_further_from_the_truth_than_transformers(family):
+def test_at_a_real_size_it_is_as_accurate_as_transformers(family):
     tokens, heads, kv_heads, head_dim = 8 * 4096, 32, 8, 128
     attention, weights, run = transformers_attention(family, heads, kv_heads, head_dim)
     attention.to("cuda", torch.bfloat16)

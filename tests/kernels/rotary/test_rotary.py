@@ -1,4 +1,4 @@
-"""Rotary embedding. What every operation promises is in test_contract.py."""
+"""Rotary embedding. The contract common to all operations is in test_contract.py."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def tables(*shape, scaling=1.0):
     return angles.cos() * scaling, angles.sin() * scaling
 
 
-def test_half_split_rotary_is_the_one_of_transformers(implementation, assert_near):
+def test_half_split_rotary_matches_transformers(implementation, assert_near):
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 1, 8)  # [B, S, heads, D]
@@ -32,14 +32,14 @@ def test_interleaved_rotary_is_the_product_of_complex_numbers(implementation, as
         assert_near(y, expected.flatten(-2), 6)
 
 
-def test_interleaved_rotary_is_the_complex_form_of_llama_4(implementation, assert_near):
+def test_interleaved_rotary_matches_the_complex_form_of_llama_4(implementation, assert_near):
     from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
     q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 1, 8)
     cos, sin = tables(2, 5, 4)
     expected = apply_rotary_emb(q, k, torch.complex(cos, sin))
     for a, b in zip(rotary(q, k, cos, sin, interleaved=True), expected, strict=True):
-        assert_near(a, b, 8)  # transformers' own, in float32 too, is off by as many
+        assert_near(a, b, 8)  # transformers computes in float32 too, with as many roundings
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_multi_axis_tables_match_transformers(family, sections, interleaved):
     cos, sin = embedding(config)(torch.zeros(()), positions)  # [B, S, R], every angle twice
     angles = positions[..., None].float() * 50.0 ** -(torch.arange(0, 16, 2) / 16)
     ours = multi_axis_tables(angles.cos(), angles.sin(), sections, interleaved)
-    # float32 angles up to 90, from frequencies that the two compute by one operation more or less.
+    # float32 angles up to 90, from frequencies that the two compute with one operation more or fewer.
     for table, expected in zip(ours, (cos, sin), strict=True):
         assert (table - expected[..., :8]).abs().max() <= 90 * 2 * torch.finfo(torch.float32).eps
 
 
-def test_sections_that_do_not_share_out_the_frequencies_are_refused():
+def test_sections_that_do_not_add_up_to_the_frequencies_are_refused():
     cos, sin = tables(3, 5, 8)
     with pytest.raises(ValueError, match=r"expected tables \[3, ..., 9\] for these sections"):
         multi_axis_tables(cos, sin, [3, 3, 3])
@@ -77,7 +77,7 @@ def test_sections_that_do_not_share_out_the_frequencies_are_refused():
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_a_partial_rotary_turns_the_first_elements_and_passes_the_rest(interleaved, implementation):
+def test_a_partial_rotary_rotates_the_first_elements_and_keeps_the_rest(interleaved, implementation):
     qkv = torch.randn(4, 5 * 10)
     cos, sin = tables(4, 3)
     q, k, v = split_rotary_qkv(qkv, cos, sin, 3, 1, 10, interleaved)
@@ -113,7 +113,7 @@ def test_tables_of_one_sequence_serve_every_sequence_of_a_batch(implementation):
 def test_batches_of_any_strides_give_the_same_bits(shape, strides, interpreted):
     q = torch.randn(200).as_strided(shape, strides)
     cos, sin = torch.rand(2, shape[1], 2)
-    dense = torch.empty(shape).copy_(q)  # in the usual order, whatever the strides of dimensions of one
+    dense = torch.empty(shape).copy_(q)  # contiguous, whatever the strides of dimensions of one
     for turned, expected in zip(rotary(q, q, cos, sin), rotary(dense, dense, cos, sin), strict=True):
         assert torch.equal(turned, expected)
 
@@ -145,7 +145,7 @@ def test_tables_of_any_strides_give_the_same_bits(shape, strides, interpreted):
 def test_the_gradient_is_the_transpose_even_if_the_tables_are_scaled(
     interleaved, implementation, assert_near
 ):
-    # <turn(x), y> = <x, transpose(y)>, for a turn that also stretches by 1.3.
+    # <rotate(x), y> = <x, transpose(y)>, for a rotation that also scales by 1.3.
     qkv = torch.randn(4, 5 * 8, requires_grad=True)
     cos, sin = tables(4, 4, scaling=1.3)
     outputs = split_rotary_qkv(qkv, cos, sin, 3, 1, 8, interleaved)
@@ -179,7 +179,7 @@ def test_each_of_query_and_key_may_be_unused(interpreted):
 
 
 class Ignore(torch.autograd.Function):
-    """Gives no gradient to what it took, which autograd nevertheless hands on."""
+    """Function that returns None as the gradient of its inputs, which autograd nevertheless passes on."""
 
     @staticmethod
     def forward(ctx, *tensors):
@@ -190,7 +190,7 @@ class Ignore(torch.autograd.Function):
         return None, None
 
 
-def test_no_gradient_at_all_is_no_error(implementation):
+def test_a_missing_gradient_is_accepted(implementation):
     q, k = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 1, 8, requires_grad=True)
     turned = rotary(q, k, *tables(4, 4))
     grads = torch.autograd.grad(Ignore.apply(*turned), [q, k], allow_unused=True)
@@ -198,7 +198,7 @@ def test_no_gradient_at_all_is_no_error(implementation):
 
 
 def test_heads_too_far_apart_for_32_bits_are_copied():
-    for heads, far in ((32, 2**26), (33, 2**26 - 8)):  # of [heads, T, D], seen as [T, heads, D]
+    for heads, far in ((32, 2**26), (33, 2**26 - 8)):  # [heads, T, D] viewed as [T, heads, D]
         x = torch.empty_strided((2, heads, 8), (8, far, 1), device="meta")
         assert as_heads(x).stride() == (heads * 8, 8, 1)
     near = torch.empty_strided((2, 32, 8), (8, 2**26 - 8, 1), device="meta")
@@ -206,7 +206,7 @@ def test_heads_too_far_apart_for_32_bits_are_copied():
 
 
 @pytest.mark.gpu
-def test_the_last_of_far_heads_are_turned_too():
+def test_the_last_of_heads_far_apart_are_rotated_too():
     heads, tokens, dim = 34, 2**19, 128  # the last head begins at element 33 * 2**26
     q = torch.randn(heads, tokens, dim, device="cuda", dtype=torch.bfloat16).transpose(0, 1)
     cos, sin = (torch.rand(tokens, dim // 2, device="cuda") for _ in range(2))
@@ -262,7 +262,7 @@ def test_inplace_leaves_rows_that_share_memory_alone(interpreted):
         assert torch.equal(a, b)
 
 
-def test_nothing_but_the_tables_is_kept(interpreted):
+def test_only_the_tables_are_saved(interpreted):
     qkv = torch.randn(4, 5 * 8, requires_grad=True)
     cos, sin = tables(4, 4)
     kept = []
@@ -271,7 +271,7 @@ def test_nothing_but_the_tables_is_kept(interpreted):
     assert {t.data_ptr() for t in kept} == {cos.data_ptr(), sin.data_ptr()}
 
 
-def test_inference_mode_may_turn_in_place(interpreted):
+def test_inference_mode_may_rotate_in_place(interpreted):
     with torch.inference_mode():
         qkv = torch.randn(4, 5 * 8)
         cos, sin = tables(4, 4)
@@ -280,7 +280,7 @@ def test_inference_mode_may_turn_in_place(interpreted):
             assert torch.equal(a, b)
 
 
-def test_operands_that_do_not_fit_are_refused():
+def test_mismatched_operands_are_refused():
     qkv, q = torch.randn(4, 5 * 8), torch.randn(4, 3, 8)
     cos, sin = tables(4, 4)
     with pytest.raises(ValueError, match=r"expected \[T, 48\] for \(4 \+ 2 \* 1\) heads of 8"):
