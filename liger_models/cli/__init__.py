@@ -11,6 +11,7 @@ May import everything; nothing imports it.
 """
 
 import argparse
+import difflib
 import importlib
 import os
 import sys
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args, others = parser.parse_known_args(argv)
     if others and args.command != "bench":
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        args.parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.others = others  # forwarded by `bench`
     try:
         return args.run(args) or 0
@@ -51,20 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes options by their whole names only, and prints a usage error and how to get help, but
-    not the usage text, which takes dozens of lines.
+    """Takes options by their whole names only. A usage error is two lines: the error, with the nearest names
+    of unknown options, and how to get help.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
+        self._words: list[str] = []
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else [*args]
         if all(action.dest != "config" for action in self._actions):
             return super().parse_known_args(args, namespace)
         file = importlib.import_module("liger_models.cli.shared.config_file")
-        args = sys.argv[1:] if args is None else [*args]
         try:
-            values = file.parse_with_config(self, args)
+            values = file.parse_with_config(self, self._words)
         except LigerModelsError as error:
             self.error(str(error))
         parsed, others = super().parse_known_args(args, namespace)
@@ -72,17 +74,28 @@ class _Parser(argparse.ArgumentParser):
         return parsed, others
 
     def error(self, message: str) -> NoReturn:
+        for word in dict.fromkeys(word.partition("=")[0] for word in self._words):
+            known = self._option_string_actions
+            near = difflib.get_close_matches(word, known, n=1) if word.startswith("--") else []
+            if near and word not in known:
+                message += f"; {word} is not an option, the nearest is {near[0]}"
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="liger-models", description="Train, inspect, convert and run language models.")
+    parser = _Parser(
+        prog="liger-models",
+        usage="liger-models COMMAND [--help] ...",
+        description="Train, inspect, convert and run language models.",
+    )
     parser.add_argument("--version", action="version", version=f"liger_models {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, title="commands", prog="liger-models"
+    )
     for name in COMMANDS:
         module = importlib.import_module(f"liger_models.cli.{name}")
         module.add_parser(subparsers)
         command = subparsers.choices[name]
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser

@@ -7,7 +7,7 @@ from pathlib import Path
 def add_parser(subparsers) -> None:
     subparsers.add_parser(
         "bench",
-        help="benchmark kernels, training steps and loading against other libraries (in a checkout)",
+        help="compare speed with other libraries (in a checkout)",
         add_help=False,  # handled by the benchmarks
     )
 

@@ -18,7 +18,7 @@ from pathlib import Path
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "card",
-        help="check families against transformers and write their cards (in a checkout)",
+        help="check families and write their cards (in a checkout)",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -11,7 +11,7 @@ from liger_models.cli.shared.checkpoints import add_base
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write a Hugging Face checkpoint, optionally with another dtype or shard size",
+        help="write a Hugging Face checkpoint of a run or model",
         description=__doc__,
     )
     add_arguments(parser)

@@ -5,7 +5,7 @@ import argparse
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
-        "init", help="create a randomly initialised checkpoint from a preset", description=__doc__
+        "init", help="write a checkpoint with random weights from a preset", description=__doc__
     )
     parser.add_argument("preset", metavar="PRESET", help="a preset's name (`liger-models list` shows them)")
     parser.add_argument("out", metavar="OUT", help="output folder")

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers) -> None:
-    subparsers.add_parser("list", help="show supported architectures and presets", description=__doc__)
+    subparsers.add_parser("list", help="show the supported models and the presets", description=__doc__)
 
 
 def run(args: argparse.Namespace) -> None:

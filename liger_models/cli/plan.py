@@ -23,7 +23,7 @@ QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a floa
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="check whether a training step fits on a GPU, and with which settings",
+        help="check whether training fits on a GPU",
         description=__doc__,
     )
     add = parser.add_argument

@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from liger_models.cli.shared.data_options import TOKENIZED, add_data, add_train_on, use_max_image_pixels
+from liger_models.cli.shared.data_options import (
+    TOKENIZED,
+    add_data,
+    add_sources,
+    add_train_on,
+    use_max_image_pixels,
+)
 
 DESCRIPTION = """\
 Tokenize data as `train` would, into the cache that `train` uses, or into a folder:
@@ -25,6 +31,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
     add = parser.add_argument
     add("tokenizer", help="hub id of a model, or a folder with tokenizer.json")
+    add_sources(parser)
     add_data(parser)
     add("--output", metavar="FOLDER", help="write the corpus to this folder, for --data")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per row (default: %(default)s)")

@@ -24,7 +24,7 @@ SHOWN = 10
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "verify",
-        help="check a checkpoint's round trip and its results against transformers",
+        help="compare a checkpoint's results with transformers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

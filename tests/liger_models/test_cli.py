@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,8 +114,7 @@ def test_init_gives_the_same_weights_for_the_same_seed_only(tmp_path):
     ("words", "command", "message"),
     [
         (["train", "model", "--seq", "256"], "liger-models train", "the following arguments are required"),
-        (["train", "model", "--quickly"], "liger-models train", "the following arguments are required"),
-        (["inspect", "model", "--quickly"], "liger-models", "unrecognized arguments: --quickly"),
+        (["inspect", "model", "--quickly"], "liger-models inspect", "unrecognized arguments: --quickly"),
         ([], "liger-models", "the following arguments are required: COMMAND"),
     ],
 )
@@ -125,6 +125,30 @@ def test_a_usage_error_is_the_error_and_where_to_find_help(words, command, messa
     error, help_line = capsys.readouterr().err.splitlines()
     assert error.startswith(f"{command}: error: {message}")
     assert help_line == f"See `{command} --help`."
+
+
+@pytest.mark.parametrize("more", [[], ["--epochs", "1"]], ids=["and something is missing", "alone"])
+def test_an_unknown_option_is_reported_with_the_nearest(more, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "model", "--data", "d", "--output", "o", "--epoch", "1", *more])
+    assert "; --epoch is not an option, the nearest is --epochs\n" in capsys.readouterr().err
+
+
+def test_the_help_fits_one_screen(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_help_of_train_begins_with_the_ten_options_used_most(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    options = re.findall(r"^  (--[\w-]+)", capsys.readouterr().out, re.MULTILINE)
+    most = "--data --output --epochs --steps --lr --batch-size --seq-len --lora --eval-fraction --resume"
+    assert options[:10] == most.split()
 
 
 def test_init_does_not_overwrite(checkpoint, capsys):

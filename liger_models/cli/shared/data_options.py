@@ -89,8 +89,7 @@ def add_train_on(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_data(group: argparse._ActionsContainer) -> None:
-    """Add the data options shared with `tokenize`."""
+def add_sources(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--data",
         nargs="+",
@@ -100,6 +99,10 @@ def add_data(group: argparse._ActionsContainer) -> None:
         "of them, hf: data sets, - for JSON lines on standard input, or corpora; a weight is a "
         "share of the tokens, as in 0.7=a.jsonl 0.3=b",
     )
+
+
+def add_data(group: argparse._ActionsContainer) -> None:
+    """Add the data options shared with `tokenize`."""
     add_columns(group)
     group.add_argument(
         "--data-cache",
