@@ -161,6 +161,7 @@ class CallChecks:
         beginnings: `labels_of_beginnings` of the call.
         groups: process groups in which every process creates this object: `groups_of_step`.
         device: used for their exchange. Default: the device of the targets, or of the ids.
+        of_classes: the targets are classes of sequences, and no tokens.
 
     Attributes:
         num_valid, own_valid: the number of counted labels, in total and on this rank, once `finish` has
@@ -181,7 +182,9 @@ class CallChecks:
         beginnings: Tensor | None = None,
         groups: Sequence[Any] = (),
         device: torch.device | None = None,
+        of_classes: bool = False,
     ):
+        self._of_classes = of_classes
         self._num_ids = vocab_size if num_ids is None else num_ids
         self._vocab_size, self._with_labels = vocab_size, targets is not None
         self._num_items = num_items
@@ -267,6 +270,11 @@ class CallChecks:
             ("label", lowest_label, highest_label, self._vocab_size),
         ):
             if low < 0 or high >= vocab:
+                if what == "label" and self._of_classes:
+                    raise DataError(
+                        f"found the label {low if low < 0 else high}; this model has {vocab} labels: "
+                        f"expected 0 to {vocab - 1} or -100"
+                    )
                 raise DataError(
                     f"found the {what} {low if low < 0 else high}, which is outside the vocabulary of "
                     f"{vocab}: expected 0 to {vocab - 1}{' or -100' if what == 'label' else ''}. Does the "

@@ -84,8 +84,10 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
         **others: Any,
-    ) -> ModelOutput:
+    ) -> ModelOutput | tuple[Any, ...]:
         """Compute the loss with labels, logits without, or scores of labels on request.
 
         Args:
@@ -112,18 +114,22 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 parts add up to their mean.
             logits_to_keep: compute logits of only this many last positions, or of these positions; 0: all.
             return_logits: also return logits with the loss. Default: only without labels.
+            output_hidden_states: also return the input of each layer and the output of the final norm,
+                [batch, seq, H] each and zero at padding. They are part of the graph, at every level of
+                activation memory, so that `retain_grad` and losses on them work.
+            return_dict: False returns the output's entries as a tuple.
             pixel_values and other keywords: outputs of the processor of a family with `vision`.
-            others: keywords of other libraries' models are accepted if they request nothing: None, False, and
-                return_dict=True.
+            others: keywords of other libraries' models are accepted if they request nothing: None and False.
 
         Returns:
-            A dict with `loss` (float32 scalar) and `logits` ([batch, seq, V], zero at padding) as requested.
+            A dict with `loss` (float32 scalar), `logits` ([batch, seq, V], zero at padding) and
+            `hidden_states` as requested.
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
                 positions beyond the rotary tables, a num_items_in_batch that is not positive; or another
                 process of the training step refused its batch.
-            TypeError: an unsupported keyword.
+            TypeError: an unsupported keyword, or hidden states together with scores.
         """
         request = Request.take(others, labels, num_items_in_batch)
         if request.teaching is not None:
@@ -136,6 +142,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             width = self.spec.hidden_size
             shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
             request.check_score(shape[0], cu_seqlens, return_logits)
+            if request.score is not None and output_hidden_states:
+                raise TypeError("score takes no output_hidden_states; call the model again for them")
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
             targets = request.targets(sequences)
             sequences = sequences.divided(self.sequence_group)
@@ -143,7 +151,11 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             request = request.packed(sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
         self.begin_checks(checks, vision_inputs)
-        hidden = self.run_layers(sequences, input_ids, inputs_embeds, vision_inputs=vision_inputs)
+        inner: list[Tensor] | None = [] if output_hidden_states else None
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs)
+        if inner is not None:
+            inner.append(sequences.unpack(hidden))
+            hidden = sequences.pack(inner[-1])  # what is returned thus has the gradient of the loss
         checks.finish()
 
         own = None if targets is None else sequences.own(targets)
@@ -152,7 +164,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         output = request.complete(output, sequences, added)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
-        return output
+        if inner is not None:
+            output["hidden_states"] = tuple(inner)
+        return output.to_tuple() if return_dict is False else output
 
     def _router_loss(self, request: Request, num_valid: int, sequences: Sequences) -> Tensor | None:
         """Contribution of the routers to the loss for a rank's share; None if there is none."""

@@ -13,7 +13,9 @@ from torch.utils import _pytree
 
 class ModelOutput(OrderedDict[str, Any]):
     """Built from keywords or, by wrappers that convert outputs, from a mapping. Entries that are None are
-    left out. Declared entries are attributes, None if missing.
+    left out. Declared entries are attributes, None if missing. As in transformers, `output[0]` and
+    `output[:2]` index the entries that are there, in the order loss, logits, hidden_states, and `to_tuple()`
+    returns them all; iterating gives names, as for any dict.
 
     Ordered, since FSDP2 (a policy with output_dtype) would make a plain dict of any other.
     """
@@ -21,6 +23,13 @@ class ModelOutput(OrderedDict[str, Any]):
     def __init__(self, entries: Mapping[str, Any] | None = None, /, **named: Any):
         entries = {**(entries or {}), **named}
         super().__init__({name: value for name, value in entries.items() if value is not None})
+
+    def __getitem__(self, name: Any) -> Any:
+        return self.to_tuple()[name] if isinstance(name, int | slice) else super().__getitem__(name)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The entries without their names."""
+        return tuple(self.values())
 
     def __init_subclass__(cls) -> None:
         # Wrappers (FSDP, DDP, torch.compile) find the tensors of an output through this registry.
@@ -33,8 +42,8 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class CausalLMOutput(ModelOutput):
-    """`loss` (float32 scalar) and `logits` ([batch, seq, V]), each only if present; `output.loss`,
-    `output["loss"]`.
+    """`loss` (float32 scalar), `logits` ([batch, seq, V]) and `hidden_states` (a tuple of [batch, seq, H]),
+    each only if present; `output.loss`, `output["loss"]`.
     """
 
     @property
@@ -44,6 +53,10 @@ class CausalLMOutput(ModelOutput):
     @property
     def logits(self) -> Tensor | None:
         return self.get("logits")
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        return self.get("hidden_states")
 
 
 class DistillationOutput(CausalLMOutput):

@@ -4,6 +4,7 @@ token; with one label, a reward model.
     logits = W h,  h the hidden state of the sequence's last non-padding token       [labels]
 
     model = liger_models.from_hub("meta-llama/Llama-3.2-1B", labels=1)     # a random head, score.weight
+    loss = model(input_ids, attention_mask=mask, labels=labels).loss                   # or with labels
     rewards = model(input_ids, attention_mask=mask).logits[:, 0]
     values = model(input_ids, attention_mask=mask, every_token=True).logits[..., 0]    # [batch, seq]
 """
@@ -19,12 +20,13 @@ from torch import Tensor
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.reading import CheckpointReader
-from liger_models.convert.errors import ConfigError, UnsupportedModelError
-from liger_models.layers.model.call_checks import CallChecks, batch_shape
+from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
+from liger_models.layers.model.call_checks import CallChecks, batch_shape, refuse_unknown
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
+from liger_models.layers.sequences.documents import IGNORE_INDEX
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
@@ -33,8 +35,21 @@ SUFFIX = "ForSequenceClassification"
 HEAD = "score."  # its name in checkpoints
 
 
+PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
+
+
 class ClassifierOutput(ModelOutput):
-    """`logits` [sequences, labels], or [batch, seq, labels] for every token, float32."""
+    """`loss` (float32 scalar, with labels), `logits` ([sequences, labels], or [batch, seq, labels] for every
+    token, float32) and `hidden_states` on request.
+    """
+
+    @property
+    def loss(self) -> Tensor | None:
+        return self.get("loss")
+
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...] | None:
+        return self.get("hidden_states")
 
     @property
     def logits(self) -> Tensor:
@@ -45,6 +60,8 @@ class LigerSequenceClassifier(LigerCausalLM):
     """A decoder with a classification head, named `score` in checkpoints. `from_hub` and `from_config` create
     one from a classifier's config, or with `labels=`.
     """
+
+    loss_type = "ForSequenceClassification"  # Trainer counts all labels: these are not shifted
 
     def __init__(
         self, spec: ModelSpec, architecture: Architecture, raw_config: Mapping[str, Any], *options: Any
@@ -58,36 +75,120 @@ class LigerSequenceClassifier(LigerCausalLM):
         self,
         input_ids: Tensor,
         *,
+        labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         every_token: bool = False,
-    ) -> ClassifierOutput:
-        """Logits of each sequence, in the order of rows or of packed documents.
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **others: Any,
+    ) -> ClassifierOutput | tuple[Any, ...]:
+        """Logits of each sequence, in the order of rows or of packed documents, and the loss of labels.
+
+        The loss depends on the config's `problem_type`, and is the mean over all numbers of `labels`:
+
+            regression                   squared error of numbers [sequences], or [sequences, labels]
+            single_label_classification  cross entropy of integers [sequences]; -100 does not count
+            multi_label_classification   binary cross entropy of numbers [sequences, labels] from 0 to 1
+
+        Without a `problem_type` the first labels decide it, and set it in the config, as in transformers:
+        regression for a model with one label, else integers have one label and floating point numbers many.
 
         Args:
-            input_ids, attention_mask, position_ids, cu_seqlens: as for `CausalLM`.
+            input_ids, attention_mask, position_ids, cu_seqlens, output_hidden_states, return_dict, others: as
+                for `CausalLM`.
+            labels: of each sequence, as above.
+            num_items_in_batch: divisor of the summed loss instead of the number of labels.
             every_token: return the logits of every token, zero at padding: state values, or step rewards.
 
         Raises:
-            DataError: shapes that do not fit, or ids outside the vocabulary; or another process of the
-                training step refused its batch.
+            DataError: shapes that do not fit, ids outside the vocabulary, or labels that the model does not
+                have; or another process of the training step refused its batch.
+            TypeError: an unsupported keyword.
+            ConfigError: an unknown `problem_type`.
         """
+        refuse_unknown(others)
         groups, own_device = groups_of_step(self), exchange_device(self)
         with refusing_together(groups, own_device):
             shape, device = batch_shape(input_ids, None, self.spec.hidden_size)
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens)
             self.prepare_call(sequences, input_ids)
-        checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=own_device)
+            if labels is not None:
+                if every_token:
+                    raise DataError("labels are of sequences: leave out every_token, or the labels")
+                labels = self._checked(labels, _count(sequences))
+        classes = None if labels is None or labels.dim() > 1 else labels
+        checks = CallChecks(
+            *(input_ids, classes, self.lm_head.out_features, num_items_in_batch),
+            num_ids=self.spec.num_ids,
+            groups=groups,
+            device=own_device,
+            of_classes=True,
+        )
         self.begin_checks(checks)
-        hidden = self.run_layers(sequences, input_ids)
+        inner: list[Tensor] | None = [] if output_hidden_states else None
+        hidden = self.run_layers(sequences, input_ids, inputs_of_layers=inner)
+        if inner is not None:
+            inner.append(sequences.unpack(hidden))
+            hidden = sequences.pack(inner[-1])
         checks.finish()
         if self.spec.router is not None:  # its loss belongs to language models
             sequences.notes.router_logits.take()
         if every_token:
-            return ClassifierOutput(logits=sequences.unpack(self.lm_head(hidden).float()))
-        last = _last_tokens(sequences, sequences.pack(input_ids), getattr(self.config, "pad_token_id", None))
-        return ClassifierOutput(logits=self.lm_head(hidden[last]).float())
+            logits = sequences.unpack(self.lm_head(hidden).float())
+        else:
+            pad = getattr(self.config, "pad_token_id", None)
+            logits = self.lm_head(hidden[_last_tokens(sequences, sequences.pack(input_ids), pad)]).float()
+        loss = None if labels is None else self._loss(logits, labels, num_items_in_batch)
+        states = None if inner is None else tuple(inner)
+        output = ClassifierOutput(loss=loss, logits=logits, hidden_states=states)
+        return output.to_tuple() if return_dict is False else output
+
+    def _checked(self, labels: Tensor, sequences: int) -> Tensor:
+        """The labels in the shape and dtype of the loss: int64 [sequences], or float32 [sequences, labels].
+        Sets the config's `problem_type`.
+
+        Raises:
+            ConfigError: an unknown `problem_type`.
+            DataError: labels that do not fit it.
+        """
+        count, integers = self.lm_head.out_features, not labels.dtype.is_floating_point
+        problem = getattr(self.config, "problem_type", None)
+        if problem is None:
+            problem = PROBLEMS[0 if count == 1 else 1 if integers else 2]
+            self.config.problem_type = problem
+        if problem not in PROBLEMS:
+            raise ConfigError(f"problem_type is {problem!r}; expected one of {', '.join(PROBLEMS)}")
+        single = problem == PROBLEMS[1]
+        shapes: list[tuple[int, ...]] = [(sequences, count)]
+        if single or count == 1:
+            shapes = [(sequences,), (sequences, 1)]
+        if tuple(labels.shape) not in shapes or (single and not integers):
+            raise DataError(
+                f"labels are {labels.dtype} of shape {tuple(labels.shape)}; expected "
+                f"{'integers' if single else 'numbers'} of shape {shapes[0]} for {problem} of {sequences} "
+                f"sequences with {count} labels. The config's problem_type chooses between "
+                f"{', '.join(PROBLEMS)}"
+            )
+        if not single:
+            return labels.float().reshape(sequences, count)
+        return labels.long().flatten()  # their values are checked with the ids
+
+    def _loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+        """float32 scalar: the summed loss of logits [sequences, labels], divided by the number of labels."""
+        problem = self.config.problem_type  # type: ignore[attr-defined]
+        labels = labels.to(logits.device)
+        counted: Tensor | int = labels.numel()
+        if problem == PROBLEMS[0]:
+            total = torch.nn.functional.mse_loss(logits, labels, reduction="sum")
+        elif problem == PROBLEMS[1]:
+            total = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+            counted = (labels != IGNORE_INDEX).sum()
+        else:
+            total = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+        return total / (counted if num_items is None else num_items)
 
     def _is_none(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse methods of language models.
@@ -98,6 +199,12 @@ class LigerSequenceClassifier(LigerCausalLM):
         raise UnsupportedModelError("this model classifies sequences: it has no distribution of tokens")
 
     generate = score = distill = logits = _is_none  # type: ignore[assignment]
+
+
+def _count(sequences: Sequences) -> int:
+    """Number of sequences of a call."""
+    bounds = sequences.documents.cu_seqlens
+    return sequences.documents.shape[0] if bounds is None else len(bounds) - 1
 
 
 def _last_tokens(sequences: Sequences, ids: Tensor, pad: int | None) -> Tensor:

@@ -180,13 +180,54 @@ def test_fresh_weights_are_made_where_and_as_the_spec_says(make_model):
             assert p.std().item() == pytest.approx(0.02, rel=5 / (2 * p.numel()) ** 0.5), name
 
 
+def test_outputs_are_indexed_and_unpacked_as_in_transformers(model, ids):
+    call = {"labels": ids, "return_logits": True, "output_hidden_states": True}
+    output = model(ids, **call)
+    assert list(output) == ["loss", "logits", "hidden_states"]
+    assert output[0] is output["loss"] is output.loss
+    assert output[:2] == (output.loss, output.logits)
+    assert output.to_tuple()[-1] is output.hidden_states
+    loss, logits, hidden_states = model(ids, **call, return_dict=False)
+    assert torch.equal(loss, output.loss)
+    assert torch.equal(logits, output.logits)
+    assert all(map(torch.equal, hidden_states, output.hidden_states))
+    assert model(ids)[0].shape == (2, 7, VOCAB)
+    with pytest.raises(IndexError):
+        model(ids)[1]
+
+
+@pytest.mark.parametrize("level", ["all", "lean", "mlp", "checkpoint", "tiled", "offload"])
+def test_hidden_states_carry_gradients_at_every_level(level, make_model, ids):
+    """A loss on each of them, weighted, so that one which is missing or exchanged changes the gradients."""
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = 0
+
+    def run(level):
+        model = make_model(layers=2, activation_memory=level)
+        output = model(ids, labels=ids, attention_mask=mask, output_hidden_states=True)
+        for hidden in output.hidden_states:
+            hidden.retain_grad()
+        weighted = [(1 + i) * hidden.pow(2).mean() for i, hidden in enumerate(output.hidden_states)]
+        (output.loss + sum(weighted)).backward()
+        found = [*output.hidden_states, *(hidden.grad for hidden in output.hidden_states)]
+        return [*found, *(p.grad for p in model.parameters())]
+
+    plain = make_model(layers=2)(ids, labels=ids, attention_mask=mask)
+    with_hidden = make_model(layers=2)(ids, labels=ids, attention_mask=mask, output_hidden_states=True)
+    assert len(with_hidden.hidden_states) == 3
+    torch.testing.assert_close(plain.loss, with_hidden.loss, rtol=1e-6, atol=0)  # sums in another order
+    for one, other in zip(run(level), run("all"), strict=True):
+        # float32, recomputed: 1e-5 of the largest, as everywhere
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
 def test_labels_and_all_that_follows_are_given_by_name(make_model, ids):
     """By position, transformers' second argument would be taken for ours."""
     with pytest.raises(TypeError, match="positional"):
         make_model()(ids, torch.ones_like(ids))
 
 
-@pytest.mark.parametrize("name", ["lables", "use_cache", "output_hidden_states", "past_key_values"])
+@pytest.mark.parametrize("name", ["lables", "use_cache", "output_attentions", "past_key_values"])
 def test_a_keyword_that_asks_for_what_is_not_there_is_refused_by_name(name, make_model, ids):
     with pytest.raises(TypeError, match=name):
         make_model()(ids, **{name: True})
