@@ -158,7 +158,7 @@ class LigerSequenceClassifier(LigerCausalLM):
         problem = getattr(self.config, "problem_type", None)
         if problem is None:
             problem = PROBLEMS[0 if count == 1 else 1 if integers else 2]
-            self.config.problem_type = problem
+            self.config.problem_type = problem  # type: ignore[attr-defined]
         if problem not in PROBLEMS:
             raise ConfigError(f"problem_type is {problem!r}; expected one of {', '.join(PROBLEMS)}")
         single = problem == PROBLEMS[1]
