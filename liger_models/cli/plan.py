@@ -1,45 +1,55 @@
 """`liger-models plan`: whether a training step fits on a GPU, the activation memory levels it needs, the
 largest batch and the longest context. Runs on any machine and reads only config.json.
 
-Rows longer than the model's `max_position_embeddings` are allowed. Pinned host memory (the level `offload`,
---optimizer-memory host) is counted, too.
+The options are those of `train`, whose --config it takes, too. Rows longer than the model's
+`max_position_embeddings` are allowed. Pinned host memory (the level `offload`, --optimizer-memory host) is
+counted, too.
 """
 
 import argparse
+import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.shared.config_file import add_config
 from liger_models.cli.shared.gpus import GPUS, find_gpu
+from liger_models.cli.shared.train_options import add_train_options
 
 if TYPE_CHECKING:
     from liger_models.layers.memory import Plan, Shown, StepMemory
     from liger_models.models.causal_lm import LigerCausalLM
 
-SHARE = 0.95  # of the memory, for the plan: the rest is for fragmentation, workspaces and the driver
 MOST = 1 << 24  # upper bound of the search, in tokens
 QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a float32 scale per 64 of nf4
+
+
+# Options that `train` has, too, with the same meaning.
+OF_TRAIN = (
+    *("model", "base", "tokenizer", "text_only", "freeze", "seq_len", "batch_size", "gradient_accumulation"),
+    *("lora", "quantize", "dtype", "weights", "moments", "optimizer_memory", "activation_memory"),
+    *("memory_budget", "shard", "sequence_parallel"),
+)
 
 
 def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
         help="check whether training fits on a GPU",
+        usage="liger-models plan MODEL [--gpu GPU] [--batch-size N] [--seq-len N] [options]",
         description=__doc__,
     )
     add = parser.add_argument
-    add("name", metavar="NAME", help="hub id, checkpoint folder, config.json, or preset")
     add(
         "--gpu",
         metavar="GPU",
         help=f"{', '.join(GPUS)}, or a memory size such as 80GiB (default: the GPU of this machine)",
     )
-    add("--batch", type=_positive, default=1, metavar="N", help="rows per GPU (default: %(default)s)")
     add(
-        "--seq",
-        type=_tokens,
-        default=4096,
+        "--gpus",
+        type=_positive,
+        default=1,
         metavar="N",
-        help="tokens per row (%(default)s); max: as many as fit",
+        help="number of GPUs, which share the parameters as --shard says (default: %(default)s)",
     )
     add(
         "--labels",
@@ -53,7 +63,7 @@ def add_parser(subparsers) -> None:
         type=_count,
         default=0,
         metavar="N",
-        help="images per row; their tokens count towards --seq",
+        help="images per row; their tokens count towards --seq-len",
     )
     add(
         "--image-size",
@@ -62,46 +72,21 @@ def add_parser(subparsers) -> None:
         metavar="HxW",
         help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
-    add("--freeze", default="", metavar="PARTS", help="as for `train`: vision, projector, language")
-    add(
-        "--gpus",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="number of GPUs that share the parameters (FSDP2)",
-    )
-    add(
-        "--sequence-parallel",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="GPUs that share each row; --batch and --seq are then per group of N",
-    )
-    add("--lora", metavar="r=16", help="as for `train`: adapters of this rank on all linear layers")
-    add("--quantize", choices=tuple(QUANTISED), help="quantise the base matrices below the adapters")
-    add(
-        "--dtype",
-        choices=("bfloat16", "float32"),
-        default="bfloat16",
-        help="dtype of the weights (%(default)s)",
-    )
-    add("--weights", choices=("master", "compensated", "stochastic", "plain"), default="master")
-    add("--moments", choices=("auto", "float32", "bfloat16"), default="auto", help="see `train --help`")
-    add(
-        "--optimizer-memory",
-        choices=("device", "host"),
-        default="device",
-        help="where the optimizer state is kept (default: %(default)s)",
-    )
     add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
-    add("--accumulate", action="store_true", help="plan for several micro-batches per step")
-    add(
-        "--activation-memory",
-        choices=("auto", "all", "lean", "mlp", "checkpoint", "tiled", "offload"),
-        default="auto",
-        help="auto: the least recomputation that fits (default: %(default)s)",
-    )
     add("--json", action="store_true", help="print JSON")
+    train = argparse.ArgumentParser(add_help=False)
+    add_train_options(train)
+    group = parser.add_argument_group("as for `train`")
+    for action in train._actions:
+        if action.dest in OF_TRAIN:
+            (group if action.option_strings else parser)._add_action(copy.copy(action))
+    add_config(group, train)
+    own = {action.dest: action for action in parser._actions}
+    own["seq_len"].type = _tokens
+    own["seq_len"].help = "tokens per row (default: %(default)s); max: as many as fit"
+    own["activation_memory"].help = "auto: the least recomputation that fits (default: auto; `train`: lean)"
+    own["activation_memory"].default = "auto"
+    own["batch_size"].type = own["gradient_accumulation"].type = own["sequence_parallel"].type = _positive
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,14 +104,20 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Everything the command shows, as JSON-serialisable data."""
     from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory import NOTHING, largest, shown_of_size
+    from liger_models.layers.memory import NOTHING, largest, parse_budget, shown_of_size
     from liger_models.layers.recompute.activation_memory import LEVELS
 
     model = _model(args)
     vision = model.spec.vision
     counted = _step_memory(args, model)
     gpu, memory = find_gpu(args.gpu)
-    budget = int(SHARE * memory)
+    if args.memory_budget is not None and args.activation_memory != "auto":
+        raise ConfigError("--memory-budget requires --activation-memory auto")
+    try:
+        share, given = parse_budget(args.memory_budget)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    budget = min(memory, given) if given is not None else int(share * memory)
     host_budget = None if args.host_memory is None else _size(args.host_memory)
 
     height, width = args.image_size
@@ -144,28 +135,29 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         return largest(lambda n: planned(batch, n, level).fits, max(256, shown(1).features), MOST)
 
     of_images = shown(1).features
-    if args.seq is not None and args.seq <= of_images:
+    if args.seq_len is not None and args.seq_len <= of_images:
         raise ConfigError(
-            f"--seq {args.seq}: {args.images} images of {height}x{width} pixels "
-            f"take {of_images} tokens of {args.name}; pass a larger --seq"
+            f"--seq-len {args.seq_len}: {args.images} images of {height}x{width} pixels "
+            f"take {of_images} tokens of {args.model}; pass a larger --seq-len"
         )
     counted.plan(["all"] * len(counted.stages))  # caches everything independent of the batch
-    seq = args.seq or longest(args.batch, args.activation_memory) or 256
+    seq = args.seq_len or longest(args.batch_size, args.activation_memory) or 256
 
     def most(level: str) -> dict[str, int]:
         rows = largest(lambda n: planned(n, seq, level).fits, most=MOST // seq)
-        return {"batch": rows, "context": longest(1, level)}
+        return {"batch_size": rows, "seq_len": longest(1, level)}
 
-    chosen = planned(args.batch, seq, args.activation_memory)
+    chosen = planned(args.batch_size, seq, args.activation_memory)
     return {
-        "name": args.name,
+        "model": args.model,
         "num_parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
         "gpu": gpu,
         "gpus": args.gpus,
         "memory": memory,
         "budget": budget,
-        "batch": args.batch,
-        "seq": seq,
+        "batch_size": args.batch_size,
+        "seq_len": seq,
         "images": args.images,
         "image_tokens": of_images,
         "fits": chosen.fits,
@@ -186,7 +178,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
                 **most(level),
             }
             for level in LEVELS
-            for of_level in [planned(args.batch, seq, level)]
+            for of_level in [planned(args.batch_size, seq, level)]
         },
     }
 
@@ -196,10 +188,10 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     import torch
 
     import liger_models
-    from liger_models.cli.inspect import find_config
     from liger_models.convert.errors import ConfigError
     from liger_models.training.inputs import freeze
 
+    config = _config(args)
     if args.quantize and args.lora is None:
         raise ConfigError("--quantize needs --lora: quantised weights are not trained")
     if args.gpus % args.sequence_parallel:
@@ -207,14 +199,68 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
             f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
             "GPUs are"
         )
-    config = args.name if Path(args.name).is_file() else find_config(args.name)[0]
-    dtype = getattr(torch, args.dtype)
-    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
+    _check_config_file(args)
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    if dtype == "auto" and _is_preset(args.model):
+        dtype = torch.bfloat16  # on a GPU
+    options: dict[str, Any] = {"dropout": 0.0, "text_only": args.text_only}
+    model = liger_models.from_config(config, device="meta", dtype=dtype, **options)
+    if model.dtype == torch.float16:
+        raise ConfigError(f"{args.model} is in float16, which `train` refuses; choose --dtype bfloat16")
     if args.images and model.spec.vision is None:
-        raise ConfigError(f"--images {args.images}: {args.name} does not accept images; omit it")
+        raise ConfigError(f"--images {args.images}: {args.model} does not accept images; omit it")
     if args.freeze:
         freeze(model, tuple(args.freeze.split(",")))
     return model
+
+
+def _config(args: argparse.Namespace) -> Any:
+    """The model's config. An adapter's settings become those of --lora, as in `train`."""
+    from liger_models.cli.inspect import find_config
+    from liger_models.cli.shared.checkpoints import latest_in_run
+    from liger_models.convert.checkpoints.adapter import LowRankAdapter
+    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path
+    from liger_models.presets import preset
+    from liger_models.training.lora import LoraSettings
+    from liger_models.training.text.tokenizer import TextTokenizer
+
+    name = latest_in_run(args.model)
+    if Path(name).is_file():
+        return name
+    if _is_preset(name) and args.tokenizer:
+        tokenizer = TextTokenizer(local_path(args.tokenizer))
+        return preset(name, vocab_size=tokenizer.vocab_size)
+    if (local_path(name) / ADAPTER_CONFIG).is_file():
+        adapter = LowRankAdapter.open(local_path(name), args.base)
+        adapter.resolve_base()
+        args.lora, name = LoraSettings.text_of(adapter), adapter.base
+    return find_config(name)[0]
+
+
+def _is_preset(name: str) -> bool:
+    from liger_models.presets import PRESETS
+
+    return name in PRESETS and not Path(name).exists()
+
+
+def _check_config_file(args: argparse.Namespace) -> None:
+    """Refuse settings of a run that a plan does not count.
+
+    Raises:
+        ConfigError: there are such settings.
+    """
+    from liger_models.convert.errors import ConfigError
+
+    settings = getattr(args, "of_config", {})
+    if settings.get("objective") in ("distill", "grpo"):
+        raise ConfigError(
+            f"objective {settings['objective']} also takes memory for another model or for sampling, which "
+            "a plan does not count; expected one of the other objectives"
+        )
+    if settings.get("expert_parallel", 1) > 1:
+        raise ConfigError(f"expert_parallel is {settings['expert_parallel']}; a plan counts 1 only")
+    if args.shard == "hybrid":
+        raise ConfigError("--shard hybrid: plan one node, with --gpus of a node and --shard full")
 
 
 def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemory":
@@ -229,17 +275,19 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     lora = None if args.lora is None else LoraSettings.parse(args.lora)
     rank = 0 if lora is None else lora.r
     # Adapters and their moments are in float32.
-    dtype, moments = (torch.float32, "auto") if rank else (getattr(torch, args.dtype), args.moments)
+    dtype, moments = (torch.float32, "auto") if rank else (model.dtype, args.moments)
+    # As in `train`: with adapters each process has the whole model.
+    shard = args.shard or ("none" if rank else "full")
     per_element = state_bytes(dtype, args.weights, moments)
     on_host = args.optimizer_memory == "host"
     return StepMemory(
         model,
         Step(
-            args.batch,
+            args.batch_size,
             1,
             per_element,
-            args.accumulate,
-            args.gpus,
+            args.gradient_accumulation > 1,
+            1 if shard == "none" else args.gpus,
             rank,
             lora is not None and lora.dora,
             QUANTISED[args.quantize] if args.quantize else None,
@@ -262,8 +310,9 @@ def print_report(report: dict[str, Any]) -> None:
     if report["images"]:
         images = f" with {report['images']} images of {report['image_tokens']} tokens together in each row"
     print(
-        f"{report['name']}, {report['num_parameters']:,} parameters: {report['batch']} x {report['seq']} "
-        f"tokens{images} on {gpus}; the plan may use {gib(report['budget'])} of its {gib(report['memory'])}\n"
+        f"{report['model']}, {report['num_parameters']:,} parameters in {report['dtype']}: "
+        f"{report['batch_size']} x {report['seq_len']} tokens{images} on {gpus}; the plan may use "
+        f"{gib(report['budget'])} of its {gib(report['memory'])}\n"
     )
     print("It fits:" if report["fits"] else "It does NOT fit:", report["summary"])
     print(f"\nPeak memory, in {report['moment']}")
@@ -271,11 +320,11 @@ def print_report(report: dict[str, Any]) -> None:
     print("\nAll layers at the same --activation-memory level")
     host = any(found["host"] for found in report["by_level"].values())
     head = ("level", "peak", *["pinned on the host"] * host, "work repeated")
-    rows = [(*head, f"rows of {report['seq']} that fit", "longest row")]
+    rows = [(*head, f"rows of {report['seq_len']} that fit", "longest row")]
     for level, found in report["by_level"].items():
         fitting = "" if found["fits"] else " (does not fit)"
         figures = [gib(found["peak"]) + fitting, *[gib(found["host"])] * host, f"{found['repeated']:.1%}"]
-        rows.append((level, *figures, str(found["batch"]), f"{found['context']:,}"))
+        rows.append((level, *figures, str(found["batch_size"]), f"{found['seq_len']:,}"))
     print_table(rows)
 
 
@@ -290,7 +339,7 @@ def _size(text: str) -> int:
 
 
 def _tokens(text: str) -> int | None:
-    """Parse --seq; None means as many as fit."""
+    """Parse --seq-len; None means as many as fit."""
     return None if text == "max" else _positive(text)
 
 

@@ -12,13 +12,17 @@ from typing import Any
 HIDDEN = ("help", "config", "print_config", "debug")  # options of the command line only
 
 
-def add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+def add_config(group: argparse._ActionsContainer, of: argparse.ArgumentParser | None = None) -> None:
+    """Add --config. `of`: the parser of the command whose files these are, if it is another one; defaults of
+    options that both have then come from there, and all of its settings become the argument `of_config`.
+    """
+    action = group.add_argument(
         "--config",
         metavar="FILE",
         help="YAML or JSON file with options by name, alone or in sections as here; options of the command "
         "line take precedence",
     )
+    action.of = of  # type: ignore[attr-defined]
 
 
 def parse_with_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> dict[str, Any]:
@@ -35,7 +39,13 @@ def parse_with_config(parser: argparse.ArgumentParser, args: Sequence[str]) -> d
 
     from liger_models.training.settings_file import read_settings
 
-    values = _values(parser, path, read_settings(Path(path)))
+    (config,) = (action for action in parser._actions if action.dest == "config")
+    other: argparse.ArgumentParser | None = config.of  # type: ignore[attr-defined]
+    values = _values(other or parser, path, read_settings(Path(path)))
+    if other is not None:
+        values = {action.dest: action.default for action in other._actions} | values
+        parser.set_defaults(of_config=dict(values))
+        values = {name: values[name] for name in values.keys() & {action.dest for action in parser._actions}}
     for action in parser._actions:
         if action.dest in values:
             action.required = False

@@ -406,18 +406,18 @@ def test_the_largest_number_that_fits_is_found():
 
 
 def test_the_command_says_whether_it_fits_and_what_would(capsys):
-    arguments = ["plan", "llama-3.1-8b", "--batch", "8", "--seq", "4096", "--weights", "plain"]
+    arguments = ["plan", "llama-3.1-8b", "--batch-size", "8", "--seq-len", "4096", "--weights", "plain"]
     assert main([*arguments, "--gpu", "H200", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["fits"]
     assert report["peak"] <= report["budget"] < report["memory"]
-    assert report["by_level"]["checkpoint"]["context"] > report["by_level"]["lean"]["context"] > 4 * 4096
-    rows = report["by_level"]["checkpoint"]["batch"]
+    assert report["by_level"]["checkpoint"]["seq_len"] > report["by_level"]["lean"]["seq_len"] > 4 * 4096
+    rows = report["by_level"]["checkpoint"]["batch_size"]
     assert main([*arguments[:3], str(rows), *arguments[4:], "--gpu", "H200"]) == 0
     assert "It fits: checkpoint in layers 0 to 30, lean" in capsys.readouterr().out
     assert main([*arguments[:3], str(8 * rows), *arguments[4:], "--gpu", "H200"]) == 1
     assert "does NOT fit" in capsys.readouterr().out
-    adapters = ["--lora", "r=16", "--quantize", "nf4", "--batch", "1"]
+    adapters = ["--lora", "r=16", "--quantize", "nf4", "--batch-size", "1"]
     assert main([*arguments, *adapters, "--gpu", "RTX4090"]) == 0
 
 
@@ -457,12 +457,12 @@ def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
     assert divided.parts["optimizer"] == 0
     assert divided.host - plans[1].host == pytest.approx(pinned / 4, rel=0.01)
 
-    arguments = ["plan", "llama-3.2-1b", "--gpu", "24GiB", "--optimizer-memory", "host", "--seq", "max"]
+    arguments = ["plan", "llama-3.2-1b", "--gpu", "24GiB", "--optimizer-memory", "host", "--seq-len", "max"]
     reports = {}
     for host in ("1TiB", "24GiB", "1GiB"):
         main([*arguments, "--host-memory", host, "--json"])
         reports[host] = json.loads(capsys.readouterr().out)
-    assert reports["1TiB"]["seq"] > reports["24GiB"]["seq"]
+    assert reports["1TiB"]["seq_len"] > reports["24GiB"]["seq_len"]
     assert reports["24GiB"]["fits"]
     assert reports["24GiB"]["host"] <= 24 * GIB
     assert not reports["1GiB"]["fits"]
@@ -473,8 +473,45 @@ def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
 def test_the_command_takes_a_config_file(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     for name in (tmp_path / "config.json", tmp_path):
-        assert main(["plan", str(name), "--gpu", "1GiB", "--seq", "64", "--json"]) == 0
+        assert main(["plan", str(name), "--gpu", "1GiB", "--seq-len", "64", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["num_parameters"] == on_meta(TINY).num_parameters()
+
+
+def test_the_command_takes_the_settings_of_a_run(tmp_path, capsys):
+    """Also train's defaults, where its own differ: the level of activation memory."""
+    file = tmp_path / "run.json"
+
+    def planned(*words, **settings):
+        file.write_text(json.dumps({"data": ["a.jsonl"], "output": "o", "epochs": 1, **settings}))
+        arguments = ["--config", str(file)] if settings else []
+        assert main(["plan", *words, *arguments, "--gpu", "80GiB", "--json"]) in (0, 1)
+        return json.loads(capsys.readouterr().out)
+
+    run = {"model": "llama-3.2-1b", "batch_size": 4, "seq_len": 512, "lora": {"r": 4}, "optimizer": {"lr": 1}}
+    flags = ["--batch-size", "4", "--seq-len", "512", "--lora", "r=4", "--activation-memory", "lean"]
+    report = planned("llama-3.2-1b", *flags)
+    assert planned(**run) == report
+    assert planned("--batch-size", "2", **run)["peak"] < report["peak"]
+    for settings, message in (
+        ({"objective": "distill"}, "objective distill"),
+        ({"expert_parallel": 2}, "expert_parallel is 2"),
+        ({"shard": "hybrid"}, "--shard hybrid"),
+    ):
+        file.write_text(json.dumps({"model": "llama-demo", **settings}))
+        assert main(["plan", "--config", str(file), "--gpu", "H100"]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_adapters_are_planned_with_the_whole_model_on_each_gpu(capsys):
+    """As `train` does, which divides only what it trains in full."""
+
+    def weights(*options):
+        main(["plan", "llama-demo", "--gpu", "80GiB", "--gpus", "4", *options, "--json"])
+        return json.loads(capsys.readouterr().out)["parts"]["weights"]
+
+    divided, whole = weights(), weights("--shard", "none")
+    assert divided < whole / 3
+    assert weights("--lora") > whole
 
 
 @pytest.mark.parametrize(
