@@ -15,7 +15,7 @@ from torch import Tensor
 
 from liger_models.architectures import find_architecture
 
-sys.path.append(str(Path(__file__).parent))  # for hf_pairs, which lies beside it
+sys.path.append(str(Path(__file__).parent))  # for hf_pairs, in the same folder
 
 from hf_pairs import Both
 
@@ -51,11 +51,11 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
     def make(family: str, task: str = "CausalLM", projections: str = "fused", **changes: Any) -> Both:
         hf.unregister()
         auto = theirs = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
-        if task == "CausalLM":  # by its name, for the Auto class does not know every family
+        if task == "CausalLM":  # by name: the Auto class does not know every family
             theirs = getattr(transformers, find_architecture(family).reference)
         tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
         config = transformers.AutoConfig.for_model(**tiny)
-        # Its other implementations leave soft caps out in some versions.
+        # Its other implementations of attention ignore softcap in some versions.
         make_theirs = theirs.from_config if theirs is auto else theirs._from_config
         reference = make_theirs(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(7)

@@ -1,4 +1,4 @@
-"""Switch that lets accelerate shard models over CPUs, which it only does over accelerators."""
+"""Let accelerate shard models over CPUs, which it otherwise does only over accelerators."""
 
 import os
 from typing import Any
@@ -12,7 +12,7 @@ def let_cpus_shard() -> None:
     if "DS_ACCELERATOR" in os.environ:
         import deepspeed
 
-        # Gloo does what this operation would do, once a compiler had made it.
+        # Gloo does the work of this operation, which would have to be compiled.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     begin = AcceleratorState.__init__
 

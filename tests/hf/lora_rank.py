@@ -1,7 +1,7 @@
 """One rank of test_lora.py: a step with LoRA under FSDP2 over its share of a batch.
 
-model/ (a checkpoint), adapter/ and batch.pt lie in the folder; gives the loss and the adapters' gradients,
-whole, and how often our operation ran.
+The folder has model/ (a checkpoint), adapter/ and batch.pt. The results are the loss, the adapters' gathered
+gradients, and how often our operation ran.
 """
 
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""One rank of test_sharded.py and test_deepspeed.py: trains checkpoints divided over processes, as users do.
+"""One rank of test_sharded.py and test_deepspeed.py: train checkpoints sharded over processes, as users do.
 
-Run under torchrun as `python sharded_rank.py FOLDER DEVICE`, with task.pt in the folder: the batch and, by
-name, the cases. Writes FOLDER/results{rank}.pt, and FOLDER/NAME/trained of each case.
+Run under torchrun as `python sharded_rank.py FOLDER DEVICE`. FOLDER/task.pt has the batch and the cases by
+name. Write FOLDER/results{rank}.pt, and FOLDER/NAME/trained for each case.
 """
 
 import gc
@@ -33,7 +33,7 @@ def main(folder: Path, device: str) -> None:
     for name, (way, case) in task["cases"].items():
         AcceleratorState._reset_state(reset_partial_state=True)
         results[name] = WAYS[way](folder / name, task["batch"], device, **case)
-        gc.collect()  # a configuration of DeepSpeed counts for transformers as long as it lives
+        gc.collect()  # transformers uses a DeepSpeed config for as long as the object exists
         os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
     torch.save(results, folder / f"results{PartialState().process_index}.pt")
     torch.distributed.destroy_process_group()
@@ -75,7 +75,7 @@ def train_with_accelerate(
     )
     accelerator.wait_for_everyone()
     shards = {name for name, module in wrapped.named_modules() if type(module).__name__.startswith("FSDP")}
-    return {"losses": losses, "again": again, "shards": shards, **what_is_sent(wrapped, folder)}
+    return {"losses": losses, "again": again, "shards": shards, **compare_sent(wrapped, folder)}
 
 
 def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def train_with_trainer(folder: Path, batch: dict, device: str, **settings: Any) 
     trainer.accelerator.wait_for_everyone()
     model.save_pretrained(folder / "by_hand")
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    return {"losses": losses, "empty": empty, **what_is_sent(model, folder)}
+    return {"losses": losses, "empty": empty, **compare_sent(model, folder)}
 
 
 def train_with_deepspeed(
@@ -130,7 +130,7 @@ def train_with_deepspeed(
         torch.distributed.all_reduce(losses[-1])
     model.save_pretrained(folder / "trained")
     PartialState().wait_for_everyone()
-    return {"losses": [loss.item() / ranks for loss in losses], **what_is_sent(model, folder)}
+    return {"losses": [loss.item() / ranks for loss in losses], **compare_sent(model, folder)}
 
 
 WAYS = {
@@ -146,7 +146,7 @@ def share_of(batch: dict, rank: int, ranks: int) -> tuple[dict, float]:
     return own, int((batch["labels"][:, 1:] != -100).sum()) / ranks
 
 
-def what_is_sent(model: Any, folder: Path) -> dict[str, Any]:
+def compare_sent(model: Any, folder: Path) -> dict[str, Any]:
     """Return the names from `checkpoint_tensors`, and those whose tensors differ from the saved ones."""
     sent = {name: tensor.cpu() for name, tensor in model.checkpoint_tensors()}
     saved = load_file(folder / "trained" / "model.safetensors")

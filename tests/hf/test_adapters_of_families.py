@@ -36,9 +36,9 @@ def layers(model):
 
 @pytest.mark.supports("PEFT", "every family under the names of transformers' own model")
 @pytest.mark.parametrize("family", list_architectures())
-def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_path):
+def test_adapters_of_every_family_match_the_reference(family, make_both, hf, tmp_path):
     both = make_both(family, projections="split")
-    own = dict(both.ours.named_modules())  # norms of single heads are one module there
+    own = dict(both.ours.named_modules())  # norms per head are one module in the reference
     norm = next(
         path
         for path, module in both.reference.named_modules()
@@ -63,7 +63,7 @@ def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_
     assert first.keys() == second.keys()
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
-    # On packed projections, with DoRA, which experts cannot have: PEFT takes their old names for the stacks.
+    # On packed projections, with DoRA. Experts cannot have it: PEFT would map their old names to the stacks.
     reference = theirs.unload()
     targets = sorted(path for path in layers(reference) if not (stacks and ".mlp." in path))
     config = peft.LoraConfig(**settings, target_modules=targets, use_dora=True)
@@ -80,8 +80,8 @@ def test_adapters_of_every_family_are_the_references(family, make_both, hf, tmp_
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe"])
-def test_routers_that_are_layers_in_transformers_have_their_adapters(family, make_both, hf, tmp_path):
-    """All that is linear in theirs, experts of some families included."""
+def test_routers_that_are_linear_layers_in_transformers_can_be_adapted(family, make_both, hf, tmp_path):
+    """The adapter covers all linear layers of the reference, in some families including experts."""
     both = make_both(family)
     config = peft.LoraConfig(r=3, init_lora_weights=False, task_type="CAUSAL_LM", target_modules="all-linear")
     theirs = randomise_trained(peft.get_peft_model(both.reference, config)).eval()
@@ -95,14 +95,14 @@ def test_routers_that_are_layers_in_transformers_have_their_adapters(family, mak
     assert relative_distance(logits(again), expected) <= BOUND
 
 
-def test_a_name_that_means_another_module_there_is_refused(make_both):
+def test_a_name_of_another_module_in_the_reference_is_refused(make_both):
     both = make_both("glm4")
-    norms = ["post_attention_layernorm"]  # behind the attention here, in front of the MLP there
+    norms = ["post_attention_layernorm"]  # after attention in our model, before the MLP in the reference
     with pytest.raises(ValueError, match="another module here"):
         peft.get_peft_model(both.ours, peft.LoraConfig(target_modules=["o_proj"], modules_to_save=norms))
 
 
-def test_copies_of_a_model_with_other_names_are_whole(make_both):
+def test_copies_of_a_model_with_renamed_modules_are_independent(make_both):
     ours = make_both("gemma4_text").ours
     expected, tensors = logits(ours), {name: x.clone() for name, x in ours.state_dict().items()}
     copies = copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))
@@ -114,6 +114,6 @@ def test_copies_of_a_model_with_other_names_are_whole(make_both):
         found = copied.state_dict()
         assert found.keys() == tensors.keys()
         assert all(torch.equal(found[name], x) for name, x in tensors.items())
-        # Not to the bit: ours lies in a mapped file, the copies do not, and on some CPUs the order of a
-        # product's sums depends on how its operands are aligned.
+        # Not bit for bit: our tensors are in a mapped file, the copies are not, and on some CPUs the order of
+        # sums in a matrix product depends on the alignment of its operands.
         assert relative_distance(logits(copied), expected) <= BOUND

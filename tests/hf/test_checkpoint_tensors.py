@@ -32,7 +32,7 @@ def assert_same(found, expected):
 @pytest.mark.supports("vLLM", "names and tensors for weight synchronisation")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_they_are_what_is_saved(family, projections, make_both, tmp_path):
+def test_they_equal_the_saved_tensors(family, projections, make_both, tmp_path):
     both = make_both(family, projections=projections)
     tied = both.ours.config.tie_word_embeddings
     for model in (both.ours, both.ours.to(torch.bfloat16), both.ours.base_model):
@@ -42,15 +42,15 @@ def test_they_are_what_is_saved(family, projections, make_both, tmp_path):
         assert_same(dict(model.checkpoint_tensors()), expected)
 
 
-def test_they_are_those_of_a_reward_model(make_both, tmp_path):
+def test_they_include_the_head_of_a_reward_model(make_both, tmp_path):
     both = make_both("llama", "SequenceClassification", num_labels=1)
     expected = saved(both.ours, tmp_path / "saved")
     assert "score.weight" in expected
     assert_same(dict(both.ours.checkpoint_tensors()), expected)
 
 
-def test_they_take_no_memory(make_both):
-    """Strides say where a checkpoint's tensors lie, but for whole tensors of split projections."""
+def test_they_use_no_extra_memory(make_both):
+    """Tensors are views of the parameters, except fused tensors of split projections."""
     both = make_both("qwen3_moe")
     own = {p.untyped_storage().data_ptr() for p in both.ours.parameters()}
     assert all(x.untyped_storage().data_ptr() in own for _, x in both.ours.checkpoint_tensors())
@@ -85,7 +85,7 @@ def adapt(model, way):
 
 @pytest.mark.supports("vLLM", "the same with adapters of PEFT merged into them")
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_are_merged_into_them_and_the_model_stays(way, make_both, batch, tmp_path):
+def test_adapters_are_merged_into_them_without_changing_the_model(way, make_both, batch, tmp_path):
     family = "qwen3_moe" if way == "experts" else "qwen2" if way == "bias" else "llama"
     projections = "fused" if way == "packed" else "split"
     both = make_both(family, projections=projections, tie_word_embeddings=False)
@@ -102,7 +102,7 @@ def test_adapters_are_merged_into_them_and_the_model_stays(way, make_both, batch
     assert relative_distance(merged(**batch).loss, expected) <= BOUND, labels
     with adapted.disable_adapter():
         assert_same(dict(adapted.checkpoint_tensors()), base)
-    adapted.merge_adapter()  # by the user: nothing is added twice
+    adapted.merge_adapter()  # merged by the user: nothing must be added twice
     assert_same(dict(adapted.checkpoint_tensors()), found)
 
 
@@ -141,7 +141,7 @@ def sync_weights():
 
 @pytest.mark.supports("vLLM", "what TRL sends it")
 def test_trl_sends_vllm_the_tensors_of_the_checkpoint(make_both, sync_weights, tmp_path):
-    """By itself where projections are split and there are no experts; else by our iterator."""
+    """TRL's own iterator suffices for split projections without experts; other models need ours."""
     both = make_both("llama", projections="split")
     assert_same(sync_weights(both.ours), saved(both.ours, tmp_path / "split"))
     both = make_both("qwen3_moe")

@@ -40,7 +40,7 @@ def tensors_of(folder) -> dict[str, torch.Tensor]:
 @pytest.mark.supports("transformers", "checkpoints byte for byte")
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_was_read_is_written_back(family, projections, make_both, tmp_path):
+def test_a_checkpoint_is_written_back_unchanged(family, projections, make_both, tmp_path):
     both = make_both(family, projections=projections)
     both.ours.save_pretrained(tmp_path / "ours")
     assert files(tmp_path / "ours") == files(both.folder)
@@ -53,7 +53,7 @@ def test_sharded_files_are_read_and_written(make_both, tmp_path):
     assert len(files(tmp_path / "sharded")) > 4
     model = type(both.ours).from_pretrained(tmp_path / "sharded")
     model.save_pretrained(tmp_path / "ours", max_shard_size="30KB")
-    # Which file a tensor goes to follows from the order in which transformers collects them.
+    # The file of a tensor depends on the order in which transformers collects them.
     expected, found = (tensors_of(tmp_path / name) for name in ("sharded", "ours"))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
@@ -72,7 +72,7 @@ def test_fresh_weights_are_saved_as_the_native_model_saves_them(family, make_bot
     assert relative_distance(fresh.eval()(ids).logits, native(ids).logits) <= BOUND
 
 
-def test_a_checkpoint_of_whole_experts_stays_one(make_both, tmp_path):
+def test_a_checkpoint_with_stacked_experts_is_saved_with_stacked_experts(make_both, tmp_path):
     both = make_both("qwen3_moe")
     native = liger_models.from_pretrained(both.folder)
     whole = native.architecture.layouts[1]
@@ -93,13 +93,13 @@ def test_a_checkpoint_of_whole_experts_stays_one(make_both, tmp_path):
 
 @pytest.mark.supports("transformers", "base models")
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, tmp_path, hf):
+def test_the_base_model_can_be_read_from_any_checkpoint_and_saved(family, make_both, tmp_path, hf):
     both = make_both(family)
     ids = torch.arange(3, 16)[None]
     expected = both.ours.model(ids).last_hidden_state
     base = transformers.AutoModel.from_pretrained(both.folder)
-    # Not to the bit: tensors of other files are aligned in other ways, and on some CPUs the order of a
-    # product's sums depends on that.
+    # Not bit for bit: tensors in different files are aligned differently, and on some CPUs the order of sums
+    # in a matrix product depends on alignment.
     assert relative_distance(base(ids).last_hidden_state, expected) <= BOUND
     assert all(map(torch.equal, base.state_dict().values(), both.ours.model.state_dict().values()))
     base.save_pretrained(tmp_path / "base")
@@ -113,7 +113,7 @@ def test_the_base_model_is_read_from_any_checkpoint_and_back(family, make_both, 
 
 
 @pytest.mark.supports("transformers", "dtypes")
-def test_dtypes_are_those_that_were_asked_for(make_both, tmp_path):
+def test_dtypes_are_as_requested(make_both, tmp_path):
     both = make_both("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(both.folder, dtype=torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
@@ -125,7 +125,7 @@ def test_dtypes_are_those_that_were_asked_for(make_both, tmp_path):
 
 
 @pytest.mark.supports("transformers", "layers offloaded to disk")
-def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
+def test_layers_offloaded_to_disk_compute_the_same(make_both, batch, tmp_path):
     both = make_both("qwen3_moe")
     devices = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(len(both.ours.model.layers))}
@@ -136,7 +136,7 @@ def test_layers_on_disk_compute_the_same(make_both, batch, tmp_path):
         assert relative_distance(model(**batch).logits, both.ours(**batch).logits) <= BOUND
 
 
-def test_loading_that_divides_the_model_by_transformers_plans_is_refused(make_both):
+def test_loading_with_a_tensor_parallel_plan_of_transformers_is_refused(make_both):
     both = make_both("llama")
     for option, value in (("tp_plan", "auto"), ("tp_size", 2), ("distributed_config", object())):
         with pytest.raises(ValueError, match=f"{option}: transformers' plans .* are for its own modules"):
@@ -154,7 +154,7 @@ def test_a_checkpoint_with_a_part_missing_is_refused(make_both, tmp_path):
 
 
 def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both):
-    """As Trainer resumes: with strict=False, which would leave in silence what is called otherwise."""
+    """Trainer resumes with strict=False, which would silently skip tensors with other names."""
     both = make_both("qwen3_moe")
     tensors = load_file(both.folder / "model.safetensors")
     expected = {name: x.clone() for name, x in both.ours.state_dict().items()}
@@ -175,8 +175,8 @@ def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both
 
 
 @pytest.mark.parametrize("projections", ["fused", "split"])
-def test_tensors_of_one_name_in_both_orders_are_told_by_the_others(projections, make_both):
-    """gpt-oss' experts lie transposed, and their biases in another order, in a checkpoint."""
+def test_the_orientation_of_an_ambiguous_tensor_is_inferred_from_the_others(projections, make_both):
+    """Checkpoints of gpt-oss have the experts transposed, and their biases in another order."""
     both = make_both("gpt_oss", projections=projections, hidden_size=80, intermediate_size=80)
     expected = {name: x.clone() for name, x in both.ours.state_dict().items()}
     stored = load_file(both.folder / "model.safetensors")

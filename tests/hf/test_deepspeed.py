@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
-# Without the thresholds that keep small parameters, and those that are used again soon, whole.
+# Set the thresholds to zero below which parameters are not sharded, or are kept gathered for reuse.
 ZERO3 = {
     "stage": 3,
     "stage3_param_persistence_threshold": 0,
@@ -48,8 +48,8 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.supports("DeepSpeed", "ZeRO-2 and ZeRO-3 through Trainer", "zero.Init while loading")
 @pytest.mark.supports("DeepSpeed", "tied and untied heads", "experts", "export", "native models", "scores")
-def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
+def test_two_ranks_train_like_one(make_both, four_rows, tmp_path, run_ranks):
     ranks, _ = check(CASES, make_both, four_rows, tmp_path, run_ranks, DS_ACCELERATOR="cpu")
     for name in CASES:
-        if name.startswith("zero3"):  # read into parts: nobody held the whole
+        if name.startswith("zero3"):  # loaded into shards: no rank held the whole parameter
             assert ranks[0][name]["empty"] > 0, name

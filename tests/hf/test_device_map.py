@@ -1,4 +1,4 @@
-"""Models divided over devices by `device_map`: on disk, on the host, on two GPUs."""
+"""Models split over devices by `device_map`: on disk, on the host, on two GPUs."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ def load(both, **options):
 
 @pytest.mark.supports("accelerate", "device_map to the host and to disk")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_what_memory_cannot_hold_is_read_from_disk(family, make_both, batch, tmp_path):
+def test_layers_that_do_not_fit_in_memory_are_read_from_disk(family, make_both, batch, tmp_path):
     both = make_both(family)
     whole = load(both, device_map="cpu")
     size = sum(p.nbytes for p in whole.parameters())
     limits = {"cpu": int(0.7 * size)}
     divided = load(both, device_map="auto", max_memory=limits, offload_folder=tmp_path / "disk")
     places = {p.device.type for p in divided.parameters()}
-    assert places == {"cpu", "meta"}  # some are here, some on disk
+    assert places == {"cpu", "meta"}  # some in memory, some on disk
     with torch.no_grad():
         expected = both.ours(**batch)
         for model in (whole, divided):
             found = model(**batch)
-            # Not to the bit: tensors read from disk are aligned in other ways, and on some CPUs the order of
-            # a product's sums depends on that.
+            # Not bit for bit: tensors read from disk are aligned differently, and on some CPUs the order of
+            # sums in a matrix product depends on alignment.
             assert relative_distance(found.logits, expected.logits) <= BOUND
             assert relative_distance(found.loss, expected.loss) <= BOUND
     ids = batch["input_ids"][1:]
@@ -41,7 +41,7 @@ def test_what_memory_cannot_hold_is_read_from_disk(family, make_both, batch, tmp
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["lean", "checkpoint"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
-def test_two_gpus_compute_and_learn_what_one_does(family, level, make_both, batch):
+def test_two_gpus_compute_and_train_like_one(family, level, make_both, batch):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     both = make_both(family)
@@ -63,5 +63,5 @@ def test_two_gpus_compute_and_learn_what_one_does(family, level, make_both, batc
     (tokens, loss, gradients), (found_tokens, found_loss, found) = results
     assert torch.equal(found_tokens.cpu(), tokens.cpu())
     assert relative_distance(found_loss.cpu(), loss.cpu()) <= 1e-6
-    for name, gradient in gradients.items():  # the same kernels on the same numbers, but for sums by atomics
+    for name, gradient in gradients.items():  # the same kernels on the same numbers, except for atomic sums
         assert relative_distance(found[name], gradient) <= 1e-5, name

@@ -47,7 +47,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("example", SETTINGS)
 def test_an_example_trains_a_checkpoint_that_transformers_reads(example, task, hf, monkeypatch):
-    """All rows are in every step, so that each makes the loss smaller."""
+    """Every step trains on all rows, so the loss decreases."""
     if example == "train_with_trl":
         pytest.importorskip("trl", reason="trl is not installed")
     both, data, out = task
@@ -91,8 +91,8 @@ def check(losses, both, out, example):
     assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 60
 
 
-def test_the_example_that_learns_to_see_exports_what_transformers_reads(tmp_path, monkeypatch):
-    """A tenth of its usual length: enough for more than guesses, of which one in twelve is right."""
+def test_the_vision_example_exports_a_checkpoint_that_transformers_reads(tmp_path, monkeypatch):
+    """A tenth of the usual length is enough to beat guessing, which is right once in twelve times."""
     monkeypatch.syspath_prepend(EXAMPLES)
     share, same = importlib.import_module("learn_to_see").main(str(tmp_path / "out"), steps=40, batch_size=16)
     assert share > 0.2

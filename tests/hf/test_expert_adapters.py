@@ -19,7 +19,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]  # gpt-oss has another order and other axes
+FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]  # gpt-oss has transposed axes and another order
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
@@ -45,7 +45,7 @@ def gradients(adapted):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_files_and_gradients_are_those_of_transformers(family, make_both, batch, tmp_path):
+def test_files_and_gradients_match_transformers(family, make_both, batch, tmp_path):
     both = make_both(family)
     theirs = adapt(both.reference, rank_pattern={"experts.down_proj": 2})
     theirs.save_pretrained(tmp_path / "theirs_adapter")
@@ -68,7 +68,7 @@ def test_files_and_gradients_are_those_of_transformers(family, make_both, batch,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_they_are_saved_as_a_checkpoint(family, make_both, batch, tmp_path):
+def test_merged_adapters_are_saved_as_a_checkpoint(family, make_both, batch, tmp_path):
     both = make_both(family)
     adapt(copy.deepcopy(both.reference)).save_pretrained(tmp_path / "adapter")
     results = {}
@@ -121,7 +121,7 @@ def test_levels_that_fit_are_chosen(family, make_both, batch):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_beside_packed_projections_they_are_exported_and_read_back(family, make_both, batch, tmp_path, hf):
+def test_with_packed_projections_they_are_exported_and_read_back(family, make_both, batch, tmp_path, hf):
     both = make_both(family)
     ours = adapt(both.ours, modules=["qkv_proj", "o_proj"])
     hf.save_adapter(ours, tmp_path / "usual")
@@ -146,8 +146,11 @@ def test_adapters_of_the_router_train_too(make_both, batch):
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_adapters_of_single_experts_become_those_of_stacks(family, make_both, batch, tmp_path, hf):
-    """As transformers 4 had them. What passes over them in silence is an error that says what to do."""
+def test_adapters_of_single_experts_are_converted_to_stacks(family, make_both, batch, tmp_path, hf):
+    """transformers 4 had adapters for each expert.
+
+    Loaders that would silently skip these raise an error that says what to do.
+    """
     both = make_both(family)
     torch.manual_seed(3)
     stack = {"mixtral": "block_sparse_moe", "qwen3_moe": "mlp"}[family]
@@ -189,7 +192,7 @@ def test_adapters_of_single_experts_become_those_of_stacks(family, make_both, ba
         fresh.load_adapter(tmp_path / "lone")
 
 
-def test_an_adapter_of_what_is_not_there_is_an_error(make_both, tmp_path):
+def test_an_adapter_of_a_missing_module_is_an_error(make_both, tmp_path):
     both = make_both("qwen3_moe")
     adapt(both.reference).save_pretrained(tmp_path / "adapter")
     path = tmp_path / "adapter" / "adapter_model.safetensors"
@@ -198,7 +201,7 @@ def test_an_adapter_of_what_is_not_there_is_an_error(make_both, tmp_path):
         peft.PeftModel.from_pretrained(both.ours, tmp_path / "adapter")
 
 
-def test_single_experts_without_adapters_beside_others_are_refused(make_both, tmp_path, hf):
+def test_adapters_for_only_some_experts_are_refused(make_both, tmp_path, hf):
     both = make_both("mixtral")
     stem = "base_model.model.model.layers.0.block_sparse_moe.experts.1.w2"
     lone = {f"{stem}.lora_A.weight": torch.zeros(2, 80), f"{stem}.lora_B.weight": torch.zeros(48, 2)}
@@ -213,10 +216,10 @@ def test_adapters_of_biases_in_another_order_are_refused(make_both):
         adapt(make_both("gpt_oss").ours, ["experts.gate_up_proj_bias"])
 
 
-def test_shared_experts_whose_names_mean_stacks_to_peft_are_not_saved_under_them(
+def test_shared_experts_are_not_saved_under_names_that_peft_resolves_to_stacks(
     make_both, batch, tmp_path, hf
 ):
-    """PEFT would look for the adapter of the shared experts in the stacks. Its own file is read back."""
+    """PEFT would look for adapters of shared experts in the stacks. Files saved by PEFT can be read back."""
     both = make_both("deepseek_v3")
     config = peft.LoraConfig(r=3, target_modules=["gate_up_proj", "o_proj"], init_lora_weights=False)
     ours = peft.get_peft_model(both.ours, config).eval()
@@ -234,10 +237,10 @@ def test_shared_experts_whose_names_mean_stacks_to_peft_are_not_saved_under_them
     assert relative_distance(theirs(**batch).loss, ours(**batch).loss) <= BOUND
 
 
-def test_linear_layers_that_peft_takes_for_stacks_are_named_in_a_warning_that_says_how_to_adapt_them(
+def test_a_warning_names_linear_layers_that_peft_mistakes_for_stacks_and_says_how_to_adapt_them(
     make_both, batch, tmp_path, hf
 ):
-    """PEFT leaves dense MLPs and shared experts without a word, in transformers' own models as in ours."""
+    """PEFT silently skips dense MLPs and shared experts, in transformers' own models as in ours."""
     both = make_both("deepseek_v3", projections="split")
     settings = {"r": 3, "target_modules": "all-linear", "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     with pytest.warns(UserWarning, match="9 linear layers .*have no adapter") as warned:
@@ -267,7 +270,7 @@ def test_linear_layers_that_peft_takes_for_stacks_are_named_in_a_warning_that_sa
 
 
 def as_unsloth_writes(source, folder, experts, marks):
-    """Rewrite PEFT's files as unsloth does, with the columns of lora_B by expert, and its marks."""
+    """Rewrite PEFT's files as unsloth writes them: columns of lora_B grouped by expert, and its own keys."""
     config = json.loads((source / "adapter_config.json").read_text())
     by_expert = {
         name: x.unflatten(1, (-1, experts)).transpose(1, 2).flatten(1).contiguous() if "lora_B" in name else x
@@ -304,7 +307,7 @@ def test_adapters_of_experts_that_unsloth_wrote_are_read_in_their_order_or_refus
         with pytest.raises(liger_models.CheckpointError, match=r"unsloth.*hf\.load_adapter"):
             load(fresh(), tmp_path / "unmarked")
 
-    # As it writes from version 2026.9.6 on.
+    # Written by unsloth since version 2026.9.6.
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
     newer = json.dumps(config | unsloth | {"lora_B_layout": "rank_major"})
     (tmp_path / "peft" / "adapter_config.json").write_text(newer)

@@ -14,7 +14,7 @@ from liger_models.convert.errors import DataError
 
 transformers = pytest.importorskip("transformers")
 
-NEW = 12  # with the prompt longer than the windows of the tiny configs
+NEW = 12  # together with the prompt, longer than the windows of the tiny configs
 WAYS = {
     "dynamic": {},
     "static": {"cache_implementation": "static"},
@@ -55,7 +55,7 @@ def generate(model, ids, mask, **options):
 
 
 def assert_same_tokens(found, expected):
-    """Compare greedy tokens; no two likeliest tokens here are closer than rounding."""
+    """Compare greedy tokens; the two likeliest tokens always differ by more than rounding."""
     assert torch.equal(found.sequences, expected.sequences)
     for ours, theirs in zip(found.logits or (), expected.logits or (), strict=True):
         assert relative_distance(ours, theirs) <= BOUND
@@ -75,15 +75,15 @@ def skip_where_the_reference_fails(way):
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text", "qwen3_next"]
 )
-def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
+def test_tokens_equal_the_references(family, way, make_both, prompts):
     if family == "llama4_text":
         skip_where_the_reference_fails(way)
-    # In Llama 4 the reference lets queries grow with the padding in front of them.
+    # In Llama 4, the reference counts left padding in the position that scales queries.
     both = make_both(family, **({"attn_temperature_tuning": False} if family == "llama4_text" else {}))
     ids, mask = prompts
-    if way == "prompt_lookup":  # which takes one prompt
+    if way == "prompt_lookup":  # accepts a single prompt
         ids, mask = ids[:1], mask[:1]
-        if both.reference._is_stateful:  # of which transformers cannot take back a token
+        if both.reference._is_stateful:  # transformers cannot roll back a token of such a model
             with pytest.raises(ValueError, match="not supported with stateful models"):
                 generate(both.ours, ids, mask, **WAYS[way])
             return
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_the_reference(family, way, make_both, prompts):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_queries_that_grow_grow_on_with_the_cache(way, make_both, prompts):
+def test_queries_scaled_by_position_continue_with_the_cache(way, make_both, prompts):
     skip_where_the_reference_fails(way)
     both = make_both("llama4_text")
     ids, mask = (x[:1] for x in prompts)  # without padding
@@ -108,7 +108,7 @@ def test_an_assistant_changes_no_token(family, make_both, prompts):
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     alone = both.ours.generate(ids, attention_mask=mask, **options)
     assistant = type(both.ours).from_pretrained(both.folder).eval()
-    with torch.no_grad():  # one that is often wrong
+    with torch.no_grad():  # an assistant that is often wrong
         assistant.lm_head.weight.add_(0.05 * torch.randn(assistant.lm_head.weight.shape))
     found = both.ours.generate(ids, attention_mask=mask, assistant_model=assistant, **options)
     assert torch.equal(found, alone)
@@ -117,7 +117,7 @@ def test_an_assistant_changes_no_token(family, make_both, prompts):
 @pytest.mark.parametrize("padding", [2, 4, 8])
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_next"])
 def test_a_cache_is_filled_call_by_call(family, padding, make_both, prompts):
-    """Rows whose padding ends in the first call, and in the second."""
+    """Padding ends in the first call or in the second."""
     both = make_both(family)
     ids, mask = prompts
     mask[1, :padding] = 0
@@ -147,8 +147,8 @@ PACKED = [5, 1, 5]
     ],
     ids=["position_ids", "cu_seq_lens_q"],
 )
-def test_packed_documents_do_not_see_one_another_where_no_gradient_is_computed(packing, make_both, prompts):
-    """There a cache is made unless a call says otherwise, and of what is packed it would be none."""
+def test_packed_documents_stay_separate_without_gradients(packing, make_both, prompts):
+    """Without gradients a cache is created by default, but not for packed documents."""
     model, ids = make_both("llama").ours, prompts[0][:1]
     with torch.no_grad():
         expected = torch.cat([model(part).logits for part in ids.split(PACKED, 1)], 1)
@@ -162,7 +162,7 @@ def test_packed_documents_do_not_see_one_another_where_no_gradient_is_computed(p
             model(ids, **packing, **asked)
 
 
-def test_positions_that_jump_beside_a_mask_are_those_of_one_document(make_both, prompts):
+def test_with_a_mask_positions_with_gaps_are_one_document(make_both, prompts):
     model, ids = make_both("llama").ours, prompts[0][:1]
     call = {"position_ids": 2 * torch.arange(11)[None], "attention_mask": torch.ones_like(ids)}
     with torch.no_grad():
@@ -172,8 +172,8 @@ def test_positions_that_jump_beside_a_mask_are_those_of_one_document(make_both, 
 
 
 @pytest.mark.parametrize("shape", [(2, 5), (2, 10), (1, 11)], ids=str)
-def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(shape, make_both, prompts):
-    """transformers takes such a mask for that of the first tokens."""
+def test_with_a_cache_a_mask_of_only_the_new_tokens_is_refused(shape, make_both, prompts):
+    """transformers would apply such a mask to the first tokens."""
     model, ids = make_both("llama").ours, prompts[0]
     with torch.no_grad():
         cache = model(ids[:, :6]).past_key_values
@@ -181,15 +181,15 @@ def test_a_mask_of_the_new_tokens_alone_is_refused_beside_a_cache(shape, make_bo
             model(ids[:, 6:], past_key_values=cache, attention_mask=torch.ones(shape))
 
 
-def test_classes_that_generate_say_so_among_their_direct_bases(hf):
-    """Where tools look."""
+def test_classes_that_generate_have_generation_mixin_as_a_direct_base(hf):
+    """Tools look for GenerationMixin there."""
     for family in ("llama", "gemma3"):
         assert transformers.GenerationMixin in hf.classes_of(family).causal_lm.__bases__
         assert transformers.GenerationMixin not in hf.classes_of(family).base.__bases__
 
 
 def decode(model, ids, steps=4, **first):
-    """Decode greedily in a loop that passes the cache on, as users write it."""
+    """Decode greedily in a loop that passes the cache along, as users write it."""
     output, tokens = model(ids, **first), []
     for _ in range(steps):
         tokens.append(output.logits[:, -1:].argmax(-1))
@@ -199,7 +199,7 @@ def decode(model, ids, steps=4, **first):
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
 @pytest.mark.parametrize("call", ["gradients", "labels", "training", "checkpointing", "asked for"])
-def test_a_loop_without_no_grad_sees_all_tokens(call, family, make_both, prompts):
+def test_a_loop_without_no_grad_attends_to_all_tokens(call, family, make_both, prompts):
     model, ids = make_both(family).ours, prompts[0]
     expected = model.generate(
         ids,
@@ -221,7 +221,7 @@ def test_a_loop_without_no_grad_sees_all_tokens(call, family, make_both, prompts
     assert torch.equal(decode(model, ids, **first), expected)
 
 
-def test_a_step_of_training_fills_a_cache_only_if_it_is_asked_to(make_both, prompts):
+def test_a_training_step_fills_a_cache_only_on_request(make_both, prompts):
     model, ids = make_both("llama").ours.train(), prompts[0]
     for calls in ({"labels": ids}, {"labels": ids, "use_cache": None}):
         cache = model(ids, **calls).past_key_values
@@ -250,7 +250,7 @@ def test_gradients_pass_through_a_cache(make_both, prompts):
 
 
 def test_a_cache_takes_gradients_and_is_refused_under_checkpointing(make_both, prompts):
-    """As prefix tuning has it."""
+    """Prefix tuning does this."""
     model = make_both("llama").ours.train()
     ids, _ = prompts
     prefix = torch.randn(2, 2, 5, 16, requires_grad=True)  # [batch, heads, tokens, dim]

@@ -21,7 +21,7 @@ ROWS, BATCHES = 8, 4
 def quiet():
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it would like more workers
+        warnings.simplefilter("ignore")  # it recommends more workers
         yield
 
 
@@ -81,7 +81,7 @@ def load(kind, both):
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=["plain", "accumulated"])
 @pytest.mark.parametrize("kind", ["native", "hf"])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_training_equals_that_of_transformers_own_model(family, kind, settings, make_both, fit, tmp_path):
+def test_training_equals_training_of_transformers_own_model(family, kind, settings, make_both, fit, tmp_path):
     both = make_both(family)
     expected, found = FineTuning(both.reference), FineTuning(load(kind, both))
     for module in (expected, found):
@@ -97,7 +97,7 @@ def test_training_equals_that_of_transformers_own_model(family, kind, settings, 
 @pytest.mark.supports("Lightning", "bf16-mixed", "bf16-true")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 @pytest.mark.parametrize("kind", ["native", "hf"])
-def test_its_precisions_are_autocast_and_parameters_in_bfloat16(kind, precision, make_both, fit, rows):
+def test_its_precisions_mean_autocast_and_bfloat16_parameters(kind, precision, make_both, fit, rows):
     both, mixed = make_both("llama"), precision == "bf16-mixed"
     found = FineTuning(load(kind, both), liger_models.optim.AdamW, 0.01)
     fit(found, precision=precision)
@@ -118,7 +118,7 @@ def test_its_precisions_are_autocast_and_parameters_in_bfloat16(kind, precision,
 @pytest.mark.supports("Lightning", "checkpoint", "resume to the bit")
 @pytest.mark.parametrize("kind", ["native", "hf"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_a_resumed_run_is_the_run_that_never_stopped(family, kind, make_both, fit, tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one(family, kind, make_both, fit, tmp_path):
     both = make_both(family)
     whole, first, second = (FineTuning(load(kind, both), torch.optim.AdamW, 0.01) for _ in range(3))
     fit(whole, 2)

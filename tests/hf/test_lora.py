@@ -102,7 +102,7 @@ WAYS = {
 
 @pytest.mark.parametrize("projections", ["split", "fused"])
 @pytest.mark.parametrize("way", WAYS)
-def test_losses_and_gradients_are_those_of_pefts_own_layers(way, projections, make_both, batch, calls):
+def test_losses_and_gradients_match_pefts_own_layers(way, projections, make_both, batch, calls):
     settings = dict(WAYS[way])
     targets = settings.pop("targets", USUAL)
     if projections == "fused":
@@ -112,15 +112,15 @@ def test_losses_and_gradients_are_those_of_pefts_own_layers(way, projections, ma
     expected = run(as_peft_has_it(adapted), batch)
     assert not calls
     assert_near(run(adapted, batch), expected)
-    # What PEFT does beyond a low-rank path is left to it.
+    # Variants that are not a plain low-rank path are left to PEFT.
     assert bool(calls) == (way not in ("dora", "lora_bias"))
     if projections == "split" and way in ("default", "some"):
         assert set(calls) >= {2, 3}  # gate and up, and query, key and value, are one operation each
 
 
 @pytest.mark.parametrize("variant", ["use_dora", "lora_bias"])
-def test_pefts_own_forward_keeps_its_input_alone(variant, make_both, batch):
-    """It casts, and keeps several tensors as wide as the output."""
+def test_pefts_own_forward_keeps_only_its_input(variant, make_both, batch):
+    """PEFT's forward pass casts, and would keep several tensors as wide as the output."""
     model = make_both("llama", projections="split").ours
     settings = {variant: True, "lora_dropout": 0.3}
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["up_proj"], **settings)).train()
@@ -136,12 +136,12 @@ def test_pefts_own_forward_keeps_its_input_alone(variant, make_both, batch):
             y = layer(x)
             kept = live.now - y.nbytes
         results.append((y.detach(), *torch.autograd.grad(y.square().sum(), trained)))
-        assert (kept > x.nbytes) == (level == "all")  # beside x: else the random state alone
+        assert (kept > x.nbytes) == (level == "all")  # besides x; else only the random state
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found, expected)
 
 
-def test_adapters_switched_before_the_backward_pass_are_noticed(make_both, batch):
+def test_switching_adapters_before_the_backward_pass_is_an_error(make_both, batch):
     model = make_both("llama", projections="split").ours
     dora = peft.LoraConfig(r=3, target_modules=["up_proj"], use_dora=True)
     model = peft.get_peft_model(model, dora).train()
@@ -152,7 +152,7 @@ def test_adapters_switched_before_the_backward_pass_are_noticed(make_both, batch
         loss.backward()
 
 
-def test_the_layers_of_other_models_are_pefts_own(make_both):
+def test_other_models_keep_pefts_own_layers(make_both):
     both = make_both("llama", projections="split")
     theirs = peft.get_peft_model(both.reference, config(USUAL))
     ours = peft.get_peft_model(both.ours, config(USUAL))
@@ -163,11 +163,11 @@ def test_the_layers_of_other_models_are_pefts_own(make_both):
 
 
 @pytest.mark.parametrize("projections", ["split", "fused"])
-def test_files_are_pefts_own_byte_for_byte(projections, make_both, tmp_path):
+def test_files_equal_pefts_own_byte_for_byte(projections, make_both, tmp_path):
     model = make_both("llama", projections=projections).ours
     adapted = fill(peft.get_peft_model(model, config(USUAL if projections == "split" else FUSED)))
     adapted.save_pretrained(tmp_path / "ours")
-    # Not a copy: the order of the set of targets in the config would be another.
+    # Not a copy, in which the set of targets in the config could be in another order.
     as_peft_has_it(adapted, copied=False).save_pretrained(tmp_path / "pefts")
     names = sorted(path.name for path in (tmp_path / "ours").iterdir())
     assert names == sorted(path.name for path in (tmp_path / "pefts").iterdir())
@@ -175,7 +175,7 @@ def test_files_are_pefts_own_byte_for_byte(projections, make_both, tmp_path):
         assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "pefts" / name).read_bytes(), name
 
 
-def test_merging_and_unloading_are_pefts_own(make_both, batch):
+def test_merging_and_unloading_match_peft(make_both, batch):
     adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))).eval()
     with torch.no_grad():
         expected = adapted(**batch).loss
@@ -188,11 +188,11 @@ def test_merging_and_unloading_are_pefts_own(make_both, batch):
     assert not any(isinstance(module, PeftLinear) for module in fresh.modules())
     found = adapted.merge_and_unload().state_dict()
     assert found.keys() == merged.keys()
-    # Merged and unmerged again: float32 rounds each of the two sums.
+    # Merging and unmerging rounds twice in float32.
     assert all(relative_distance(found[name], tensor) <= BOUND for name, tensor in merged.items())
 
 
-def test_several_adapters_switch_as_pefts(make_both, batch, calls):
+def test_several_adapters_switch_as_in_peft(make_both, batch, calls):
     adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))
     adapted.add_adapter("other", config(["q_proj", "down_proj"], r=2, use_rslora=True))
     fill(adapted).eval()
@@ -212,7 +212,7 @@ def test_several_adapters_switch_as_pefts(make_both, batch, calls):
     assert len(set(map(float, seen))) == 4
 
 
-def test_rows_of_a_batch_with_adapters_of_their_own(make_both, batch):
+def test_rows_of_a_batch_may_have_different_adapters(make_both, batch):
     adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL))
     adapted.add_adapter("other", config(USUAL, r=2))
     fill(adapted).eval()
@@ -226,7 +226,7 @@ def test_rows_of_a_batch_with_adapters_of_their_own(make_both, batch):
     assert relative_distance(adapted(input_ids=ids, adapter_names=names).logits, expected) <= BOUND
 
 
-def test_an_adapter_in_other_layers_is_taken_over_in_training(make_both, batch, lora):
+def test_a_second_adapter_in_other_layers_is_taken_over_in_training(make_both, batch, lora):
     adapted = peft.get_peft_model(make_both("llama", projections="split").ours, config(["q_proj"]))
     adapted.add_adapter("other", config(["down_proj"]))
     adapted.train()
@@ -243,8 +243,8 @@ def test_a_layer_with_an_unknown_attribute_is_left_as_it_is(make_both, lora):
     assert type(attention.k_proj) is lora.LowRankLinear
 
 
-def test_this_peft_has_no_attribute_that_is_unknown_here(lora):
-    """A release that fails here runs by its own forward; what it added is to be looked at."""
+def test_the_installed_peft_has_no_unknown_attribute(lora):
+    """If a PEFT release fails here, its layers run PEFT's own forward: look at the attribute it added."""
     model = peft.get_peft_model(nn.Sequential(nn.Linear(4, 5)), peft.LoraConfig(target_modules=["0"]))
     assert lora.is_known(model.base_model.model[0])
 
@@ -252,7 +252,7 @@ def test_this_peft_has_no_attribute_that_is_unknown_here(lora):
 @pytest.mark.parametrize(
     "part", ["lora_A.default", "lora_B.default", "base_layer", "lora_dropout.default", ""]
 )
-def test_a_hook_in_a_layer_sees_what_pefts_layer_shows(part, make_both, batch, calls):
+def test_a_hook_in_a_layer_gets_the_same_values_as_in_pefts_layer(part, make_both, batch, calls):
     adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL)))
     expected, seen = run(adapted, batch), []
     for layer in adapted.get_base_model().model.layers:
@@ -299,7 +299,7 @@ def test_copies_and_pickles_are_the_same_layer(make_both, batch):
     assert type(again) is type(layer)
 
 
-def test_transformers_own_add_adapter_is_taken_over(make_both, lora):
+def test_adapters_of_transformers_own_add_adapter_are_taken_over(make_both, lora):
     model = make_both("llama", projections="split").ours
     model.add_adapter(config(USUAL))
     ours = [module for module in model.modules() if type(module) is lora.LowRankLinear]
@@ -307,8 +307,8 @@ def test_transformers_own_add_adapter_is_taken_over(make_both, lora):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_bfloat16_model_is_as_near_to_the_truth_as_with_pefts_layers(dtype, make_both, batch):
-    """With adapters in float32, PEFT's default, and in bfloat16: the loss and all gradients."""
+def test_a_bfloat16_model_is_as_accurate_as_with_pefts_layers(dtype, make_both, batch):
+    """Loss and all gradients, with adapters in float32 (PEFT's default) and in bfloat16."""
     model = make_both("llama", projections="split").ours.to(torch.bfloat16)
     adapted = peft.get_peft_model(model, config(USUAL), autocast_adapter_dtype=dtype == torch.float32)
     fill(adapted)
@@ -322,11 +322,11 @@ def test_a_bfloat16_model_is_as_near_to_the_truth_as_with_pefts_layers(dtype, ma
         true = run(truth, rows)
         for name, found in (("ours", run(adapted, rows)), ("pefts", run(pefts, rows))):
             distances[name] += sum(relative_distance(found[key], value) ** 2 for key, value in true.items())
-    # What a random walk of roundings may differ by, as everywhere.
+    # Two random walks of roundings may differ by this much.
     assert distances["ours"] ** 0.5 <= 1.1 * distances["pefts"] ** 0.5
 
 
-def test_autocast_computes_as_pefts_layers(make_both, batch, calls):
+def test_autocast_matches_pefts_layers(make_both, batch, calls):
     adapted = fill(peft.get_peft_model(make_both("llama", projections="split").ours, config(USUAL)))
     with torch.autocast("cpu", torch.bfloat16):
         expected = run(as_peft_has_it(adapted), batch)
@@ -334,12 +334,12 @@ def test_autocast_computes_as_pefts_layers(make_both, batch, calls):
     assert calls
     for name, value in expected.items():
         assert found[name].dtype == value.dtype == torch.float32
-        # bfloat16 rounds 2^-9; some dozens of roundings in a row
+        # bfloat16 rounds by 2^-9; dozens of roundings in a row
         assert relative_distance(found[name], value) <= 2**-4, name
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_shards_of_two_processes_have_the_gradients_of_one(make_both, batch, tmp_path):
+def test_gradients_sharded_over_two_processes_equal_those_of_one(make_both, batch, tmp_path):
     both = make_both("llama", projections="split")
     adapted = fill(peft.get_peft_model(both.ours, config(USUAL))).train()
     adapted.save_pretrained(tmp_path / "adapter")
@@ -358,7 +358,7 @@ def test_shards_of_two_processes_have_the_gradients_of_one(make_both, batch, tmp
 @pytest.mark.gpu
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_every_level_has_the_same_gradients_on_a_gpu(dropout, make_both, batch):
-    """Dropout is drawn again from the state of CUDA's random numbers."""
+    """Recomputation draws the same dropout from the saved state of CUDA's random generator."""
     model = make_both("llama", projections="split").ours.to("cuda", torch.bfloat16)
     adapted = fill(peft.get_peft_model(model, config(USUAL, lora_dropout=dropout))).train()
     adapted.enable_input_require_grads()
@@ -369,5 +369,6 @@ def test_every_level_has_the_same_gradients_on_a_gpu(dropout, make_both, batch):
         found[level] = run(adapted, batch)
     for level in LEVELS:
         for name, value in found["all"].items():
-            # Attention may sum in another order, which moves what follows by 2^-8; other masks by about one.
+            # Attention may sum in a different order, which changes later results by 2^-8; different dropout
+            # masks would change them by about one.
             assert relative_distance(found[level][name], value) <= 0.05, (level, name)

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 FAMILIES = ["llama", "gemma2", "qwen3_moe", "gemma4_text", "gpt_neox", "stablelm"]
 
 
-def test_the_package_offers_what_it_lists():
+def test_every_listed_name_can_be_imported():
     import liger_models.hf
 
     assert {name for name in liger_models.hf.__all__ if not hasattr(liger_models.hf, name)} == set()
@@ -36,7 +36,7 @@ def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
 
 def test_a_name_in_transformers_gives_our_model_while_it_is_registered(make_both, hf):
     both = make_both("llama")
-    assert both.ours.config.architectures == ["LlamaForCausalLM"]  # as libraries look it up
+    assert both.ours.config.architectures == ["LlamaForCausalLM"]  # the key under which libraries look it up
     assert transformers.LlamaForCausalLM is type(both.ours)
     hf.unregister()
     assert transformers.LlamaForCausalLM is type(both.reference)
@@ -53,7 +53,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_every_request_gives_the_bits_of_the_native_model(family, mode, make_both, batch):
+def test_every_kind_of_call_gives_the_bits_of_the_native_model(family, mode, make_both, batch):
     both = make_both(family)
     native = liger_models.from_hub(both.folder, device="cpu", dtype=torch.float32)
     call = {"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}
@@ -72,10 +72,10 @@ def test_logits_loss_and_gradients_equal_the_reference(family, projections, make
     expected, found = both.reference(**batch), both.ours(**batch)
     expected.loss.backward()
     found.loss.backward()
-    seen = batch["attention_mask"].bool()
+    valid = batch["attention_mask"].bool()
     distances = {
         "loss": relative_distance(found.loss, expected.loss),
-        "logits": relative_distance(found.logits[seen], expected.logits[seen]),
+        "logits": relative_distance(found.logits[valid], expected.logits[valid]),
     }
     truth, ours = gradients(both.reference), gradients(both.ours)
     assert truth.keys() == ours.keys()
@@ -89,9 +89,9 @@ def test_the_loss_is_divided_by_the_given_count(how, make_both, batch):
     both = make_both("llama")
     if how == "shift_labels":
         batch["shift_labels"] = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    labels = {"labels": batch["input_ids"]} if how == "shift_labels" else {}  # it wants both
+    labels = {"labels": batch["input_ids"]} if how == "shift_labels" else {}  # the reference needs both
     expected = both.reference(**batch, **labels, num_items_in_batch=40)
-    for given in ({}, labels):  # beside shift_labels others do not count
+    for given in ({}, labels):  # labels are ignored if shift_labels are given
         found = both.ours(**batch, **given, num_items_in_batch=torch.tensor(40))
         assert relative_distance(found.loss, expected.loss) <= BOUND
 
@@ -105,7 +105,7 @@ def test_logits_come_with_a_loss_in_evaluation_and_not_in_training(make_both, ba
     assert model(**batch, return_logits=True).logits is not None
 
 
-def test_logits_of_some_positions(make_both, batch):
+def test_logits_of_some_positions_match_the_reference(make_both, batch):
     both = make_both("gemma2")
     del batch["labels"]
     for kept in (1, 3, torch.tensor([2, 5])):
@@ -118,8 +118,8 @@ KEPT = {"last": 6, "mask": torch.arange(13) % 4 > 0, "numbers": torch.tensor([0,
 
 @pytest.mark.supports("transformers", "loss and gradients")
 @pytest.mark.parametrize("kept", KEPT)
-def test_labels_of_the_positions_that_are_kept(kept, make_both, batch):
-    """As ms-swift trains: on the logits before an answer, and its labels alone."""
+def test_labels_may_cover_only_the_kept_positions(kept, make_both, batch):
+    """ms-swift trains on the logits that predict the answer, with only the labels of the answer."""
     both = make_both("gemma2")
     ids, kept = batch["input_ids"], KEPT[kept]
     labels = (ids[:, -kept:] if isinstance(kept, int) else ids[:, kept]).clone()
@@ -137,14 +137,14 @@ def test_labels_of_the_positions_that_are_kept(kept, make_both, batch):
         both.ours(ids, labels=labels[:, 1:], logits_to_keep=kept)
 
 
-# Not granitemoe: transformers' own fails when it is asked, up to 5.17.
+# Without granitemoe: transformers' own fails on the request, up to 5.17.
 ROUTED = ["ernie4_5_moe", "gpt_oss", "mixtral", "minimax_m2", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"]
 
 
 @pytest.mark.supports("transformers", "router logits and their loss")
 @pytest.mark.parametrize("family", ROUTED)
-def test_the_routers_loss_is_that_of_the_reference_and_switched_by_the_config(family, make_both, batch):
-    """Trainers of TRL switch it when they are made, on the config of a model that is there already."""
+def test_the_router_loss_matches_the_reference_and_follows_the_config(family, make_both, batch):
+    """TRL's trainers switch it in their constructor, on the config of an existing model."""
     both = make_both(family)
     for model in (both.reference, both.ours):
         model.config.output_router_logits = True
@@ -152,9 +152,9 @@ def test_the_routers_loss_is_that_of_the_reference_and_switched_by_the_config(fa
     expected, found = both.reference(**batch), both.ours(**batch)
     assert relative_distance(found.aux_loss, expected.aux_loss) <= BOUND
     assert relative_distance(found.loss, expected.loss) <= BOUND
-    seen = batch["attention_mask"].bool().flatten()
+    valid = batch["attention_mask"].bool().flatten()
     for ours, theirs in zip(found.router_logits, expected.router_logits, strict=True):
-        assert relative_distance(ours[seen], theirs.flatten(0, -2)[seen]) <= BOUND
+        assert relative_distance(ours[valid], theirs.flatten(0, -2)[valid]) <= BOUND
     found.loss.backward()
     expected.loss.backward()
     truth, ours = gradients(both.reference), gradients(both.ours)
@@ -173,19 +173,19 @@ def test_router_logits_of_a_dense_model_are_refused(make_both, batch):
 
 @pytest.mark.supports("transformers", "hidden states")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_of_the_layers(family, make_both, batch):
+def test_hidden_states_match_the_reference(family, make_both, batch):
     both = make_both(family)
     expected, found = (
         m(**batch, output_hidden_states=True).hidden_states for m in (both.reference, both.ours)
     )
     assert len(found) == len(expected)
-    seen = batch["attention_mask"].bool()
-    assert max(relative_distance(f[seen], e[seen]) for f, e in zip(found, expected, strict=True)) <= BOUND
+    valid = batch["attention_mask"].bool()
+    assert max(relative_distance(f[valid], e[valid]) for f, e in zip(found, expected, strict=True)) <= BOUND
 
 
 @pytest.mark.parametrize("level", ["lean", "checkpoint"])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_every_hidden_state_has_its_gradient(family, level, make_both, batch):
+def test_every_hidden_state_gets_its_gradient(family, level, make_both, batch):
     both, results = make_both(family), []
     both.ours.set_activation_memory(level)
     for model in (both.reference, both.ours):
@@ -195,11 +195,11 @@ def test_every_hidden_state_has_its_gradient(family, level, make_both, batch):
         output.loss.backward()
         results.append([hidden.grad for hidden in output.hidden_states])
     assert all(grad is not None for grads in results for grad in grads)
-    seen = batch["attention_mask"].bool()
-    assert max(relative_distance(f[seen], e[seen]) for e, f in zip(*results, strict=True)) <= BOUND
+    valid = batch["attention_mask"].bool()
+    assert max(relative_distance(f[valid], e[valid]) for e, f in zip(*results, strict=True)) <= BOUND
 
 
-def test_what_is_not_there_is_refused(make_both, batch):
+def test_unsupported_arguments_are_refused(make_both, batch):
     model = make_both("llama").ours
     with pytest.raises(ValueError, match="attention weights are never made"):
         model(**batch, output_attentions=True)
@@ -213,7 +213,7 @@ def test_what_is_not_there_is_refused(make_both, batch):
 
 
 @pytest.mark.supports("transformers", "packing")
-def test_packed_documents_do_not_see_one_another(make_both, batch):
+def test_packed_documents_stay_separate(make_both, batch):
     model = make_both("gemma2").ours
     first, second = batch["input_ids"][0, :9], batch["input_ids"][1]
     apart = [model(x[None]).logits[0] for x in (first, second)]
@@ -227,11 +227,11 @@ def test_packed_documents_do_not_see_one_another(make_both, batch):
         model(ids, position_ids=positions, use_cache=False, **flattened),
     ):
         assert relative_distance(found.logits[0], torch.cat(apart)) <= BOUND
-    with pytest.raises(TypeError, match="seq_idx"):  # alone it would be passed over
+    with pytest.raises(TypeError, match="seq_idx"):  # on its own it would be ignored
         model(ids, seq_idx=flattened["seq_idx"])
 
 
-def test_a_tuple_where_it_is_asked_for(make_both, batch):
+def test_a_tuple_is_returned_on_request(make_both, batch):
     both = make_both("llama")
     theirs, ours = (m(**batch, return_dict=False) for m in (both.reference, both.ours))
     assert [type(x) for x in ours] == [type(x) for x in theirs]
@@ -262,7 +262,7 @@ def test_activation_memory_changes_no_gradient(level, make_both, batch):
 
 
 def test_disabling_checkpointing_removes_the_hooks_of_input_gradients(make_both, batch):
-    """Which enabling registers where adapters were loaded by transformers, each time."""
+    """If transformers loaded adapters, enabling checkpointing registers such hooks each time."""
     model = make_both("llama").ours
     model._hf_peft_config_loaded = True
     model.activation_checkpointing_enable()
@@ -273,8 +273,8 @@ def test_disabling_checkpointing_removes_the_hooks_of_input_gradients(make_both,
 
 
 @pytest.mark.supports("transformers", "NEFTune")
-def test_noise_on_embeddings_finds_their_batch(make_both, batch):
-    """NEFTune reads the second and third dimension of what the embedding gives."""
+def test_noise_on_embeddings_gets_batched_embeddings(make_both, batch):
+    """NEFTune reads the second and third dimension of the embedding's output."""
     both = make_both("llama")
     for model in (both.reference, both.ours):
         model.get_input_embeddings().register_forward_hook(lambda m, args, x: x + 0.1 * x.size(1) * x.size(2))
@@ -282,7 +282,7 @@ def test_noise_on_embeddings_finds_their_batch(make_both, batch):
 
 
 @pytest.mark.supports("transformers", "embeddings in place of ids")
-def test_embeddings_in_place_of_ids(make_both, batch):
+def test_embeddings_may_replace_ids(make_both, batch):
     both = make_both("gemma2")
     embeds = torch.randn(2, 13, both.ours.config.hidden_size)
     expected, found = (m(inputs_embeds=embeds).logits for m in (both.reference, both.ours))
@@ -292,13 +292,13 @@ def test_embeddings_in_place_of_ids(make_both, batch):
 @pytest.mark.supports("transformers", "resized vocabularies")
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("size", [140, 120])
-def test_resized_vocabularies(size, tied, make_both, batch):
+def test_resized_vocabularies_match_the_reference(size, tied, make_both, batch):
     both = make_both("gemma2", tie_word_embeddings=tied)
     batch = {name: x.where(x < 120, x - 20) for name, x in batch.items()}
     for model in (both.reference, both.ours):
         torch.manual_seed(0)
         model.resize_token_embeddings(size, mean_resizing=False)
-        with torch.no_grad():  # what is added is drawn in each
+        with torch.no_grad():  # new rows are random in each model
             model.get_input_embeddings().weight[120:] = 0.1
             model.get_output_embeddings().weight[120:] = 0.1
     assert relative_distance(both.ours(**batch).loss, both.reference(**batch).loss) <= BOUND
@@ -321,8 +321,8 @@ def test_a_resized_head_and_embedding_are_not_initialised_again(make_both):
 
 @pytest.mark.parametrize("projections", ["fused", "split"])
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-def test_a_models_own_state_dict_makes_another(family, projections, make_both):
-    """gpt-oss's experts have one name here and in checkpoints, where they are transposed."""
+def test_a_models_state_dict_initialises_another_model(family, projections, make_both):
+    """Experts of gpt-oss have the same names in checkpoints, but are transposed there."""
     model = make_both(family, projections=projections).ours
     expected = model.state_dict()
     again = type(model).from_pretrained(None, config=model.config, state_dict=expected)
@@ -332,8 +332,8 @@ def test_a_models_own_state_dict_makes_another(family, projections, make_both):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in again.state_dict().items())
 
 
-def test_plain_layers_in_place_of_embedding_and_head_keep_what_the_family_does(make_both, batch):
-    model = make_both("gemma2").ours  # which scales what it embeds, and caps its logits
+def test_plain_layers_set_as_embedding_and_head_keep_the_familys_scale_and_cap(make_both, batch):
+    model = make_both("gemma2").ours  # scales its embeddings and caps its logits
     expected = model(**batch)
     embedding, head = torch.nn.Embedding(131, 48), torch.nn.Linear(48, 131, bias=False)
     embedding.weight, head.weight = model.model.embed_tokens.weight, model.lm_head.weight
@@ -343,7 +343,7 @@ def test_plain_layers_in_place_of_embedding_and_head_keep_what_the_family_does(m
     assert torch.equal(model.train()(**batch).loss, expected.loss)
 
 
-def test_copies_and_casts(make_both, batch):
+def test_models_can_be_copied_and_cast(make_both, batch):
     model = make_both("llama", projections="split").ours
     twin = copy.deepcopy(model)
     with torch.no_grad():
@@ -354,7 +354,7 @@ def test_copies_and_casts(make_both, batch):
     assert twin.half()(**batch).loss.isfinite()
 
 
-def test_projections_are_split_and_fused_at_any_time(make_both, batch):
+def test_projections_can_be_split_and_fused_at_any_time(make_both, batch):
     both = make_both("llama")
     both.ours.split_projections()
     assert {"q_proj", "k_proj", "v_proj"} <= dict(both.ours.model.layers[0].self_attn.named_children()).keys()
@@ -375,7 +375,7 @@ def test_patches_of_liger_kernel_are_refused(make_both):
     model = make_both("llama").ours
     with pytest.raises(TypeError, match="leave the option out"):
         model.forward = types.MethodType(lce_forward, model)
-    norm = model.model.norm  # as TRL has it, which keeps the model's own forward
+    norm = model.model.norm  # as in TRL, which keeps the model's own forward
     norm.__dict__["forward"] = types.MethodType(lce_forward, norm)
     with pytest.raises(TypeError, match="leave the option out"):
         model.train()
@@ -395,7 +395,7 @@ def test_classifiers_and_rewards_equal_the_reference(family, make_both, batch, h
     both.ours.save_pretrained(both.folder / "again")
     mixed = (
         type(both.reference).from_pretrained(both.folder / "again").eval()
-    )  # it asks AutoModel for its base
+    )  # its base model comes from AutoModel
     assert type(mixed.model) is type(both.ours.model)
     assert torch.equal(mixed(ids, attention_mask=batch["attention_mask"]).logits, found.logits)
     hf.unregister()
@@ -404,15 +404,15 @@ def test_classifiers_and_rewards_equal_the_reference(family, make_both, batch, h
     assert all(torch.equal(again.state_dict()[n], x) for n, x in both.reference.state_dict().items())
 
 
-def test_an_embedding_has_no_more_ids_than_the_layers_have_inputs_for(make_both):
+def test_an_embedding_cannot_outgrow_the_per_layer_inputs(make_both):
     ours = make_both("gemma4_text").ours
     assert ours.resize_token_embeddings(120).num_embeddings == 120
     with pytest.raises(ValueError, match=r"inputs of their own for 137 ids.*found 140"):
         ours.resize_token_embeddings(140)
 
 
-def test_a_config_of_transformers_own_model_makes_ours_too(make_both, hf):
-    """Which says by now how that runs its experts."""
+def test_a_config_of_transformers_own_model_creates_ours_too(make_both, hf):
+    """By then the config has a setting for how transformers runs the experts."""
     both = make_both("qwen3_moe")
     config = both.reference.config
     config._experts_implementation = "grouped_mm"
@@ -430,7 +430,7 @@ def test_a_config_of_transformers_own_model_makes_ours_too(make_both, hf):
         ("glm", {"rope_parameters": {"rope_type": "default", "rope_theta": 2e4}}, "partial_rotary_factor"),
     ],
 )
-def test_rotary_settings_that_replace_the_checkpoints_and_lack_one_of_them_are_refused(
+def test_rotary_settings_that_override_the_checkpoints_and_lack_a_key_are_refused(
     family, given, lost, make_both
 ):
     folder = make_both(family).folder
@@ -438,7 +438,7 @@ def test_rotary_settings_that_replace_the_checkpoints_and_lack_one_of_them_are_r
         transformers.AutoModelForCausalLM.from_pretrained(folder, **given)
 
 
-def test_rotary_settings_that_replace_the_checkpoints_and_repeat_its_theta_are_taken(make_both):
+def test_rotary_settings_that_override_the_checkpoints_and_repeat_its_theta_are_accepted(make_both):
     folder = make_both("llama").folder
     given = {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}
     for name in ("rope_scaling", "rope_parameters"):
@@ -464,7 +464,7 @@ def test_unknown_config_keys_are_ignored_through_the_auto_classes(task, make_bot
     assert torch.equal(made(**batch)[0], expected)
 
 
-def test_attributes_that_tools_set_on_configs_are_harmless(make_both, hf):
+def test_attributes_that_tools_set_on_configs_are_ignored(make_both, hf):
     config = make_both("llama").ours.config
     config.neftune_noise_alpha, config.is_decoder, config.language = 5.0, True, "en"
     assert isinstance(transformers.AutoModelForCausalLM.from_config(config), hf.LigerForCausalLM)

@@ -1,4 +1,4 @@
-"""Training tools that load through transformers' Auto classes get our models by their own hooks."""
+"""Training tools that load through transformers' Auto classes can load our models through their own hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("peft")
 
 @pytest.fixture
 def load(make_both, hf):
-    """Load a checkpoint with the Auto class after a tool's hook has run."""
+    """Function that loads a checkpoint with the Auto class, for use after a tool's hook has run."""
     both = make_both("llama")
     hf.unregister()
 
@@ -21,8 +21,8 @@ def load(make_both, hf):
     return of_class
 
 
-def test_a_checkpointing_function_of_a_tools_own_is_our_level(load, hf):
-    """As LLaMA-Factory puts it into each model that it loads."""
+def test_a_tools_own_checkpointing_function_selects_our_checkpoint_level(load, hf):
+    """LLaMA-Factory sets one on each model that it loads."""
     hf.register()
     model = load()
     model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=lambda *args: None)
@@ -33,7 +33,7 @@ def test_a_checkpointing_function_of_a_tools_own_is_our_level(load, hf):
 
 @pytest.mark.supports("Axolotl, LLaMA-Factory, ms-swift, oumi", "Axolotl's plugin")
 @pytest.mark.parametrize(("adapter", "names"), [(None, "qkv_proj"), ("lora", "q_proj")])
-def test_axolotl_is_switched_by_a_plugin(adapter, names, load, hf):
+def test_a_plugin_switches_axolotl_to_our_models(adapter, names, load, hf):
     base = pytest.importorskip("axolotl.integrations.base", reason="Axolotl is not installed")
     manager = base.PluginManager.get_instance()
     name = "liger_models.hf.axolotl.LigerModelsPlugin"
@@ -49,11 +49,11 @@ def test_axolotl_is_switched_by_a_plugin(adapter, names, load, hf):
 
 
 @pytest.mark.supports("Axolotl, LLaMA-Factory, ms-swift, oumi", "oumi's file of imports")
-def test_a_file_that_oumi_imports_switches_it(load, hf, tmp_path, monkeypatch):
+def test_a_file_that_oumi_imports_switches_it_to_our_models(load, hf, tmp_path, monkeypatch):
     registry = pytest.importorskip("oumi.core.registry.registry", reason="oumi is not installed")
     switch = tmp_path / "switch_to_liger_models.py"
     switch.write_text("import liger_models.hf\nliger_models.hf.register()\n")
     (tmp_path / "files.txt").write_text(f"{switch}\n")
-    monkeypatch.syspath_prepend(tmp_path)  # and takes off again what oumi adds
+    monkeypatch.syspath_prepend(tmp_path)  # also removes the path that oumi adds
     registry._load_user_requirements(str(tmp_path / "files.txt"))
     assert isinstance(load(), hf.LigerForCausalLM)

@@ -47,8 +47,8 @@ WAYS = {
     "PEFT", "LoRA", "rsLoRA", "DoRA", "rank patterns", "head and embeddings", "modules_to_save"
 )
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_of_split_projections_are_the_references(way, make_both, batch, tmp_path):
-    family = "gemma2" if way == "head" else "llama"  # whose embeddings are scaled, the adapters' share too
+def test_adapters_of_split_projections_match_the_reference(way, make_both, batch, tmp_path):
+    family = "gemma2" if way == "head" else "llama"  # scales embeddings, adapters included
     both = make_both(family, projections="split")
     theirs = adapt(both.reference, **WAYS[way])
     theirs.save_pretrained(tmp_path / "theirs_adapter")
@@ -76,8 +76,8 @@ START = {
 
 @pytest.mark.supports("PEFT", "PiSSA", "OLoRA", "trainable tokens")
 @pytest.mark.parametrize("way", START)
-def test_adapters_that_start_from_the_weights_are_the_references(way, make_both, batch):
-    """The model computes what it did; what it trains, and what is left of its weights, are as theirs."""
+def test_adapters_initialised_from_the_weights_match_the_reference(way, make_both, batch):
+    """The output stays the same; adapters and remaining weights equal those of the reference."""
     both = make_both("gemma2" if way == "trainable tokens" else "llama", projections="split")
     before = both.reference(**batch).loss.detach()
     config = peft.LoraConfig(r=3, task_type="CAUSAL_LM", **START[way])
@@ -88,7 +88,7 @@ def test_adapters_that_start_from_the_weights_are_the_references(way, make_both,
     theirs, ours = adapted
     expected, found = theirs(**batch).loss, ours(**batch).loss
     for loss in (found, expected):
-        assert relative_distance(loss, before) <= 5 * BOUND  # the decomposition in float32
+        assert relative_distance(loss, before) <= 5 * BOUND  # the decomposition is in float32
     expected.backward()
     found.backward()
     for name, parameter in theirs.named_parameters():
@@ -156,7 +156,7 @@ def test_adapters_of_fused_projections_are_exported_exactly_and_read_back(
 
 
 @pytest.mark.parametrize("way", ["lora", "rslora", "dora", "some", "ranks"])
-def test_adapters_of_usual_names_are_read_onto_fused_projections(way, make_both, batch, tmp_path, hf):
+def test_adapters_with_the_usual_names_are_read_onto_fused_projections(way, make_both, batch, tmp_path, hf):
     both = make_both("llama")
     settings = {
         "some": {"targets": ["q_proj", "v_proj", "up_proj"]},
@@ -174,10 +174,10 @@ def test_adapters_of_usual_names_are_read_onto_fused_projections(way, make_both,
     assert relative_distance(again(**batch).logits[seen], expected) <= BOUND
 
 
-def test_an_adapter_that_would_load_by_half_is_an_error(make_both, tmp_path, hf):
+def test_an_adapter_that_would_load_partially_is_an_error(make_both, tmp_path, hf):
     both = make_both("llama")
     adapt(both.reference).save_pretrained(tmp_path / "usual")
-    with pytest.raises(ValueError, match=r"call model\.split_projections"):  # PEFT alone, fused
+    with pytest.raises(ValueError, match=r"call model\.split_projections"):  # by PEFT, onto fused ones
         peft.PeftModel.from_pretrained(make_both("llama").ours, tmp_path / "usual")
     path = tmp_path / "usual" / "adapter_model.safetensors"
     halved = {name: x for name, x in load_file(path).items() if "layers.1.mlp.up_proj.lora_A" not in name}
@@ -192,13 +192,13 @@ def test_an_adapter_that_would_load_by_half_is_an_error(make_both, tmp_path, hf)
 def test_usual_names_on_fused_projections_are_an_error_that_says_what_to_do(make_both):
     with pytest.raises(ValueError, match=r"call model\.split_projections"):
         adapt(make_both("llama").ours)
-    # Layers of Gemma 4 that take the keys of others have queries alone, which are not packed.
+    # Layers of Gemma 4 that reuse another layer's keys and values have only a query projection, not packed.
     with pytest.raises(ValueError, match=r"q_proj, which is packed in it; call model\.split_projections"):
         adapt(make_both("gemma4_text").ours, ["qkv_proj", "q_proj"])
 
 
 @pytest.mark.supports("PEFT", "gradient checkpointing")
-def test_a_trained_adapter_under_checkpointing_is_the_adapter(make_both, batch):
+def test_checkpointing_does_not_change_the_gradients_of_adapters(make_both, batch):
     both = make_both("llama", projections="split")
     ours = adapt(both.ours).train()
     ours(**batch).loss.backward()
@@ -212,8 +212,8 @@ def test_a_trained_adapter_under_checkpointing_is_the_adapter(make_both, batch):
 
 
 @pytest.mark.supports("PEFT", "experts by parameter")
-def test_experts_by_parameter(make_both, batch):
-    """LoRA on the stacked experts themselves, as PEFT has it for transformers' own."""
+def test_experts_can_be_adapted_by_parameter(make_both, batch):
+    """LoRA on the stacked experts themselves, as PEFT applies it to transformers' own models."""
     both = make_both("qwen3_moe")
     config = peft.LoraConfig(
         r=2, target_modules=[], target_parameters=["experts.gate_up_proj", "experts.down_proj"]
@@ -230,7 +230,7 @@ def test_experts_by_parameter(make_both, batch):
 
 
 @pytest.mark.supports("PEFT", "IA3")
-def test_ia3_on_split_projections_is_the_references(make_both, batch, tmp_path, hf):
+def test_ia3_on_split_projections_matches_the_reference(make_both, batch, tmp_path, hf):
     both, results = make_both("llama", projections="split"), []
     for model in (both.reference, both.ours):
         settings = {"target_modules": USUAL, "feedforward_modules": ["gate_proj", "down_proj"]}
@@ -272,7 +272,7 @@ def test_ia3_layers_have_the_values_and_gradients_of_pefts_own_layers(dtype, mak
 
 
 @pytest.mark.parametrize("way", ["head", "saved"])
-def test_inference_mode_computes_what_no_grad_does_through_a_changed_head(way, make_both, batch):
+def test_inference_mode_equals_no_grad_with_a_replaced_head(way, make_both, batch):
     adapted = adapt(make_both("llama", projections="split").ours, **WAYS[way])
     assert type(adapted.get_base_model().lm_head) is not type(make_both("llama").ours.lm_head)
     for training in (False, True):
@@ -285,7 +285,7 @@ def test_inference_mode_computes_what_no_grad_does_through_a_changed_head(way, m
 
 
 @pytest.mark.supports("PEFT", "prompt tuning")
-def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
+def test_prompt_tuning_prepends_its_tokens(make_both, batch):
     both = make_both("llama")
     del batch["attention_mask"]
     batch["labels"] = batch["input_ids"].clone()
@@ -293,7 +293,7 @@ def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
     theirs, ours = (peft.get_peft_model(m, config) for m in (both.reference, both.ours))
     ours.prompt_encoder.load_state_dict(theirs.prompt_encoder.state_dict())
     assert relative_distance(ours(**batch).loss, theirs(**batch).loss) <= BOUND
-    # Prompts are in front of the model, and `score` and `distill` are the model's own.
+    # PEFT prepends prompts outside of the model, while `score` and `distill` are methods of the model.
     scores = ours(**batch, score=liger_models.ScoreOptions()).log_probs[:, 4:]
     expected = theirs(batch["input_ids"]).logits[:, 4:-1].log_softmax(-1)
     expected = expected.gather(2, batch["labels"][:, 1:, None]).squeeze(2)
@@ -310,7 +310,7 @@ def test_prompt_tuning_puts_its_tokens_in_front(make_both, batch):
 
 @pytest.mark.parametrize("adapted", [True, False])
 def test_training_in_float16_is_refused_and_evaluation_is_not(adapted, make_both, batch):
-    """Hidden states of Gemma 3 exceed 65504: NaN, with float32 adapters on frozen weights too."""
+    """Hidden states of Gemma 3 exceed 65504 and become NaN, also with float32 adapters on frozen weights."""
     model = make_both("gemma3_text").ours.half()
     if adapted:
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["o_proj"]))
@@ -324,7 +324,7 @@ def test_training_in_float16_is_refused_and_evaluation_is_not(adapted, make_both
 
 
 def test_a_layer_that_is_packed_in_another_order_is_named_in_the_error(make_both):
-    """PEFT's own choice for the family, on fused projections."""
+    """PEFT's default targets for the family, on fused projections."""
     ours = make_both("gpt_neox").ours
     with pytest.raises(
         ValueError, match=r"query_key_value: packed with others; call model\.split_projections"

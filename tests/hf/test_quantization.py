@@ -37,7 +37,7 @@ def settings(bits, **more):
 
 @pytest.fixture
 def make_quantised(make_both, hf):
-    """Factory of transformers' own quantised model, ours, and the folder both were loaded from."""
+    """Factory of transformers' own quantised model, ours, and the folder that both were loaded from."""
 
     def make(family, bits, task="CausalLM", **more):
         both = make_both(family, task, "split")
@@ -84,8 +84,10 @@ def check_files(both, hf, batch):
 
 
 def assert_copy(found, model, batch):
-    """The same tensors. Products of matrices may have other bits where the tensors lie elsewhere in memory:
-    on some CPUs the order of their sums depends on how an operand is aligned.
+    """Assert equal tensors, and losses equal up to rounding.
+
+    Matrix products of the copies may differ in bits: on some CPUs the order of their sums depends on the
+    alignment of an operand.
     """
     tensors, expected = found.state_dict(), model.state_dict()
     assert tensors.keys() == expected.keys()
@@ -95,7 +97,7 @@ def assert_copy(found, model, batch):
 
 @pytest.mark.supports("bitsandbytes", "every dense family in 4 bits", "saving and loading 4 bits")
 @pytest.mark.parametrize("family", DENSE)
-def test_dense_families_in_four_bits_are_the_references(family, make_quantised, batch, hf):
+def test_dense_families_in_four_bits_match_the_reference(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)
     if not quantised_layers(both.reference):
         pytest.skip("the reference's linear layers are of a class that bitsandbytes passes over")
@@ -105,7 +107,7 @@ def test_dense_families_in_four_bits_are_the_references(family, make_quantised, 
 
 @pytest.mark.supports("bitsandbytes", "8 bits", "saving and loading 8 bits")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "phi3"])
-def test_families_in_eight_bits_are_the_references(family, make_quantised, batch, hf):
+def test_families_in_eight_bits_match_the_reference(family, make_quantised, batch, hf):
     both = make_quantised(family, 8)
     check_model(both, batch)
     check_files(both, hf, batch)
@@ -123,7 +125,8 @@ def check_model(both, batch):
     theirs, ours = results(both.reference), results(both.ours)
     assert theirs.keys() == ours.keys()
     largest = max(gradient.norm() for gradient in theirs.values())
-    # What moves all scores of a query alike, such as a bias of keys without rotary positions, has none.
+    # A parameter that shifts all scores of a query alike, such as a key bias without rotary, has a gradient
+    # of zero.
     some = {name for name in theirs if max(theirs[name].norm(), ours[name].norm()) > 1e-6 * largest}
 
     def of_reference():
@@ -134,7 +137,7 @@ def check_model(both, batch):
 
 @pytest.mark.supports("bitsandbytes", "experts, which stay as they are")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2"])
-def test_experts_stay_as_they_are(family, make_quantised, batch, hf):
+def test_experts_are_not_quantised(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)
     check_model(both, batch)
     check_files(both, hf, batch)
@@ -146,7 +149,7 @@ def test_experts_stay_as_they_are(family, make_quantised, batch, hf):
 @pytest.mark.supports("bitsandbytes", "QLoRA through PEFT at every level of activation memory")
 @pytest.mark.parametrize("level", ["all", "lean", "mlp", "checkpoint"])
 @pytest.mark.parametrize(("family", "bits"), [("llama", 4), ("llama", 8), ("gemma2", 4), ("phi3", 4)])
-def test_adapters_on_quantised_layers_have_the_references_gradients(
+def test_gradients_of_adapters_on_quantised_layers_match_the_reference(
     family, bits, level, make_quantised, batch, tmp_path
 ):
     compare_adapters(make_quantised(family, bits), level, batch, tmp_path)
@@ -160,18 +163,18 @@ def test_adapters_on_quantised_layers_have_the_references_gradients(
         ({"bnb_4bit_quant_type": "fp4"}, {"target_modules": ["q_proj", "down_proj"]}),
     ],
 )
-def test_adapters_of_all_kinds(settings, lora, make_quantised, batch, tmp_path):
+def test_adapters_of_all_kinds_match_the_reference(settings, lora, make_quantised, batch, tmp_path):
     compare_adapters(make_quantised("llama", 4, **settings), "lean", batch, tmp_path, **lora)
 
 
-def test_products_are_in_the_dtype_that_is_asked_for(make_quantised, batch, tmp_path):
+def test_products_use_the_requested_dtype(make_quantised, batch, tmp_path):
     both = make_quantised("llama", 4, bnb_4bit_compute_dtype=torch.bfloat16)
-    # Inputs between two values of bfloat16 may be rounded to either, 2^-8 of an element, and few are. With
-    # products in float32 every gradient is off by more than that, the least by 1.5 times.
+    # A few inputs halfway between two bfloat16 values may be rounded to either, by 2^-8 of an element. With
+    # products in float32, every gradient would be off by more than that, by at least 1.5 times.
     compare_adapters(both, "lean", batch, tmp_path, bound=2**-8)
 
 
-def test_our_operation_runs_them(make_quantised, batch, monkeypatch):
+def test_adapters_run_through_our_operation(make_quantised, batch, monkeypatch):
     from liger_models.layers.projections import low_rank
 
     both, kept = make_quantised("llama", 4), []
@@ -183,7 +186,7 @@ def test_our_operation_runs_them(make_quantised, batch, monkeypatch):
     )
     ours(**batch).loss.backward()
     layers = len(both.ours.model.layers)
-    assert len(kept) == 4 * layers  # query, key and value are one, and gate and up
+    assert len(kept) == 4 * layers  # query, key and value run as one, and so do gate and up
 
 
 def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
@@ -205,7 +208,7 @@ def compare_adapters(both, level, batch, tmp_path, bound=BOUND, **lora):
 
 
 @pytest.mark.parametrize("rows", [(7,), (2, 5)], ids=str)
-def test_a_product_of_8_bits_keeps_nothing_and_has_bitsandbytes_gradient(rows):
+def test_an_8_bit_product_saves_no_tensor_and_matches_bitsandbytes_gradient(rows):
     from liger_models.hf.adapters import quantised_lora
 
     torch.manual_seed(0)
@@ -213,7 +216,7 @@ def test_a_product_of_8_bits_keeps_nothing_and_has_bitsandbytes_gradient(rows):
     layer.weight = bnb.nn.Int8Params(torch.randn(32, 64), False, has_fp16_weights=False).to("cpu")
     layer.bias = torch.nn.Parameter(torch.randn(32))
     x, dy = torch.randn(*rows, 64, requires_grad=True), torch.randn(*rows, 32)
-    layer(x)  # once, as the weights are set up in the first call
+    layer(x)  # the first call prepares the weights
     theirs = layer(x)
     expected = [theirs, *torch.autograd.grad(theirs, x, dy)]
     quantised_lora.take_over(layer)
@@ -236,9 +239,7 @@ def test_preparing_for_training_switches_checkpointing_on_and_gradients_flow(mak
 
 
 @pytest.mark.parametrize("skipped", [["o_proj"], ["lm_head", "model.layers.1"]])
-def test_modules_to_skip_are_skipped_and_the_head_goes_as_the_reference_has_it(
-    skipped, make_quantised, batch, hf
-):
+def test_skipped_modules_and_the_head_are_quantised_as_in_the_reference(skipped, make_quantised, batch, hf):
     both = make_quantised("llama", 4, llm_int8_skip_modules=skipped)
     assert quantised_layers(both.ours) == quantised_layers(both.reference)
     assert ("lm_head" in quantised_layers(both.ours)) is ("lm_head" not in skipped)
@@ -246,14 +247,14 @@ def test_modules_to_skip_are_skipped_and_the_head_goes_as_the_reference_has_it(
     check_files(both, hf, batch)
 
 
-def test_modules_to_skip_have_the_references_names(make_quantised, batch):
+def test_modules_to_skip_are_given_by_the_references_names(make_quantised, batch):
     both = make_quantised("phi", 4, llm_int8_skip_modules=["fc1", "lm_head"])
     assert quantised_layers(both.ours) == quantised_layers(both.reference)
     assert not any("fc1" in name for name in quantised_layers(both.ours))
     check_model(both, batch)
 
 
-def test_packed_projections_are_refused_with_what_to_do(make_quantised, hf):
+def test_packed_projections_are_refused_with_a_remedy(make_quantised, hf):
     both = make_quantised("llama", 4)
     hf.register("fused")
     for folder, given in ((both.folder, settings(4)), (both.folder, settings(8))):
@@ -264,7 +265,7 @@ def test_packed_projections_are_refused_with_what_to_do(make_quantised, hf):
         read(transformers.AutoModelForCausalLM, both.folder / "quantised")
 
 
-def test_what_a_checkpoint_packs_as_we_do_is_quantised_as_it_is(make_quantised, hf, batch):
+def test_projections_that_a_checkpoint_packs_as_we_do_are_quantised_packed(make_quantised, hf, batch):
     both = make_quantised("phi3", 4)
     expected = both.ours(**batch).loss
     hf.register("fused")
@@ -273,7 +274,7 @@ def test_what_a_checkpoint_packs_as_we_do_is_quantised_as_it_is(make_quantised, 
     assert relative_distance(again(**batch).loss, expected) <= BOUND
 
 
-def test_other_ways_to_quantise_are_refused(hf):
+def test_other_quantisation_methods_are_refused(hf):
     hf.register("split")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=1)
     config.quantization_config = {"quant_method": "gptq", "bits": 4}
@@ -281,7 +282,7 @@ def test_other_ways_to_quantise_are_refused(hf):
         hf.classes_of("llama").causal_lm(config)
 
 
-def test_classifiers_in_four_bits(make_quantised, batch):
+def test_classifiers_in_four_bits_match_the_reference(make_quantised, batch):
     both = make_quantised("llama", 4, "SequenceClassification")
     ids = batch["input_ids"]
     found, expected = (model(ids[:1]).logits for model in (both.ours, both.reference))
@@ -291,8 +292,8 @@ def test_classifiers_in_four_bits(make_quantised, batch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16], ids=str)
-def test_in_bfloat16_it_is_as_near_to_the_truth_as_pefts_and_bitsandbytes(adapters, make_both, hf):
-    """The loss and all gradients of 4 bits on a GPU; the truth is the same blocks, all else in float32."""
+def test_in_bfloat16_it_is_as_accurate_as_peft_with_bitsandbytes(adapters, make_both, hf):
+    """Loss and all gradients in 4 bits on a GPU, against the same weights with everything else in float32."""
     both = make_both("llama", projections="split")
     both.reference.bfloat16().save_pretrained(both.folder)
 
@@ -330,5 +331,5 @@ def test_in_bfloat16_it_is_as_near_to_the_truth_as_pefts_and_bitsandbytes(adapte
             for key, value in found["truth"].items():
                 distances[name] += relative_distance(found[name][key], value) ** 2
     print(distances)
-    # What a random walk of roundings may differ by, as everywhere.
+    # Two random walks of roundings may differ by this much.
     assert distances["ours"] ** 0.5 <= 1.1 * distances["theirs"] ** 0.5

@@ -28,10 +28,10 @@ def adapt(model, targets=("q_proj", "down_proj")):
     return randomise_trained(peft.get_peft_model(model, config))
 
 
-# Their logits have a cap, a scale, and neither.
+# Families whose logits are capped, scaled, and neither.
 @pytest.mark.parametrize("family", ["gemma2", "granite", "llama"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "LoRA"])
-def test_scores_are_those_of_trls_head(family, adapted, make_both, batch):
+def test_scores_match_trls_head(family, adapted, make_both, batch):
     from trl.trainer.utils import add_fused_lm_head
 
     both = make_both(family, projections="split")
@@ -53,7 +53,7 @@ def test_scores_are_those_of_trls_head(family, adapted, make_both, batch):
         assert relative_distance(own[name].grad, gradient) <= BOUND, name
 
 
-def test_an_adapter_around_the_head_counts(make_both, batch):  # which TRL's fused head reads past
+def test_an_adapter_of_the_head_affects_the_scores(make_both, batch):  # TRL's fused head ignores it
     ours = adapt(make_both("gemma2", projections="split").ours, ["q_proj", "lm_head"])
     scores = ours.score(**batch, temperature=0.7, **WANTED)
     logits = ours(batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
@@ -65,7 +65,7 @@ def test_an_adapter_around_the_head_counts(make_both, batch):  # which TRL's fus
     assert relative_distance(gradient, torch.autograd.grad(truth.log_probs.sin().sum(), head)[0]) <= BOUND
 
 
-def test_kept_scores_of_the_reference_belong_to_its_config(make_both, batch, tmp_path):
+def test_cached_reference_scores_depend_on_its_config(make_both, batch, tmp_path):
     ours = make_both("llama").ours
     other = type(ours).from_pretrained(ours.name_or_path, rms_norm_eps=0.5)
     assert all(torch.equal(p, q) for p, q in zip(ours.parameters(), other.parameters(), strict=True))
@@ -74,7 +74,7 @@ def test_kept_scores_of_the_reference_belong_to_its_config(make_both, batch, tmp
         assert torch.equal(kept, reference_log_probs(model, [batch])[0])
 
 
-def test_routers_tell_what_they_add_to_a_loss(make_both, batch):
+def test_scores_include_the_router_loss(make_both, batch):
     ours = make_both("qwen3_moe").ours
     ours.config.output_router_logits = True
     ours.config.router_aux_loss_coef = 0.7
@@ -86,8 +86,8 @@ def test_routers_tell_what_they_add_to_a_loss(make_both, batch):
     torch.testing.assert_close(scores.router_loss - scores.log_probs.sum() / count, whole)
 
 
-def test_a_student_learns_from_a_teacher_on_either_side(make_both, batch):
-    """Students and teachers may be native or in transformers; the numbers are the same."""
+def test_student_and_teacher_may_each_be_native_or_in_transformers(make_both, batch):
+    """Student and teacher may each be a native or a transformers model; the numbers are the same."""
     hf = make_both("llama").ours
     student = liger_models.from_pretrained(hf.name_or_path)
     teachers = []
@@ -104,6 +104,6 @@ def test_a_student_learns_from_a_teacher_on_either_side(make_both, batch):
             assert found.divergence > 1e-3
             assert found.hard_loss > 0
     own = student.distill(hf, **batch)
-    assert abs(own.loss) < 1e-6  # from itself there is nothing to learn
+    assert abs(own.loss) < 1e-6  # a student that equals its teacher has no loss
     torch.testing.assert_close(losses[0], losses[2], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(losses[1], losses[3], rtol=1e-5, atol=1e-6)

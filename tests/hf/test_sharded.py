@@ -1,5 +1,6 @@
-"""Two processes train our models, divided over them, as one process trains transformers' own: under DDP and
-FSDP2, through accelerate and through Trainer.
+"""Two processes train our models as one process trains transformers' own.
+
+They use DDP and FSDP2, through accelerate and through Trainer.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
 )
 
-# Tied and untied heads, both orders of norms, experts in two forms, sinks. DDP comes first: what accelerate
-# is told of FSDP stays in the process.
+# Tied and untied heads, both orders of norms, experts in two forms, sinks. DDP comes first: accelerate's FSDP
+# settings persist in the process.
 CASES = {
     "ddp-llama": ("accelerate", {}),
     "trainer-ddp-llama": ("trainer", {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}),
@@ -37,7 +38,7 @@ def check(cases, make_both, batch, folder, run_ranks, device="cpu", bound=BOUND,
     """Compare each case with transformers' own model, trained by one process on the whole batch."""
     references = {}
     for name in cases:
-        # Losses of routers are not sums over tokens: their mean over ranks is another number.
+        # Router losses are not sums over tokens, so their mean over ranks differs.
         both = make_both(name.rpartition("-")[2], output_router_logits=False)
         both.folder.rename(folder / name)
         references[name] = both.reference
@@ -78,7 +79,7 @@ def train_alone(model, batch, momentum):
 @pytest.mark.supports("FSDP2", "save_state and load_state", "activation checkpointing", "export")
 @pytest.mark.supports("accelerate", "DDP", "FSDP2")
 @pytest.mark.supports("Trainer", "DDP", "FSDP2")
-def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
+def test_two_ranks_train_like_one(make_both, four_rows, tmp_path, run_ranks):
     ranks, references = check(CASES, make_both, four_rows, tmp_path, run_ranks)
     for name, (way, _) in CASES.items():
         if way == "accelerate":
@@ -86,18 +87,18 @@ def test_two_ranks_train_as_one(make_both, four_rows, tmp_path, run_ranks):
             found = {shard.removesuffix("._checkpoint_wrapped_module") for shard in ranks[0][name]["shards"]}
             rest = {"", "model.embed_tokens", "model.norm", "lm_head"}
             assert found == (layers | rest if "fsdp" in name else set()), name
-        else:  # saved by Trainer, and by hand
+        else:  # saved by Trainer and by ourselves
             files = [tmp_path / name / folder / "model.safetensors" for folder in ("trained", "by_hand")]
             assert files[0].read_bytes() == files[1].read_bytes()
 
 
-# On GPUs nothing is forced, and what needs them: parts that wait on the host.
+# GPUs need no patched accelerate, and allow CPU offload.
 GPU_CASES = CASES | {"fsdp-offload-llama": ("accelerate", {"fsdp": {"cpu_offload": True}})}
 
 
 @pytest.mark.gpu
-def test_two_gpus_train_as_one(make_both, four_rows, tmp_path, run_ranks):
+def test_two_gpus_train_like_one(make_both, four_rows, tmp_path, run_ranks):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    # Kernels and libraries sum float32 in tiles of their own, in another order than the reference's.
+    # Kernels and libraries sum float32 in different tiles, and so in a different order from the reference.
     check(GPU_CASES, make_both, four_rows, tmp_path, run_ranks, "cuda", bound=1e-4)

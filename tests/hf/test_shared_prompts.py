@@ -16,7 +16,7 @@ ITEMS = [([5, 9, 12, 33, 8, 21], [[7, 8, 11, 3], [14, 11], [30]]), ([60], [[31, 
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
-def test_scores_and_gradients_of_adapters_are_those_of_sequences(family, make_both):
+def test_scores_and_gradients_of_adapters_equal_those_of_separate_sequences(family, make_both):
     model = make_both(family, projections="split").ours
     config = peft.LoraConfig(
         r=3, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
@@ -41,7 +41,7 @@ def test_scores_and_gradients_of_adapters_are_those_of_sequences(family, make_bo
     assert all(relative_distance(found[name], gradient) <= BOUND for name, gradient in gradients.items())
 
 
-def test_a_tree_without_bounds_or_beside_a_cache_is_refused(make_both):
+def test_a_tree_without_bounds_or_with_a_cache_is_refused(make_both):
     model = make_both("llama").ours
     batch = shared_prompts(ITEMS)
     with pytest.raises(DataError, match="give both"):

@@ -1,4 +1,4 @@
-"""8-bit torchao weights match transformers' own model with the same."""
+"""Models with 8-bit torchao weights match transformers' own with the same weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(folder, **options):
 
 @pytest.mark.supports("torchao", "weights of 8 bits", "saving and loading them", "LoRA on them")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
-def test_weights_of_eight_bits_are_the_references(family, make_both, batch, hf, tmp_path):
+def test_eight_bit_weights_match_the_reference(family, make_both, batch, hf, tmp_path):
     both = make_both(family, projections="split")
     hf.unregister()
     theirs = read(both.folder, attn_implementation="eager")

@@ -23,7 +23,7 @@ VOCABULARY = 131
 
 @pytest.fixture
 def make_trainer(tmp_path):
-    """Factory of Trainers, by default with plain gradient descent over eight rows a step."""
+    """Factory of Trainers, by default with plain gradient descent over eight rows per step."""
 
     def make(model, batch_size=2, name="run", more=(), **settings):
         batches = {
@@ -68,7 +68,8 @@ SETTINGS = {
 }
 
 
-# Inputs of layers, keys of other layers, experts of several kinds, latents, other names of modules.
+# Per-layer inputs, keys shared between layers, experts of several kinds, latent attention, other module
+# names.
 ODD = ("gemma4_text", "llama4_text", "deepseek_v3", "gpt_oss", "starcoder2")
 
 
@@ -89,11 +90,11 @@ ODD = ("gemma4_text", "llama4_text", "deepseek_v3", "gpt_oss", "starcoder2")
         *((family, "checkpointing") for family in ODD),
     ],
 )
-def test_training_equals_that_of_transformers_own_model(family, way, make_both, train):
+def test_training_equals_training_of_transformers_own_model(family, way, make_both, train):
     both = make_both(family, tie_word_embeddings=family == "llama")
     expected = losses(train(both.reference, **SETTINGS[way]))
     assert losses(train(both.ours, **SETTINGS[way])) == pytest.approx(expected, rel=1e-5)
-    if way != "adamw":  # whose steps have the size of the rate where a gradient is nothing but rounding
+    if way != "adamw":  # AdamW turns a gradient that is only rounding into a step of the full rate
         both.ours.save_pretrained(both.folder)
         assert_same_parameters(both)
 
@@ -114,8 +115,8 @@ def flattened(rows, first_label):
     }
 
 
-def test_the_loss_of_packed_rows_is_the_mean_of_labels_that_something_predicts(make_both, make_trainer):
-    """The Trainer counts what it is given; so labels that nothing predicts are refused, and not counted."""
+def test_the_loss_of_packed_rows_is_the_mean_over_predicted_labels(make_both, make_trainer):
+    """Trainer counts all given labels, so labels that no token predicts are refused rather than skipped."""
     both = make_both("llama")
     rows = list(make_rows(VOCABULARY))
     with torch.no_grad():
@@ -129,12 +130,12 @@ def test_the_loss_of_packed_rows_is_the_mean_of_labels_that_something_predicts(m
 
     with pytest.raises(DataError, match="first tokens of 3 packed documents have labels"):
         run(lambda labels: labels[-1])
-    # float32, in two parts; the log is rounded to four significant places behind the point
+    # float32, in two parts; the log is rounded to four decimal places
     assert run(lambda labels: torch.tensor(-100)) == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.supports("Trainer", "bf16")
-def test_bf16_is_autocast(make_both, make_trainer):
+def test_bf16_means_autocast(make_both, make_trainer):
     both = make_both("llama")
     trainer = make_trainer(both.ours, batch_size=8, bf16=True)
     batch = {
@@ -144,12 +145,12 @@ def test_bf16_is_autocast(make_both, make_trainer):
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         expected = both.ours.train()(**batch).loss.item()
     trainer.train()
-    assert losses(trainer)[0] == pytest.approx(expected, abs=1e-3)  # the rows in another order
+    assert losses(trainer)[0] == pytest.approx(expected, abs=1e-3)  # the rows are in another order
     assert {p.dtype for p in both.ours.parameters()} == {torch.float32}
 
 
 @pytest.mark.supports("Trainer", "evaluate", "compute_metrics")
-def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_trainer):
+def test_metrics_get_the_logits_and_the_loss_matches_the_reference(make_both, make_trainer):
     both = make_both("gemma2")
     seen = {}
 
@@ -172,7 +173,7 @@ def test_metrics_get_the_logits_and_the_loss_is_the_references(make_both, make_t
     ("family", "projections"),
     [("qwen3_moe", "fused"), ("qwen3_moe", "split"), *((family, "split") for family in ODD)],
 )
-def test_a_resumed_run_is_the_run_that_never_stopped(family, projections, make_both, make_trainer, hf):
+def test_a_resumed_run_equals_an_uninterrupted_one(family, projections, make_both, make_trainer, hf):
     settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     both = make_both(family, projections=projections)
     load = transformers.AutoModelForCausalLM.from_pretrained
@@ -186,7 +187,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(family, projections, make_b
 
 
 @pytest.mark.supports("PEFT", "resume to the bit")
-def test_a_resumed_run_of_an_adapter_is_the_run_that_never_stopped(make_both, make_trainer):
+def test_a_resumed_run_of_an_adapter_equals_an_uninterrupted_one(make_both, make_trainer):
     peft = pytest.importorskip("peft")
     settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
     both = make_both("llama", projections="split")
@@ -210,7 +211,7 @@ def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     both = make_both("llama")
     trainer = make_trainer(
         both.ours,
-        learning_rate=30.0,  # which makes it worse
+        learning_rate=30.0,  # makes the model worse
         max_steps=3,
         save_strategy="steps",
         save_steps=1,
@@ -239,11 +240,11 @@ def test_the_callback_moves_the_correction_bias_against_the_load_of_a_step(make_
     make_trainer(model, max_steps=1, more={"callbacks": [hf.CorrectionBiasCallback(0.25)]}).train()
     assert routers
     for router, bias in zip(routers, before, strict=True):
-        expected = bias + 0.25 * (chosen[router].mean() - chosen[router]).sign()  # of four batches together
+        expected = bias + 0.25 * (chosen[router].mean() - chosen[router]).sign()  # over four batches together
         assert torch.equal(router.correction_bias, expected)
 
 
-def test_the_callback_is_refused_where_no_router_has_a_bias(make_both, make_trainer, hf):
+def test_the_callback_is_refused_if_no_router_has_a_bias(make_both, make_trainer, hf):
     trainer = make_trainer(make_both("qwen3_moe").ours, more={"callbacks": [hf.CorrectionBiasCallback()]})
     with pytest.raises(ValueError, match="leave it out"):
         trainer.train()
@@ -274,7 +275,7 @@ def test_accelerate_prepares_saves_and_loads(make_both, batch, tmp_path):
 
 
 @pytest.mark.supports("accelerate", "bf16")
-def test_accelerates_bf16_is_autocast(make_both, batch):
+def test_accelerates_bf16_means_autocast(make_both, batch):
     import accelerate
 
     both = make_both("llama")
@@ -293,14 +294,15 @@ def test_accelerates_bf16_is_autocast(make_both, batch):
         assert p.dtype == torch.float32
         assert torch.equal(p.grad, expected[name]), name
     theirs = accelerator.prepare(both.reference.train())(**batch).loss
-    # Products of bfloat16 round 2^-9 of their terms; over a dozen tokens that is less than 2^-7 of a loss.
+    # bfloat16 products round by 2^-9 of their terms; over a dozen tokens that is less than 2^-7 of a loss.
     assert relative_distance(found.loss, theirs) <= 2**-7
 
 
 @pytest.mark.parametrize("kind", ["transformers", "adapted", "native"])
-def test_data_parallel_of_one_process_names_what_to_do(kind, make_both, monkeypatch):
-    """Trainer wraps a model in it when its process sees several GPUs. Copies between GPUs are those of a CPU
-    here: what is called on the modules is torch's own.
+def test_data_parallel_in_one_process_is_refused_with_a_remedy(kind, make_both, monkeypatch):
+    """Trainer wraps a model in DataParallel if its process has several GPUs.
+
+    The test replaces only the copies between GPUs by copies on a CPU.
     """
     model = make_both("llama").ours
     if kind == "native":

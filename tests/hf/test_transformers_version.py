@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 HERE = Path(liger_models.__file__).parent / "hf"
 
-# By module: what our classes override, call or set, and the parameters that they count on.
+# By module: names that our classes override, call or set, and the parameters that they rely on.
 USED = {
     "modeling_utils": {
         "PreTrainedModel.post_init": (),
@@ -84,18 +84,18 @@ def lacks(module: str, path: str, parameters: tuple[str, ...] = ()) -> str | Non
     return f"{module}.{path}({', '.join(missing)})" if missing else None
 
 
-def test_transformers_has_what_the_adapter_stands_on():
+def test_transformers_has_all_names_that_our_integration_uses():
     wanted = [(module, name, ()) for module, names in imported() for name in names]
     wanted += [(f"transformers.{m}", name, more) for m, used in USED.items() for name, more in used.items()]
     assert len(wanted) > 30
     lacking = [lack for lack in (lacks(*what) for what in wanted) if lack]
-    told = f"liger_models/hf does not fit transformers {transformers.__version__}, which lacks {lacking}"
-    assert not lacking, told
+    message = f"liger_models/hf does not fit transformers {transformers.__version__}, which lacks {lacking}"
+    assert not lacking, message
     mapping = transformers.AutoModelForCausalLM._model_mapping
-    assert isinstance(mapping._extra_content, dict), told
+    assert isinstance(mapping._extra_content, dict), message
 
 
-def test_a_release_without_something_breaks_no_import_and_says_what_it_lacks(monkeypatch):
+def test_a_release_that_lacks_a_name_breaks_no_import_and_the_error_names_it(monkeypatch):
     import transformers.utils.generic
 
     for name in [name for name in sys.modules if name.startswith("liger_models.hf")]:

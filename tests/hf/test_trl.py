@@ -23,12 +23,12 @@ from liger_models.layers.recompute import tiles
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl", reason="trl is not installed")
-datasets = pytest.importorskip("datasets", reason="datasets, which trl stands on, is not installed")
+datasets = pytest.importorskip("datasets", reason="datasets, which trl requires, is not installed")
 
 SETTINGS = {
     "max_steps": 2,
     "per_device_train_batch_size": 4,
-    "learning_rate": 0.3,  # parameters change by percents, so that rounding is far below
+    "learning_rate": 0.3,  # parameters change by percents, far more than rounding
     "lr_scheduler_type": "constant",
     "optim": "sgd",
     "save_strategy": "no",
@@ -38,7 +38,7 @@ SETTINGS = {
     "bf16": False,
 }
 
-# The words of the assistant are marked, as templates for assistant-only loss do.
+# Assistant tokens are marked, as in templates for assistant-only loss.
 CHAT = (
     "{% for m in messages %}{{ m['role'][0] }}:{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}"
@@ -146,11 +146,11 @@ CASES = {
 )
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
 @pytest.mark.parametrize("way", CASES)
-def test_training_equals_that_of_transformers_own_model(way, adapted, train_both):
+def test_training_equals_training_of_transformers_own_model(way, adapted, train_both):
     assert_same_training(*train_both("llama", CASES[way], adapted, tie_word_embeddings=not adapted))
 
 
-# Options with which the trainers call the model in other ways.
+# Options that make the trainers call the model in other ways.
 OPTIONS = {
     "label_smoothing": ("sft", {"label_smoothing_factor": 0.1}),
     "neftune": ("sft", {"neftune_noise_alpha": 5.0}),
@@ -164,7 +164,7 @@ OPTIONS = {
 
 @pytest.mark.supports("TRL", "DPO with padding_free", "GRPO with several iterations", "cast_lm_head_to_fp32")
 @pytest.mark.parametrize("option", OPTIONS)
-def test_training_with_an_option_equals_it_too(option, train_both):
+def test_training_with_options_matches_the_reference_too(option, train_both):
     way, settings = OPTIONS[option]
     case = CASES[way]
     assert_same_training(*train_both("llama", case._replace(options={**case.options, **settings})))
@@ -179,11 +179,13 @@ def test_selective_checkpointing_is_refused(make_both, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["dpo", "kto", "grpo", "rloo"])
-def test_a_pass_of_the_reference_leaves_the_levels_of_activation_memory(
+def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
     way, make_both, tokenizer, tmp_path, monkeypatch
 ):
-    """TRL disables and enables checkpointing around it. Here tokens are more than a tile: layers that ran in
-    tiles must run so again in the backward pass.
+    """TRL disables and enables checkpointing around the reference's pass.
+
+    The batch has more tokens than a tile, so that layers that ran in tiles must do so again in the backward
+    pass.
     """
     monkeypatch.setattr(tiles, "TILE", 8)
     model = make_both("llama", projections="split", pad_token_id=0, eos_token_id=1).ours
@@ -199,17 +201,17 @@ def test_a_pass_of_the_reference_leaves_the_levels_of_activation_memory(
     assert model.activation_memory == levels
 
 
-# Families whose logits are capped, and whose routers add to the loss, as TRL's trainers ask for by default.
+# Families with capped logits, and with router losses, which TRL's trainers request by default.
 @pytest.mark.supports("TRL", "capped logits", "losses of routers")
 @pytest.mark.parametrize("way", ["completions", "bfd", "dpo", "grpo"])
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_training_of_other_families_equals_it_too(family, way, train_both):
+def test_training_of_other_families_matches_the_reference_too(family, way, train_both):
     found, expected = train_both(family, CASES[way])
     assert_same_training(found, expected)
 
 
 @pytest.mark.supports("TRL", "evaluation and compute_metrics")
-def test_evaluation_equals_that_of_transformers_own_model(make_both, tokenizer, tmp_path):
+def test_evaluation_equals_evaluation_of_transformers_own_model(make_both, tokenizer, tmp_path):
     both = make_both("gemma2", pad_token_id=0, eos_token_id=1)
     data, metrics = datasets.Dataset.from_list(ANSWERS), []
     for model in (both.ours, both.reference):
@@ -222,12 +224,12 @@ def test_evaluation_equals_that_of_transformers_own_model(make_both, tokenizer, 
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=BOUND)
     assert found["eval_mean_token_accuracy"] == expected["eval_mean_token_accuracy"]
     assert found["eval_entropy"] == pytest.approx(expected["eval_entropy"], rel=BOUND)
-    assert "eval_sum" in found  # logits at padding are zeros in ours
+    assert "eval_sum" in found  # no comparison: our logits at padding are zeros
 
 
 @pytest.mark.supports("TRL", "add_fused_lm_head on every family")
-def test_the_fused_head_of_trl_scores_our_hidden_states_as_our_own_head_does(hf, batch):
-    """It reads scale and cap of the logits from the config, by names that it knows."""
+def test_trls_fused_head_scores_our_hidden_states_like_our_own_head(hf, batch):
+    """TRL reads the scale and cap of logits from certain config keys."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from trl.trainer import add_fused_lm_head
 
@@ -246,7 +248,7 @@ def test_the_fused_head_of_trl_scores_our_hidden_states_as_our_own_head_does(hf,
 
 
 @pytest.mark.supports("TRL", "models given as strings")
-def test_a_string_gives_our_model_once_registered_and_so_does_the_reference(
+def test_a_string_creates_our_model_and_our_reference_model_once_registered(
     make_both, tokenizer, tmp_path, hf
 ):
     both = make_both("llama", pad_token_id=0, eos_token_id=1)
@@ -275,7 +277,7 @@ def train_both(make_both, tokenizer, tmp_path, hf):
             config["num_labels"] = 1
         both = make_both(family, case.task, "split" if adapted else "fused", **config)
         found = run(case, both.ours, tokenizer, tmp_path / "ours", adapted)
-        hf.unregister()  # the reference beside the model is looked up by name, too
+        hf.unregister()  # the trainer's reference model is also looked up by name
         reference = type(both.reference).from_pretrained(both.folder, attn_implementation="eager")
         return found, run(case, reference, tokenizer, tmp_path / "theirs", adapted)
 
@@ -317,7 +319,7 @@ def make_trainer(case, model, tokenizer, folder, **more):
 
 
 def find(method, kind):
-    """Find a TRL class, also among its experimental ones."""
+    """Find a TRL class, including experimental ones."""
     home = (
         trl if hasattr(trl, method + kind) else importlib.import_module(f"trl.experimental.{method.lower()}")
     )
@@ -325,7 +327,7 @@ def find(method, kind):
 
 
 def with_other_words(model):
-    """Make a teacher: the model before training, with exchanged embeddings."""
+    """Make a teacher: the model before training, with permuted embeddings."""
     teacher = copy.deepcopy(model).eval()
     embeddings = teacher.get_input_embeddings().weight
     with torch.no_grad():
@@ -348,13 +350,13 @@ def saved(model, folder) -> dict[str, Tensor]:
 
 
 def assert_same_training(found: Run, expected: Run) -> None:
-    # Where terms of size one cancel (GRPO, RLOO), their rounding remains.
+    # Where terms of about one cancel (GRPO, RLOO), their rounding remains.
     assert found.losses == pytest.approx(expected.losses, rel=BOUND, abs=1e-6)
     assert found.after.keys() == expected.after.keys()
     changed = 0
     for name, after in expected.after.items():
         change = (after - expected.before[name]).norm()
         changed += bool(change > 1e-3 * after.norm())
-        # The bound of the gradients, and two updates that round a parameter by half a unit each.
+        # The bound of the gradients, plus two updates that round a parameter by half an ulp each.
         assert (found.after[name] - after).norm() <= BOUND * change + 2**-23 * after.norm(), name
-    assert changed > len(expected.after) / 2  # by so much that rounding hides nothing
+    assert changed > len(expected.after) / 2  # by far more than rounding

@@ -1,4 +1,4 @@
-"""Vision-language models in transformers: what its tools expect of a model besides the forward pass."""
+"""Vision-language models in transformers: requirements of its tools other than the forward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def tiny_config(family):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
-def test_the_class_of_a_base_model_makes_further_ones(family, hf):
-    """Its modules bear other names than in the wiring, which its class knows."""
+def test_the_class_of_a_base_model_can_be_instantiated_again(family, hf):
+    """Its modules have other names than in our code; the class stores the mapping."""
     config = tiny_config(family)
     first = hf.classes_of(family).base(config)
     second = type(first)(config)
@@ -27,8 +27,8 @@ def test_the_class_of_a_base_model_makes_further_ones(family, hf):
     assert torch.equal(first, second)
 
 
-def test_tensors_that_nothing_reads_are_initialised_as_in_transformers(hf):
-    """SigLIP's head, whose probe is a parameter of the module itself. Xavier's bound is sqrt(6 / (a + b))."""
+def test_unused_tensors_are_initialised_as_in_transformers(hf):
+    """SigLIP's head has a probe, a parameter of the module itself. Xavier's bound is sqrt(6 / (a + b))."""
     config = tiny_config("gemma3")
     model = hf.classes_of("gemma3").causal_lm(config)
     state = {name: tensor for name, tensor in model.state_dict().items() if ".head." not in name}

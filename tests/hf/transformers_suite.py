@@ -46,8 +46,10 @@ FAMILIES = {
 LEFT_OUT = (
     *("test_pipeline_mixin", "test_tensor_parallel_mixin", "test_fsdp_mixin", "test_expert_parallel_mixin"),
 )
-"""Modules whose tests are not run: pipelines need the hub, as integration tests do, and the others need plans
-that transformers has for its own modules.
+"""Modules whose tests are not run.
+
+Pipelines need the hub, as integration tests do, and the others need plans that transformers has for its own
+modules only.
 """
 
 _ADDED_NAMES = """
@@ -60,9 +62,9 @@ ADDED_KEYS = tuple(_ADDED_NAMES.split())
 """Config keys that tests set on families that do not have them, and dropout; they are ignored."""
 
 CHANGES: dict[str, dict[str, Any]] = {
-    # Eight experts a token cannot come from the one group of four that its tester allows: an error here.
+    # Eight experts per token cannot come from the single group of four that the tester allows: an error here.
     "DeepseekV3ModelTester": {"num_experts_per_tok": 4},
-    # An image has one token after pooling, and the tester's config says two: an error here.
+    # An image has one token after pooling, but the tester's config says two: an error here.
     "Gemma3Vision2TextModelTester": {"mm_tokens_per_image": 1},
 }
 """Attributes of model testers whose configs are impossible, by class."""
@@ -153,13 +155,13 @@ def main() -> int:
 
 
 def known(test: str) -> str | None:
-    """The pattern that lists a test, `Class::test`, as a failure."""
+    """Return the pattern that lists a test, `Class::test`, as an expected failure."""
     names = test, test.rpartition("::")[2]
     return next((p for p in KNOWN if any(re.fullmatch(p, name) for name in names)), None)
 
 
 def complete(folder: Path) -> None:
-    """Add what the tests import from elsewhere in the repository, if the folder is without it."""
+    """Add files that the tests import from elsewhere in the repository, if the folder lacks them."""
     package = importlib.util.find_spec("transformers")
     assert package is not None
     assert package.origin is not None
@@ -182,7 +184,7 @@ def complete(folder: Path) -> None:
 
 
 def run_family(folder: Path, family: str, keyword: str | None, theirs: bool) -> dict[str, str]:
-    """The outcome of each test of a family: "passed", "failed" or "skipped", by `Class::test`."""
+    """Run the tests of a family; return "passed", "failed" or "skipped" by `Class::test`."""
     with tempfile.TemporaryDirectory() as scratch:
         results = Path(scratch) / "results.json"
         environment = {
@@ -210,7 +212,7 @@ def run_family(folder: Path, family: str, keyword: str | None, theirs: bool) -> 
         return found
 
 
-# -- in the process of a family, where pytest loads this module as a plugin
+# -- in the process of a family, in which pytest loads this module as a plugin
 
 
 def pytest_configure(config: Any) -> None:
@@ -231,7 +233,7 @@ def pytest_configure(config: Any) -> None:
 
 
 def _enter(name: str) -> None:
-    """Enter one of our names next to transformers' in the mappings by which its tests choose labels."""
+    """Add our name to transformers' mappings from which its tests choose labels."""
     from transformers.models.auto import modeling_auto
 
     for mapping in (value for key, value in vars(modeling_auto).items() if key.endswith("_MAPPING_NAMES")):
@@ -275,15 +277,17 @@ def _with_our_classes(set_up: Any, ours: dict[str, Any]) -> Any:
 
 
 def _counterparts(models: Iterable[Any], ours: dict[str, Any]) -> list[Any]:
-    """Ours, of those that we have. Registering puts some of them in transformers' place already, and the
-    classifiers of Gemma 3 with and without images have one name.
+    """Our counterparts of these classes, where we have one.
+
+    Registering already replaces some classes of transformers. Config classes are compared because the
+    classifiers of Gemma 3 with and without images share a name.
     """
     named = ((model, ours.get(model.__name__.removeprefix("Liger"))) for model in models)
     return [own for model, own in named if own is not None and own.config_class is model.config_class]
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    if not isinstance(getattr(type(owner), name, None), property):  # which is made of the others
+    if not isinstance(getattr(type(owner), name, None), property):  # computed from the other attributes
         setattr(owner, name, value)
 
 

@@ -1,4 +1,4 @@
-"""Makes sample_files, which lies beside it, importable."""
+"""Make sample_files, in the same folder, importable."""
 
 import sys
 from pathlib import Path

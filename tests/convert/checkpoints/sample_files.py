@@ -1,4 +1,4 @@
-"""A weight map with every kind of expression, random tensors for it, and files, whole and broken ones."""
+"""A weight map with every kind of expression, random tensors for it, and valid and broken files."""
 
 import json
 import struct
@@ -31,7 +31,7 @@ def random_tensors(weight_map=MAP, dtype=torch.float32, seed=0):
 
 
 def write_sharded(folder, tensors, shards=3):
-    """Writes tensors in turn to `shards` files with an index, and returns the index."""
+    """Write tensors in turn to `shards` files with an index, and return the index."""
     folder.mkdir(exist_ok=True)
     files = [f"model-{i + 1:05d}-of-{shards:05d}.safetensors" for i in range(shards)]
     placed = {name: files[i % shards] for i, name in enumerate(tensors)}

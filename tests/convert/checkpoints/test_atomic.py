@@ -1,4 +1,4 @@
-"""Killed at any moment, a save leaves the old folder whole or the new one whole."""
+"""A save killed at any moment leaves either the complete old folder or the complete new one."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ def test_entries_that_are_not_replaced_are_kept_as_the_same_files(tmp_path):
     (target / "logs" / "deep").mkdir(parents=True)
     (target / "logs" / "deep" / "metrics").write_bytes(b"1\n")
     (target / "link").symlink_to("notes")
-    log = open(target / "logs" / "deep" / "metrics", "ab")  # noqa: SIM115 - as a running trainer has it open
+    log = open(target / "logs" / "deep" / "metrics", "ab")  # noqa: SIM115 - like a running trainer's open log
     save(target, replaces=lambda name: name in ("weights", "config"))
     log.write(b"2\n")
     log.close()
@@ -94,7 +94,7 @@ def test_a_file_that_the_block_wrote_wins_over_one_to_keep(tmp_path):
     assert content(target) == {"weights": b"old weights", "config": b"new"}
 
 
-def test_every_file_and_folder_is_on_the_disk_before_it_takes_its_place(tmp_path, monkeypatch):
+def test_every_file_and_folder_is_synced_before_the_exchange(tmp_path, monkeypatch):
     target, synced = tmp_path / "out", []
     fill(target, OLD)
     true_fsync, true_exchange = os.fsync, atomic._exchange
@@ -123,7 +123,7 @@ def test_the_new_folder_has_the_old_ones_permissions(tmp_path):
     assert stat.S_IMODE(target.stat().st_mode) == 0o750
 
 
-def test_a_symlink_stays_and_its_folder_is_replaced(tmp_path):
+def test_a_symlink_is_kept_and_its_folder_replaced(tmp_path):
     fill(tmp_path / "real", OLD)
     (tmp_path / "out").symlink_to("real")
     save(tmp_path / "out")
@@ -150,7 +150,7 @@ def test_a_parent_that_cannot_be_written_to_is_named(tmp_path):
 
 
 class _Libc:
-    """A C library whose renameat2 fails with a code, or is missing."""
+    """C library whose renameat2 fails with a code, or is missing."""
 
     def __init__(self, code):
         if code is not None:
@@ -158,7 +158,7 @@ class _Libc:
 
 
 @pytest.mark.parametrize("code", [None, errno.ENOSYS, errno.EINVAL])
-def test_where_names_cannot_be_exchanged_two_renames_do(tmp_path, monkeypatch, code):
+def test_two_renames_are_used_where_names_cannot_be_exchanged(tmp_path, monkeypatch, code):
     fill(tmp_path / "out", OLD)
     monkeypatch.setattr(ctypes, "CDLL", lambda *args, **kwargs: _Libc(code))
     save(tmp_path / "out")
@@ -181,8 +181,7 @@ STEPS = ["write", "fsync", "exchange", "exchanged", "rmtree", "rename", "renamed
 
 
 def run_killed(target, step, count, two_renames):
-    """Saves in a child process that kills itself before the `count`-th call of `step`. True if it was
-    killed."""
+    """Save in a child that kills itself before the `count`-th call of `step`; return whether it did so."""
     child = os.fork()
     if child == 0:
         calls = 0
@@ -219,7 +218,7 @@ def run_killed(target, step, count, two_renames):
 
 @pytest.mark.parametrize("two_renames", [False, True], ids=["exchange", "two-renames"])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_kill_at_any_step_leaves_one_whole_folder_and_the_next_save_cleans_up(tmp_path, step, two_renames):
+def test_a_kill_at_any_step_leaves_a_complete_folder_and_the_next_save_cleans_up(tmp_path, step, two_renames):
     target, kills = tmp_path / "out", 0
     for count in range(1, 20):
         fill(target, OLD)
@@ -253,7 +252,7 @@ def test_folders_of_other_targets_are_left_alone(tmp_path):
 
 
 def test_remains_of_a_killed_save_of_another_target_are_removed_after_an_hour(tmp_path):
-    """Whoever chose another name after the kill would keep it for ever."""
+    """Otherwise they would stay forever if the next save has another name."""
     stale, recent, locked = (tmp_path / f".other.tmp-{i:012x}" for i in range(3))
     for folder in (stale, recent, locked):
         folder.mkdir()
@@ -274,7 +273,7 @@ def test_remains_of_a_killed_save_of_another_target_are_removed_after_an_hour(tm
 
 
 def in_a_child(program):
-    """Run it in a forked process: its id, and the end of a pipe from which one byte comes when it says so."""
+    """Run `program` in a forked process; return its id and a pipe that gets a byte when it signals."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -304,7 +303,7 @@ def test_one_of_several_processes_writes_and_the_others_wait_for_it(tmp_path):
         assert content(target) == NEW
     assert os.waitpid(child, 0)[1] == 0
     with atomic.alone_at(target) as is_writer:
-        assert is_writer  # nobody wrote meanwhile
+        assert is_writer  # no other process wrote in the meantime
     assert hidden(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint folder must be before a byte of it is used."""
+"""A damaged checkpoint folder is refused before any byte of it is used."""
 
 import json
 import os
@@ -54,7 +54,7 @@ from liger_models.convert.errors import CheckpointError
         (b'{"a":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},"a":{}}', b"", "names 'a' twice"),
     ],
 )
-def test_a_damaged_header_is_one_error_that_names_file_and_tensor(tmp_path, header, data, message):
+def test_a_damaged_header_raises_one_error_that_names_file_and_tensor(tmp_path, header, data, message):
     write_raw(tmp_path / SINGLE_FILE, header, data)
     with pytest.raises(CheckpointError, match=rf"(?s){tmp_path}/{SINGLE_FILE}: .*{message}"):
         CheckpointReader(tmp_path)
@@ -117,7 +117,7 @@ def test_a_missing_shard_is_named(tmp_path):
         CheckpointReader(tmp_path)
 
 
-def test_a_tensor_that_only_the_index_has_is_named(tmp_path):
+def test_a_tensor_that_is_only_in_the_index_is_named(tmp_path):
     index = write_sharded(tmp_path, random_tensors())
     file = index["weight_map"]["q.weight"]
     change_index(tmp_path, lambda placed: placed.update({"ghost": file}))
@@ -133,7 +133,7 @@ def test_a_tensor_in_another_file_than_the_index_says_is_named(tmp_path):
         CheckpointReader(tmp_path)
 
 
-def test_a_tensor_that_only_a_file_has_is_named(tmp_path):
+def test_a_tensor_that_is_only_in_a_file_is_named(tmp_path):
     index = write_sharded(tmp_path, random_tensors())
     file = index["weight_map"]["q.weight"]
     change_index(tmp_path, lambda placed: placed.pop("q.weight"))
@@ -143,7 +143,7 @@ def test_a_tensor_that_only_a_file_has_is_named(tmp_path):
         CheckpointReader(tmp_path)
 
 
-def test_a_tensor_that_two_files_have_is_named(tmp_path):
+def test_a_tensor_that_is_in_two_files_is_named(tmp_path):
     index = write_sharded(tmp_path, random_tensors())
     other = next(f for f in index["weight_map"].values() if f != index["weight_map"]["q.weight"])
     tensors = {n: t for n, t in random_tensors().items() if index["weight_map"][n] == other}

@@ -1,4 +1,4 @@
-"""Files made to hurt: each is one clear error within a second and 200 MB, before anything is built."""
+"""Hostile files each raise one clear error within a second and 200 MB, before any model is built."""
 
 import json
 import os
@@ -29,7 +29,7 @@ GOOD = '{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-32"])
 def test_a_header_or_an_index_that_is_not_plain_utf8_is_refused(tmp_path, encoding):
-    """Other readers refuse them; one that guesses would write files back that nobody else opens."""
+    """Other readers refuse them; one that guessed the encoding would write files that no other can read."""
     write_raw(tmp_path / SINGLE_FILE, GOOD.encode(encoding), b"01234567")
     with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: its header is not valid JSON"):
         CheckpointReader(tmp_path)
@@ -40,7 +40,7 @@ def test_a_header_or_an_index_that_is_not_plain_utf8_is_refused(tmp_path, encodi
         CheckpointReader(tmp_path)
 
 
-def test_a_name_twice_among_60000_is_found_at_once(within_a_second, tmp_path):
+def test_a_duplicate_name_among_60000_is_found_at_once(within_a_second, tmp_path):
     names = [f"model.layers.{i}.weight" for i in range(60_000)] + ["model.layers.59999.weight"]
     entries = ",".join(f'"{n}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for n in names)
     write_raw(tmp_path / SINGLE_FILE, f"{{{entries}}}".encode())
@@ -51,7 +51,7 @@ def test_a_name_twice_among_60000_is_found_at_once(within_a_second, tmp_path):
         CheckpointReader(tmp_path)
 
 
-def test_a_name_twice_in_the_index_is_found(tmp_path):
+def test_a_duplicate_name_in_the_index_is_found(tmp_path):
     save_file({"a": torch.zeros(2)}, tmp_path / "x.safetensors")
     (tmp_path / INDEX_FILE).write_text('{"weight_map":{"a":"y.safetensors","a":"x.safetensors"}}')
     with pytest.raises(CheckpointError, match=rf"{INDEX_FILE}: names 'a' twice"):
@@ -110,7 +110,7 @@ def test_offsets_of_400_digits_and_more_are_refused(tmp_path):
         with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: .*'a'") as error:
             CheckpointReader(tmp_path)
         assert len(str(error.value)) < 500
-    digits = b"9" * 5000  # beyond what Python itself turns into a number
+    digits = b"9" * 5000  # beyond Python's own limit for integers
     write_raw(tmp_path / SINGLE_FILE, GOOD.encode().replace(b"8", digits), b"01234567")
     with pytest.raises(CheckpointError, match=f"{SINGLE_FILE}: its header is not valid JSON"):
         CheckpointReader(tmp_path)
@@ -143,7 +143,7 @@ def test_pipes_and_devices_are_refused_without_blocking(within_a_second, tmp_pat
     elif kind == "a device":
         path.symlink_to("/dev/zero")
     else:
-        monkeypatch.chdir(tmp_path)  # a socket's path has room for 108 bytes
+        monkeypatch.chdir(tmp_path)  # the path of a socket is limited to 108 bytes
         with socket.socket(socket.AF_UNIX) as bound:
             bound.bind(name)
     if name.startswith("model-"):
@@ -155,7 +155,7 @@ def test_pipes_and_devices_are_refused_without_blocking(within_a_second, tmp_pat
 
 
 @pytest.mark.parametrize("special", ["/dev/zero", "pipe"])
-def test_a_config_that_is_no_file_is_refused_and_not_waited_for(within_a_second, tmp_path, special):
+def test_a_config_that_is_not_a_regular_file_is_refused_without_blocking(within_a_second, tmp_path, special):
     path = tmp_path / "config.json"
     if special == "pipe":
         os.mkfifo(path)
@@ -173,12 +173,12 @@ def test_a_config_that_is_no_file_is_refused_and_not_waited_for(within_a_second,
 @pytest.mark.parametrize(
     "dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float8_e4m3fn]
 )
-def test_integers_and_float8_are_no_weights(tmp_path, dtype):
-    """A quantised weight without its scale, or a bfloat16 one whose header says int16, loads as noise."""
+def test_integers_and_float8_are_refused_as_weights(tmp_path, dtype):
+    """A quantised weight without its scale, or bfloat16 declared as int16, would load as noise."""
     save_file({"a": torch.ones(2), "b": torch.ones(2).to(dtype)}, tmp_path / SINGLE_FILE)
     parameters = {"a": torch.zeros(2), "b": torch.zeros(2)}
     weights = {"a": Ref("a", (2,)), "b": Ref("b", (2,))}
     with CheckpointReader(tmp_path) as reader:
         with pytest.raises(CheckpointError, match=rf"{SINGLE_FILE}: tensor 'b' is in {dtype}, but weights"):
             load_parameters(parameters, weights, reader)
-        load_parameters({**parameters, "b": torch.zeros(2, dtype=dtype)}, weights, reader)  # a buffer may be
+        load_parameters({**parameters, "b": torch.zeros(2, dtype=dtype)}, weights, reader)  # fine for buffers

@@ -1,5 +1,4 @@
-"""The hub's answers, good and bad, from a local stand-in; the client is the real one, in a process of
-its own."""
+"""Responses of the hub, from a local fake server to the real client in a process of its own."""
 
 import ast
 import base64
@@ -36,15 +35,15 @@ def commit_id(label):
 
 
 class Hub:
-    """Repositories in memory, served the way that the client asks for them."""
+    """Repositories in memory, served over the hub's HTTP interface."""
 
     def __init__(self):
         self.repos = {}  # id -> {"refs": {name: commit}, "commits": {commit: {file: bytes}}}
         self.gated = set()
         self.broken = {}  # path prefix -> HTTP status
         self.drop_once = {}  # file name -> bytes to send before the connection is dropped
-        self.ranges = []  # Range headers seen
-        self.blobs = {}  # what was uploaded, by sha256
+        self.ranges = []  # Range headers received
+        self.blobs = {}  # uploaded files by sha256
         self.authorization = set()
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         self.endpoint = f"http://127.0.0.1:{self.server.server_address[1]}"
@@ -75,7 +74,7 @@ class Hub:
                 self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
 
             def commit(self, repo, revision):
-                """The commit that a request means; None after an error was answered."""
+                """Return the requested commit; after sending an error, None."""
                 for prefix, status in hub.broken.items():
                     if self.path.startswith(prefix):
                         return self.answer(status)
@@ -216,8 +215,7 @@ for line in sys.stdin:
 
 
 class Client:
-    """`resolve` and `push` in a process whose environment names the stand-in, read when the client is
-    imported."""
+    """`resolve` and `push` in a process whose environment names the fake server (read on import)."""
 
     def __init__(self, endpoint, home, **env):
         env = {
@@ -295,7 +293,7 @@ def test_a_branch_a_tag_and_a_commit_are_found(hub, client):
 def test_headers_are_read_without_the_weights(hub, client, home):
     tensors = {"a.weight": {"dtype": "BF16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 41]}}
     header = json.dumps(tensors).encode()
-    file = len(header).to_bytes(8, "little") + header  # two terabytes of weights, of which there are none
+    file = len(header).to_bytes(8, "little") + header  # declares two terabytes of weights
     hub.add("org/huge", {**FILES, **UNWANTED, "model.safetensors": file})
     value = client("read_headers", "org/huge")["value"]
     assert ast.literal_eval(value) == ({"model_type": "llama"}, {"a.weight": "bfloat16"})
@@ -313,7 +311,7 @@ def test_the_token_reaches_the_hub(hub, client):
 
 
 def test_a_connection_that_drops_in_mid_file_is_resumed(hub, client):
-    data = os.urandom(1 << 20) * 12 + b"end"  # the client keeps what it has in steps of 10 MB
+    data = os.urandom(1 << 20) * 12 + b"end"  # the client saves its progress in steps of 10 MB
     hub.add("org/dropped", {**FILES, "model.safetensors": data})
     hub.drop_once["model.safetensors"] = 11 << 20
     assert files_of(client("resolve", "org/dropped"))["model.safetensors"] == data
@@ -339,7 +337,7 @@ def test_uncached_repositories_are_an_error_without_network(hub, client):
     assert "org/not_cached: it is not completely in the cache" in message
 
 
-def test_an_own_cache_folder_is_used(hub, client, tmp_path):
+def test_a_given_cache_folder_is_used(hub, client, tmp_path):
     hub.add("org/elsewhere")
     answer = client("resolve", "org/elsewhere", cache_dir=str(tmp_path))
     assert files_of(answer) == FILES
@@ -365,15 +363,15 @@ def test_a_missing_revision_is_named(hub, client):
     assert "org/plain2 at revision 'v9': the repository has no such branch, tag or commit" in message
 
 
-def test_a_hub_that_fails_is_said_to_have_failed(hub, client):
+def test_a_failure_of_the_hub_is_reported_as_such(hub, client):
     hub.add("org/broken")
-    hub.broken["/api/models/org/broken"] = 501  # one that the client does not retry for half a minute
+    hub.broken["/api/models/org/broken"] = 501  # a status that the client does not retry for half a minute
     message = message_of(client("resolve", "org/broken"))
     assert "cannot download org/broken: " in message
     assert "501" in message
 
 
-def test_a_full_disk_is_said_to_be_full(monkeypatch):
+def test_a_full_disk_is_reported_as_such(monkeypatch):
     import huggingface_hub
 
     def full(*args, **kwargs):
@@ -385,7 +383,7 @@ def test_a_full_disk_is_said_to_be_full(monkeypatch):
     assert type(error.value).__name__ == "HubError"
 
 
-def test_a_name_that_cannot_be_one_is_refused(client):
+def test_an_invalid_repository_name_is_refused(client):
     assert "this is not the name of a repository" in message_of(client("resolve", "org/has spaces"))
 
 
@@ -406,7 +404,7 @@ def test_a_repository_without_config_is_refused(hub, client):
 # ------------------------------------------------------------------------------------------ local folders
 
 
-def test_a_folder_is_its_own_answer(tmp_path, monkeypatch):
+def test_a_local_folder_is_used_as_it_is(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     assert resolve(tmp_path) == tmp_path
     assert resolve(str(tmp_path)) == tmp_path
@@ -427,14 +425,14 @@ def test_a_path_to_nothing_is_not_looked_up_on_the_hub(name):
         resolve(name)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_folder_with_an_adapter_is_no_model(tmp_path, beside):
-    """Others load the model that the adapter names, and apply it."""
+@pytest.mark.parametrize("with_model", [True, False])
+def test_a_folder_with_an_adapter_is_refused_as_a_model(tmp_path, with_model):
+    """Other libraries load the model that the adapter names, and apply the adapter."""
     (tmp_path / "adapter_config.json").write_text("{}")
-    if beside:
+    if with_model:
         (tmp_path / "config.json").write_text("{}")
-    told = "and a model; remove adapter_config.json to" if beside else "but no model; to merge it into"
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds a PEFT adapter.*{told}"):
+    message = "and a model; remove adapter_config.json to" if with_model else "but no model; to merge it into"
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds a PEFT adapter.*{message}"):
         resolve(tmp_path)
 
 
@@ -448,7 +446,7 @@ def test_a_folder_without_config_is_named(tmp_path):
 
 @pytest.mark.parametrize("revision", [None, "draft"])
 def test_a_folder_is_pushed_and_comes_back(hub, client, tmp_path, revision):
-    """The second time to a repository that exists."""
+    """In the second case, the repository exists."""
     repo, branch = "org/pushed", revision or "main"
     files = {**FILES, "tokenizer.json": branch.encode()}
     for name, data in files.items():

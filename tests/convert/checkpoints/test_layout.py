@@ -1,4 +1,4 @@
-"""Canonical forms carry the sizes that modules name, and layouts divide and join tensors by them."""
+"""Canonical forms carry the sizes that modules name; layouts split and join tensors by these."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.specs import AttentionSpec
 
 GROUPS, HIDDEN = 3, 7
-WIDTHS = {"q": 4, "k": 2, "v": 10, "z": 5}  # of one group
+WIDTHS = {"q": 4, "k": 2, "v": 10, "z": 5}  # widths within a group
 
 
 class Mixer(nn.Module):
@@ -24,7 +24,7 @@ class Mixer(nn.Module):
 
 
 def named(module, path="layers.0"):
-    """A module within others, at a path of two steps."""
+    """Nest a module, at a path of two steps."""
     outer, inner = path.split(".")
     return nn.ModuleDict({outer: nn.ModuleDict({inner: module})})
 
@@ -41,7 +41,7 @@ def test_canonical_forms_carry_the_axes_of_the_modules_around_them():
     model.axes = {"groups": 5, "width": 6}
     model["layers"].norm = nn.LayerNorm(4)
     axes = {ref.name: dict(ref.axes) for form in canonical_forms(model).values() for ref in form.refs()}
-    assert axes["layers.0.q.weight"] == {"groups": GROUPS, "width": 6}  # the nearest one's
+    assert axes["layers.0.q.weight"] == {"groups": GROUPS, "width": 6}  # from the nearest module
     assert axes["layers.norm.bias"] == {"groups": 5, "width": 6}
 
 
@@ -64,7 +64,7 @@ def test_a_joined_tensor_holds_its_parts_group_by_group():
         assert torch.equal(torch.cat([piece.flatten(0, 1) for piece in pieces]), own)
 
 
-def test_some_parts_are_joined_and_the_others_stay():
+def test_some_parts_are_joined_and_the_others_stay_separate():
     model = named(Mixer())
     layout = Layout(joined=(Joined("zk", ("z", "k"), by="groups"), Joined("qv", ("q", "v"))))
     weight_map = layout.weight_map(canonical_forms(model))

@@ -1,4 +1,4 @@
-"""Reading moves exactly the bytes of a checkpoint, and little memory beside them."""
+"""Reading copies exactly the bytes of a checkpoint, with little extra memory."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ def native(weight_map, tensors):
 
 
 def round_trip(reader, weight_map, dtype=torch.float32):
-    """Of native tensors of this dtype."""
+    """Verify the round trip through native tensors of this dtype."""
     return verify_roundtrip(reader, weight_map, dict.fromkeys(weight_map, dtype))
 
 
@@ -36,7 +36,7 @@ def round_trip(reader, weight_map, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shards", [0, 3])
-def test_every_parameter_is_loaded_to_the_bit(tmp_path, dtype, shards):
+def test_every_parameter_is_loaded_bit_for_bit(tmp_path, dtype, shards):
     tensors = random_tensors(dtype=dtype)
     if shards:
         write_sharded(tmp_path, tensors, shards)
@@ -72,7 +72,7 @@ def test_pieces_smaller_than_a_tensor_and_than_a_row_give_the_same_bits(tmp_path
     ("stored", "wanted"),
     [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
 )
-def test_another_dtype_is_converted_as_torch_converts(tmp_path, stored, wanted):
+def test_another_dtype_is_converted_as_torch_does(tmp_path, stored, wanted):
     tensors = random_tensors(dtype=stored)
     save_file(tensors, tmp_path / SINGLE_FILE)
     expected = native(MAP, tensors)
@@ -93,7 +93,7 @@ def test_parameters_that_require_gradients_are_filled_in_place(tmp_path):
     assert all(parameter.requires_grad for parameter in loaded.values())
 
 
-def test_rows_are_read_alone(tmp_path):
+def test_single_rows_can_be_read(tmp_path):
     tensors = random_tensors()
     save_file(tensors, tmp_path / SINGLE_FILE)
     with CheckpointReader(tmp_path) as reader:
@@ -153,7 +153,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(tmp_path):
             load_parameters(loaded, MAP, reader)
 
 
-def test_verify_finds_a_tensor_that_does_not_come_back(tmp_path, monkeypatch):
+def test_verify_finds_a_tensor_that_does_not_round_trip(tmp_path, monkeypatch):
     save_file(random_tensors(), tmp_path / SINGLE_FILE)
     true_write = Cat.write
 
@@ -184,7 +184,7 @@ def test_verify_compares_bits_and_not_values(tmp_path, monkeypatch):
         assert round_trip(reader, weight_map, torch.bfloat16).changed == ("b",)
 
 
-def test_a_parameter_fused_from_two_dtypes_comes_back_in_both(tmp_path):
+def test_a_parameter_fused_from_several_dtypes_is_verified_in_each(tmp_path):
     tensors = {"a": torch.randn(4).bfloat16(), "b": torch.randn(4), "c": torch.randn(4).half()}
     save_file(tensors, tmp_path / SINGLE_FILE)
     with CheckpointReader(tmp_path) as reader:
@@ -198,8 +198,7 @@ def test_a_parameter_fused_from_two_dtypes_comes_back_in_both(tmp_path):
 
 @pytest.mark.slow
 def test_loading_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
-    """Peak resident memory: the parameters, and at most 150 MB, although every parameter is fused of two
-    tensors."""
+    """Peak resident memory is the parameters plus at most 150 MB, although each fuses two tensors."""
     rows, columns, layers = 4096, 8192, 16  # 16 x 2 x 32 MB = 1.07 GB in bfloat16
     script = f"""
         import resource, torch

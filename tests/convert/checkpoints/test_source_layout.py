@@ -1,4 +1,4 @@
-"""Of a model's layouts the one that a checkpoint has is found by its names; else both sides are shown."""
+"""The layout of a checkpoint is found by its tensor names; if none fits, the error shows both sides."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_the_layout_with_exactly_these_names_is_found(tmp_path):
     assert match(tmp_path, random_tensors(OTHER)).layout == "other"
 
 
-def test_names_that_fit_no_layout_are_shown_both_ways(tmp_path):
+def test_names_that_fit_no_layout_are_shown_for_both_sides(tmp_path):
     tensors = random_tensors()
     tensors["surplus"] = tensors.pop("q.weight")
     del tensors["norm.weight"]
@@ -40,7 +40,7 @@ def test_names_that_fit_no_layout_are_shown_both_ways(tmp_path):
     assert "unknown to the model: 1 tensors: surplus" in message
 
 
-def test_a_long_list_of_names_is_cut(tmp_path):
+def test_a_long_list_of_names_is_truncated(tmp_path):
     with pytest.raises(CheckpointError, match=r"unknown to the model: 30 tensors: x0, .*, \.\.\.\n"):
         match(tmp_path, {**random_tensors(), **{f"x{i}": torch.zeros(1) for i in range(30)}})
 

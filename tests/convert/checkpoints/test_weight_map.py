@@ -13,7 +13,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 def random_expr(rng, shape, depth, names):
-    """An expression of the given native shape, made of random parts."""
+    """Random expression of the given native shape."""
     kinds = ["ref"]
     if depth > 0:
         if shape and shape[0] > 1:
@@ -53,7 +53,7 @@ def random_expr(rng, shape, depth, names):
 
 
 def random_permute(rng, shape, names):
-    """A Ref of other dimensions, in another order: each native one is divided, and neighbours are joined."""
+    """Ref with other dimensions in another order: each native one is split, and neighbours are joined."""
     fine = [factor for size in shape for factor in rng.choice(FACTORS.get(size, [[size]]))]
     order = rng.sample(range(len(fine)), len(fine))
     view = [fine[order.index(dim)] for dim in range(len(fine))]
@@ -68,7 +68,7 @@ def random_permute(rng, shape, names):
 
 
 def random_groups(rng, shape, names):
-    """Pieces of unequal widths that lie together group by group, in another order than in the tensor."""
+    """Pieces of unequal widths, interleaved group by group, in another order than in the tensor."""
     groups = rng.choice([n for n in range(1, shape[0] + 1) if shape[0] % n == 0])
     cuts = sorted({0, shape[0] // groups, rng.randint(0, shape[0] // groups)})
     widths = [stop - start for start, stop in itertools.pairwise(cuts)]
@@ -81,14 +81,14 @@ FACTORS = {1: [[1]], 2: [[2], [1, 2]], 3: [[3]], 4: [[4], [2, 2]], 5: [[5]], 6: 
 
 
 def holds_all(expr):
-    """Whether an expression has every element of its tensors: shards do not."""
+    """Return whether an expression has every element of its tensors: shards do not."""
     match expr:
         case Rows():
             return expr.shape == expr.part.shape and holds_all(expr.part)
         case Cat(parts) if all(isinstance(part, Rows) and isinstance(part.part, Ref) for part in parts):
             return sum(part.shape[0] for part in parts) == parts[0].part.shape[0]
         case Cat(parts) if len(parts) > 1 and len(set(expr.refs())) == 1:
-            return True  # the pieces of groups
+            return True  # pieces of groups
         case Cat() | Stack():
             return all(map(holds_all, expr.parts))
         case Permute():
@@ -177,7 +177,7 @@ def test_a_row_shard_fetches_only_its_rows():
     assert [entry[:3] for entry in log] == [("e2", 0, 16), ("e3", 0, 16)]
 
 
-def test_rows_of_a_transposed_matrix_are_columns_of_its_tensor():
+def test_rows_of_a_transposed_matrix_are_read_as_columns_of_its_tensor():
     tensor = torch.arange(12.0).view(3, 4)
     rows = torch.empty(2, 3)
     Rows(permuted("a", (4, 3), "i o -> o i"), 1, 3).read_into(rows, fetch_from({"a": tensor}))
@@ -195,8 +195,8 @@ def test_a_shard_by_heads_fetches_the_rows_of_its_heads():
     assert [entry[:3] for entry in log] == [("q", 30, 60), ("k", 15, 30), ("v", 15, 30)]
 
 
-def test_gate_and_up_that_alternate_are_taken_apart():
-    """gpt-oss: [E, H, 2 I] with gate and up in turn, to [E, 2 I, H] with the gate's rows first."""
+def test_alternating_gate_and_up_are_separated():
+    """gpt-oss: from [E, H, 2 I] with gate and up alternating, to [E, 2 I, H] with the gate's rows first."""
     experts, hidden, inner = 3, 4, 5
     disk = torch.randn(experts, hidden, 2 * inner)
     expr = permuted("w", (experts, 2 * inner, hidden), "e h (i 2) -> e (2 i) h")
@@ -213,8 +213,8 @@ def test_gate_and_up_that_alternate_are_taken_apart():
     assert [entry[:3] for entry in log] == [("w", disk[0].numel(), disk.numel())]
 
 
-def test_heads_that_hold_query_key_and_value_are_taken_apart():
-    """GPT-NeoX: [heads * 3 * D, H] by heads, to all queries, all keys, all values."""
+def test_query_key_and_value_ordered_by_head_are_separated():
+    """GPT-NeoX: from [heads * 3 * D, H] ordered by head, to all queries, all keys, all values."""
     heads, dim, hidden = 4, 3, 6
     disk = torch.randn(heads * 3 * dim, hidden)
     expr = permuted("w", tuple(disk.shape), "(heads 3 d) h -> (3 heads d) h", d=dim, heads=heads)
@@ -228,9 +228,9 @@ def test_heads_that_hold_query_key_and_value_are_taken_apart():
     assert sum(stop - start for _, start, stop, _ in log) == keys.numel()
 
 
-def test_pieces_of_unequal_widths_are_taken_out_of_their_groups():
-    """Qwen3-Next: each of 2 groups holds 2 rows of query, 2 of key and 3 of value."""
-    rows = {"q": slice(0, 2), "k": slice(2, 4), "v": slice(4, 7)}  # of each group
+def test_pieces_of_unequal_widths_are_extracted_from_their_groups():
+    """Qwen3-Next: each of 2 groups has 2 rows of query, 2 of key and 3 of value."""
+    rows = {"q": slice(0, 2), "k": slice(2, 4), "v": slice(4, 7)}  # in each group
     pieces = [piece_of_groups("w", (2, 2, 3), i, groups=2, rest=(5,)) for i in range(3)]
     expr = Cat(pieces)
     assert checkpoint_shapes({"w": expr}) == {"w": (14, 5)}

@@ -1,4 +1,4 @@
-"""What was read goes out as it came in, and a save that fails costs nothing."""
+"""Checkpoints are written back as they were read, and a failed save loses nothing."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int
 
 
 def random_bits(shape, dtype, generator):
-    """Any bits at all, so NaNs with payloads and denormal numbers too."""
+    """Random bits, including NaNs with payloads and denormal numbers."""
     count = math.prod(shape) * dtype.itemsize
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(dtype).view(shape)
 
@@ -106,13 +106,13 @@ def test_an_untrained_round_trip_gives_the_same_files_byte_for_byte(tmp_path, dt
     assert files_of(tmp_path / "out") == files_of(tmp_path / "in")
 
 
-def turned(part):
+def flipped(part):
     """`part` with its dimensions in the reverse order."""
     return Permute(part, part.shape, range(len(part.shape))[::-1], part.shape[::-1])
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_maps_and_dtypes_come_back_to_the_bit_in_any_division(tmp_path, seed, monkeypatch):
+def test_random_maps_and_dtypes_round_trip_bit_for_bit_with_any_sharding(tmp_path, seed, monkeypatch):
     rng = random.Random(seed)
     monkeypatch.setattr(
         "liger_models.convert.checkpoints.tensor_bytes.PIECE_BYTES", rng.choice([1, 13, 100, 1 << 20])
@@ -121,9 +121,9 @@ def test_random_maps_and_dtypes_come_back_to_the_bit_in_any_division(tmp_path, s
     for i in range(rng.randint(1, 6)):
         shape = tuple(rng.randint(1, 6) for _ in range(rng.randint(2, 3)))
         parts = [Ref(f"t{i}.{j}", shape) for j in range(rng.randint(1, 3))]
-        kind = rng.choice([Cat, Stack, lambda parts: Cat(parts, dim=1), lambda parts: turned(Stack(parts))])
+        kind = rng.choice([Cat, Stack, lambda parts: Cat(parts, dim=1), lambda parts: flipped(Stack(parts))])
         weight_map[f"w{i}"] = kind(parts)
-    # One dtype for each fused parameter, so that it is held exactly; several in a file.
+    # One dtype within each fused parameter, so that it is stored exactly; several dtypes in a file.
     tensors = {}
     for expr in weight_map.values():
         tensors.update(random_tensors([rng.choice(DTYPES)], seed, {"w": expr}))
@@ -140,7 +140,7 @@ def test_random_maps_and_dtypes_come_back_to_the_bit_in_any_division(tmp_path, s
         assert reader.tensors.keys() == tensors.keys()
 
 
-def test_the_source_dtype_comes_back_tensor_by_tensor(tmp_path):
+def test_each_tensor_is_written_in_its_source_dtype(tmp_path):
     tensors = {name: torch.randn(shape).bfloat16() for name, shape in checkpoint_shapes(MAP).items()}
     tensors["norm.weight"] = tensors["norm.weight"].float()
     write_source(tmp_path / "in", tensors, 2)
@@ -159,7 +159,7 @@ def test_the_index_follows_a_requested_dtype(tmp_path):
     assert index["weight_map"] == json.loads((tmp_path / "in" / INDEX_FILE).read_text())["weight_map"]
 
 
-def test_trained_parameters_go_out_in_the_source_layout(tmp_path):
+def test_trained_parameters_are_written_in_the_source_layout(tmp_path):
     write_source(tmp_path / "in", random_tensors([torch.float32]), 3)
     parameters, source = load(tmp_path / "in")
     for parameter in parameters.values():
@@ -172,7 +172,7 @@ def test_trained_parameters_go_out_in_the_source_layout(tmp_path):
             assert a.keys() == b.keys()
 
 
-def test_carried_and_tied_tensors_go_out_again(tmp_path):
+def test_carried_and_tied_tensors_are_written_again(tmp_path):
     tensors = random_tensors([torch.bfloat16])
     tensors["layer.inv_freq"] = torch.rand(4)
     tensors["lm_head.weight"] = tensors["q.weight"].clone()
@@ -204,7 +204,7 @@ def test_a_weight_map_of_another_layout_than_the_source_is_refused(tmp_path):
 # ------------------------------------------------------------------------- checkpoints made from nothing
 
 
-def test_one_file_where_it_fits_and_no_index(tmp_path):
+def test_a_checkpoint_that_fits_one_file_has_no_index(tmp_path):
     save_checkpoint(tmp_path / "out", random_parameters(), MAP, config=CONFIG)
     assert sorted(files_of(tmp_path / "out")) == ["config.json", SINGLE_FILE]
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
@@ -278,12 +278,12 @@ def test_a_requested_dtype_is_written(tmp_path, dtype):
     ("size", "expected"),
     [("5GB", 5 * 10**9), ("5GiB", 5 * 2**30), ("1.5 MB", 1_500_000), ("2kib", 2048), (77, 77), ("300", 300)],
 )
-def test_sizes_for_people(size, expected):
+def test_human_readable_sizes_are_parsed(size, expected):
     assert parse_size(size) == expected
 
 
 @pytest.mark.parametrize("size", ["5 apples", "", "GB", "-1GB", 0, "0GB", -5, "5 G i B"])
-def test_sizes_that_are_none(size, tmp_path):
+def test_invalid_sizes_are_refused(size, tmp_path):
     with pytest.raises(ValueError, match="a size must be"):
         save_checkpoint(tmp_path / "out", random_parameters(), MAP, max_shard_size=size, config=CONFIG)
 
@@ -291,7 +291,7 @@ def test_sizes_that_are_none(size, tmp_path):
 # ------------------------------------------------------------------------------------ the other files
 
 
-def test_files_next_to_the_weights_are_carried_along(tmp_path):
+def test_files_next_to_the_weights_are_copied(tmp_path):
     carried = [
         "config.json",
         "generation_config.json",
@@ -331,7 +331,7 @@ def test_chat_templates_by_name_are_written_into_their_folder(tmp_path):
             save_checkpoint(tmp_path / "out", random_parameters(), MAP, config=CONFIG, aux_files={name: b""})
 
 
-def test_config_json_keeps_its_bytes_only_while_it_says_the_same(tmp_path):
+def test_config_json_keeps_its_bytes_unless_the_config_changed(tmp_path):
     as_found = json.dumps(CONFIG, indent=7).encode()
     for config, expected in ((CONFIG, True), ({**CONFIG, "dtype": "float16"}, False)):
         aux = {"config.json": as_found, "vocab.json": b"{}"}
@@ -374,7 +374,7 @@ def test_an_aux_file_cannot_leave_the_folder(tmp_path, name):
 
 @pytest.fixture
 def old(tmp_path):
-    """A checkpoint that a failing save must leave alone; checked afterwards."""
+    """Checkpoint that a failing save must not change, which is checked afterwards."""
     save_checkpoint(tmp_path / "out", random_parameters(seed=1), MAP, max_shard_size=200, config=CONFIG)
     before = files_of(tmp_path / "out")
     yield tmp_path / "out"
@@ -401,7 +401,7 @@ def test_a_write_that_fails_leaves_the_old_checkpoint(old, monkeypatch, failing_
     assert ("free space" in str(error.value)) == (code != errno.EIO)
 
 
-def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path, monkeypatch):
+def test_partial_writes_are_continued(tmp_path, monkeypatch):
     true_write = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: true_write(fd, data[:5], offset))
     save_checkpoint(tmp_path / "out", random_parameters(), MAP, config=CONFIG)
@@ -410,7 +410,7 @@ def test_writes_that_take_less_than_they_are_given_are_continued(tmp_path, monke
 
 
 def test_a_real_limit_on_file_size_leaves_the_old_checkpoint(old):
-    """In a child, because the limit is the process's; the kernel's EFBIG stands for a full disk."""
+    """In a child, since the limit applies to a process; the kernel's EFBIG simulates a full disk."""
     child = os.fork()
     if child == 0:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -431,7 +431,7 @@ def test_too_little_free_space_is_reported_before_a_byte_is_written(old, monkeyp
         save_checkpoint(old, random_parameters(seed=2), MAP, config=CONFIG)
 
 
-def test_remains_of_a_killed_save_take_no_space_from_the_next(tmp_path, monkeypatch):
+def test_remains_of_a_killed_save_do_not_count_against_free_space(tmp_path, monkeypatch):
     left = tmp_path / ".out.tmp-0123456789ab"
     left.mkdir()
     usage = shutil.disk_usage(tmp_path)
@@ -474,7 +474,7 @@ def test_a_kill_while_writing_leaves_the_old_checkpoint_and_the_next_save_cleans
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status)
     assert files_of(out) == before
-    assert len(os.listdir(tmp_path)) == 2  # the half-written folder, under a hidden name
+    assert len(os.listdir(tmp_path)) == 2  # with the half-written folder, under a hidden name
     save_checkpoint(out, random_parameters(seed=2), MAP, config=CONFIG)
     assert os.listdir(tmp_path) == ["out"]
     again, _ = load(out)

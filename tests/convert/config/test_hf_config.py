@@ -140,7 +140,7 @@ def test_finish_names_a_key_that_nobody_took(key, value, reason):
         finish(**{key: value})
 
 
-def test_dropout_is_left_out_where_that_is_said():
+def test_dropout_is_ignored_on_request():
     config = HFConfig.load({"model_type": "x", "attention_dropout": 0.1, "resid_pdrop": 0.2}, dropout=0.0)
     config.finish()
     config.with_raw({"model_type": "x", "embd_pdrop": 0.1}).finish()
@@ -171,7 +171,7 @@ def test_old_and_new_spellings_of_one_model_are_equal(rope_type):
 
 
 @pytest.mark.parametrize("rope_type", SCALINGS)
-def test_rotary_settings_are_those_that_transformers_reads(rope_type):
+def test_rotary_settings_match_transformers(rope_type):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_attention_heads": 4}
     for raw in (old_spelling(rope_type), new_spelling(rope_type)):
@@ -182,7 +182,7 @@ def test_rotary_settings_are_those_that_transformers_reads(rope_type):
                 assert ours[key] == (tuple(value) if isinstance(value, list) else value), key
 
 
-def test_defaults_that_the_config_does_not_state():
+def test_missing_rotary_settings_get_their_defaults():
     assert rope({"model_type": "llama"}) == {
         "rope_type": "default",
         "rope_theta": 10000.0,
@@ -204,7 +204,7 @@ def test_the_original_length_at_the_top_level_wins_as_in_phi3():
     assert settings["factor"] == 4096 / 512
 
 
-def test_old_aliases_of_rope_types():
+def test_old_aliases_of_rope_types_are_accepted():
     raw = old_spelling("longrope")
     raw["rope_scaling"]["rope_type"] = "su"
     assert rope(raw) == rope(old_spelling("longrope"))
@@ -213,8 +213,8 @@ def test_old_aliases_of_rope_types():
     assert mrope["mrope_section"] == (2, 3, 3)
 
 
-def test_no_scaling_in_the_old_spelling_says_nothing_of_layer_types_in_the_new_one():
-    """As in TranslateGemma's configs: thetas in the old spelling, the scaling in the new one."""
+def test_a_null_scaling_in_the_old_spelling_does_not_override_the_new_one():
+    """TranslateGemma's configs have thetas in the old spelling and the scaling in the new one."""
     full = {"factor": 8.0, "rope_type": "linear"}
     settings = {"full_attention": full, "sliding_attention": {"rope_type": "default"}}
     thetas = {"rope_theta": 500.0, "rope_local_base_freq": 100.0}
@@ -224,7 +224,7 @@ def test_no_scaling_in_the_old_spelling_says_nothing_of_layer_types_in_the_new_o
     assert (sliding["rope_type"], sliding["rope_theta"]) == ("default", 100.0)
 
 
-def test_settings_by_layer_type_in_both_spellings():
+def test_settings_by_layer_type_are_read_in_both_spellings():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     local = {"rope_type": "default", "rope_theta": 1e4}
     new = {"model_type": "x", "rope_parameters": {"full_attention": full, "sliding_attention": local}}
@@ -284,22 +284,22 @@ def test_rotary_settings_that_cannot_be_honoured_are_refused(settings, message):
 
 
 @pytest.mark.parametrize("name", ["rope_type", "type"])
-def test_settings_of_other_types_beside_the_default_type_have_no_effect_and_warn(name):
-    """As in transformers, where they are left over when a config's type is changed."""
+def test_settings_of_other_types_have_no_effect_on_the_default_type_and_warn(name):
+    """transformers ignores them too; they are left over when the type of a config is changed."""
     left_over = {"factor": 8.0, "original_max_position_embeddings": 1024, "beta_fast": 32}
     with pytest.warns(
         UserWarning, match="beta_fast, factor, original_max_position_embeddings have no effect"
     ):
         found = rope({**BASE, "rope_scaling": {name: "default", **left_over}})
     assert found == rope(BASE)
-    for settings in (left_over, {name: "default", **left_over, "wobble": 1}):  # without a type, unknown
+    for settings in (left_over, {name: "default", **left_over, "wobble": 1}):  # no type; an unknown key
         with pytest.raises(ConfigError, match="unknown keys"):
             rope({**BASE, "rope_scaling": settings})
 
 
-@pytest.mark.parametrize("stated", [{"factor": 4.0}, {}])  # the ratio of both lengths is 4, too
-def test_longrope_whose_attention_factor_is_its_factor_is_refused(stated):
-    """Such exports scale every score by the square of the factor: 1024 in place of 1.42, of Phi-3.5."""
+@pytest.mark.parametrize("stated", [{"factor": 4.0}, {}])  # the ratio of the two lengths is 4, too
+def test_longrope_with_an_attention_factor_equal_to_its_factor_is_refused(stated):
+    """Such exports scale every score by the square of the factor, for Phi-3.5 by 1024 instead of 1.42."""
     raw = old_spelling("longrope")
     raw["rope_scaling"] |= {**stated, "attention_factor": 4}
     with pytest.raises(
@@ -329,7 +329,7 @@ def test_a_null_theta_is_not_replaced_by_the_default(raw):
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"model_type": 5}', '{"model_type": ["llama"]}'])
-def test_a_file_that_is_no_config_is_refused(text, tmp_path):
+def test_a_file_that_is_not_a_config_is_refused(text, tmp_path):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"is not valid JSON|model_type must be a name"):
         HFConfig.load(tmp_path)
@@ -364,7 +364,7 @@ def test_text_config_is_the_nested_one_and_shares_its_values():
     assert config.to_dict()["text_config"] == {"hidden_size": 16}
 
 
-def test_a_config_that_was_read_goes_out_unchanged():
+def test_a_config_that_was_read_is_exported_unchanged():
     raw = old_spelling("yarn")
     assert export_config(raw, dtype="bfloat16", source=True) == raw
     stated = {**raw, "torch_dtype": "float32"}
@@ -373,7 +373,7 @@ def test_a_config_that_was_read_goes_out_unchanged():
 
 @pytest.mark.parametrize("spelling", [old_spelling, new_spelling])
 @pytest.mark.parametrize("rope_type", SCALINGS)
-def test_a_config_made_from_nothing_bears_both_spellings(spelling, rope_type):
+def test_a_new_config_is_exported_in_both_spellings(spelling, rope_type):
     raw = spelling(rope_type)
     out = export_config(raw, dtype="bfloat16", source=False)
     assert out["dtype"] == out["torch_dtype"] == "bfloat16"
@@ -392,7 +392,7 @@ def test_transformers_reads_both_spellings_at_once_as_either_alone(rope_type):
     assert transformers.LlamaConfig(**out).rope_parameters == expected
 
 
-def test_a_nested_config_made_from_nothing_bears_both_spellings():
+def test_a_new_nested_config_is_exported_in_both_spellings():
     full = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     local = {"rope_type": "default", "rope_theta": 1e4}
     raw = {"model_type": "x", "rope_parameters": {"full_attention": full, "sliding_attention": local}}
@@ -402,8 +402,8 @@ def test_a_nested_config_made_from_nothing_bears_both_spellings():
         assert rope(out, layer_type) == rope(old_only, layer_type) == rope(raw, layer_type)
 
 
-def test_a_rope_type_younger_than_the_old_spelling_is_told_in_the_new_one_alone():
-    """Gemma 4's, whose text part is a checkpoint of its own when it is saved."""
+def test_a_rope_type_newer_than_the_old_spelling_is_exported_only_in_the_new_one():
+    """Gemma 4 has such a type; its text part may be saved as a checkpoint of its own."""
     transformers = pytest.importorskip("transformers")
     full, local = (
         {"rope_type": "proportional", "rope_theta": 1e6},
@@ -415,7 +415,7 @@ def test_a_rope_type_younger_than_the_old_spelling_is_told_in_the_new_one_alone(
     assert transformers.Gemma4TextConfig(**out).rope_parameters == raw["rope_parameters"]
 
 
-# ------------------------------------------------------------------------- values of a type that none has
+# ------------------------------------------------------------------------------- values of a wrong type
 
 WRONG = ["4096", [4096], {"a": 1}, True, -1, 0, 4096.5, float("nan"), float("inf"), 10**400, "x" * 10_000]
 
@@ -423,7 +423,7 @@ WRONG = ["4096", [4096], {"a": 1}, True, -1, 0, 4096.5, float("nan"), float("inf
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda value: repr(value)[:12])
 @pytest.mark.parametrize("rope_type", ["yarn", "longrope", "dynamic", "llama3", "linear"])
 def test_rotary_settings_of_a_wrong_type_are_config_errors(rope_type, wrong):
-    """Every size that rotary settings are made of, in both spellings, at the top level and inside."""
+    """Every size in rotary settings, in both spellings, at the top level and nested."""
     for raw in (old_spelling(rope_type), new_spelling(rope_type)):
         inside = raw["rope_scaling"] if "rope_scaling" in raw else raw["rope_parameters"]
         places = [(raw, key) for key in ("max_position_embeddings", "rope_theta", "partial_rotary_factor")]
@@ -433,8 +433,8 @@ def test_rotary_settings_of_a_wrong_type_are_config_errors(rope_type, wrong):
             kept = dict(where)
             where[key] = wrong
             if key == "original_max_position_embeddings" and where is inside and rope_type != "linear":
-                where.pop("factor", None)  # the ratio of the two lengths, where the type knows one
-            with contextlib.suppress(ConfigError):  # some are right: a theta of 4096.5, say
+                where.pop("factor", None)  # so that types that allow it use the ratio of the two lengths
+            with contextlib.suppress(ConfigError):  # some are valid, such as a theta of 4096.5
                 rope(raw)
             where.clear()
             where.update(kept)
@@ -451,7 +451,7 @@ def test_the_lengths_that_make_a_factor_are_checked_before_they_are_divided(rope
         rope(raw)
 
 
-def test_an_entry_of_nested_rotary_settings_that_is_no_object_is_a_config_error():
+def test_a_nested_rotary_setting_that_is_not_an_object_is_a_config_error():
     raw = {**BASE, "rope_parameters": {"full_attention": 5, "sliding_attention": {"rope_theta": 1.0}}}
     with pytest.raises(ConfigError, match=r"full_attention.*must be an object"):
         rope(raw, "full_attention")
