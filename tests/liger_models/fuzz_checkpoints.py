@@ -1,10 +1,10 @@
-"""Mutated checkpoints, loaded: each is one clear error, or a model with exactly the bytes of its files.
+"""Load mutated checkpoints: each raises one clear error or gives a model with exactly the bytes of its files.
 
     python tests/liger_models/fuzz_checkpoints.py --seed 7 --seconds 600
 
-A mutation changes bytes, headers, config, index or the files themselves. Its outcome must be a
-LigerModelsError that names the folder, within a second of the processor; or the weights that safetensors
-itself reads. The number of a mutation and the seed give it again.
+A mutation changes bytes, headers, config, index or the files themselves. The outcome must be a
+LigerModelsError that names the folder, within a second of CPU time, or the weights that safetensors itself
+reads. The seed and the number of a mutation reproduce it.
 """
 
 import argparse
@@ -71,7 +71,7 @@ NASTY = [
 
 
 def make_originals(folder: Path) -> list[Path]:
-    """Checkpoints to mutate: of one file and of several, in two dtypes, with a tied head and without."""
+    """Make checkpoints to mutate: of one file and of several, in two dtypes, with and without a tied head."""
     made = []
     for name, dtype, shard, changes in (
         ("single", torch.float32, None, {}),
@@ -93,7 +93,7 @@ def flip_bits(folder: Path, rng: random.Random) -> None:
     path = _any_file(folder, rng)
     content = bytearray(path.read_bytes())
     for _ in range(rng.choice([1, 1, 2, 8]) if content else 0):
-        # Half of them in the first bytes, where headers are.
+        # Half of the flips are in the first bytes, where headers are.
         place = rng.randrange(min(len(content), rng.choice([600, 10**9])))
         content[place] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
@@ -170,7 +170,7 @@ def _any_file(folder: Path, rng: random.Random, suffix: str = "") -> Path:
 
 
 def _change(content, rng: random.Random) -> None:
-    """One value, key or entry somewhere in a JSON object becomes another one."""
+    """Change a random value, key or entry of a JSON object."""
     places = []
 
     def walk(node):
@@ -190,7 +190,7 @@ def _change(content, rng: random.Random) -> None:
         node[str(rng.choice(NASTY))] = node.pop(key)
     elif action == 2 and isinstance(node[key], int):
         node[key] += rng.choice([-1, 1, 8, -8])
-    elif action == 3:  # the value of another place
+    elif action == 3:  # the value from another place
         other, at = rng.choice(places)
         node[key] = copy.deepcopy(other[at])
     else:
@@ -201,11 +201,11 @@ def _change(content, rng: random.Random) -> None:
 
 
 class _Hang(BaseException):
-    """No OSError, which whoever reads a file may take for one of that file."""
+    """Raised on a timeout. It is not an OSError, which a reader could take for an error of the file."""
 
 
 def complaint(folder: Path) -> str | None:
-    """What is wrong with the way in which this checkpoint loads, or is refused; None if nothing is."""
+    """Load a checkpoint; return what is wrong with the model or the error, or None."""
 
     def hangs(*_):
         raise _Hang
@@ -248,7 +248,7 @@ def _wrong_weights(model, folder: Path) -> str | None:
     for path in folder.glob("*.safetensors"):
         if path.name not in model.source.files:
             continue
-        with safe_open(path, "pt") as file:  # which refuses what it finds damaged
+        with safe_open(path, "pt") as file:  # it refuses damaged files
             for name in file.keys():  # noqa: SIM118
                 if name in tensors:
                     native, view = tensors.pop(name)
@@ -260,7 +260,7 @@ def _wrong_weights(model, folder: Path) -> str | None:
 
 @contextlib.contextmanager
 def _memory_limit(more: int):
-    """What wants much memory gets a MemoryError, which is a complaint, and leaves the machine alive."""
+    """Limit memory, so that a large allocation raises MemoryError, which is a complaint."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + more, before[1]))
@@ -271,7 +271,7 @@ def _memory_limit(more: int):
 
 
 def fuzz(seed: int, count: int | None = None, seconds: float = float("inf")) -> list[tuple[int, str]]:
-    """The complaints about `count` mutated checkpoints, each a function of its number alone."""
+    """Return the complaints about `count` mutated checkpoints, each determined by its number alone."""
     complaints = []
     ends = time.monotonic() + seconds
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as scratch, warnings.catch_warnings():
@@ -289,7 +289,7 @@ def fuzz(seed: int, count: int | None = None, seconds: float = float("inf")) -> 
             applied = rng.choices(MUTATIONS, k=rng.choice([1, 1, 1, 2, 3]))
             for mutation in applied:
                 with contextlib.suppress(ValueError, RecursionError, OSError, IndexError, struct.error):
-                    mutation(folder, rng)  # unless an earlier one left nothing that this one could change
+                    mutation(folder, rng)  # fails if an earlier mutation left nothing to change
             if problem := complaint(folder):
                 complaints.append((number, f"{[mutation.__name__ for mutation in applied]}: {problem}"))
             shutil.rmtree(folder)

@@ -1,6 +1,6 @@
-"""One rank of test_optim.py: the same training with fully_shard and in one process, both by this rank.
+"""One rank of test_optim.py: the same training with fully_shard and unsharded, both run by this rank.
 
-Gives norms and parameters by the form of weights and where the optimizer's state is.
+The results are norms and parameters by form of weights and location of the optimizer state.
 """
 
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch.distributed.fsdp import fully_shard
 from liger_models.optim.adamw import AdamW
 
 STEPS = 4
-FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and where the state is
+FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and location of the state
 
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    # Nine rows are not divided evenly, and of one row the second rank has nothing.
+    # Nine rows are sharded unevenly, and of a single row the second rank has nothing.
     layers = nn.Linear(8, 9), nn.LayerNorm(9), nn.Linear(9, 1), nn.Linear(1, 6)
     return nn.Sequential(*layers).to(torch.bfloat16)
 
@@ -37,7 +37,7 @@ def train(model: nn.Module, optimizer: AdamW, steps: range) -> list[float]:
     for step in steps:
         torch.manual_seed(step)
         model(torch.randn(4, 8).bfloat16()).float().square().sum().backward()
-        # Without a limit: the norm is summed in another order, and a factor would differ in its last bit.
+        # No clipping: the norm is summed in another order, so a factor would differ in its last bit.
         norms.append(optimizer.clip_grad_norm(float("inf")).item())
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""One rank of test_replicas.py: saves a model that each process has whole, as all do under DDP."""
+"""One rank of test_replicas.py: save a model that every process holds in full, as under DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def results(folder: Path, rank: int, ranks: int) -> None:
     model, rename = DistributedDataParallel(make_model()).module, os.rename
 
     def rename_later(*names: Any) -> None:
-        time.sleep(0.5)  # so that whoever else writes has seen that there is no folder yet
+        time.sleep(0.5)  # so that other writers have found no folder yet
         rename(*names)
 
     atomic.os.rename = rename_later
@@ -36,6 +36,6 @@ def results(folder: Path, rank: int, ranks: int) -> None:
         model.save_pretrained(folder / "new" / str(number))
         model.save_pretrained(folder / "again")
     model.save_pretrained(folder / f"own{rank}")
-    if rank == 0:  # nobody waits for the others
+    if rank == 0:  # without waiting for the others
         model.save_pretrained(folder / "first")
     atomic.os.rename = rename

@@ -1,7 +1,7 @@
-"""One rank of test_sharding.py: loads checkpoints into sharded models, trains a step, and saves them.
+"""One rank of test_sharding.py: load checkpoints into sharded models, train a step, and save them.
 
-Reads FOLDER/NAME/source for each name and writes FOLDER/NAME/loaded and FOLDER/NAME/trained; and
-FOLDER/fresh_FAMILY, of fresh weights, and FOLDER/bytes{rank}.json.
+Read FOLDER/NAME/source for each name, and write FOLDER/NAME/loaded and FOLDER/NAME/trained; also write
+FOLDER/fresh_FAMILY, with fresh weights, and FOLDER/bytes{rank}.json.
 """
 
 import json
@@ -44,7 +44,7 @@ def results(folder: Path, rank: int, ranks: int) -> None:
         liger_models.from_config(fresh_config(name), shard=shard).save_pretrained(folder / f"fresh_{name}")
     (folder / f"bytes{rank}.json").write_text(json.dumps(counts))
     try:
-        model.save_pretrained(folder / "taken")  # by a file: only the first rank sees that
+        model.save_pretrained(folder / "taken")  # by a file, which only the first rank notices
     except CheckpointError as error:
         (folder / f"error{rank}").write_text(str(error))
 
@@ -53,12 +53,12 @@ FRESH = ("llama", "gpt_oss")
 
 
 def fresh_config(family: str) -> dict[str, Any]:
-    """Of uneven counts of rows, and with a row of padding."""
+    """Config with uneven numbers of rows, and with a padding row."""
     return {**find_architecture(family).tiny, "vocab_size": 133, "pad_token_id": 3}
 
 
 def train_a_step(model) -> None:
-    """The same batch on every rank: the mean of equal gradients is each of them, to the bit."""
+    """Train a step on the same batch on every rank, so that the mean gradient equals each rank's exactly."""
     ids = torch.arange(14).view(2, 7)
     model(ids, labels=ids).loss.backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -1,4 +1,4 @@
-"""Cards: a family is checked from its registration alone, and the pages are what their data say."""
+"""Cards: a family is checked from its registration alone, and the pages match their data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ LLAMA = find_architecture("llama")
 
 @pytest.fixture
 def repository(tmp_path):
-    """A folder with the README of a checkout."""
+    """Folder with the README of a checkout."""
     (tmp_path / "README.md").write_text(f"# Models\n\n{pages.BEGIN}\n{pages.END}\n\nMore.\n")
     return tmp_path
 
@@ -41,7 +41,7 @@ def shop(tmp_path_factory):
     return Workshop(LLAMA, tmp_path_factory.mktemp("shop"), ROOT)
 
 
-# -- making one
+# -- making a card
 
 
 def test_a_card_is_made_from_the_registration(repository, without_a_gpu, capsys):
@@ -74,7 +74,7 @@ def test_impossible_requests_give_one_line_errors(arguments, message, repository
 
 
 def failing(monkeypatch, **runs):
-    """Every check gives nothing, but for those in `runs`; the training step is left alone."""
+    """Replace every check by an empty one, except those in `runs` and the training step."""
     fakes = {
         name: replace(check, run=runs.get(name, lambda shop: (True, {})), say=lambda found: "nothing")
         for name, check in CHECKS.items()
@@ -85,7 +85,7 @@ def failing(monkeypatch, **runs):
         monkeypatch.setattr(module, "CHECKS", fakes)
 
 
-def test_a_check_that_breaks_down_fails_and_the_others_go_on(repository, monkeypatch, without_a_gpu):
+def test_a_check_that_raises_an_error_fails_and_the_others_continue(repository, monkeypatch, without_a_gpu):
     pytest.importorskip("transformers")
 
     def broken(shop):
@@ -141,7 +141,7 @@ def test_checks_that_are_left_out_stay_as_they_were(repository, monkeypatch, wit
 # -- each check can fail
 
 
-def test_bytes_that_change_are_found(shop, monkeypatch):
+def test_changed_bytes_are_found(shop, monkeypatch):
     assert checks.round_trip(shop)[0]
     monkeypatch.setattr(checks, "_files", lambda folder: {"model.safetensors": folder.name.encode()})
     passed, found = checks.round_trip(shop)
@@ -149,7 +149,7 @@ def test_bytes_that_change_are_found(shop, monkeypatch):
     assert "changed: model.safetensors" in CHECKS["round_trip"].say(found)
 
 
-def test_other_numbers_text_and_weights_are_found(shop, monkeypatch):
+def test_wrong_numbers_text_and_weights_are_found(shop, monkeypatch):
     for name in ("numbers", "generation", "resume", "reload"):
         assert CHECKS[name].run(shop)[0], name
     from_hub = liger_models.from_hub
@@ -178,7 +178,7 @@ def test_other_numbers_text_and_weights_are_found(shop, monkeypatch):
 
 @pytest.fixture
 def tiny_models(monkeypatch):
-    """Families are known by their tests' configs, and measured by short steps."""
+    """Let published configs be those of tests, and measure short steps."""
 
     def published(family, repository):
         return [Published(f"{family.model_type}-1", 1, dict(family.tiny))]
@@ -189,11 +189,11 @@ def tiny_models(monkeypatch):
 
 
 def test_families_are_measured_on_all_devices_by_the_benchmarks(repository, tiny_models, monkeypatch):
-    """One that breaks down becomes a line of its card, and the others go on."""
+    """A family that fails gets a note on its card, and the others continue."""
     (repository / "benchmarks").symlink_to(ROOT / "benchmarks")
     monkeypatch.setattr(training_step, "settings_of_peers", lambda *about: [])
-    monkeypatch.setattr(training_step, "TOKENS_OF_A_STEP", 32)  # of which a row of this model takes 16
-    monkeypatch.setattr(training_step, "TIME_LIMIT", 600.0)  # on a busy machine, too
+    monkeypatch.setattr(training_step, "TOKENS_OF_A_STEP", 32)  # two rows of 16 for this model
+    monkeypatch.setattr(training_step, "TIME_LIMIT", 600.0)  # long enough for a busy machine
     plan = training_step.plan
 
     def break_down(family, *others):
@@ -232,7 +232,7 @@ def settings_of(family, tokens, compiled=False, **changes):
     return training_step.settings_of_peers(family.spec(config), tokens, compiled)
 
 
-def test_a_family_that_sees_is_measured_with_images():
+def test_a_vision_language_family_is_measured_with_images():
     ours, *peers = training_step.plan(find_architecture("qwen2_vl"), ROOT, ["cpu"])
     assert {job["data"] for job in (ours, *peers)} == {"images"}
     assert [job["provider"] for job in peers] == ["transformers+liger+sdpa", "transformers+sdpa"]
@@ -297,7 +297,7 @@ def test_a_training_step_is_compared_with_each_peers_fastest_setting():
     assert results.format_against_peers(shared) == "0.50 x the speed" + results.SHARED
 
 
-def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
+def test_as_many_layers_are_kept_as_fit_and_at_least_one_of_each_kind():
     config = {**LLAMA.tiny, "num_hidden_layers": 8}
     assert training_step.layers_that_fit(config, 1 << 40) == 8
     assert training_step.layers_that_fit(config, 1) == 1
@@ -312,7 +312,7 @@ def test_as_many_layers_are_taken_as_fit_and_one_of_each_kind():
     assert training_step.layers_that_fit(deepseek, 1) == deepseek["first_k_dense_replace"] + 1
 
 
-def test_per_layer_lists_are_cut_with_the_layers():
+def test_per_layer_lists_are_truncated_with_the_layers():
     config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "ids": [1, 2]}
     assert with_layers(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "ids": [1, 2]}
 
@@ -323,10 +323,10 @@ def test_per_layer_lists_are_cut_with_the_layers():
 def test_the_pages_match_the_registry_and_the_cards():
     made = pages.make_pages(ROOT).items()
     stale = [path.name for path, text in made if not path.is_file() or path.read_text() != text]
-    assert stale == [], "make them anew with: liger-models card"
+    assert stale == [], "generate them again with: liger-models card"
 
 
-def test_every_card_belongs_to_a_registered_family_has_every_line_and_passed():
+def test_every_card_belongs_to_a_registered_family_is_complete_and_passed():
     files = {path for path in (ROOT / pages.CARDS).iterdir() if path.name != "README.md"}
     families = {path.stem for path in files}
     assert families <= {*list_architectures(), *list_architectures(vision=True)}
@@ -343,7 +343,7 @@ def features_of(family):
     return set(features(architecture.spec(HFConfig.load(dict(architecture.tiny)))))
 
 
-def test_features_are_read_off_the_spec():
+def test_features_are_derived_from_the_spec():
     capped = {"attention soft-capping", "logit soft-capping"}
     assert features_of("gemma2") >= {"sliding window on some layers", "tied embeddings"} | capped
     assert features_of("deepseek_v3") >= {"latent attention", "experts", "shared experts"}

@@ -1,4 +1,4 @@
-"""Sequence classifiers: the numbers and the files of transformers' classes."""
+"""Sequence classifiers match transformers' classes in numbers and files."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def randomised(model):
 
 
 def padded(vocab_size):
-    """Rows of 9, 5 and 1 tokens, none of which is padding within."""
+    """Rows of 9, 5 and 1 tokens without padding tokens inside."""
     ids = torch.randint(PAD + 1, vocab_size, (3, 9))
     mask = torch.arange(9) < torch.tensor([[9], [5], [1]])
     return ids.masked_fill(~mask, PAD), mask.long()
@@ -56,9 +56,9 @@ def test_rewards_and_files_match_transformers(family, tmp_path):
         values = theirs.score(states) * mask[..., None]
         of_tokens = ours(ids, attention_mask=mask, every_token=True).logits
         in_one_row = ours(torch.cat(rows)[None], cu_seqlens=bounds, every_token=True).logits
-        unmasked = ours(ids).logits  # the padding token says where a sequence ends
+        unmasked = ours(ids).logits  # the padding token marks the end of a sequence
     assert torch.equal(found, again)
-    # As everywhere in float32: 1e-5 of the largest.
+    # The usual float32 bound: 1e-5 of the largest element.
     for other in (found, packed, unmasked):
         assert (other - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (of_tokens - values).abs().max() <= 1e-5 * values.abs().max()
@@ -70,7 +70,7 @@ def test_rewards_and_files_match_transformers(family, tmp_path):
     assert a == b
 
 
-def test_the_body_is_the_language_model_s_and_the_head_is_fresh(tmp_path):
+def test_the_body_comes_from_the_language_model_and_the_head_is_fresh(tmp_path):
     causal = randomised(liger_models.from_config(config_of("llama"), device="cpu", dtype="bfloat16"))
     causal.save_pretrained(tmp_path)
     torch.manual_seed(5)

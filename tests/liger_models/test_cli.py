@@ -46,7 +46,7 @@ def tokenizer_folder(tmp_path_factory):
 
 
 def write_checkpoint(folder, family, tokenizer_folder, **changes):
-    """A tiny float32 checkpoint of a family, every parameter random."""
+    """Write a tiny float32 checkpoint of a family with random parameters."""
     vocab_size = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json")).get_vocab_size()
     config = {**find_architecture(family).tiny, "vocab_size": vocab_size, **changes}
     model = liger_models.from_config(config, dtype="float32")
@@ -96,7 +96,8 @@ def test_init_writes_a_checkpoint_with_the_tokenizers_vocabulary(tokenizer_folde
     assert model.config.vocab_size == 280
     assert (model.config.bos_token_id, model.config.eos_token_id) == (0, 1)
     assert (out / "tokenizer.json").read_bytes() == (tokenizer_folder / "tokenizer.json").read_bytes()
-    # Normal with the preset's standard deviation of 0.02; its estimate from n values is 0.02 / sqrt(2n) off.
+    # Normal with the preset's standard deviation of 0.02, whose estimate from n values is off by 0.02 /
+    # sqrt(2n).
     weights = model.layers[0].mlp.down_proj.weight.float()
     assert weights.std().item() == pytest.approx(0.02, abs=5 * 0.02 / (2 * weights.numel()) ** 0.5)
 
@@ -118,7 +119,7 @@ def test_init_gives_the_same_weights_for_the_same_seed_only(tmp_path):
         ([], "liger-models", "the following arguments are required: COMMAND"),
     ],
 )
-def test_a_usage_error_is_the_error_and_where_to_find_help(words, command, message, capsys):
+def test_a_usage_error_prints_the_error_and_where_to_find_help(words, command, message, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
@@ -191,7 +192,7 @@ def test_inspect_of_a_repository_reads_its_headers_from_the_hub(checkpoint, caps
     assert report["memory"]["weights"] == 2 * report["num_parameters"]
 
 
-def test_inspect_shows_equal_layers_as_one_and_where_parameters_come_from(checkpoint, capsys):
+def test_inspect_groups_equal_layers_and_shows_where_parameters_come_from(checkpoint, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
     shown = capsys.readouterr().out
     assert "layers 0 to 2\n" in shown
@@ -202,12 +203,12 @@ def test_inspect_shows_equal_layers_as_one_and_where_parameters_come_from(checkp
     ]
 
 
-def test_inspect_keeps_layers_apart_that_differ():
+def test_inspect_lists_different_layers_separately():
     layers = [{"window": 8}, {"window": 8}, {"window": None}, {"window": 8}]
     assert inspect._runs(layers) == [((0, 1), layers[0]), ((2, 2), layers[2]), ((3, 3), layers[3])]
 
 
-def test_inspect_adds_up_the_layers_activations(checkpoint, capsys):
+def test_inspect_sums_the_activations_of_the_layers(checkpoint, capsys):
     assert main(["inspect", str(checkpoint), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["memory"]["activations_per_token"]
     layers = liger_models.from_config(checkpoint, device="meta").layers
@@ -226,8 +227,8 @@ def test_verify_accepts_a_sound_checkpoint(checkpoint, capsys):
     assert "not compared" not in shown
 
 
-def test_verify_finds_bytes_that_change_on_the_way(checkpoint, capsys, monkeypatch):
-    """Key and value exchanged on the way out: the same shapes, other bytes."""
+def test_verify_finds_bytes_that_change_in_the_round_trip(checkpoint, capsys, monkeypatch):
+    """Key and value are swapped on saving: equal shapes, different bytes."""
     write = Cat.write
 
     def exchanged(self, tensor):
@@ -243,7 +244,7 @@ def test_verify_finds_bytes_that_change_on_the_way(checkpoint, capsys, monkeypat
 
 
 def test_verify_finds_a_wrong_weight_map_that_bytes_cannot_show(checkpoint, capsys, monkeypatch):
-    """Gate and up exchanged both ways: the round trip is perfect, and the model is another one."""
+    """Gate and up are swapped on loading and saving: the round trip is exact, but the model is wrong."""
     weight_map = Layout.weight_map
 
     def exchanged(self, forms):
@@ -292,7 +293,7 @@ def test_export_refuses_its_own_source(checkpoint, capsys):
     assert files(checkpoint) == before
 
 
-def test_a_training_runs_folder_means_its_latest_checkpoint(checkpoint, tmp_path):
+def test_the_folder_of_a_training_run_means_its_latest_checkpoint(checkpoint, tmp_path):
     def written(name, seconds):
         shutil.copytree(checkpoint, tmp_path / name)
         (tmp_path / name / "training_state").mkdir()
@@ -325,7 +326,7 @@ def test_generate_prints_the_models_continuation(checkpoint, capsys):
     assert capsys.readouterr().out == f"the lazy{expected}\n"
 
 
-def test_generate_asks_a_chat_model_as_its_template_does(checkpoint, tmp_path, capsys, monkeypatch):
+def test_generate_prompts_a_chat_model_through_its_template(checkpoint, tmp_path, capsys, monkeypatch):
     given = []
 
     def note(self, ids, *_, **options):
@@ -365,7 +366,7 @@ def test_chat_remembers_the_conversation(checkpoint, tmp_path, capsys, monkeypat
     first = "[system:be][user:fox]>"
     second = "[system:be][user:fox][assistant:fine,][user:dog]>"
     assert asked == [first, second, "[system:be][user:cat]>"]
-    assert capsys.readouterr().out == "fine,\n" * 3  # shown up to the stop string, which spans tokens
+    assert capsys.readouterr().out == "fine,\n" * 3  # printed up to the stop string, which spans tokens
 
 
 def test_generate_repeats_itself_for_the_same_seed_only(checkpoint, capsys):
@@ -380,7 +381,7 @@ def test_generate_repeats_itself_for_the_same_seed_only(checkpoint, capsys):
 def test_generate_shows_whole_characters_and_no_special_tokens(checkpoint, capsys, monkeypatch):
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     tokens = tokenizer.encode(" pingüino 司寿").ids
-    assert len(tokens) > 8  # the characters are in pieces
+    assert len(tokens) > 8  # characters are split over tokens
 
     def speak(self, ids, *args, on_token, **options):
         for token in [*tokens, 1]:
@@ -392,10 +393,10 @@ def test_generate_shows_whole_characters_and_no_special_tokens(checkpoint, capsy
 
 
 @pytest.mark.parametrize(("named", "ends"), [(None, [1]), (7, [1, 7]), ([7, 9], [1, 7, 9])])
-def test_generate_ends_where_the_model_says_and_where_documents_end(
+def test_generate_stops_at_the_models_end_tokens_and_at_the_end_of_documents(
     checkpoint, tmp_path, monkeypatch, named, ends
 ):
-    """The end of a turn is often no end of a document, and the tokenizer knows that of documents alone."""
+    """The end of a turn often differs from the end of a document, and the tokenizer names only the latter."""
     given = []
 
     def note(*_, eos_token_id, **options):
@@ -408,7 +409,7 @@ def test_generate_ends_where_the_model_says_and_where_documents_end(
     assert given == [ends]
 
 
-# -- what goes wrong
+# -- errors
 
 
 @pytest.mark.parametrize(
@@ -468,7 +469,7 @@ def test_options_outside_their_range_are_refused_with_the_usage(options, checkpo
     assert options[0] in capsys.readouterr().err
 
 
-def test_an_interrupt_is_exit_code_130(checkpoint, capsys, monkeypatch):
+def test_an_interrupt_exits_with_code_130(checkpoint, capsys, monkeypatch):
     def interrupted(*args, **options):
         raise KeyboardInterrupt
 
@@ -477,7 +478,7 @@ def test_an_interrupt_is_exit_code_130(checkpoint, capsys, monkeypatch):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_closed_pipe_is_no_error(checkpoint):
+def test_a_closed_pipe_is_not_an_error(checkpoint):
     command = [sys.executable, "-m", "liger_models.cli", "inspect", str(checkpoint), "--json"]
     reader, writer = os.pipe()
     os.close(reader)
@@ -492,7 +493,7 @@ def test_evaluations_without_data_are_refused(capsys):
     assert "--eval-every needs held-out data" in capsys.readouterr().err
 
 
-def test_options_are_taken_by_their_whole_names_only(capsys):
+def test_abbreviated_options_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["train", "llama-demo", "--data", "x", "--output", "y", "--steps", "1", "--optimizer", "host"])
     assert "unrecognized arguments: --optimizer host" in capsys.readouterr().err

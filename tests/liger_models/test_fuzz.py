@@ -1,4 +1,4 @@
-"""Whatever is done to a checkpoint: one clear error, or exactly the weights of its files."""
+"""Mutated checkpoints raise one clear error or load exactly the weights of their files."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import fuzz_checkpoints
 import torch
 
 
-def test_300_mutated_checkpoints_are_refused_clearly_or_loaded_rightly():
+def test_300_mutated_checkpoints_are_refused_clearly_or_loaded_correctly():
     complaints = fuzz_checkpoints.fuzz(seed=0, count=300)
     assert not complaints, "\n".join(f"number {at}: {text}" for at, text in complaints)
 

@@ -1,4 +1,4 @@
-"""AdamW with its state on the host makes the same step, bit for bit, and its state is an ordinary one."""
+"""AdamW with its state on the host takes the same steps, bit for bit, and has an ordinary state dict."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
-    """More buckets than lanes, of one parameter and of several."""
+    """Make buckets small: more of them than lanes, with one parameter or several."""
     monkeypatch.setattr(host_state, "BUCKET", 512)
 
 
@@ -81,7 +81,7 @@ def test_every_step_equals_one_with_its_state_on_the_device(dtype, weights, mome
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", [("cpu", None), (None, "cpu"), ("cpu", "cpu")])
-def test_a_state_goes_on_wherever_it_was(way, device):
+def test_a_state_can_move_between_host_and_device(way, device):
     model, straight = network(device, BF16), network(device, BF16)
     train(straight, AdamW(groups(straight), lr=1e-2), 4)
     first = AdamW(groups(model), lr=1e-2, state_device=way[0])
@@ -109,7 +109,7 @@ def test_other_devices_are_refused():
 
 @pytest.mark.gpu
 def test_the_state_of_shards_is_on_the_host_too(tmp_path):
-    """Of FSDP2 with one process; with two, on CPUs, see test_optim.py."""
+    """FSDP2 with one process; test_optim.py has two processes on CPUs."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -132,7 +132,7 @@ def test_the_state_of_shards_is_on_the_host_too(tmp_path):
 
 @pytest.mark.gpu
 def test_large_states_leave_the_gpu(monkeypatch):
-    """Three lanes and no more, and bits that slow copies do not change."""
+    """Only three lanes are used, and slow copies do not change the result."""
     monkeypatch.setattr(host_state, "BUCKET", 1 << 20)
     models = [nn.Linear(4096, 4099, device="cuda", dtype=BF16) for _ in "ab"]
     models[1].load_state_dict(models[0].state_dict())

@@ -1,4 +1,4 @@
-"""A config.json that cannot be that of its weights is refused before anything is built."""
+"""A config.json that cannot match its weights is refused before any model is built."""
 
 import json
 
@@ -32,8 +32,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture
 def load_with(checkpoint, tmp_path):
-    """Loads the checkpoint under another config: the changed keys as JSON text, so that any number can be
-    written."""
+    """Factory that loads the checkpoint with changed config keys, given as JSON text to allow any number."""
 
     def load(**changes):
         folder = tmp_path / "changed"
@@ -57,14 +56,14 @@ def test_the_unchanged_config_loads(load_with):
 
 @pytest.mark.parametrize("layers", [10**5, 10**9, 10**400], ids=["1e5", "1e9", "1e400"])
 def test_more_layers_than_tensors_are_refused_within_a_second(within_a_second, load_with, layers):
-    load_with()  # what is imported late is imported now
+    load_with()  # triggers lazy imports
     with within_a_second(), pytest.raises(ConfigError, match="num_hidden_layers must be at most 21") as error:
         load_with(num_hidden_layers=str(layers))
     assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("layers", [10**5, 10**9])
-def test_a_depth_that_no_model_has_is_refused_without_weights_too(layers):
+def test_an_impossible_depth_is_refused_without_weights_too(layers):
     with pytest.raises(ConfigError, match="num_hidden_layers must be"):
         liger_models.from_config(SHAPE | {"num_hidden_layers": layers}, device="meta")
 
@@ -85,10 +84,10 @@ def test_a_depth_that_no_model_has_is_refused_without_weights_too(layers):
         "initializer_range",
     ],
 )
-def test_huge_numbers_are_clear_errors(load_with, key, value):
+def test_huge_numbers_raise_clear_errors(load_with, key, value):
     small = len(value) < 100
     if small and key in ("rms_norm_eps", "rope_theta", "initializer_range"):
-        return  # numbers like any other
+        return  # ordinary numbers
     with pytest.raises(LigerModelsError) as error:
         load_with(**{key: value})
     assert len(str(error.value)) < 1000
@@ -106,12 +105,12 @@ def test_huge_numbers_are_clear_errors(load_with, key, value):
         ("partial_rotary_factor", "1.5", "partial_rotary_factor of .* must be at most 1, found 1.5"),
     ],
 )
-def test_numbers_that_no_model_has_are_refused(load_with, key, value, error):
+def test_impossible_numbers_are_refused(load_with, key, value, error):
     with pytest.raises(ConfigError, match=error):
         load_with(**{key: value})
 
 
-def test_a_family_whose_heads_turn_in_part_refuses_more_than_the_whole():
+def test_a_partial_rotary_factor_above_one_is_refused():
     tiny = find_architecture("glm").tiny
     for share in (1.5, 1e308):
         rope = tiny["rope_parameters"] | {"partial_rotary_factor": share}
@@ -120,7 +119,7 @@ def test_a_family_whose_heads_turn_in_part_refuses_more_than_the_whole():
 
 
 def test_a_duplicate_key_is_refused(checkpoint, tmp_path):
-    """Python takes the last one, other readers the first."""
+    """Python keeps the last value, other readers the first."""
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).write_bytes(
             (checkpoint / name).read_bytes() if (checkpoint / name).exists() else b"{}"
@@ -138,7 +137,7 @@ def test_a_duplicate_key_is_refused(checkpoint, tmp_path):
         liger_models.from_hub(tmp_path)
 
 
-def test_sizes_whose_product_overflows_are_clear_errors(load_with):
+def test_sizes_whose_product_overflows_raise_clear_errors(load_with):
     most = str(2**31 - 1)
     with pytest.raises((ConfigError, CheckpointError), match=r"other shapes|cannot be laid out"):
         load_with(vocab_size=most, hidden_size=str(2**31 - 16), intermediate_size=most)

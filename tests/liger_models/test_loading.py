@@ -1,4 +1,4 @@
-"""From a config to a model: what may be given, and the options that loading and making share."""
+"""Create models from configs: accepted arguments, and the options shared by from_hub and from_config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_models.models.loading import LoadOptions
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_the_config_of_a_model_makes_the_same_model(family):
+def test_the_config_of_a_model_creates_the_same_model(family):
     torch.manual_seed(0)
     model = liger_models.from_config(find_architecture(family).tiny, device="cpu")
     torch.manual_seed(0)
@@ -25,7 +25,7 @@ def test_the_config_of_a_model_makes_the_same_model(family):
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
 
 
-def test_the_config_of_a_classifier_makes_a_classifier():
+def test_the_config_of_a_classifier_creates_a_classifier():
     rewards = liger_models.from_config(find_architecture("llama").tiny, labels=3, device="meta")
     again = liger_models.from_config(rewards.config, device="meta")
     assert type(again) is type(rewards)
@@ -39,28 +39,28 @@ def test_a_config_is_not_shared_with_the_model_that_it_came_from():
     assert model.config.rope_parameters["rope_theta"] != 1.0
 
 
-def test_a_preset_is_named():
+def test_a_preset_is_given_by_name():
     model = liger_models.from_config("llama-demo", device="meta")
     assert model.num_parameters() == 4_000_000
 
 
-def test_a_folder_is_read_before_a_preset_of_its_name(tmp_path, monkeypatch):
+def test_a_folder_takes_precedence_over_a_preset_of_the_same_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = liger_models.from_config(find_architecture("llama").tiny, device="cpu")
     model.save_pretrained("llama-demo")
     assert liger_models.from_config("llama-demo", device="meta").spec == model.spec
 
 
-@pytest.mark.parametrize("starter", [liger_models.from_hub, liger_models.from_config])
-def test_both_starters_take_all_options_with_the_same_defaults(starter):
-    named = inspect.signature(starter).parameters
+@pytest.mark.parametrize("function", [liger_models.from_hub, liger_models.from_config])
+def test_both_functions_take_all_options_with_the_same_defaults(function):
+    named = inspect.signature(function).parameters
     assert {f.name: f.default for f in dataclasses.fields(LoadOptions)} == {
         f.name: named[f.name].default for f in dataclasses.fields(LoadOptions)
     }
 
 
-@pytest.mark.parametrize("wrong", [{"device": "nowhere"}, {"projections": "torn"}])
-def test_options_are_checked_before_a_folder_is_looked_for(wrong, tmp_path):
+@pytest.mark.parametrize("wrong", [{"device": "nowhere"}, {"projections": "halved"}])
+def test_options_are_checked_before_the_folder(wrong, tmp_path):
     with pytest.raises(ConfigError, match=str(*wrong.values())):
         liger_models.from_hub(tmp_path / "missing", **wrong)
 

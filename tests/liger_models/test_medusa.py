@@ -1,4 +1,4 @@
-"""Medusa heads: their loss in plain PyTorch, what is trained, and the files that engines read."""
+"""Medusa heads: loss against plain PyTorch, trained parameters, and the files that inference engines read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def randomised(medusa):
 
 
 def documents(call):
-    """The rows and places of each document's tokens."""
+    """Slices of the flattened tokens, one per document."""
     if "cu_seqlens" in call:
         bounds = call["cu_seqlens"].tolist()
         return [slice(*pair) for pair in itertools.pairwise(bounds)]
@@ -47,7 +47,7 @@ def documents(call):
 
 
 def expected_losses(medusa, hidden, labels, call):
-    """Of hidden states [16, H] and labels [16]: each head's cross entropy, one document after the other."""
+    """Cross entropy of each head for hidden states [16, H] and labels [16], one document at a time."""
     losses = []
     for k, head in enumerate(medusa.medusa_head, 1):
         block, projection = head
@@ -91,7 +91,7 @@ def test_the_loss_covers_the_tokens_after_the_next(call, trained_base, base):
     assert all((p.grad is not None) is (trained_base is not None) for p in base.parameters())
 
 
-def test_heads_begin_as_the_models_own(base):
+def test_heads_are_initialised_from_the_models_own(base):
     medusa = MedusaModel(base, num_heads=2, num_layers=2)
     hidden = torch.randn(4, base.spec.hidden_size)
     for head in medusa.medusa_head:

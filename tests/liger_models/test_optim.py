@@ -1,4 +1,4 @@
-"""liger_models.optim.AdamW in loops of one's own: torch's AdamW in float32, clipping, states, shards."""
+"""liger_models.optim.AdamW in custom loops: equality with torch's AdamW, clipping, states, shards."""
 
 import copy
 import pickle
@@ -59,9 +59,10 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6}
 
 
 @pytest.mark.parametrize(("dtype", "roundings"), [(torch.float32, 400), (torch.float64, 400)])
-def test_it_is_torchs_adamw_with_groups_and_a_schedule(dtype, roundings):
-    """20 steps of at most 0.01, each of about ten roundings of a weight of up to 4, and gradients of weights
-    that differ by as much: 20 roundings a step."""
+def test_it_matches_torchs_adamw_with_groups_and_a_schedule(dtype, roundings):
+    """20 steps of at most 0.01, with 20 roundings each of a weight of up to 4.
+
+    A step itself rounds about ten times, and the gradients are of weights that differ by as much."""
     models = network(dtype), network(dtype)
     optimizers = AdamW(groups(models[0]), **OPTIONS), torch.optim.AdamW(groups(models[1]), **OPTIONS)
     for model, optimizer in zip(models, optimizers, strict=True):
@@ -73,7 +74,7 @@ def test_it_is_torchs_adamw_with_groups_and_a_schedule(dtype, roundings):
     assert difference <= roundings * torch.finfo(dtype).eps / 2 * bits(models[1]).abs().max()
 
 
-def test_parameters_without_a_gradient_stay_as_they_are():
+def test_parameters_without_a_gradient_do_not_change():
     model = network()
     model[0].requires_grad_(False)
     before = [p.detach().clone() for p in model[0].parameters()]
@@ -86,7 +87,7 @@ def test_parameters_without_a_gradient_stay_as_they_are():
 # Clipping.
 
 
-def test_clipping_is_torchs_and_leaves_the_gradients_alone():
+def test_clipping_matches_torch_without_modifying_the_gradients():
     models = network(), network()
     optimizers = (
         AdamW(models[0].parameters(), **OPTIONS),
@@ -106,9 +107,9 @@ def test_clipping_is_torchs_and_leaves_the_gradients_alone():
         batches(10),
         lambda model, _: norms[1].append(nn.utils.clip_grad_norm_(model.parameters(), 0.1).item()),
     )
-    assert min(norms[0]) > 0.2  # so that it was clipped
+    assert min(norms[0]) > 0.2  # so that clipping applied
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    # A factor has one rounding more than a clipped gradient; else as without clipping.
+    # A factor rounds once more than clipping the gradient; the rest is as without clipping.
     assert (bits(models[0]) - bits(models[1])).abs().max() <= 400 * 2.0**-24 * bits(models[1]).abs().max()
 
 
@@ -130,7 +131,7 @@ def test_a_norm_below_the_limit_changes_nothing():
 
 
 @pytest.mark.parametrize("forget", ["step", "zero_grad"])
-def test_a_factor_is_used_for_one_step(forget):
+def test_a_clipping_factor_applies_to_one_step(forget):
     model = network()
     optimizer = AdamW(model.parameters(), **OPTIONS)
     (x,) = batches(1)
@@ -143,7 +144,7 @@ def test_a_factor_is_used_for_one_step(forget):
         model(x).square().mean().backward()
     optimizer.step()
     moments = torch.cat([s["exp_avg"].flatten() for s in optimizer.state.values()])
-    # Unclipped, a first moment is 1 - beta1 times the gradient, and what was there before is next to nothing.
+    # Unclipped, a first moment is 1 - beta1 times the gradient; the previous moment is negligible.
     assert moments.norm() > 0.09 * norm
 
 
@@ -168,13 +169,13 @@ def test_a_grad_scaler_scales_and_skips():
         scaler.update()
         optimizers[0].zero_grad()
     train(models[1], optimizers[1], [x for i, x in enumerate(data) if i != 3])
-    # A power of two, that goes up and down with every gradient, leaves no trace.
+    # A loss scale that is a power of two is removed exactly.
     assert torch.equal(bits(models[0]), bits(models[1]))
     assert scaler.get_scale() == 512.0
     assert {state["step"].item() for state in optimizers[0].state.values()} == {5.0}
 
 
-def test_clipping_with_a_grad_scaler():
+def test_clipping_works_with_a_grad_scaler():
     models = network(), network()
     optimizers = [AdamW(m.parameters(), **OPTIONS) for m in models]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -194,7 +195,7 @@ def test_clipping_with_a_grad_scaler():
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("moments", ["auto", "float32"])
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(weights, moments, tmp_path):
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(weights, moments, tmp_path):
     options = {**OPTIONS, "weights": weights, "moments": moments, "seed": 5}
     data = batches(6, BF16)
     unstopped, stopped = network(BF16), network(BF16)
@@ -206,7 +207,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(weights, moments, 
     saved = torch.load(tmp_path / "state.pt")
     resumed = network(BF16)
     resumed.load_state_dict(saved["model"])
-    again = AdamW(groups(resumed))  # the settings come with the state
+    again = AdamW(groups(resumed))  # the settings are in the state
     again.load_state_dict(saved["optimizer"])
     for a, b in zip(stopped.parameters(), resumed.parameters(), strict=True):
         old, new = optimizer.state[a], again.state[b]
@@ -216,7 +217,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(weights, moments, 
     assert torch.equal(bits(resumed), bits(unstopped))
 
 
-def test_another_seed_rounds_otherwise():
+def test_another_seed_rounds_differently():
     results = []
     for seed in (0, 0, 1):
         model = network(BF16)
@@ -226,7 +227,7 @@ def test_another_seed_rounds_otherwise():
     assert not torch.equal(results[0], results[2])
 
 
-def test_equal_parameters_are_rounded_each_in_its_way():
+def test_equal_parameters_are_rounded_independently():
     parameters = [nn.Parameter(torch.ones(1000, dtype=BF16)) for _ in range(2)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
@@ -234,7 +235,7 @@ def test_equal_parameters_are_rounded_each_in_its_way():
     assert not torch.equal(*parameters)
 
 
-def test_a_copy_and_a_pickled_optimizer_go_on():
+def test_copied_and_pickled_optimizers_keep_working():
     model = network()
     optimizer = AdamW(model.parameters())
     train(model, optimizer, batches(1))
@@ -245,12 +246,12 @@ def test_a_copy_and_a_pickled_optimizer_go_on():
         clone.step()
 
 
-def test_the_state_of_torchs_adamw_is_taken():
+def test_the_state_of_torchs_adamw_can_be_loaded():
     models = network(), network()
     others = torch.optim.AdamW(models[0].parameters(), **OPTIONS), AdamW(models[1].parameters())
     train(models[0], others[0], batches(3))
     models[1].load_state_dict(models[0].state_dict())
-    others[1].load_state_dict(copy.deepcopy(others[0].state_dict()))  # torch takes tensors over
+    others[1].load_state_dict(copy.deepcopy(others[0].state_dict()))  # torch keeps references to the tensors
     for model, optimizer in zip(models, others, strict=True):
         train(model, optimizer, batches(3))
     assert (bits(models[0]) - bits(models[1])).abs().max() <= 60 * 2.0**-24 * bits(models[0]).abs().max()
@@ -265,7 +266,7 @@ def test_the_state_of_torchs_adamw_is_taken():
         (lambda s: s.update(max_exp_avg_sq=s["exp_avg"]), "is exp_avg, exp_avg_sq, max_exp_avg_sq"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(damage, message):
+def test_a_mismatched_state_is_refused(damage, message):
     model = network(BF16)
     optimizer = AdamW(model.parameters(), weights="master")
     train(model, optimizer, batches(1, BF16))
@@ -275,7 +276,7 @@ def test_a_state_that_does_not_fit_is_refused(damage, message):
         optimizer.load_state_dict(state)
 
 
-# What is taken and what is not.
+# Supported and unsupported parameters.
 
 
 def test_a_transposed_parameter_is_updated_in_place():
@@ -303,7 +304,7 @@ def test_a_closure_computes_the_loss():
     assert model[0].weight.grad is not None
 
 
-def test_a_step_between_forward_and_backward_is_noticed():
+def test_a_step_between_forward_and_backward_is_detected():
     model = network()
     optimizer = AdamW(model.parameters())
     loss = model(batches(1)[0]).square().mean()
@@ -346,7 +347,7 @@ def test_a_sparse_gradient_is_refused():
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_two_ranks_with_fsdp2_have_the_bits_of_one_process(tmp_path):
-    """Both ranks see the same batches, so that the mean of their gradients is each one's."""
+    """Both ranks train on the same batches, so the mean of their gradients equals each of them."""
     results = run_ranks(RANK, tmp_path)
     for weights in ("stochastic None", "master None", "master cpu"):
         for one in (result[weights] for result in results):

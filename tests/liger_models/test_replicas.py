@@ -1,4 +1,4 @@
-"""Processes that have all of a model each, as under DDP, save it together, apart, or one alone."""
+"""Processes that each hold a full model, as under DDP, save it together, separately, or only one does."""
 
 import runpy
 from pathlib import Path

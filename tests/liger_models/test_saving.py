@@ -1,4 +1,4 @@
-"""Which models can be saved, in which dtype, and where they can be."""
+"""Models that can be saved, their dtypes, and their devices."""
 
 from dataclasses import replace
 
@@ -36,8 +36,8 @@ def test_a_dtype_that_would_lose_the_weights_is_refused(dtype, model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tensor_that_is_only_carried_along_does_not_choose_the_dtype(model, tmp_path):
-    """Old LLaMA checkpoints hold the rotary frequencies in float32 beside weights in 16 bits."""
+def test_an_unused_tensor_does_not_determine_the_dtype(model, tmp_path):
+    """Old LLaMA checkpoints have rotary frequencies in float32 next to 16-bit weights."""
     model.bfloat16().save_pretrained(tmp_path / "out")
     file = tmp_path / "out" / "model.safetensors"
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(8)}
@@ -54,7 +54,7 @@ def test_split_projections_load_and_save_the_same_bytes(model, tmp_path):
     assert files[0] == files[1]
 
 
-def test_fresh_split_projections_have_the_weights_of_fused_ones(model):
+def test_fresh_split_projections_have_the_same_weights_as_fused_ones(model):
     torch.manual_seed(0)
     split = liger_models.from_config(model.config.to_dict(), projections="split")
     split.fuse_projections()
@@ -63,7 +63,7 @@ def test_fresh_split_projections_have_the_weights_of_fused_ones(model):
         liger_models.from_config(model.config.to_dict(), projections="separate")
 
 
-def test_layers_in_torchs_checkpoint_wrapper_are_saved_as_they_are(model, tmp_path):
+def test_layers_in_torchs_checkpoint_wrapper_are_saved_under_their_own_names(model, tmp_path):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     model.save_pretrained(tmp_path / "out")
@@ -91,7 +91,7 @@ LAYOUTS = (
 
 @pytest.fixture
 def experts_model(monkeypatch):
-    """A family of three layouts, with experts and a saved buffer."""
+    """Model of a family with three layouts, experts and a saved buffer."""
 
     def build(c):
         block = llama(c).blocks[0]
@@ -109,7 +109,7 @@ def experts_model(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["one by one", "stacked", "inputs first, alternating"])
-def test_a_checkpoint_goes_out_in_the_layout_in_which_it_came(layout, experts_model, tmp_path):
+def test_a_checkpoint_is_saved_in_its_source_layout(layout, experts_model, tmp_path):
     experts_model.layout = layout
     experts_model.save_pretrained(tmp_path / "in")
     found = load_file(tmp_path / "in" / "model.safetensors")
@@ -131,7 +131,7 @@ def test_a_buffer_is_saved_and_loaded_and_keeps_its_dtype(experts_model, tmp_pat
     stored = found.pop("model.layers.0.mlp.gate.e_score_correction_bias")
     assert torch.equal(stored, bias)
     assert {tensor.dtype for tensor in found.values()} == {torch.float16}
-    again = liger_models.from_hub(tmp_path / "out")  # the bias in float32 does not choose the dtype
+    again = liger_models.from_hub(tmp_path / "out")  # the float32 bias does not determine the dtype
     assert again.dtype == torch.float16
     assert torch.equal(again.layers[0].mlp.router.correction_bias, bias)
 
@@ -167,6 +167,6 @@ def test_a_model_without_values_is_not_saved(model, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
-def test_a_device_that_is_not_there_is_refused(device, model):
+def test_a_missing_device_is_refused(device, model):
     with pytest.raises(ConfigError, match=f"device '{device}' cannot be used"):
         liger_models.from_config(model.config.to_dict(), device=device)

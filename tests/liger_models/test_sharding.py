@@ -1,4 +1,4 @@
-"""A model that is sharded over two processes loads, trains and saves as one in one process does."""
+"""A model sharded over two processes loads, trains and saves like one in a single process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import liger_models
 from liger_models.architectures import find_architecture
 
 RANK = Path(__file__).with_name("sharded_rank.py")
-# One family of each way in which tensors lie on disk and in memory.
+# One family for each way in which tensors are stored on disk and in memory.
 NAMES = ["llama-fused", "llama-split", "gemma2-fused", "qwen3_moe-fused", "gpt_oss-fused"]
 program = runpy.run_path(str(RANK))
 train_a_step, fresh_config = program["train_a_step"], program["fresh_config"]
@@ -22,7 +22,7 @@ train_a_step, fresh_config = program["train_a_step"], program["fresh_config"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tiny models, loaded, trained and saved by two ranks; and what one process makes of it."""
+    """Folder with tiny models that were loaded, trained and saved by two ranks and by one process."""
     folder = tmp_path_factory.mktemp("sharded")
     for name in NAMES:
         family, form = name.split("-")
@@ -54,14 +54,14 @@ def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(name, f
     )
     for count in counts:
         assert count["read"] == count["held"]
-        assert 0.4 * total < count["read"] < 0.6 * total  # each about half, headers and buffers left aside
+        assert 0.4 * total < count["read"] < 0.6 * total  # about half each, apart from headers and buffers
     assert files_of(folder / name / "loaded") == files_of(folder / name / "source")
     assert files_of(folder / name / "trained") == files_of(folder / name / "expected")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_all_ranks_learn_that_the_first_could_not_write(folder):
+def test_all_ranks_raise_if_the_first_cannot_write(folder):
     for rank in range(2):
         assert f"{folder / 'taken'}" in (folder / f"error{rank}").read_text()
 
@@ -69,7 +69,7 @@ def test_all_ranks_learn_that_the_first_could_not_write(folder):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("family", program["FRESH"])
-def test_two_ranks_make_the_fresh_weights_of_one(family, folder, tmp_path):
+def test_two_ranks_initialise_the_same_weights_as_one(family, folder, tmp_path):
     torch.manual_seed(0)
     model = liger_models.from_config(fresh_config(family))
     assert not model.embed_tokens.weight[3].any()

@@ -1,7 +1,7 @@
-"""One rank of test_ranks.py: every loss, on scores of this rank's pairs in two micro-batches, of which the
-second is packed, under DDP, under FSDP2, and of adapters.
+"""One rank of test_ranks.py: every loss under DDP, under FSDP2, and with adapters.
 
-task.pt lies in the folder. Gives the gradients by wrapper and loss.
+The scores are of this rank's pairs, in two micro-batches, the second of them packed. The folder has task.pt;
+the results are gradients by wrapper and loss.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from liger_models import losses as of
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.losses.grpo_loss import TYPES
 
-# What a loss is a mean over.
+# Divisors of a loss: the tokens, pairs or chosen labels of the whole step.
 Counts = dict[str, float | None]
 Loss = Callable[[Tensor, Tensor, dict[str, Tensor], Counts], Tensor]
 
@@ -31,7 +31,7 @@ def by_token(log_probs: Tensor, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 def likelihood(log_probs: Tensor, given: dict[str, Tensor], counts: Counts) -> Tensor:
-    """Of the chosen answers' tokens, a mean over all of the step's."""
+    """Negative log-likelihood of the chosen answers' tokens, a mean over those of the whole step."""
     labels = given["counted"].chunk(2)[0].sum() if counts["chosen"] is None else counts["chosen"]
     return -log_probs.chunk(2)[0].sum() / labels
 
@@ -101,13 +101,13 @@ LOSSES: dict[str, Loss] = {
 
 
 def of_pairs(given: dict[str, Tensor], pairs: Tensor) -> dict[str, Tensor]:
-    """The rows [chosen, rejected] of some pairs."""
+    """Select the rows [chosen, rejected] of some pairs."""
     rows = torch.cat([pairs, pairs + len(given["labels"]) // 2])
     return {name: values[rows] if values.dim() else values for name, values in given.items()}
 
 
 def scores_of(model: Any, given: dict[str, Tensor], packed: bool) -> tuple[Tensor, Tensor]:
-    """log_probs and entropy, [rows, seq - 1], through the wrapper."""
+    """Compute log_probs and entropy, [rows, seq - 1], through the wrapper."""
     options = liger_models.ScoreOptions(entropy=True)
     mask = given["mask"].bool()
     if not packed:
@@ -138,7 +138,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, dict[str
     task = torch.load(folder / "task.pt", weights_only=False)
     mesh = init_device_mesh("cpu", (ranks,))
     given = dict(task["given"])
-    strangers = task["strangers"][rank]  # log-probabilities by policy and reference, unlike many on ranks
+    strangers = task["strangers"][rank]  # by policy and reference; ranks have different numbers
     given["kl"] = of.kto_kl(*strangers)
     counts = {name: count / ranks for name, count in task["counts"].items()}
     found: dict[str, dict[str, dict[str, Tensor]]] = {}

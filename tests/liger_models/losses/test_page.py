@@ -1,4 +1,4 @@
-"""What docs/post_training.md shows runs as it stands there, one piece after the other."""
+"""The code blocks of docs/post_training.md run one after the other, as printed."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,7 @@ from liger_models.architectures import find_architecture
 PAGE = (Path(__file__).parents[3] / "docs" / "post_training.md").read_text()
 
 
-def test_every_piece_of_python_runs():
+def test_every_block_of_python_runs():
     model = liger_models.from_config(find_architecture("llama").tiny)
     ids = torch.randint(3, model.spec.vocab_size, (4, 9))
     mask = torch.ones_like(ids)

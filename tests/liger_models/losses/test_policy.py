@@ -1,4 +1,4 @@
-"""Policy losses are TRL's, in loss and gradients, on made-up scores."""
+"""Policy losses and their gradients equal TRL's on synthetic scores."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ N, SEQ = 6, 7
 
 @pytest.fixture
 def samples():
-    """Answers of several lengths, and scores of all kinds of them."""
+    """Answers of several lengths, with all kinds of scores."""
     mask = (torch.arange(SEQ) < torch.tensor([7, 3, 5, 1, 6, 4])[:, None]).long()
     log_probs = -torch.rand(N, SEQ) - 0.5
     return {
@@ -45,7 +45,7 @@ def samples():
 
 
 def high_of(loss_type):
-    """The bound of ratios; of CISPO it is the largest ratio, and some of the samples' are below."""
+    """Return the clipping bound of ratios; for CISPO the largest ratio, which some samples stay below."""
     return 1.2 if loss_type == "cispo" else 0.3
 
 
@@ -115,7 +115,7 @@ def check(samples, assert_same, ours, theirs):
 
 @pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type_of_grpo_is_trls(name, beta, samples, assert_same):
+def test_every_type_of_grpo_matches_trl(name, beta, samples, assert_same):
     ours = ours_grpo(samples, name, beta=beta)
     theirs, metrics = trl_grpo(samples, name, beta=beta)
     check(samples, assert_same, ours.loss, theirs)
@@ -126,13 +126,13 @@ def test_every_type_of_grpo_is_trls(name, beta, samples, assert_same):
 
 
 @pytest.mark.parametrize("name", ["grpo", "luspo", "dapo"])
-def test_ratios_of_sequences_are_trls(name, samples, assert_same):
+def test_ratios_of_sequences_match_trl(name, samples, assert_same):
     ours = ours_grpo(samples, name, level="sequence", beta=0.1, unbiased_kl=True)
     options = {"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": True}
     check(samples, assert_same, ours.loss, trl_grpo(samples, name, **options)[0])
 
 
-def test_two_sided_clipping_and_the_unbiased_kl_are_trls(samples, assert_same):
+def test_two_sided_clipping_and_the_unbiased_kl_match_trl(samples, assert_same):
     ours = ours_grpo(samples, "grpo", delta=1.4, beta=0.1, unbiased_kl=True)
     theirs, _ = trl_grpo(samples, "grpo", delta=1.4, beta=0.1, use_bias_correction_kl=True)
     check(samples, assert_same, ours.loss, theirs)
@@ -147,10 +147,10 @@ def test_on_fresh_samples_ratios_are_one(samples, assert_same):
     coefficients = samples["advantages"][:, None] * counted / counted.sum(1, keepdim=True) / N
     (expected,) = torch.autograd.grad(-(coefficients * samples["log_probs"]).sum(), samples["log_probs"])
     (gradient,) = torch.autograd.grad(ours.loss, samples["log_probs"])
-    torch.testing.assert_close(gradient, expected)  # what a score with known coefficients gives
+    torch.testing.assert_close(gradient, expected)  # the gradient of a score with known coefficients
 
 
-def test_tokens_of_high_entropy_are_trls(samples, assert_same):
+def test_the_choice_of_high_entropy_tokens_matches_trl(samples, assert_same):
     kept = top_entropy(samples["entropies"], samples["mask"], 0.37)
     assert kept.sum() == 10  # of 26
     ours = ours_grpo(samples, "dapo", inputs={"kept": kept}, beta=0.1)
@@ -158,7 +158,7 @@ def test_tokens_of_high_entropy_are_trls(samples, assert_same):
     check(samples, assert_same, ours.loss, theirs)
 
 
-def test_sequences_that_drifted_are_trls(samples, assert_same):
+def test_the_mask_of_off_policy_sequences_matches_trl(samples, assert_same):
     sampler = samples["old"] + 0.3 * torch.randn(N, SEQ)
     kept = on_policy(samples["log_probs"], sampler, samples["advantages"], samples["mask"], 0.05)
     assert 0 < kept.sum() < N
@@ -169,7 +169,7 @@ def test_sequences_that_drifted_are_trls(samples, assert_same):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_ratios_to_the_sampler(mode, samples, assert_same):
+def test_ratios_to_the_sampler_follow_their_definition_and_match_trl(mode, samples, assert_same):
     sampler = samples["old"] + 0.4 * torch.randn(N, SEQ)
     sampler[0, 2] = math.nan
     ratio = sampler_ratio(samples["old"], sampler, samples["mask"], mode, 0.7, 1.5)
@@ -189,17 +189,17 @@ def test_ratios_to_the_sampler(mode, samples, assert_same):
         check(samples, assert_same, ours.loss, theirs)
 
 
-def test_advantages_of_each_token(samples, assert_same):
+def test_advantages_may_differ_by_token(samples, assert_same):
     each = torch.randn(N, SEQ)
     samples["advantages"] = each
     check(samples, assert_same, ours_grpo(samples, "dapo").loss, trl_grpo(samples, "dapo")[0])
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_uneven_parts_of_a_step_make_its_mean(name, samples, assert_same):
+def test_uneven_parts_of_a_step_give_its_mean(name, samples, assert_same):
     whole = ours_grpo(samples, name).loss
     by_tokens = name in ("bnpo", "dapo", "cispo", "vespo")
-    total = (samples["mask"].sum() if by_tokens else N) / 2  # of two ranks
+    total = (samples["mask"].sum() if by_tokens else N) / 2  # for two ranks
     options = PolicyOptions(name, high=high_of(name), length=11 if name == "dr_grpo" else None)
     columns = [samples[key] for key in ("log_probs", "advantages", "mask", "old")]
     parts = [
@@ -222,7 +222,7 @@ def test_uneven_parts_of_a_step_make_its_mean(name, samples, assert_same):
         ({"loss_type": "cispo", "high": 0.28}, "for cispo it is the largest ratio"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options, message):
+def test_incompatible_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         PolicyOptions(**options)
 
@@ -242,12 +242,12 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_tokens_are_never_paired_with_others(name):
+def test_tensors_over_tokens_are_never_broadcast(name):
     with pytest.raises(ValueError, match=r"expected token scores, \[N, seq\]"):
         WRONG[name](torch.zeros(3, 3))
 
 
-def test_whole_answers_are_never_paired_with_others():
+def test_tensors_over_answers_are_never_broadcast():
     with pytest.raises(ValueError, match="expected one number per sequence"):
         rloo_loss(torch.zeros(3), torch.zeros(3, 1))
 
@@ -262,7 +262,7 @@ def test_whole_answers_are_never_paired_with_others():
         (lambda zeros: rloo_advantages(zeros[0], 1), "at least 2"),
     ],
 )
-def test_inputs_that_would_weigh_tokens_wrongly_are_refused(made, message):
+def test_inputs_that_would_weight_tokens_wrongly_are_refused(made, message):
     with pytest.raises(ValueError, match=message):
         made(torch.zeros(3, 3))
 
@@ -272,7 +272,7 @@ def test_a_kl_term_needs_a_reference(samples):
         grpo_loss(samples["log_probs"], samples["advantages"], samples["mask"], PolicyOptions(beta=0.1))
 
 
-def test_rloo_is_trls(samples, assert_same):
+def test_rloo_matches_trl(samples, assert_same):
     from trl import RLOOTrainer
 
     mask = samples["mask"]
@@ -291,14 +291,14 @@ def test_rloo_is_trls(samples, assert_same):
     assert_same(rloo_loss(sums, samples["advantages"], old, high=0.3), theirs, log_probs)
 
 
-def test_advantages_of_groups():
+def test_advantages_of_groups_follow_their_formulas():
     rewards = torch.tensor([1.0, 3.0, 5.0, 2.0, 2.0, math.nan])
     deviations = torch.tensor([-2.0, 0.0, 2.0, 0.0, 0.0, 0.0])
     torch.testing.assert_close(group_advantages(rewards, 3, "none"), deviations)
     torch.testing.assert_close(group_advantages(rewards, 3), deviations / 2.0001, rtol=1e-6, atol=0)
     spread = rewards[:5].std()
     torch.testing.assert_close(group_advantages(rewards, 3, "batch"), deviations / (spread + 1e-4))
-    expected = torch.tensor([-3.0, 0.0, 3.0, 0.0, 0.0, 0.0])  # less the mean of the others that have a reward
+    expected = torch.tensor([-3.0, 0.0, 3.0, 0.0, 0.0, 0.0])  # minus the mean of the others with a reward
     torch.testing.assert_close(rloo_advantages(rewards, 3), expected)
     normalized = expected[:5] / (expected[:5].std() + 1e-4)
     torch.testing.assert_close(rloo_advantages(rewards, 3, normalize=True)[:5], normalized)
@@ -309,7 +309,7 @@ def test_advantages_of_groups():
         group_advantages(rewards, 3, "all")
 
 
-def test_the_loss_of_values_is_its_formula():
+def test_the_value_loss_follows_its_formula():
     values, returns = torch.randn(2, 5, requires_grad=True), torch.randn(2, 5)
     old, counted = values.detach() + torch.randn(2, 5), torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]])
     loss = value_loss(values, returns, counted, old, clip=0.3)
@@ -327,7 +327,7 @@ def test_the_loss_of_values_is_its_formula():
 
 
 @pytest.mark.parametrize("loss_type", ["nll", "dft"])
-def test_fine_tuning_is_trls(loss_type, samples, assert_same):
+def test_fine_tuning_losses_match_trl(loss_type, samples, assert_same):
     from trl import SFTTrainer
 
     mask = samples["mask"].bool()
@@ -343,7 +343,7 @@ def test_fine_tuning_is_trls(loss_type, samples, assert_same):
         assert_same(ours, theirs, samples["log_probs"])
 
 
-def test_weights_of_tokens_are_coefficients(samples):
+def test_token_weights_multiply_log_probabilities(samples):
     weights = torch.rand(N, SEQ)
     mask, log_probs = samples["mask"], samples["log_probs"]
     loss = sft_loss(log_probs, mask, weights=weights)

@@ -1,4 +1,4 @@
-"""Preference losses are TRL's, in loss and gradients, on made-up scores; without TRL, their formulas."""
+"""Preference losses and their gradients equal TRL's on synthetic scores, or their formulas without TRL."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ PAIRS, SEQ = 4, 9
 
 
 def rows():
-    """Which tokens are an answer's [2 * PAIRS, SEQ], scores of all but the first [2 * PAIRS, SEQ - 1], and
-    the leaf that they are made of."""
+    """Mask of answers [2 * PAIRS, SEQ], scores from the second token on [2 * PAIRS, SEQ - 1], their leaf."""
     mask = torch.zeros(2 * PAIRS, SEQ, dtype=torch.long)
     for row, (start, end) in enumerate([(2, 9), (3, 6), (1, 4), (4, 9), (2, 5), (3, 9), (1, 2), (4, 8)]):
         mask[row, start:end] = 1
@@ -92,7 +91,7 @@ SMOOTHED = ("exo_pair", "robust", "aot", "aot_unpaired")
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_every_type_of_dpo_is_trls(name, assert_same):
+def test_every_type_of_dpo_matches_trl(name, assert_same):
     mask, log_probs, leaf = rows()
     reference = -3 * torch.rand(2 * PAIRS)
     options = {"label_smoothing": 0.1} if name in SMOOTHED else {}
@@ -100,7 +99,7 @@ def test_every_type_of_dpo_is_trls(name, assert_same):
     assert_same(ours.loss, trl_dpo(mask, log_probs, reference, [name], **options), leaf)
 
 
-def test_all_of_trls_types_are_here():
+def test_all_of_trls_types_are_implemented():
     from trl import DPOConfig
 
     text = DPOConfig.__dataclass_fields__["loss_type"].metadata["help"]
@@ -110,7 +109,7 @@ def test_all_of_trls_types_are_here():
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "js_divergence", "alpha_divergence"])
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "discopop"])
-def test_other_divergences_are_trls(divergence, name, assert_same):
+def test_other_divergences_match_trl(divergence, name, assert_same):
     mask, log_probs, leaf = rows()
     reference = -3 * torch.rand(2 * PAIRS)
     ours = ours_dpo(mask, log_probs, reference, loss_type=name, f_divergence=divergence, f_alpha=0.7)
@@ -118,9 +117,9 @@ def test_other_divergences_are_trls(divergence, name, assert_same):
     assert_same(ours.loss, trl_dpo(mask, log_probs, reference, [name], **theirs), leaf)
 
 
-def test_large_ratios_of_an_alpha_divergence_are_trls(assert_same):
+def test_large_ratios_of_an_alpha_divergence_match_trl(assert_same):
     mask, log_probs, leaf = rows()
-    reference = -400 * torch.arange(2.0 * PAIRS)  # exp of half of it is no float32 any more
+    reference = -400 * torch.arange(2.0 * PAIRS)  # exp of half of it overflows float32
     ours = ours_dpo(mask, log_probs, reference, f_divergence="alpha_divergence", f_alpha=1.5)
     theirs = {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 1.5}
     expected = trl_dpo(mask, log_probs, reference, ["sigmoid"], **theirs)
@@ -128,7 +127,7 @@ def test_large_ratios_of_an_alpha_divergence_are_trls(assert_same):
     assert_same(ours.loss, expected, leaf)
 
 
-def test_weighted_sums_of_types_are_trls(assert_same):
+def test_weighted_sums_of_types_match_trl(assert_same):
     mask, log_probs, leaf = rows()
     reference = -3 * torch.rand(2 * PAIRS)
     mixture = {"sigmoid": 0.8, "bco_pair": 0.2, "sft": 1.5}
@@ -138,8 +137,8 @@ def test_weighted_sums_of_types_are_trls(assert_same):
 
 
 @pytest.mark.parametrize("mixture", [{"sigmoid": 1.0}, {"ipo": 0.7, "sft": 1.5}], ids=["sigmoid", "mixture"])
-def test_desensitised_lengths_are_trls(mixture, assert_same):
-    """Those of the reference are, too; and the likelihood is of all tokens."""
+def test_desensitised_lengths_match_trl(mixture, assert_same):
+    """Lengths of the reference's scores are desensitised too; the likelihood term is over all tokens."""
     mask, log_probs, leaf = rows()
     reference = -3 * torch.rand(2 * PAIRS, SEQ - 1) * mask[:, 1:]
     ours = ours_dpo(mask, log_probs, reference, desensitized=0.4, loss_type=mixture)
@@ -147,7 +146,7 @@ def test_desensitised_lengths_are_trls(mixture, assert_same):
     assert_same(ours.loss, theirs, leaf)
 
 
-def test_wpo_weights_are_trls(assert_same):
+def test_wpo_weights_match_trl(assert_same):
     mask, log_probs, leaf = rows()
     reference, squares = -3 * torch.rand(2 * PAIRS), -torch.rand(2 * PAIRS, SEQ - 1)
     ours = ours_dpo(mask, log_probs, reference, weights=wpo_weights(log_probs, squares, mask[:, 1:]))
@@ -155,7 +154,7 @@ def test_wpo_weights_are_trls(assert_same):
     assert_same(ours.loss, trl_dpo(mask, log_probs, reference, ["sigmoid"], **options), leaf)
 
 
-def test_rewards_margins_and_accuracy():
+def test_rewards_margins_and_accuracy_follow_their_formulas():
     chosen, rejected = torch.tensor([-1.0, -5.0]), torch.tensor([-3.0, -4.0])
     found = dpo_loss(chosen, rejected, torch.zeros(2), torch.zeros(2), beta=0.5)
     assert found.chosen_rewards.tolist() == [-0.5, -2.5]
@@ -187,7 +186,7 @@ def test_incompatible_options_are_refused(options, message):
 @pytest.mark.parametrize(
     "options", [{"label_smoothing": 1.5}, {"label_smoothing": 0.1, "loss_type": "hinge"}]
 )
-def test_a_smoothing_that_has_no_meaning_is_refused(options):
+def test_invalid_label_smoothing_is_refused(options):
     with pytest.raises(ValueError, match="or for sigmoid a number from 0"):
         cpo_loss(*torch.zeros(2, 3), **options)
 
@@ -208,13 +207,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_sequences_are_never_paired_with_others(name):
-    """Broadcasting [N, 1] with [N] would make a loss of all N squared pairs."""
+def test_tensors_over_sequences_are_never_broadcast(name):
+    """Broadcasting [N, 1] with [N] would give a loss over all N squared pairs."""
     with pytest.raises(ValueError, match=r"expected one number per sequence, \[N\] each"):
         WRONG[name]()
 
 
-def test_there_is_no_mean_of_no_pairs():
+def test_the_mean_over_no_pairs_is_refused():
     with pytest.raises(ValueError, match="found no sequence"):
         dpo_loss(*torch.zeros(4, 0))
     assert dpo_loss(*torch.zeros(4, 0), num_items=3).loss == 0
@@ -224,7 +223,7 @@ def by_token(mask, log_probs):
     return (sequence_log_probs(log_probs) / mask[:, 1:].sum(1)).chunk(2)
 
 
-def test_orpo_is_trls(assert_same):
+def test_orpo_matches_trl(assert_same):
     from trl.experimental.orpo import ORPOTrainer
 
     mask, log_probs, leaf = rows()
@@ -241,7 +240,7 @@ def test_odds_of_certain_answers_have_finite_gradients():
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "hinge", "ipo", "simpo"])
-def test_cpo_and_simpo_are_trls(name, assert_same):
+def test_cpo_and_simpo_match_trl(name, assert_same):
     from trl.experimental.cpo import CPOTrainer
 
     mask, log_probs, leaf = rows()
@@ -262,7 +261,7 @@ def test_cpo_and_simpo_are_trls(name, assert_same):
 
 
 @pytest.mark.parametrize("name", ["kto", "apo_zero_unpaired"])
-def test_kto_is_trls(name, assert_same):
+def test_kto_matches_trl(name, assert_same):
     from trl import KTOTrainer
 
     mask, log_probs, leaf = rows()
@@ -303,7 +302,7 @@ def test_kto_is_trls(name, assert_same):
 
 
 def test_desirable_must_be_bool():
-    with pytest.raises(ValueError, match=r"expected torch\.bool"):  # -1 is no False
+    with pytest.raises(ValueError, match=r"expected torch\.bool"):  # -1 does not mean False
         kto_loss(torch.zeros(2), torch.zeros(2), torch.tensor([1, -1]))
 
 
@@ -311,7 +310,7 @@ def test_the_kl_term_is_never_below_zero():
     assert kto_kl(torch.tensor([-2.0]), torch.tensor([-1.0])) == 0
 
 
-def test_rewards_are_trls(assert_same):
+def test_reward_losses_match_trl(assert_same):
     from trl import RewardTrainer
 
     logits = torch.randn(2 * PAIRS, 1, requires_grad=True)
@@ -323,9 +322,9 @@ def test_rewards_are_trls(assert_same):
     assert_same(ours.loss, theirs, logits)
 
 
-def test_packed_documents_are_rows():
+def test_scores_of_packed_documents_are_split_into_rows():
     lengths, bounds = [4, 1, 6], torch.tensor([0, 4, 5, 11])
-    for total in (11, 10):  # of shift_labels, and of labels
+    for total in (11, 10):  # for shift_labels, and for labels
         scores = torch.randn(1, total, requires_grad=True)
         found = rows_of_documents(scores, bounds)
         assert found.shape == (3, 6 if total == 11 else 5)
@@ -338,7 +337,7 @@ def test_packed_documents_are_rows():
 
 
 def uneven_mean(loss, *columns: Tensor) -> tuple[Tensor, Tensor]:
-    """A loss of seven items at once, and as the mean over two processes that have two and five."""
+    """Compute a loss of seven items at once, and as the mean over two processes with two and five of them."""
     parts = zip(*(column.split([2, 5]) for column in columns), strict=True)
     return loss(*columns, None), sum(loss(*part, 7 / 2) for part in parts) / 2
 
@@ -359,14 +358,14 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_uneven_parts_of_a_step_make_its_mean(name, assert_same):
+def test_uneven_parts_of_a_step_give_its_mean(name, assert_same):
     columns = -torch.rand(4, 7)
     columns.requires_grad_()
     assert_same(*uneven_mean(LOSSES[name], *columns), columns)
 
 
-def test_packed_and_divided_pairs_train_as_padded_ones():
-    """DPO through a model: padded rows, the same pairs packed, and one pair after the other."""
+def test_packed_and_single_pairs_train_like_padded_ones():
+    """DPO through a model: on padded rows, on the same pairs packed, and one pair at a time."""
     model = liger_models.from_config(find_architecture("gemma2").tiny).double()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
@@ -400,7 +399,7 @@ def test_packed_and_divided_pairs_train_as_padded_ones():
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def test_dpo_is_its_formula():
+def test_dpo_follows_its_formula():
     a, b, c, d = -torch.rand(4, 5).double()
     expected = -torch.log(1 / (1 + torch.exp(-0.2 * ((a - c) - (b - d))))).mean()
     assert math.isclose(dpo_loss(a, b, c, d, beta=0.2).loss, expected, rel_tol=1e-12)

@@ -1,5 +1,6 @@
-"""Every loss is the mean of its step: over ranks, micro-batches and packed rows of unlike sizes, with DDP and
-FSDP2, with adapters and without."""
+"""Every loss is the mean over its step: over ranks, micro-batches and packed rows of different sizes.
+
+This holds with DDP and FSDP2, with and without adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ pytest.importorskip("peft")
 
 RANK = Path(__file__).with_name("losses_rank.py")
 SEQ = 8
-LENGTHS = [8, 5, 7, 4, 6, 5, 8, 6, 7, 3]  # of five chosen answers with their prompts, and five rejected ones
+LENGTHS = [8, 5, 7, 4, 6, 5, 8, 6, 7, 3]  # five chosen answers with their prompts, then five rejected ones
 
 
 def task_of(model):
@@ -58,7 +59,7 @@ def task_of(model):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_every_loss_of_uneven_parts_has_the_gradient_of_the_whole_step(tmp_path):
-    """In float64: parts are sums in another order."""
+    """Compare in float64, since parts are summed in another order."""
     torch.manual_seed(0)
     model = liger_models.from_config({**find_architecture("gemma2").tiny, "num_hidden_layers": 1}).double()
     for p in model.parameters():

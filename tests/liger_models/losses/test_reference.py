@@ -1,4 +1,4 @@
-"""Reference scores: with adapters switched off, and once for all in a file."""
+"""Reference scores: computed with adapters disabled, and cached in a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def batches(model):
     ]
 
 
-def test_without_its_adapters_a_model_is_its_own_reference(model):
+def test_a_model_with_its_adapters_disabled_is_its_own_reference(model):
     peft = pytest.importorskip("peft")
     (batch, _) = batches(model)
     expected = model.score(**batch).log_probs
@@ -38,7 +38,7 @@ def test_without_its_adapters_a_model_is_its_own_reference(model):
     adapted = peft.inject_adapter_in_model(config, model)
     trained = {name: p.requires_grad for name, p in adapted.named_parameters()}
     with without_adapters(adapted):
-        # The head, which PEFT has wrapped, makes its logits at once.
+        # PEFT has wrapped the head, which therefore computes all logits at once.
         torch.testing.assert_close(adapted.score(**batch).log_probs, expected, rtol=1e-5, atol=1e-5)
     assert not torch.allclose(adapted.score(**batch).log_probs, expected)
     assert {name: p.requires_grad for name, p in adapted.named_parameters()} == trained
@@ -69,7 +69,7 @@ def test_a_model_that_trains_more_than_adapters_is_refused(model):
         pass
 
 
-def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_path):
+def test_cached_scores_depend_on_the_enabled_adapters(model, tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False)
     adapted, path = peft.inject_adapter_in_model(config, model), tmp_path / "reference.safetensors"
@@ -88,7 +88,7 @@ def test_kept_scores_belong_to_the_adapters_that_were_switched_on(model, tmp_pat
     assert not torch.equal(with_them, same_without_a_file())
 
 
-def test_kept_scores_belong_to_all_that_a_call_is_given(model, tmp_path):
+def test_cached_scores_depend_on_all_arguments(model, tmp_path):
     row = torch.randint(model.spec.vocab_size, (1, 14))
     call = {"input_ids": row, "labels": row, "cu_seqlens": torch.tensor([0, 8, 14])}
     items = [([5, 9, 2], [[7, 8, 1], [4, 1]]), ([6, 3], [[3, 1], [2, 2, 1]])]
@@ -99,7 +99,7 @@ def test_kept_scores_belong_to_all_that_a_call_is_given(model, tmp_path):
         assert torch.equal(kept, reference_log_probs(model, [given])[0])
 
 
-def test_reference_scores_are_kept_in_a_file_for_these_weights_and_batches(model, tmp_path):
+def test_reference_scores_are_cached_by_weights_and_batches(model, tmp_path):
     given, calls = batches(model), []
     score = model.score
     model.score = lambda **batch: calls.append(1) or score(**batch)
@@ -113,7 +113,7 @@ def test_reference_scores_are_kept_in_a_file_for_these_weights_and_batches(model
     assert model.training
     other = {**given[0], "labels": given[0]["input_ids"]}
     reference_log_probs(model, [given[1], other], path)
-    assert len(calls) == 3  # the batch that is not known
+    assert len(calls) == 3  # the new batch
     with torch.no_grad():
         model.norm.weight[0] += 1e-3
     changed = reference_log_probs(model, given, path)

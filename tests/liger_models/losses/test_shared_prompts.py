@@ -1,4 +1,4 @@
-"""One batch of prompts and their answers stands for sequences, in scores, losses and gradients."""
+"""A batch of prompts with several answers each equals separate sequences in scores, losses and gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model():
 
 
 def padded(items, by_rank):
-    """The sequences as rows: what `score` takes."""
+    """Return the sequences as padded rows for `score`."""
     apart = [(prompt, answer) for prompt, answers in items for answer in answers]
     if by_rank:
         ranks = len(items[0][1])
@@ -55,7 +55,7 @@ def assert_near(found, expected):
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_the_contents_of_a_batch():
+def test_a_batch_has_the_documented_contents():
     batch = shared_prompts(ITEMS[:2])
     assert batch["input_ids"].tolist() == [[5, 9, 2, 7, 8, 1, 3, 2, 4, 1, 6, 3, 1, 6, 2, 2, 1]]
     assert batch["labels"][0, :8].tolist() == [-100, -100, -100, 7, 8, 1, 3, -100]
@@ -71,13 +71,13 @@ def test_the_contents_of_a_batch():
     assert all(torch.equal(again[name], value) for name, value in batch.items())
 
 
-def test_tensors_are_ids_too():
+def test_ids_may_be_tensors():
     tensors = [(torch.tensor(prompt), [torch.tensor(a) for a in answers]) for prompt, answers in ITEMS]
     found, expected = shared_prompts(tensors), shared_prompts(ITEMS)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_dpo_equals_that_of_separate_rows(model):
+def test_dpo_equals_dpo_on_separate_rows(model):
     batch, apart = shared_prompts(ITEMS, by_rank=True), padded(ITEMS, by_rank=True)
     reference = torch.randn(6, generator=torch.Generator().manual_seed(1)).chunk(2)
 
@@ -91,7 +91,7 @@ def test_dpo_equals_that_of_separate_rows(model):
     assert_near(found_gradients, gradients(model, expected))
 
 
-def test_a_policy_gradient_with_known_coefficients_equals_that_of_rows(model):
+def test_a_policy_gradient_with_known_coefficients_equals_the_one_on_rows(model):
     batch, apart = shared_prompts(ITEMS), padded(ITEMS, by_rank=False)
     advantages = group_advantages(torch.tensor([1.0, 0.0, 0.3, 0.9, 0.0, 2.0]), group_size=2)
     rows = advantages[:, None] * batch.counted / batch.counted.sum()
@@ -108,14 +108,14 @@ def test_a_policy_gradient_with_known_coefficients_equals_that_of_rows(model):
     assert_near(found, gradients(model, -expected.weighted_sum))
 
 
-def test_the_loss_of_labels_equals_that_of_separate_rows(model):
+def test_the_loss_of_labels_equals_the_one_on_separate_rows(model):
     batch, apart = shared_prompts(ITEMS), padded(ITEMS, by_rank=False)
     found, expected = model(**batch).loss, model(**apart).loss
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
     assert_near(gradients(model, found), gradients(model, expected))
 
 
-def test_the_reference_scores_answers_and_remembers_them(model, tmp_path):
+def test_reference_scores_of_answers_are_cached(model, tmp_path):
     batch, apart = shared_prompts(ITEMS, by_rank=True), padded(ITEMS, by_rank=True)
     expected = reference_log_probs(model, [apart])[0]
     cache = tmp_path / "reference.safetensors"

@@ -1,4 +1,4 @@
-"""TRL's trainers as referees: their loss functions, run on made-up scores without a trainer."""
+"""TRL's loss functions as references, run on synthetic scores without a trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class OneProcess:
-    """What the losses ask of an accelerator, of a run with one process."""
+    """The part of an accelerator that the losses use, for a run with one process."""
 
     device = torch.device("cpu")
     num_processes = 1
@@ -32,7 +32,7 @@ class Model(torch.nn.Module):
 
 
 def trainer(cls: type, **attributes: Any) -> Any:
-    """An object of a trainer's class with these attributes alone, and what logging needs."""
+    """Make an instance of a trainer's class with only these attributes and those that logging needs."""
     made = object.__new__(cls)
     defaults = {
         "model": Model(),
@@ -47,7 +47,7 @@ def trainer(cls: type, **attributes: Any) -> Any:
 
 
 def fused_output(log_probs, **others):
-    """What TRL's fused head gives: the scores, and zeros for what is only logged."""
+    """Output of TRL's fused head: the scores, and zeros for values that are only logged."""
     from trl.trainer.utils import FusedCausalLMOutput
 
     zeros = torch.zeros_like(log_probs)

@@ -1,4 +1,4 @@
-"""A model whose adapters alone are trained."""
+"""Models with trainable adapters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from liger_models.training.lora import Adapters, LoraSettings
 
 
 def with_adapters(model: Any) -> Any:
-    """Random ones, the same in every process; `model` has split projections."""
+    """Add random adapters, the same in every process, to a model with split projections."""
     model = Adapters(model, LoraSettings.parse("r=4"), "", seed=0).model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

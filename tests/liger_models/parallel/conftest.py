@@ -1,4 +1,4 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))  # for adapted, which programs beside it import too
+sys.path.append(str(Path(__file__).parent))  # for adapted, which programs in this folder import too

@@ -1,9 +1,9 @@
-"""One rank of test_experts.py: runs models whose experts are divided over ranks.
+"""One rank of test_experts.py: run models whose experts are sharded over ranks.
 
-task.pt lies in the folder, the cases by name, and a checkpoint NAME of each. Gives by case the loss, whole
-gradients, their norm, the routers' biases after an update, and what was read and held. All ranks write
-NAME/saved. And by form of the kernels, of a layer that has tokens on the last rank alone, values and what
-they should be.
+The folder has task.pt, with the cases by name, and a checkpoint NAME for each case. The results are, by case,
+the loss, full gradients, their norm, correction biases after an update, and the bytes read and held; and, for
+both forms of the kernels, found and expected values of a layer with tokens on the last rank only. All ranks
+write NAME/saved.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[s
         for bias in case["biases"]:
             model.get_buffer(bias).copy_(case["biases"][bias])
         model.save_pretrained(folder / name / "saved")
-    # The interpreter takes its time.
+    # The interpreter is slow, so it runs on two ranks only.
     forms = {"plain": contextlib.nullcontext} | ({"triton": interpret} if interpreted and ranks == 2 else {})
     return found, {form: with_tokens_on_the_last(rank, ranks, forms[form]) for form in forms}
 

@@ -1,7 +1,7 @@
-"""One rank of test_parallelize.py: loads each model divided over the ranks, and makes gradients.
+"""One rank of test_parallelize.py: load each model sharded over the ranks, and compute gradients.
 
-Reads FOLDER/NAME, a checkpoint, for each case. Its results: by case the whole gradients, and what was read
-and held; and by its name what each function below found.
+Read the checkpoint FOLDER/NAME for each case. The results are, by case, the full gradients and the bytes read
+and held; and the results of the functions below, by name.
 """
 
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # which FSDP2 imports, in each rank if it is not here yet
+import torch._dynamo  # FSDP2 imports it, and each rank would do so by itself
 import torch.distributed as dist
 from adapted import with_adapters
 from ranks import Count
@@ -20,7 +20,7 @@ import liger_models
 from liger_models import LigerModelsError, ParallelDims, parallelize
 from liger_models.losses import shared_prompts
 
-LEVELS = ["lean", "checkpoint", "mlp"]  # of the layers, in turn
+LEVELS = ["lean", "checkpoint", "mlp"]  # for the layers, in turn
 CASES = {
     "llama": None,
     "gemma2": ParallelDims(),
@@ -47,14 +47,14 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
     found["refused"] = refused(model, folder)
-    del loss, model, held  # what outlives its process group waits for ever now and then
+    del loss, model, held  # sharded tensors that outlive their process group sometimes hang
     for other in (adapted, shared, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
         found[other.__name__] = other(folder)
     return found
 
 
 def refused(model, folder: Path) -> dict[str, str]:
-    """What is said of what is not supported."""
+    """Error messages for unsupported models and meshes."""
     ids = torch.arange(5)[None]
     three_shards = functools.partial(parallelize, mesh=ParallelDims(data_shard=3))
     whole = liger_models.from_hub(folder / "llama")
@@ -77,7 +77,7 @@ def refused(model, folder: Path) -> dict[str, str]:
 
 
 def adapted(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of adapters on a model that is divided."""
+    """Gradients of adapters on a sharded model."""
     model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
     parallelize(model)
     ids = batch(model.spec.vocab_size)
@@ -87,7 +87,7 @@ def adapted(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def shared(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of answers that share their prompt; each rank has a prompt, and some layers see a window."""
+    """Gradients of answers that share their prompt: one prompt per rank, some layers with a window."""
     model = liger_models.from_hub(folder / "gemma2", shard=parallelize)
     model(**shared_prompts([PROMPTS[dist.get_rank()]]), num_items_in_batch=6).loss.backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
@@ -106,7 +106,7 @@ def in_half_precision(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def after_evaluation(folder: Path) -> dict[str, bool]:
-    """Whether a step of the optimizer reaches a model that was evaluated after its backward pass."""
+    """Return whether parameters stay sharded in evaluation, and whether a later step has no effect."""
     model = liger_models.from_hub(folder / "llama", shard=parallelize)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ids = batch(model.spec.vocab_size)
@@ -119,7 +119,7 @@ def after_evaluation(folder: Path) -> dict[str, bool]:
 
 
 def fitted(folder: Path) -> tuple[str, ...]:
-    """The levels that "auto" chooses where there is hardly any room."""
+    """Levels that "auto" chooses with a very small memory budget."""
     options = {"activation_memory": "auto", "memory_budget": "100KB"}
     model = liger_models.from_hub(folder / "llama", shard=parallelize, **options)
     ids = batch(model.spec.vocab_size)
@@ -128,7 +128,7 @@ def fitted(folder: Path) -> tuple[str, ...]:
 
 
 def memory_of_a_large_one(folder: Path) -> dict[str, float] | None:
-    """What loading takes of the host at its peak, over what is then held, in MB."""
+    """Peak host memory of loading, and the memory then held, in MiB."""
     if not Path("/proc/self/clear_refs").exists():
         return None
     before = peak_memory(reset=True)
@@ -139,7 +139,7 @@ def memory_of_a_large_one(folder: Path) -> dict[str, float] | None:
 
 def peak_memory(reset: bool = False) -> float:
     if reset:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak becomes what is in use now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak to current usage
     return int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
 
 

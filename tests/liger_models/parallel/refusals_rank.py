@@ -1,6 +1,6 @@
-"""One rank of test_refusals.py: the last has a batch that is refused. Gives the error by wrapper and fault.
+"""One rank of test_refusals.py: the last rank has an invalid batch. Results: errors by wrapper and fault.
 
-The models are ours ("native"), or ours in transformers.
+Models are native, or ours in transformers.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""One rank of test_sequences.py: runs models whose sequences are divided over the ranks.
+"""One rank of test_sequences.py: run models whose sequences are split over the ranks.
 
-task.pt lies in the folder, a list of cases; gives what `run` returns for each.
+The folder has task.pt, a list of cases; the results are those of `run` for each.
 """
 
 from pathlib import Path
@@ -33,8 +33,9 @@ def run(
     adapters: bool = False,
     mesh: Any = None,
 ) -> dict[str, Any]:
-    """The loss, the gradients, the routers' biases after an update, and the logits; of a mesh of ranks their
-    means. Without a mesh of one process alone.
+    """Return the loss, gradients, correction biases after an update, logits and scores.
+
+    With a mesh, losses and gradients are means over its ranks; without one, a single process runs.
     """
     budget = "1.2MB" if level == "auto" else None
     options = {"projections": "split" if adapters else "fused", "memory_budget": budget}
@@ -56,7 +57,7 @@ def run(
     with torch.no_grad():
         logits = called(**inputs).logits
         known = called(**scored, score=ScoreOptions(coefficients=weights)).weighted_sum
-    update_correction_bias(model, rate=0.0)  # which forgets these passes
+    update_correction_bias(model, rate=0.0)  # resets the load counted in these passes
     loss = called(**batch).loss
     loss.backward()
     gradients = mean_gradients(model, mesh, wrapper)

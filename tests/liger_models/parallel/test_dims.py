@@ -1,4 +1,4 @@
-"""Sizes of parallelism that do not fit are refused, and say what was expected."""
+"""Invalid sizes of parallelism are refused with an error that says what was expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that divide the experts among them train like one process, and read and write the same checkpoint."""
+"""Ranks that share the experts train like one process, and read and write the same checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 
 RANK = Path(__file__).with_name("experts_rank.py")
 
-# Of each form of experts one family, and two ranks of which each has half of them; or four.
+# One family for each form of experts, on two ranks with half of the experts each, or on four ranks.
 TWO = {"experts": 2}
 CASES: dict[str, dict[str, Any]] = {
     "biases, clamped, sinks": {"family": "gpt_oss", "num_local_experts": 6, "dims": TWO},
@@ -42,7 +42,7 @@ FOUR: dict[str, dict[str, Any]] = {
 
 
 def make(family: str, level: str, **changes: Any):
-    """A model, with random numbers in every parameter and buffer."""
+    """Make a model with random numbers in every parameter and buffer."""
     model = liger_models.from_config({**find_architecture(family).tiny, **changes}, activation_memory=level)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -50,12 +50,12 @@ def make(family: str, level: str, **changes: Any):
             noise = torch.randn(p.shape, generator=generator)
             p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else 0.3 * noise + ("norm" in name))
             if name.endswith("correction_bias") and changes.get("n_group") == 2:
-                p[len(p) // 2 :] -= 10  # no token goes to the second rank
+                p[len(p) // 2 :] -= 10  # no token is routed to the second rank
     return model
 
 
 def prepare(folder: Path, ranks: int, family: str, dims: dict[str, int], level: str = "lean", **changes: Any):
-    """A checkpoint in the folder; the task of its ranks, and what one process makes of all their batches."""
+    """Write a checkpoint; return the task of the ranks, and results of one process on all their batches."""
     model = make(family, level, **changes)
     model.save_pretrained(folder)
     generator = torch.Generator().manual_seed(2)
@@ -65,7 +65,7 @@ def prepare(folder: Path, ranks: int, family: str, dims: dict[str, int], level: 
     ]
     if dims.get("sequence", 1) == 1:
         batches[0]["cu_seqlens"] = torch.tensor([0, 9, 23])
-    num_items = sum(batch["labels"].numel() for batch in batches)  # any number does
+    num_items = sum(batch["labels"].numel() for batch in batches)  # any number would do
     losses = []
     for batch in batches:
         loss = model(**batch, num_items_in_batch=num_items).loss
@@ -81,7 +81,7 @@ def prepare(folder: Path, ranks: int, family: str, dims: dict[str, int], level: 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """By number of ranks and case: what each rank found, what one process does, and the case's folder."""
+    """Results of each rank, results of one process, and the folder, by number of ranks and case."""
     found = {}
     for ranks, cases in ((2, CASES), (4, FOUR)):
         folder = tmp_path_factory.mktemp("experts")
@@ -101,13 +101,14 @@ def check(found: list[dict[str, Any]], alone: dict[str, Any], folder: Path, sequ
     gradients = {name: p.grad for name, p in model.named_parameters()}
     norm = torch.stack([g.double().square().sum() for g in gradients.values()]).sum().sqrt()
     for rank, result in enumerate(found):
-        # The sums over experts and tokens in other orders: some roundings at the size of the largest.
+        # Sums over experts and tokens run in other orders: a few roundings at the size of the largest
+        # element.
         loss = alone["losses"][rank // sequence] * data
         torch.testing.assert_close(result["loss"], loss, rtol=1e-6, atol=0)
         torch.testing.assert_close(result["norm"].double(), norm, rtol=1e-5, atol=0)
         assert torch.equal(result["norm before clipping"], result["norm"])
         factor = 0.5 * result["norm"] / (result["norm"] + 1e-6)
-        for name, gradient in result["gradients"].items():  # three roundings of float32
+        for name, gradient in result["gradients"].items():  # three float32 roundings
             torch.testing.assert_close(result["clipped"][name], factor * gradient, rtol=4e-7, atol=0)
         for name, true in gradients.items():
             error, size = (result["gradients"][name] - true).abs().max().item(), true.abs().max().item()
@@ -133,7 +134,7 @@ def test_two_ranks_with_half_of_the_experts_equal_one_process(case, results):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("case", FOUR)
-def test_four_ranks_that_divide_or_repeat_the_experts_again_equal_one_process(case, results):
+def test_four_ranks_that_shard_or_replicate_the_experts_further_equal_one_process(case, results):
     found, alone, folder = results[4, case]
     check(found, alone, folder, FOUR[case]["dims"].get("sequence", 1))
     assert all(result["read"] == result["held"] for result in found)
@@ -142,12 +143,12 @@ def test_four_ranks_that_divide_or_repeat_the_experts_again_equal_one_process(ca
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_without_tokens_compute_other_ranks_tokens(ranks, results):
+def test_ranks_without_tokens_compute_tokens_of_other_ranks(ranks, results):
     for rank, forms in enumerate(results[ranks]):
         for form, values in forms.items():
             assert ("y" in values) == (rank == ranks - 1)
             for name, (value, true) in values.items():
-                # Sums of up to 20 terms in two products, in float32.
+                # Sums of up to 20 terms in two float32 products.
                 error, size = (value - true).abs().max().item(), true.abs().max().item()
                 assert error <= 1e-5 * size, f"{form} {name}: {error / size:.1e}"
 
@@ -156,7 +157,7 @@ def test_ranks_without_tokens_compute_other_ranks_tokens(ranks, results):
     ("family", "ranks", "match"),
     [("llama", 2, "no layer of this model has experts"), ("gpt_oss", 2, r"layers\.0\.mlp\.experts has 5")],
 )
-def test_experts_that_ranks_cannot_share_are_named(family, ranks, match):
+def test_the_error_names_experts_that_ranks_cannot_share(family, ranks, match):
     mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)
     with pytest.raises(ValueError, match=match):
         divide_experts(liger_models.from_config(find_architecture(family).tiny), mesh)

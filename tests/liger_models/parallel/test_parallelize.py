@@ -1,4 +1,4 @@
-"""`parallelize`: two processes hold half of a model each, and make the gradients of the whole."""
+"""`parallelize`: two processes hold half of a model each, and compute the gradients of the whole."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """What each rank found."""
+    """Results of each rank."""
     return run_ranks(RANK, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", program["CASES"])
-def test_two_ranks_read_their_rows_and_make_the_gradients_of_one(family, folder, found):
+def test_two_ranks_read_their_rows_and_compute_the_gradients_of_one(family, folder, found):
     results = [of_rank[family] for of_rank in found]
     total = sum(path.stat().st_size for path in (folder / family).glob("*.safetensors"))
     copies = 2 if family == "qwen3_moe" else 1  # replicas
@@ -62,14 +62,14 @@ def test_two_ranks_read_their_rows_and_make_the_gradients_of_one(family, folder,
 
     model = liger_models.from_hub(folder / family)
     ids = program["batch"](model.spec.vocab_size)
-    # Row by row, as the ranks do: an auxiliary loss is not linear in its batch.
+    # Row by row, as on the ranks: an auxiliary loss is not linear in its batch.
     calls = [{"input_ids": row, "labels": row, "num_items_in_batch": ids.numel()} for row in ids.split(1)]
     for result in results:
         assert not beyond_bound(result["gradients"], lambda: gradients(model, calls))
 
 
 def gradients(model, calls):
-    """Of the parameters to train, the sum over some calls."""
+    """Gradients of trainable parameters, summed over some calls."""
     model.zero_grad()
     for call in calls:
         model(**call).loss.backward()
@@ -88,7 +88,7 @@ def test_models_that_cannot_be_sharded_are_refused(found):
 
 
 @pytest.mark.slow
-def test_adapters_of_a_divided_model_get_the_gradients_of_one_process(folder, found):
+def test_adapters_of_a_sharded_model_get_the_gradients_of_one_process(folder, found):
     pytest.importorskip("peft")
     model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
     ids = program["batch"](model.spec.vocab_size)
@@ -107,7 +107,7 @@ def test_answers_that_share_their_prompt_get_the_gradients_of_one_process(folder
 
 
 @pytest.mark.slow
-def test_gradients_made_in_bfloat16_are_added_up_as_if_in_float32(folder, found):
+def test_gradients_computed_in_bfloat16_are_summed_in_float32(folder, found):
     shares = []
     for rank in range(2):
         model = liger_models.from_hub(folder / "llama", dtype="bfloat16")
@@ -118,12 +118,12 @@ def test_gradients_made_in_bfloat16_are_added_up_as_if_in_float32(folder, found)
         mean = (shares[0][name] + shares[1][name]) / 2
         for of_rank in found:
             assert torch.equal(of_rank["in_half_precision"]["bfloat16"][name], mean.bfloat16()), name
-            # What computes in bfloat16 for parameters in float32 keeps the sum as it is.
+            # With float32 parameters and bfloat16 compute, the sum stays in float32.
             assert torch.equal(of_rank["in_half_precision"]["float32"][name], mean), name
 
 
 @pytest.mark.slow
-def test_after_an_evaluation_the_model_is_divided_and_steps_reach_it(found):
+def test_after_an_evaluation_the_model_is_sharded_and_steps_take_effect(found):
     assert [of_rank["after_evaluation"] for of_rank in found] == [{"divided": True, "stale": False}] * 2
 
 
@@ -131,14 +131,14 @@ def test_after_an_evaluation_the_model_is_divided_and_steps_reach_it(found):
 def test_all_ranks_choose_the_same_levels(found):
     levels = [of_rank["fitted"] for of_rank in found]
     assert levels[0] == levels[1]
-    assert set(levels[0]) <= {"checkpoint", "tiled", "offload"}, levels  # those that keep the least
+    assert set(levels[0]) <= {"checkpoint", "tiled", "offload"}, levels  # the levels that keep the least
 
 
 @pytest.mark.slow
-def test_loading_takes_a_shards_host_memory(found):
+def test_loading_needs_host_memory_for_a_shard_only(found):
     for memory in [of_rank["memory_of_a_large_one"] for of_rank in found]:
         if memory is None:
-            pytest.skip("only Linux tells the peak of a process's memory")
+            pytest.skip("only Linux reports the peak memory of a process")
         assert memory["held"] > 50
-        # Buffers of 16 MiB for values that cannot go straight are not needed here.
+        # The 16 MiB staging buffer for values that cannot be read in place is not needed here.
         assert memory["peak"] < memory["held"] + 16

@@ -1,4 +1,4 @@
-"""A batch that one process refuses is an error of all: none waits for the others."""
+"""A batch that one process refuses raises an error in all processes, so that none waits for the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from ranks import run_ranks
 
 RANK = Path(__file__).with_name("refusals_rank.py")
-SAID = {
+ERRORS = {
     "an id": "outside the vocabulary",
     "a label": "outside the vocabulary",
     "no label": "no token of the batch has a label",
@@ -25,7 +25,7 @@ def test_a_batch_that_one_process_refuses_is_refused_by_all(kind, tmp_path):
         pytest.importorskip("transformers")
     others, refusing = run_ranks(RANK, tmp_path, kind, seconds=120)
     for wrapper in ("ddp", "fsdp"):
-        for fault, said in SAID.items():
-            assert said in refusing[wrapper, fault], (wrapper, fault)
+        for fault, message in ERRORS.items():
+            assert message in refusing[wrapper, fault], (wrapper, fault)
             assert "another process refused its batch" in others[wrapper, fault], (wrapper, fault)
         assert refusing[wrapper, "nothing"] == others[wrapper, "nothing"] == ""

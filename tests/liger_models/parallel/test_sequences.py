@@ -1,4 +1,4 @@
-"""Two ranks that divide sequences and exchange heads train like one process."""
+"""Two ranks that split sequences and exchange heads train like one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids_of(*shape: int) -> torch.Tensor:
 
 
 def packed() -> dict[str, Any]:
-    """Five documents in 37 tokens: the ranks have 19 and 18, and the third document lies across the cut."""
+    """Five documents in 37 tokens: the ranks have 19 and 18, and the third document spans both."""
     ids = ids_of(1, 37)
     labels = ids.clone()
     labels[0, 3:9] = -100
@@ -36,7 +36,7 @@ def packed() -> dict[str, Any]:
 
 
 def padded() -> dict[str, Any]:
-    """Rows of 13, 5 and 9 tokens, some in front and some behind: 27, and the second row lies across."""
+    """Rows of 13, 5 and 9 tokens, padded on either side: 27 tokens, and the second row spans both ranks."""
     mask = torch.ones(3, 13, dtype=torch.long)
     mask[1, 5:] = mask[2, :4] = 0
     ids = ids_of(3, 13)
@@ -44,16 +44,14 @@ def padded() -> dict[str, Any]:
 
 
 def rows() -> dict[str, Any]:
-    """Equal documents, divided by the labels of a step that has more; those of the second rank do not count,
-    but for one.
-    """
+    """Rows of equal length, one label on the second rank, and the label count of a larger step as divisor."""
     ids = ids_of(3, 11)
     labels = ids.clone()
     labels[1, 6:] = labels[2, :-1] = -100
     return {"input_ids": ids, "labels": labels, "num_items_in_batch": 40}
 
 
-# Of each way in which a token sees others, one family; and batches of each kind.
+# One family for each kind of attention and recurrent layer, and batches of each kind.
 CASES: dict[str, dict[str, Any]] = {
     "GQA, documents": {"family": "llama", "batch": packed()},
     "one head of keys, padding": {"family": "llama", "num_key_value_heads": 1, "batch": padded()},
@@ -118,7 +116,7 @@ def task_of(
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Of each case what two ranks found, and what one process does."""
+    """Results of two ranks and of one process, for each case."""
     folder = tmp_path_factory.mktemp("sequences")
     tasks = [task_of(**case) for case in CASES.values()]
     torch.save(tasks, folder / "task.pt")
@@ -138,8 +136,8 @@ def near(name, value, true):
 def test_two_ranks_equal_one_process(case, results):
     *of_ranks, alone = results[case]
     for found in of_ranks:
-        # The same sums over tokens and heads in two parts: some roundings at the size of the largest, which
-        # three layers carry on.
+        # The same sums over tokens and heads, in two parts: a few roundings at the size of the largest
+        # element, which propagate through three layers.
         torch.testing.assert_close(found["loss"], alone["loss"], rtol=1e-6, atol=0)
         near("logits", found["logits"], alone["logits"])
         for kind in ("gradients", "scores", "gradients of scores"):
@@ -160,11 +158,11 @@ def test_the_error_names_heads_that_ranks_cannot_share(family, ranks, match):
         divide_sequences(model, SimpleNamespace(size=lambda: ranks))
 
 
-def test_models_that_do_not_cut_their_batch_are_named():
+def test_models_that_cannot_split_their_batch_are_named():
     with pytest.raises(TypeError, match="a Linear does not divide its sequences"):
         divide_sequences(torch.nn.Linear(2, 2), SimpleNamespace(size=lambda: 2))
 
 
-def test_fewer_tokens_than_ranks_are_named():
+def test_a_batch_with_fewer_tokens_than_ranks_is_refused():
     with pytest.raises(DataError, match="a batch of 2 tokens cannot be divided over 3 ranks"):
         Slice(SimpleNamespace(size=lambda: 3, rank=lambda: 0), 2)
