@@ -168,9 +168,10 @@ class StepMemory:
         return "the embedding's gradient", self._parts(0, second, self.gradients)
 
     def _optimizer(self) -> tuple[str, dict[str, int]]:
-        return "the optimizer's step", self._parts(
-            0, min(self.step.optimizer_work, self._state), self.gradients
-        )
+        work = self.step.optimizer_work
+        if self.step.optimizer_on_host:
+            work = min(work, self._state)  # the part of the state that is streamed
+        return "the optimizer's step", self._parts(0, work, self.gradients)
 
     def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
         return {

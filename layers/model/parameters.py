@@ -45,6 +45,13 @@ class ModelParameters(nn.Module):
         """
         return weight_map_of_parts(self, (layout or self.layout).weight_map(self._canonical_forms))
 
+    @property
+    def canonical_forms(self) -> dict[str, Expr]:
+        """Every saved tensor, by name, as an expression over the tensors of separate projections and experts,
+        whatever the checkpoint's layout.
+        """
+        return self._canonical_forms
+
     def note_canonical_forms(self) -> None:
         """Record the current form of the tensors, so that later changes are detected."""
         self._canonical_forms = canonical_forms(self)

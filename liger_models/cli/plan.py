@@ -26,7 +26,16 @@ QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a floa
 # Options that `train` has, too, with the same meaning.
 OF_TRAIN = (
     *("model", "base", "tokenizer", "text_only", "freeze", "seq_len", "batch_size", "gradient_accumulation"),
-    *("lora", "quantize", "dtype", "weights", "moments", "optimizer_memory", "activation_memory"),
+    *(
+        "lora",
+        "quantize",
+        "dtype",
+        "optimizer",
+        "weights",
+        "moments",
+        "optimizer_memory",
+        "activation_memory",
+    ),
     *("memory_budget", "shard", "sequence_parallel"),
 )
 
@@ -268,9 +277,9 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     import torch
 
     from liger_models.layers.memory import Step, StepMemory
-    from liger_models.optim.adamw import state_bytes
     from liger_models.optim.host_state import lane_bytes
     from liger_models.training.lora import LoraSettings
+    from liger_models.training.optimizer import optimizer_memory
 
     lora = None if args.lora is None else LoraSettings.parse(args.lora)
     rank = 0 if lora is None else lora.r
@@ -278,7 +287,9 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     dtype, moments = (torch.float32, "auto") if rank else (model.dtype, args.moments)
     # As in `train`: with adapters each process has the whole model.
     shard = args.shard or ("none" if rank else "full")
-    per_element = state_bytes(dtype, args.weights, moments)
+    _check_optimizer(args)
+    of_optimizer = args.optimizer, dtype, args.weights or "master", moments, rank
+    per_element, work = optimizer_memory(model, *of_optimizer)
     on_host = args.optimizer_memory == "host"
     return StepMemory(
         model,
@@ -294,9 +305,26 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             labels=args.labels,
             sequence_ranks=args.sequence_parallel,
             optimizer_on_host=on_host,
-            optimizer_work=lane_bytes(per_element) if on_host else 0,
+            optimizer_work=lane_bytes(per_element) if on_host else work,
         ),
     )
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    """Raise ConfigError for settings of AdamW's with another optimizer."""
+    from liger_models.convert.errors import ConfigError
+    from liger_models.optim.library import LIBRARY_WEIGHTS
+
+    if args.optimizer == "muon" and args.lora is not None:
+        raise ConfigError("--optimizer muon trains no adapters; omit --lora, or choose another optimizer")
+    known = args.weights in (None, *LIBRARY_WEIGHTS)
+    if args.optimizer != "adamw" and not (
+        known and args.moments == "auto" and args.optimizer_memory == "device"
+    ):
+        raise ConfigError(
+            f"--optimizer {args.optimizer} takes --weights {' or '.join(LIBRARY_WEIGHTS)}, and neither "
+            "--moments nor --optimizer-memory; omit them, or choose adamw"
+        )
 
 
 def print_report(report: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ measurements.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -118,25 +118,30 @@ class AdamW(torch.optim.Optimizer):
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         places = itertools.count()
         for group in self.param_groups:
-            by_device: dict[torch.device, list[AdamWTensors]] = {}
-            for parameter, place in zip(group["params"], places):  # noqa: B905 (the places go on)
-                if parameter.grad is not None:
-                    tensors = self._tensors(parameter, group, place)
-                    by_device.setdefault(tensors.parameter.device, []).append(tensors)
-            for device, updated in by_device.items():
-                factor = self._factors.get(device)
-                if grad_scale is not None:
-                    unscaling = grad_scale.to(device, torch.float32, non_blocking=True).reciprocal()
-                    factor = unscaling if factor is None else factor * unscaling
-                skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
-                steps = [one.step for one in updated]
-                torch._foreach_add_(steps, 1.0)
-                make = adamw if self.state_device is None else adamw_from_host
-                make(updated, _settings(group), factor, skip)
-                if skip is not None:
-                    torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
+            self._step_group(group, places, grad_scale, found_inf)
         self._factors = {}
         return loss
+
+    def _step_group(
+        self, group: dict[str, Any], places: Iterator[int], grad_scale: Any, found_inf: Any
+    ) -> None:
+        by_device: dict[torch.device, list[AdamWTensors]] = {}
+        for parameter, place in zip(group["params"], places):  # noqa: B905 (the places go on)
+            if parameter.grad is not None:
+                tensors = self._tensors(parameter, group, place)
+                by_device.setdefault(tensors.parameter.device, []).append(tensors)
+        for device, updated in by_device.items():
+            factor = self._factors.get(device)
+            if grad_scale is not None:
+                unscaling = grad_scale.to(device, torch.float32, non_blocking=True).reciprocal()
+                factor = unscaling if factor is None else factor * unscaling
+            skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
+            steps = [one.step for one in updated]
+            torch._foreach_add_(steps, 1.0)
+            make = adamw if self.state_device is None else adamw_from_host
+            make(updated, _settings(group), factor, skip)
+            if skip is not None:
+                torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._factors = {}  # the factors belong to the old gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from liger_models.layers.attention.backends import BACKENDS
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
+from liger_models.optim.library import LIBRARY_WEIGHTS, OPTIMIZERS
 from liger_models.presets import PRESETS
 from liger_models.training.best import HIGHER_IS_BETTER
 from liger_models.training.data import TRAIN_ON
@@ -66,15 +68,16 @@ class TrainConfig:
     train_on           answers of a conversation to learn: "all"; only the "last"; or "each" in its own
                        example, rendered as at inference (docs/data.md)
     steps, epochs      length of the run: exactly one of the two
+    optimizer          adamw, or adamw_8bit, muon, adafactor or sgd (docs/optimizer.md)
     lr, schedule       peak learning rate (default: by objective, training/defaults.py), and its schedule:
                        cosine, linear, wsd or constant (training/learning_rate.py)
     warmup, decay      steps of linear warmup, and of the decay of "wsd"; below 1: a fraction of the run
     min_lr             final learning rate
-    weight_decay       of AdamW, on matrices only (default: training/defaults.py)
+    weight_decay       of matrices only (default: training/defaults.py)
     clip               maximum norm of the gradient; 0: no clipping
     dtype              of trained and saved weights; auto: the checkpoint's (a preset: bfloat16 on a GPU)
-    weights            update of bfloat16 weights: master, compensated, stochastic or plain (see
-                       liger_models.optim.AdamW)
+    weights            update of bfloat16 weights: master (the default) or plain, and with adamw compensated
+                       or stochastic, too (see liger_models.optim.AdamW)
     moments            dtype of AdamW's moments; auto: that of the weights
     optimizer_memory   location of AdamW's state: "device", or "host", from where each step streams it through
                        the GPU, with the same bits (see liger_models/optim/host_state.py)
@@ -133,6 +136,7 @@ class TrainConfig:
     train_on: str = TRAIN_ON[0]
     steps: int | None = None
     epochs: float | None = None
+    optimizer: str = OPTIMIZERS[0]
     lr: float = None  # type: ignore[assignment]  # never None after __post_init__
     schedule: str = "cosine"
     warmup: float = 0
@@ -141,7 +145,7 @@ class TrainConfig:
     weight_decay: float = None  # type: ignore[assignment]
     clip: float = 1.0
     dtype: str = "auto"
-    weights: str = "master"
+    weights: str = None  # type: ignore[assignment]
     moments: str = "auto"
     optimizer_memory: str = "device"
     bias_update_rate: float = 0.001
@@ -178,14 +182,18 @@ class TrainConfig:
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
+        check("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         rates = find_defaults(
             self.objective,
+            self.optimizer,
             fresh=self.model in PRESETS and not Path(self.model).exists(),
             adapters=self.lora is not None or self.adapter is not None,
         )
         object.__setattr__(self, "defaulted", tuple(n for n in rates._fields if getattr(self, n) is None))
         for name in self.defaulted:
             object.__setattr__(self, name, getattr(rates, name))
+        if self.lr is None:
+            raise ConfigError(f"optimizer {self.optimizer} has no default learning rate; pass lr")
         check("data", bool(self.data) and not isinstance(self.data, str), "at least one file, as a tuple")
         check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
         check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
@@ -224,6 +232,8 @@ class TrainConfig:
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("optimizer_memory", self.optimizer_memory in ("device", "host"), "device or host")
+        if self.optimizer != "adamw":
+            self._check_library_optimizer(check)
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
         levels = (*LEVELS, "auto")
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
@@ -273,6 +283,18 @@ class TrainConfig:
                 f"{self.objective}; omit it"
             )
 
+    def _check_library_optimizer(self, check: Callable[[str, bool, str], None]) -> None:
+        """Refuse settings that only AdamW has, and adapters under Muon."""
+        only = f"with optimizer {self.optimizer}; or optimizer adamw"
+        check("weights", self.weights in LIBRARY_WEIGHTS, f"one of {', '.join(LIBRARY_WEIGHTS)} {only}")
+        check("moments", self.moments == "auto", f"auto {only}")
+        check("optimizer_memory", self.optimizer_memory == "device", f"device {only}")
+        if self.optimizer == "muon" and (self.lora is not None or self.adapter is not None):
+            raise ConfigError(
+                "optimizer muon orthogonalises the updates of whole matrices, but low-rank adapters are "
+                "factors of one; choose another optimizer"
+            )
+
     def changed(self, **changes: Any) -> TrainConfig:
         """A copy with other settings, and with their defaults where this one has defaults."""
         unset: dict[str, Any] = dict.fromkeys(self.defaulted)
@@ -290,4 +312,6 @@ class TrainConfig:
         """Differences from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}."""
         mine = {f.name: getattr(self, f.name) for f in fields(self)}
         mine = {name: list(value) if isinstance(value, tuple) else value for name, value in mine.items()}
-        return {name: (other.get(name), value) for name, value in mine.items() if other.get(name) != value}
+        unset = {f.name: f.default for f in fields(self)}  # of settings that are newer than `other`
+        theirs = {name: other.get(name, unset[name]) for name in mine}
+        return {name: (theirs[name], value) for name, value in mine.items() if theirs[name] != value}

@@ -17,13 +17,13 @@ from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.models.quantization import quantise
-from liger_models.optim.adamw import state_bytes
 from liger_models.presets import PRESETS, preset
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Documents, describe, load_documents, split
 from liger_models.training.lora import Adapters, LoraSettings, import_peft
 from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.observing.flops import StepFlops
+from liger_models.training.optimizer import optimizer_memory
 from liger_models.training.processes.world import World
 from liger_models.training.text.tokenizer import TextTokenizer
 
@@ -182,7 +182,7 @@ def load_model(
             adapters.read(Path(origin))
     if config.activation_memory == "auto":
         trained = torch.float32 if adapters else model.dtype
-        per_element = state_bytes(trained, config.weights, config.moments)
+        per_element, _ = optimizer_memory(model, config.optimizer, trained, config.weights, config.moments)
         if config.optimizer_memory == "host":
             per_element = 0
         model.set_activation_memory("auto", config.memory_budget, per_element, world.say)

@@ -1,14 +1,17 @@
-"""AdamW (Loshchilov & Hutter, 2019) of a run."""
+"""The optimizer of a run."""
 
 from __future__ import annotations
 
-from itertools import compress
-from operator import not_
+from collections.abc import Iterator
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.layers.projections.matrices import matrices
-from liger_models.optim.adamw import AdamW
+from liger_models.optim.adamw import AdamW, state_bytes
+from liger_models.optim.library import SPLIT, LibraryOptimizer, library_state_bytes, library_work
 
 # The second moment forgets faster than with Adam's default 0.999, as usual for language models since GPT-3
 # (Brown et al., 2020, appendix B): runs of some thousand steps are too short for a memory of 1000 steps.
@@ -16,7 +19,7 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 
 
-def build_adamw(
+def build_optimizer(
     model: nn.Module,
     *,
     lr: float,
@@ -24,19 +27,99 @@ def build_adamw(
     weights: str,
     moments: str,
     seed: int,
+    name: str = "adamw",
     state_device: str | None = None,
 ) -> AdamW:
-    """AdamW with weight decay on matrices only: decaying a norm's weight, a bias or a short convolution's
-    taps regularises nothing, even if those of all heads or experts form one tensor.
+    """The optimizer of this name (`OPTIMIZERS`), with weight decay on matrices only: decaying a norm's
+    weight, a bias or a short convolution's taps regularises nothing, even if those of all heads or experts
+    form one tensor.
+
+    Raises:
+        ConfigError: the package of the optimizer is not installed.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    decayed = {id(p) for *_, p in matrices(model)}
-    decays = [id(p) in decayed for p in parameters]
-    groups = [
-        {"params": list(compress(parameters, decays)), "weight_decay": weight_decay},
-        {"params": list(compress(parameters, map(not_, decays))), "weight_decay": 0.0},
+    decayed = {p for *_, p in matrices(model)}
+    groups: dict[tuple[str | None, bool], list[Tensor]] = {}
+    for parameter, library in _libraries(model, name):
+        groups.setdefault((library, parameter not in decayed), []).append(parameter)
+    listed: list[dict[str, Any]] = [
+        {"params": groups[key], "weight_decay": 0.0 if key[1] else weight_decay, "library": key[0]}
+        for key in sorted(groups, key=str)
     ]
-    groups = [group for group in groups if group["params"]]
+    if name != "adamw":
+        forms = _forms(model)
+        return LibraryOptimizer(
+            listed, lr, BETAS, EPS, weights=weights, moments=moments, seed=seed, forms=forms
+        )
+    for group in listed:
+        del group["library"]
     return AdamW(
-        *(groups, lr, BETAS, EPS), weights=weights, moments=moments, seed=seed, state_device=state_device
+        *(listed, lr, BETAS, EPS), weights=weights, moments=moments, seed=seed, state_device=state_device
     )
+
+
+def optimizer_memory(
+    model: nn.Module, name: str, dtype: torch.dtype, weights: str, moments: str, lora_rank: int = 0
+) -> tuple[float, int]:
+    """Bytes of state per trained element, and bytes that a step takes for a while, without memory for
+    AdamW's.
+
+    Args:
+        model: the model; parameters may be on the meta device.
+        name: one of `OPTIMIZERS`.
+        dtype: dtype of the trained weights.
+        lora_rank: rank of adapters that are trained instead of the model; 0: none.
+    """
+    own = state_bytes(dtype, weights, moments)
+    if name == "adamw":
+        return own, 0
+    if lora_rank:
+        square = (lora_rank, lora_rank) if name == "adafactor" else (1 << 20,)
+        per_element = library_state_bytes(name, [square], dtype, weights) / torch.Size(square).numel()
+        return per_element, library_work(name, lora_rank << 16, dtype)
+    forms = _forms(model)
+    total, elements, largest = 0.0, 0, 0
+    for parameter, library in _libraries(model, name):
+        elements += parameter.numel()
+        if library is None:
+            total += own * parameter.numel()
+            continue
+        split = forms.get(parameter) if library in SPLIT else None
+        shapes = [parameter.shape] if split is None else [ref.shape for ref in split.refs()]
+        total += library_state_bytes(library, shapes, dtype, weights)
+        largest = max(largest, parameter.numel())
+    return total / max(1, elements), library_work(name, largest, dtype)
+
+
+def _libraries(model: nn.Module, name: str) -> Iterator[tuple[nn.Parameter, str | None]]:
+    """Yield the trained parameters, each with the library's optimizer that updates it, or None for our AdamW.
+
+    Muon's are all matrices but embeddings and heads, as in Liu et al. (2025, arXiv:2502.16982, section 2).
+    """
+    by_muon: set[Tensor] = set()
+    if name == "muon":
+        ends = {
+            p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+        }
+        ends |= set(getattr(model, "lm_head", nn.Identity()).parameters())
+        forms = _forms(model)
+        by_muon = {
+            p
+            for *_, p in matrices(model)
+            if p not in ends and all(len(ref.shape) == 2 for ref in (forms[p].refs() if p in forms else ()))
+        }
+        by_muon = {p for p in by_muon if p in forms or p.ndim == 2}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            library = None if name == "adamw" or (name == "muon" and parameter not in by_muon) else name
+            yield parameter, library
+
+
+def _forms(model: nn.Module) -> dict[Tensor, Expr]:
+    """The canonical form of each parameter that consists of several tensors of separate projections."""
+    forms: dict[str, Expr] = getattr(model, "canonical_forms", {})
+    parameters = dict(model.named_parameters())
+    return {
+        parameters[name]: form
+        for name, form in forms.items()
+        if name in parameters and len(list(form.refs())) > 1
+    }

@@ -58,6 +58,7 @@ def check_resumed(
     beside = config.lora is not None or OBJECTIVES[config.objective].needs_reference
     of_model = (
         "dtype",
+        "optimizer",
         "freeze",
         "weights",
         "moments",

@@ -35,7 +35,7 @@ from liger_models.training.objectives import make_objective
 from liger_models.training.observing.flops import measure_peak
 from liger_models.training.observing.metrics import METRICS, Metrics, read_metrics
 from liger_models.training.observing.trackers import open_trackers, parse_trackers
-from liger_models.training.optimizer import build_adamw
+from liger_models.training.optimizer import build_optimizer
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import seed_generators
@@ -119,8 +119,9 @@ class RunParts:
 
     def _make_optimizer(self) -> None:
         config = self.config
-        self.optimizer = build_adamw(
+        self.optimizer = build_optimizer(
             self.model,
+            name=config.optimizer,
             lr=config.lr,
             weight_decay=config.weight_decay,
             weights=config.weights,
@@ -226,8 +227,8 @@ class RunParts:
         )
         default = dict.fromkeys(self.config.defaulted, " (default)")
         self.world.say(
-            f"optimizer: learning rate {self.config.lr:g}{default.get('lr', '')}, weight decay "
-            f"{self.config.weight_decay:g}{default.get('weight_decay', '')}"
+            f"optimizer: {self.config.optimizer}, learning rate {self.config.lr:g}{default.get('lr', '')}, "
+            f"weight decay {self.config.weight_decay:g}{default.get('weight_decay', '')}"
         )
         self.world.say(f"packing: {self.stream.efficiency():.1%} of the tokens of a row are filled")
         if checkpoint:

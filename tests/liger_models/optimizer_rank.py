@@ -1,8 +1,10 @@
 """One rank of test_optim.py: the same training with fully_shard and unsharded, both run by this rank.
 
-The results are norms and parameters by form of weights and location of the optimizer state.
+The results are norms and parameters by form of weights and location of the optimizer state, and parameters by
+optimizer of another library.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from liger_models.convert.checkpoints.expressions import Cat, Ref
 from liger_models.optim.adamw import AdamW
+from liger_models.optim.library import OPTIMIZERS, LibraryOptimizer
 
 STEPS = 4
 FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and location of the state
@@ -74,4 +78,34 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             "resumed": full(stopped),
             "expected": full(alone),
         }
+    return found | {"libraries": of_libraries(mesh)}
+
+
+def of_libraries(mesh) -> dict[str, Any]:
+    """Of each: a sharded network, one alone, and the names of the state that is sharded."""
+    found = {}
+    for name in OPTIMIZERS[1:]:
+        if name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"):
+            continue
+        trained = []
+        for shared in (mesh, None):
+            torch.manual_seed(0)
+            model = nn.Linear(64, 81)  # of 81 rows the ranks have 41 and 40; the moments are in 8 bits
+            if shared is not None:
+                fully_shard(model, mesh=shared)
+            group = {"params": [model.weight], "library": name, "weight_decay": 0.1}
+            form = Cat((Ref("q", (50, 64)), Ref("k", (31, 64))))
+            others = {"params": [model.bias], "library": None if name == "muon" else name}
+            optimizer = LibraryOptimizer([group, others], lr=1e-2, forms={model.weight: form})
+            for step in range(3):
+                torch.manual_seed(step)
+                model(torch.randn(4, 64)).square().sum().backward()
+                optimizer.clip_grad_norm(float("inf"))
+                optimizer.step()
+                optimizer.zero_grad()
+            trained.append(full(model))
+            if shared is not None:
+                state = optimizer.state[model.weight]
+                sharded = sorted(key for key, value in state.items() if hasattr(value, "full_tensor"))
+        found[name] = (*trained, sharded)
     return found

@@ -495,5 +495,5 @@ def test_evaluations_without_data_are_refused(capsys):
 
 def test_abbreviated_options_are_refused(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "llama-demo", "--data", "x", "--output", "y", "--steps", "1", "--optimizer", "host"])
-    assert "unrecognized arguments: --optimizer host" in capsys.readouterr().err
+        main(["train", "llama-demo", "--data", "x", "--output", "y", "--steps", "1", "--optim", "sgd"])
+    assert "unrecognized arguments: --optim sgd" in capsys.readouterr().err

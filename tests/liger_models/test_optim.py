@@ -344,14 +344,31 @@ def test_a_sparse_gradient_is_refused():
 # Shards.
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_ranks_with_fsdp2_have_the_bits_of_one_process(tmp_path):
+@pytest.fixture(scope="module")
+def of_two_ranks(tmp_path_factory):
     """Both ranks train on the same batches, so the mean of their gradients equals each of them."""
-    results = run_ranks(RANK, tmp_path)
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without distributed")
+    return run_ranks(RANK, tmp_path_factory.mktemp("two_ranks"))
+
+
+@pytest.mark.slow
+def test_two_ranks_with_fsdp2_have_the_bits_of_one_process(of_two_ranks):
     for weights in ("stochastic None", "master None", "master cpu"):
-        for one in (result[weights] for result in results):
+        for one in (result[weights] for result in of_two_ranks):
             assert one["norms"] == pytest.approx(one["expected norms"], rel=1e-6)
             for name, parameter in one["expected"].items():
                 assert torch.equal(one["sharded"][name], parameter), (weights, name)
                 assert torch.equal(one["resumed"][name], parameter), (weights, name)
+
+
+@pytest.mark.slow
+def test_optimizers_of_libraries_update_shards_as_they_update_the_whole(of_two_ranks):
+    """Up to float32's rounding; of Muon's matrix to 5% of a step, whose numbers are rounded to bfloat16."""
+    for result in of_two_ranks:
+        for name, (sharded, expected, state) in result["libraries"].items():
+            steps = 3 * 1e-2 * 0.2 if name == "muon" else 0.0
+            for key, parameter in expected.items():
+                torch.testing.assert_close(sharded[key], parameter, rtol=1e-5, atol=max(1e-6, 0.05 * steps))
+            kept = {"adamw_8bit": ["state1", "state2"], "adafactor": []}.get(name, ["momentum_buffer"])
+            assert state == kept, name

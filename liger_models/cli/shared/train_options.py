@@ -41,7 +41,8 @@ def _add_most_used(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="peak learning rate (default: 3e-4 from fresh weights, 2e-5 for sft and distill, 1e-5 for "
-        "reward, 1e-6 for preferences; ten times as much for adapters)",
+        "reward, 1e-6 for preferences; ten times as much for adapters; see docs/training.md for "
+        "--optimizer adafactor, and none for sgd)",
     )
     add("--batch-size", type=int, default=1, metavar="N", help="rows per micro-batch (default: %(default)s)")
     add("--seq-len", type=int, default=2048, metavar="N", help="tokens per packed row (default: %(default)s)")
@@ -192,7 +193,15 @@ def _steps_or_share(text: str) -> float:
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("optimizer (AdamW)").add_argument
+    add = parser.add_argument_group("optimizer").add_argument
+    add(
+        "--optimizer",
+        choices=("adamw", "adamw_8bit", "muon", "adafactor", "sgd"),
+        default="adamw",
+        help="adamw_8bit keeps the moments in 8 bits (needs the extra quantize), muon orthogonalises the "
+        "updates of matrices, adafactor keeps a row and a column for each matrix, sgd has momentum (default: "
+        "%(default)s)",
+    )
     add(
         "--schedule",
         choices=("cosine", "linear", "wsd", "constant"),
@@ -231,10 +240,9 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add(
         "--weights",
         choices=("master", "compensated", "stochastic", "plain"),
-        default="master",
         help="how bfloat16 weights are updated: with 16 more bits of state, with the rounding error kept in "
         "bfloat16, with stochastic rounding, or rounded to nearest, which loses small steps (default: "
-        "%(default)s)",
+        "master; other optimizers than adamw take master or plain)",
     )
     add(
         "--moments",

@@ -321,8 +321,12 @@ def _state_made_for(
     """State that this optimizer, of any kind, keeps for a parameter: (dtype, shape) of tensors, types of
     other values.
 
-    Found by a step on a stand-in with two elements along each dimension.
+    Optimizers whose state depends on the sizes define `new_state`. Of others it is found by a step on a
+    stand-in with two elements along each dimension.
     """
+    ask = getattr(optimizer, "new_state", None)
+    if ask is not None and (made := ask(group, parameter)) is not None:
+        return {k: (x.dtype, tuple(x.shape)) if isinstance(x, Tensor) else type(x) for k, x in made.items()}
     stand_in = torch.zeros((2,) * parameter.ndim, dtype=parameter.dtype, device=parameter.device)
     stand_in.grad = torch.zeros_like(stand_in)
     copy = object.__new__(type(optimizer))

@@ -514,6 +514,18 @@ def test_adapters_are_planned_with_the_whole_model_on_each_gpu(capsys):
     assert weights("--lora") > whole
 
 
+def test_the_command_counts_the_state_of_the_optimizer(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    found = {}
+    for name in ("adamw", "adamw_8bit", "sgd", "adafactor"):
+        main(["plan", str(tmp_path), "--gpu", "1GiB", "--dtype", "bfloat16", "--optimizer", name, "--json"])
+        found[name] = json.loads(capsys.readouterr().out)["parts"]["optimizer"]
+    elements = on_meta(TINY).num_parameters()
+    assert found["adamw"] == found["sgd"] == 6 * elements
+    assert 4 * elements < found["adamw_8bit"] < 6 * elements
+    assert 2 * elements < found["adafactor"] < 3 * elements
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -522,6 +534,8 @@ def test_adapters_are_planned_with_the_whole_model_on_each_gpu(capsys):
         (["--gpu", "H200", "--lora", "16"], "is not a setting"),
         (["--gpu", "H200", "--quantize", "nf4"], "--quantize needs --lora"),
         (["--gpu", "H200", "--host-memory", "much"], "expected a size such as 256GiB"),
+        (["--gpu", "H200", "--optimizer", "sgd", "--moments", "float32"], "neither --moments nor"),
+        (["--gpu", "H200", "--optimizer", "muon", "--lora", "r=8"], "muon trains no adapters"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):

@@ -95,6 +95,9 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
         (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
         *((settings_for(folder / f"{name}_two", **own), 0, 2) for name, own in objectives.items()),
+        (settings_for(folder / "muon", **balanced, optimizer="muon"), 0, 2),
+        (settings_for(folder / "muon_stopped", **balanced, optimizer="muon"), 1, 2),
+        (settings_for(folder / "muon_stopped", **balanced, optimizer="muon", resume="auto"), 0, 2),
     ]
     return folder, run_all(folder, planned)
 
@@ -113,7 +116,8 @@ def losses(records):
 def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
     """And so it does with the optimizer's state on the host, of each rank's shards."""
     folder, outcomes = runs
-    for whole, cut, stopped, step in (("two", "stopped", 1, 3), ("experts", "experts_stopped", 6, 2)):
+    runs_of = ("two", "stopped", 1, 3), ("experts", "experts_stopped", 6, 2), ("muon", "muon_stopped", -2, 2)
+    for whole, cut, stopped, step in runs_of:
         assert all(f"stopped after step {step} of" in outcome[stopped] for outcome in outcomes)
         assert (folder / cut / f"checkpoint-{step}").is_dir()
         assert losses(outcomes[0][stopped + 1]) == losses(outcomes[0][stopped - 1])

@@ -17,7 +17,7 @@ from liger_models.training import loop
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
 from liger_models.training.observing.metrics import COLUMNS, plot_losses
-from liger_models.training.optimizer import BETAS, build_adamw
+from liger_models.training.optimizer import BETAS, build_optimizer
 from liger_models.training.processes.world import World
 
 
@@ -123,11 +123,13 @@ def test_a_warmup_longer_than_the_run_is_refused(start):
         start(warmup=4, schedule="wsd", decay=0.5)
 
 
-def test_only_matrices_decay():
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
+def test_only_matrices_decay(name):
     taps = ShortConvolution(((1, 3),), 2)
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), taps)
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = build_adamw(model, lr=0.1, weight_decay=0.5, weights="plain", moments="auto", seed=0)
+    options = {"lr": 0.1, "weight_decay": 0.5, "weights": "plain", "moments": "auto", "seed": 0}
+    optimizer = build_optimizer(model, name=name, **options)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
