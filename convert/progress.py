@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import threading
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -17,3 +20,19 @@ class ProgressBar(tqdm):
     _lock = threading.RLock()
     _instances: ClassVar[WeakSet[Any]] = WeakSet()  # guarded by the lock, so not tqdm's own
     monitor_interval = 0
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        """tqdm's, with a width at which no line wraps, also in terminals that do not know theirs."""
+        settings = super().format_dict
+        file = settings.get("file") or getattr(self, "fp", None)
+        if file is not None and file.isatty():
+            settings["ncols"] = _columns(file) - 1
+        return settings
+
+
+def _columns(file: Any) -> int:
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if columns := os.get_terminal_size(file.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns  # COLUMNS, or 80

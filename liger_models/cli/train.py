@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.processes.world import World
 
-    if args.eval_every and not args.eval_data and not args.eval_fraction:
+    if args.eval_every and not (args.eval_data or args.eval_fraction or args.sample_prompts):
         raise ConfigError("--eval-every needs held-out data: pass --eval-data or --eval-fraction")
     use_max_image_pixels(args)
     of_objective = {name: getattr(args, name) for name in OBJECTIVE_OPTIONS}

@@ -37,6 +37,8 @@ PLACES = (
     "verify_data",
     "tokenizer",
     "log",
+    "log_every",
+    "sample_prompts",
     "profile",
 )
 
@@ -60,6 +62,9 @@ class TrainConfig:
     eval_data          held-out data, in the form of `data`; or else
     eval_fraction      fraction of the tokens of `data` to hold out, in whole documents chosen by the seed
     eval_tokens        most tokens of each evaluation, from the first held-out rows; 0: all
+    eval_steps         most batches of each evaluation, of each process; 0: all
+    sample_prompts     .txt or .jsonl file of prompts, or the text of one, that the model answers at each
+                       evaluation, into output/samples.jsonl
     tokenizer          folder with tokenizer.json; default: the model's own
     seq_len            tokens per packed row, and the maximum context of a document
     batch_size         rows per micro-batch, of each process
@@ -103,7 +108,9 @@ class TrainConfig:
                        0: never
     not_finite         for a step with a non-finite loss or gradient: "stop", or "skip" it, up to nine in a
                        row
-    log                "tensorboard", "wandb" or "tensorboard,wandb": also log the metrics there
+    log                trackers that also receive the metrics, separated by commas: tensorboard, wandb,
+                       trackio, mlflow (training/observing/trackers.py)
+    log_every          steps between lines on stderr, where it is no terminal
     profile            number of steps to profile, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a shard of it), "hybrid" (each
                        node has all of it) or "none" (each has all of it); default: full, and none with lora
@@ -124,6 +131,8 @@ class TrainConfig:
     eval_data: tuple[str, ...] = ()
     eval_fraction: float = 0.0
     eval_tokens: int = 0
+    eval_steps: int = 0
+    sample_prompts: str | None = None
     columns: str | None = None
     split: str | None = None
     data_cache: str | None = None
@@ -168,6 +177,7 @@ class TrainConfig:
     seed: int = 0
     not_finite: str = "stop"
     log: str | None = None
+    log_every: int = 10
     profile: int = 0
     shard: str | None = None
     sequence_parallel: int = 1
@@ -200,7 +210,7 @@ class TrainConfig:
         if self.eval_data and self.eval_fraction:
             raise ConfigError("got both eval_data and eval_fraction; pass one of them")
         ranks = ("sequence_parallel", "expert_parallel")
-        for name in ("seq_len", "batch_size", "gradient_accumulation", *ranks):
+        for name in ("seq_len", "batch_size", "gradient_accumulation", "log_every", *ranks):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
         for name in (
             "warmup",
@@ -208,6 +218,7 @@ class TrainConfig:
             "min_lr",
             "eval_every",
             "eval_tokens",
+            "eval_steps",
             "save_every",
             "keep",
             "weight_decay",

@@ -13,11 +13,9 @@ ranks, give the gradient of one large batch.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +31,9 @@ from liger_models.training.checkpoints import state as states
 from liger_models.training.checkpoints.run_folder import BEST, locked
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
-from liger_models.training.data import StepData, Stream
+from liger_models.training.data import StepData
 from liger_models.training.inputs import with_adapter
+from liger_models.training.observing.display import Display
 from liger_models.training.observing.metrics import (
     Speeds,
     finite_or_none,
@@ -114,13 +113,14 @@ class Run(RunParts):
         profile = config.profile if world.main else 0
         with (
             Signals() as signals,
-            world.bar(self.total, self.progress.step) as bar,
+            Display(world.main, self.total, self.progress.step, config.log_every) as display,
             StepProfiler(self.output / "profile", profile) as profiler,
         ):
             evaluated: dict[str, float | None] = {}
-            if self.held_out and not self.resumed:
-                evaluated = self.evaluate()
-                self._record({"step": 0, "tokens": 0, **evaluated})
+            if self.evaluation and not self.resumed:
+                evaluated = self.evaluate(display)
+                if evaluated:
+                    self._record({"step": 0, "tokens": 0, **evaluated})
             while (step := self.progress.step) < self.total and not self._out_of_patience():
                 started = time.perf_counter()
                 rate = self.learning_rate.rate(step)
@@ -145,14 +145,13 @@ class Run(RunParts):
                     record["skipped"] = int(not outcome.finite)
                 if self.adapters:
                     record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
-                if self.held_out and self._due(config.eval_every):
-                    evaluated = self.evaluate()
+                if self.evaluation and self._due(config.eval_every):
+                    evaluated = self.evaluate(display)
                     record |= evaluated
                 self._record(record)
                 if self.best.improves(self.progress.step, record) and config.keep_best:
                     self._save_best()
-                bar.set_postfix_str(speeds.line(record, evaluated.get("eval_loss")), refresh=False)
-                bar.update()
+                display.step(self.progress.step, speeds.line(record, evaluated.get("eval_loss")))
                 if outcome.stop:
                     self.saver.wait()  # may raise the actual error
                     raise self._interrupted(signals)
@@ -234,40 +233,9 @@ class Run(RunParts):
             f"{outcome.norm}"
         )
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, float | None]:
-        """Mean loss over the held-out data, `eval_loss`, and the objective's other metrics."""
-        assert self.held_out is not None
-        world = self.world
-        counts = self.held_out.count(self._held_out_rows())
-        total = self.tally.zeros().double()
-        self.model.eval()
-        self.objective.begin_step(self.model, self._held_out_batches(), world.device)
-        for batch, own in self._held_out_batches():
-            share = self.tally.of(self.objective.share(self.model, batch.to(world.device), counts))
-            total += share if own else 0
-        self.model.train()
-        loss, metrics = self.tally.means(world.sum(total).tolist())
-        return {"eval_loss": loss, **{f"eval_{name}": value for name, value in metrics.items()}}
-
-    def _held_out_rows(self) -> Iterator[Any]:
-        assert self.held_out is not None
-        config = self.config
-        epoch = Stream(self.held_out, config.seq_len, config.seed).epoch(0)
-        most = max(1, config.eval_tokens // config.seq_len) if config.eval_tokens else None
-        return itertools.islice(epoch, most)
-
-    def _held_out_batches(self) -> Iterator[tuple[Any, bool]]:
-        """This process's batches, and whether they count. Sharded models run on all processes: those without
-        remaining rows repeat others' batches.
-        """
-        assert self.held_out is not None
-        size, world = self.config.batch_size, self.world
-        epoch = self._held_out_rows()
-        while rows := list(itertools.islice(epoch, world.data_size * size)):
-            self.watch.mark("a held-out batch")
-            own = rows[world.data_rank * size :][:size]
-            yield self.held_out.batch(own or rows[:size]), bool(own)
+    def evaluate(self, display: Display | None = None) -> dict[str, float | None]:
+        """Metrics on the held-out data, if any, with the prefix eval_; also answers the sample prompts."""
+        return self.evaluation(self.model, self.progress.step, display)
 
     def save(self, *, keep: int | None = None, meanwhile: bool = False) -> None:
         """Save the state, and delete all but the newest `keep` checkpoints (default: the setting); with

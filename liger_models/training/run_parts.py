@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.training.best import Best, check_best
@@ -22,6 +23,7 @@ from liger_models.training.checkpoints.saving import Saver
 from liger_models.training.checkpoints.state import Progress
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Groups, Stream, ahead, read_steps
+from liger_models.training.evaluating import Evaluation
 from liger_models.training.inputs import (
     can_share_prompts,
     load_data,
@@ -31,9 +33,10 @@ from liger_models.training.inputs import (
     tokenizer_folder,
 )
 from liger_models.training.learning_rate import LearningRate
-from liger_models.training.objectives import make_objective
+from liger_models.training.objectives import OBJECTIVES, make_objective
 from liger_models.training.observing.flops import measure_peak
 from liger_models.training.observing.metrics import METRICS, Metrics, read_metrics
+from liger_models.training.observing.samples import Samples, read_prompts
 from liger_models.training.observing.trackers import open_trackers, parse_trackers
 from liger_models.training.optimizer import build_optimizer
 from liger_models.training.processes.watch import Watch
@@ -89,7 +92,23 @@ class RunParts:
         """
         self.tokenizer = TextTokenizer(tokenizer_folder(self.config, checkpoint))
         spec = read_spec(self.config, self.tokenizer, checkpoint)
+        self.samples = self._read_samples(spec)
         self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer)
+
+    def _read_samples(self, spec: ModelSpec) -> Samples | None:
+        config, world = self.config, self.world
+        if not config.sample_prompts:
+            return None
+        if OBJECTIVES[config.objective].rewards:
+            raise ConfigError("objective reward trains a model that writes no text; omit sample_prompts")
+        if world.shard != "none" or world.sequence > 1 or world.experts > 1:
+            raise ConfigError(
+                "sample_prompts are answered by one process, which needs the whole model; pass --shard none "
+                "without --sequence-parallel and --expert-parallel, or omit it, and use `liger-models "
+                "generate` on a checkpoint"
+            )
+        prompts = read_prompts(config.sample_prompts, self.tokenizer, spec.position_limit)
+        return Samples(prompts, self.tokenizer, spec.position_limit, self.output)
 
     def _load_model(self, checkpoint: Path | None) -> None:
         # Fresh weights are the same in every rank.
@@ -113,6 +132,7 @@ class RunParts:
             if isinstance(documents, Groups):
                 documents.shares = shares
         self.tally = Tally(self.objective.metrics, world)
+        self.evaluation = Evaluation(self.held_out, self.samples, self.objective, config, world, self.watch)
         self.objective.prepare(lambda name: load_second_model(config, world, self.tokenizer, name))
         if self.objective.needs_reference:
             self._add_reference(checkpoint)
@@ -190,6 +210,8 @@ class RunParts:
         write_settings(self.config, self.output)
         resumed_step = self.progress.step if checkpoint else None
         self.metrics = Metrics(self.output, resumed_step=resumed_step, extra=self.objective.metrics)
+        if self.samples:
+            self.samples.begin(resumed_step)
         settings = self.config.to_dict()
         self.trackers = [
             opened.enter_context(tracker)

@@ -53,6 +53,8 @@ class SamplingRun(Run):
             raise ConfigError(
                 "objective grpo has no held-out data: its rewards are measured on what it samples"
             )
+        if config.sample_prompts:
+            raise ConfigError(f"objective grpo writes its samples to {COMPLETIONS}; omit sample_prompts")
         if config.truncate or config.train_on != "all":
             raise ConfigError(
                 "objective grpo reads prompts, which truncate and train_on do not affect; omit them"
@@ -76,7 +78,8 @@ class SamplingRun(Run):
         if spec.position_limit is not None and config.seq_len > spec.position_limit:
             raise ConfigError(f"seq_len is {config.seq_len}; the model has {spec.position_limit} positions")
         options: dict[str, Any] = {"longest": room, "columns": config.columns, "split": config.split}
-        self.documents, self.held_out = Prompts(config.data, self.tokenizer, **options), None
+        self.documents = Prompts(config.data, self.tokenizer, **options)
+        self.held_out = self.samples = None
         self.world.say(f"data: {describe(self.documents.counts)}")
 
     def _note_special_tokens(self) -> None:

@@ -95,16 +95,13 @@ class Speaker:
         self.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
         options: dict[str, Any] = {"dtype": args.dtype, "device": self.device, "text_only": args.text_only}
         self.model = liger_models.from_hub(named, base=args.base, dropout=0.0, **options).eval()
-        # The model's ids, which may include end-of-turn ids, and the end-of-document id used in training.
-        of_model: Any = self.model.special_id("eos_token_id")
-        ends = (*(of_model if isinstance(of_model, list) else [of_model]), self.tokenizer.eos_id)
         self.options: dict[str, Any] = {
             "max_new_tokens": args.max_new_tokens,
             "temperature": args.temperature,
             "top_p": args.top_p,
             "min_p": args.min_p,
             "repetition_penalty": args.repetition_penalty,
-            "eos_token_id": sorted({end for end in ends if end is not None}),
+            "eos_token_id": self.tokenizer.ends(self.model.special_id("eos_token_id")),
         }
         self.stop = tuple(args.stop)
 

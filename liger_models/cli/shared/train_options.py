@@ -109,6 +109,19 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         help="most tokens of each evaluation, from the first held-out rows (default: all)",
     )
     add(
+        "--eval-steps",
+        type=int,
+        default=0,
+        metavar="N",
+        help="most batches of each evaluation (default: all); --eval-every says how often there is one",
+    )
+    add(
+        "--sample-prompts",
+        metavar="FILE|TEXT",
+        help="at each evaluation, answer a prompt, or those of a .txt file (one a line) or a .jsonl file "
+        "(prompt, or messages), greedily, into OUTPUT/samples.jsonl",
+    )
+    add(
         "--truncate",
         action="store_true",
         help="cut examples with a prompt at --seq-len (default: refuse longer ones)",
@@ -176,7 +189,18 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         help="for a step with a non-finite loss or gradient: stop, or skip up to nine in a row "
         "(default: %(default)s)",
     )
-    add("--log", metavar="NAMES", help="also log to tensorboard, wandb, or both, separated by a comma")
+    add(
+        "--log",
+        metavar="NAMES",
+        help="also log to tensorboard, wandb, trackio or mlflow; several are separated by commas",
+    )
+    add(
+        "--log-every",
+        type=int,
+        default=10,
+        metavar="N",
+        help="steps between lines, where the output is no terminal (default: %(default)s)",
+    )
     add(
         "--profile",
         type=int,

@@ -181,9 +181,7 @@ class GRPO(Objective):
             return self._scores(model, packed)
 
     def _ends(self, model: Any) -> set[int]:
-        named = model.special_id("eos_token_id")
-        ends = {*(named if isinstance(named, list) else [named]), self.tokenizer.eos_id}
-        return {end for end in ends if end is not None}
+        return set(self.tokenizer.ends(model.special_id("eos_token_id")))
 
     def _sample(self, model: Any, batch: Any, device: torch.device) -> list[list[int]]:
         """Answers to the prompts of a micro-batch, group after group, with the token that ends each."""

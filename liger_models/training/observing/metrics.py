@@ -1,8 +1,8 @@
 """Metrics of a run: a progress bar, one record per step in metrics.jsonl and metrics.csv, and a plot of the
 losses.
 
-A record has step, tokens (inputs so far), loss, lr, grad_norm, tokens_per_s and flops_per_s over all
-processes, mfu (their fraction of the devices' peak: flops.py), memory (peak bytes of the GPU, or of the
+A record has step, time (UTC), tokens (inputs so far), loss, lr, grad_norm, tokens_per_s and flops_per_s over
+all processes, mfu (their fraction of the devices' peak: flops.py), memory (peak bytes of the GPU, or of the
 process on a CPU), eval_loss on steps with an evaluation, and the objective's metrics, such as margin and
 accuracy, with the prefix eval_ for evaluations. Step 0 is the untrained model. A non-finite loss or norm is
 null; `skipped` is 1 if a step was skipped for it.
@@ -26,10 +26,23 @@ from typing import Any
 import torch
 
 from liger_models.convert.errors import TrainingError
+from liger_models.training.observing.display import timestamp
 
 METRICS = "metrics.jsonl"
 COLUMNS = (
-    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "flops_per_s", "mfu", "filled", "memory"),
+    *(
+        "step",
+        "time",
+        "tokens",
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "flops_per_s",
+        "mfu",
+        "filled",
+        "memory",
+    ),
     *("trainable_parameters", "skipped", "eval_loss"),
 )
 
@@ -49,6 +62,8 @@ class Metrics:
         _replace(self.csv, ",".join(self.columns) + "\n" + "".join(map(self._csv_line, kept)))
 
     def write(self, record: dict[str, Any]) -> None:
+        """Append a record, with the time."""
+        record = {"step": record["step"], "time": timestamp()} | record
         for path, line in ((self.jsonl, json.dumps(record) + "\n"), (self.csv, self._csv_line(record))):
             with _naming(path), path.open("a", encoding="utf-8") as file:
                 file.write(line)

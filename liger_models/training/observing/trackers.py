@@ -1,14 +1,17 @@
-"""Export of metrics to TensorBoard and Weights & Biases.
+"""Export of metrics to TensorBoard, Weights & Biases, Trackio and MLflow, each by its own client.
 
-They receive the records of metrics.jsonl, step by step. Both are optional; requesting one that is not
-installed fails before anything is loaded.
+They receive the numbers of metrics.jsonl, step by step. All are optional; requesting one that is not
+installed fails before anything is loaded. Servers, projects and accounts are taken from each client's own
+environment variables.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,7 +19,21 @@ from liger_models.convert.errors import ConfigError
 
 
 class Tracker(ABC):
-    """Receives records of numbers; a context manager that ends the record."""
+    """Receives records of numbers; a context manager that ends the record.
+
+    Args:
+        folder: the run's output folder.
+        config: the run's settings.
+        resumed_step: the last step that counts, if the run resumes.
+    """
+
+    @abstractmethod
+    def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None: ...
+
+    @staticmethod
+    def client() -> Any:
+        """Import the client, if there is one; raises ImportError if it is not installed."""
+        return None
 
     @abstractmethod
     def write(self, step: int, numbers: dict[str, float]) -> None:
@@ -34,17 +51,17 @@ class Tracker(ABC):
 
 
 def parse_trackers(names: str | None) -> tuple[str, ...]:
-    """Parse names such as "tensorboard,wandb".
+    """Parse names such as "tensorboard,wandb"; all of these must be installed.
 
     Raises:
         ConfigError: an unknown name, or a package that is not installed.
     """
-    found = tuple(dict.fromkeys(names.split(","))) if names else ()
+    found = tuple(dict.fromkeys(map(str.strip, names.split(",")))) if names else ()
     for name in found:
         if name not in TRACKERS:
             raise ConfigError(f"log is {names!r}; expected any of {', '.join(TRACKERS)}, separated by commas")
         try:
-            _IMPORTS[name]()
+            TRACKERS[name].client()
         except ImportError as error:
             raise ConfigError(
                 f"log needs {name}, which is not installed ({error}): pip install {name}; metrics.jsonl "
@@ -56,9 +73,17 @@ def parse_trackers(names: str | None) -> tuple[str, ...]:
 def open_trackers(
     names: Iterable[str], folder: Path, config: dict[str, Any], resumed_step: int | None
 ) -> Iterator[Tracker]:
-    """Open the trackers of a run with output folder `folder`, one at a time."""
+    """Open the trackers of a run with output folder `folder`, one at a time.
+
+    Raises:
+        ConfigError: a client refuses, for want of an account or a server, say.
+    """
     for name in names:
-        yield TRACKERS[name](folder, config, resumed_step)
+        try:
+            tracker = TRACKERS[name](folder, config, resumed_step)
+        except Exception as error:  # any client's
+            raise ConfigError(f"log: {name} cannot begin a run ({type(error).__name__}: {error})") from error
+        yield tracker
 
 
 def numbers_of(record: dict[str, Any]) -> dict[str, float]:
@@ -74,7 +99,13 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         purge = None if resumed_step is None else resumed_step + 1
-        self.writer = _import_tensorboard().SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+        self.writer = self.client().SummaryWriter(str(folder / "tensorboard"), purge_step=purge)
+
+    @staticmethod
+    def client() -> Any:
+        from torch.utils import tensorboard
+
+        return tensorboard
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
@@ -90,21 +121,22 @@ class WeightsAndBiases(Tracker):
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
-        import os
-
-        wandb = _import_wandb()
         identity = folder / "wandb" / "liger_models_run"
         identity.parent.mkdir(exist_ok=True)
-        if resumed_step is None or not identity.is_file():
-            identity.write_text(hashlib.sha256(os.urandom(16)).hexdigest()[:16], encoding="utf-8")
-        self.run = wandb.init(
+        self.run = self.client().init(
             project=os.environ.get("WANDB_PROJECT", "liger_models"),
             name=folder.name,
             dir=str(folder),
             config=config,
-            id=identity.read_text(encoding="utf-8"),
+            id=_identity(identity, resumed_step) or _new_identity(identity),
             resume="allow",
         )
+
+    @staticmethod
+    def client() -> Any:
+        import wandb
+
+        return wandb
 
     def write(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)
@@ -113,20 +145,89 @@ class WeightsAndBiases(Tracker):
         self.run.finish(exit_code=1) if failed else self.run.finish()
 
 
-def _import_tensorboard() -> Any:
-    from torch.utils import tensorboard
+class Trackio(Tracker):
+    """A run of the project "liger_models", or of TRACKIO_PROJECT, with the settings as its config. A resumed
+    run continues the same Trackio run, where repeated steps occur twice, with identical values.
+    """
 
-    return tensorboard
+    def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        file = folder / "trackio_run"
+        earlier = _identity(file, resumed_step)
+        # Trackio knows a run by its name.
+        self.run = self.client().init(
+            project=os.environ.get("TRACKIO_PROJECT", "liger_models"),
+            name=f"{folder.name}-{(earlier or _new_identity(file))[:6]}",
+            config=config,
+            resume="allow" if earlier else "never",
+        )
+
+    @staticmethod
+    def client() -> Any:
+        import trackio
+
+        return trackio
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        self.run.log(numbers, step=step)
+
+    def close(self, failed: bool) -> None:
+        self.run.finish()
 
 
-def _import_wandb() -> Any:
-    import wandb
+class MLflow(Tracker):
+    """A run of the experiment "liger_models", or of MLFLOW_EXPERIMENT_NAME, with the settings as its
+    parameters. A resumed run continues the same MLflow run, where repeated steps occur twice, with identical
+    values.
+    """
 
-    return wandb
+    def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
+        mlflow = self.client()
+        # A client of this run's own: the module's functions act on a run of the process.
+        self.mlflow, self.runs = mlflow, mlflow.MlflowClient()
+        file = folder / "mlflow_run"
+        if earlier := _identity(file, resumed_step):
+            self.run_id = earlier
+            self.runs.update_run(earlier, status="RUNNING")
+            return
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "liger_models")
+        experiment = self.runs.get_experiment_by_name(name)
+        number = self.runs.create_experiment(name) if experiment is None else experiment.experiment_id
+        self.run_id = self.runs.create_run(number, run_name=folder.name).info.run_id
+        file.write_text(self.run_id, encoding="utf-8")
+        settings = [mlflow.entities.Param(key, str(value)[:500]) for key, value in config.items()]
+        for first in range(0, len(settings), 100):  # the most that a server takes at once
+            self.runs.log_batch(self.run_id, params=settings[first : first + 100])
+
+    @staticmethod
+    def client() -> Any:
+        import mlflow
+        import mlflow.entities
+
+        return mlflow
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        now = int(time.time() * 1000)
+        metrics = [self.mlflow.entities.Metric(name, value, now, step) for name, value in numbers.items()]
+        self.runs.log_batch(self.run_id, metrics=metrics)
+
+    def close(self, failed: bool) -> None:
+        self.runs.set_terminated(self.run_id, status="FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[str, Callable[[Path, dict[str, Any], int | None], Tracker]] = {
+def _identity(file: Path, resumed_step: int | None) -> str | None:
+    """The tracker's run that a resumed run continues."""
+    return file.read_text(encoding="utf-8") if resumed_step is not None and file.is_file() else None
+
+
+def _new_identity(file: Path) -> str:
+    identity = hashlib.sha256(os.urandom(16)).hexdigest()[:16]
+    file.write_text(identity, encoding="utf-8")
+    return identity
+
+
+TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
 }
-_IMPORTS: dict[str, Callable[[], Any]] = {"tensorboard": _import_tensorboard, "wandb": _import_wandb}

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError
+from liger_models.convert.progress import ProgressBar
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.loading import parse_device
 
@@ -168,22 +169,6 @@ class World:
         return None if self.size == 1 else dist.new_group(backend="gloo", timeout=SAVING_TIMEOUT)
 
     def say(self, text: str) -> None:
+        """Print a line on stderr in the first process, above progress bars."""
         if self.main:
-            print(text, file=sys.stderr)
-
-    @contextlib.contextmanager
-    def bar(self, total: int, done: int) -> Iterator[Any]:
-        from liger_models.convert.progress import ProgressBar
-
-        terminal: TextIO = sys.stderr
-        # In a log file every update is a line: update rarely.
-        interval = 0.2 if terminal.isatty() else 10.0
-        with ProgressBar(
-            total=total,
-            initial=done,
-            unit="step",
-            disable=not self.main,
-            mininterval=interval,
-            dynamic_ncols=True,
-        ) as bar:
-            yield bar
+            ProgressBar.write(text, file=sys.stderr)

@@ -156,6 +156,12 @@ class TextTokenizer:
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
+    def ends(self, of_model: int | list[int] | None) -> list[int]:
+        """Ids that end generation: the model's `eos_token_id`, which may include ends of turns, and the end
+        of a document."""
+        named = of_model if isinstance(of_model, list) else [of_model]
+        return sorted({end for end in (*named, self.eos_id) if end is not None})
+
     def decode(self, ids: Sequence[int]) -> str:
         return self.backend.decode(list(ids))
 

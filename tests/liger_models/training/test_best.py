@@ -17,7 +17,7 @@ def evaluations(monkeypatch):
 
     def script(*values):
         left = list(values)
-        monkeypatch.setattr(loop.Run, "evaluate", lambda self: {"eval_loss": left.pop(0)})
+        monkeypatch.setattr(loop.Run, "evaluate", lambda self, display=None: {"eval_loss": left.pop(0)})
 
     return script
 

@@ -219,7 +219,8 @@ GOOD = b'{"text": "abc"}\n'
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (GOOD + GOOD + b'{"text": "abc"\n', r"data\.jsonl, line 3: not valid JSON at column"),
+        (GOOD + GOOD + b'{"text": "abc"\n', r"data\.jsonl, line 3: not valid JSON at column 15: "),
+        (GOOD + b'{\n"text": "abc"}\n', r"line 2: not valid JSON at column 2: .* belongs in a \.json file"),
         (GOOD + b'{"text": "\xff"}\n', "line 2: not UTF-8"),
         (GOOD + b'["abc"]\n', "line 2: found a list"),
         (GOOD + b'{"body": "abc"}\n', "line 2: found 'body'; expected exactly one of text"),

@@ -120,10 +120,11 @@ def test_steps_that_are_profiled_leave_a_trace_and_a_table(run, settings, tmp_pa
 
 
 class Written(list):
-    """Stands for TensorBoard's writer and for a run of Weights & Biases."""
+    """Stub of TensorBoard's writer, of a run of Weights & Biases and of Trackio, and of MLflow's client."""
 
     def __init__(self, *arguments, **options):
         self.options, self.ended = options, False
+        self.info = types.SimpleNamespace(run_id="the run")
 
     def add_scalar(self, name, value, step):
         self.append((step, name, value))
@@ -131,10 +132,29 @@ class Written(list):
     def log(self, numbers, step):
         self.extend((step, name, value) for name, value in numbers.items())
 
-    def close(self):
-        self.ended = True
+    def log_batch(self, run_id, metrics=(), params=()):
+        assert run_id == "the run"
+        self.options |= dict(params)
+        self.extend((step, name, value) for name, value, _, step in metrics)
 
-    finish = close
+    def get_experiment_by_name(self, name):
+        return None
+
+    def create_experiment(self, name):
+        return name
+
+    def create_run(self, experiment, run_name):
+        self.options |= {"experiment": experiment, "name": run_name}
+        return self
+
+    def update_run(self, run_id, status):
+        self.options["resume"] = (run_id, status)
+
+    def close(self, *_, **how):
+        self.ended = True
+        self.options |= how
+
+    finish = set_terminated = close
 
 
 def test_trackers_receive_the_metrics_records(run, settings, monkeypatch):
@@ -145,34 +165,56 @@ def test_trackers_receive_the_metrics_records(run, settings, monkeypatch):
         return opened[-1]
 
     board = types.SimpleNamespace(SummaryWriter=open_one)
-    monkeypatch.setattr(trackers, "_import_tensorboard", lambda: board)
-    monkeypatch.setitem(trackers._IMPORTS, "tensorboard", lambda: board)
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=open_one))
-    records = run(settings(steps=4, save_every=2, keep=0, log="tensorboard,wandb")).records
+    monkeypatch.setattr(trackers.TensorBoard, "client", staticmethod(lambda: board))
+    for module in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, module, types.SimpleNamespace(init=open_one))
+    entities = types.SimpleNamespace(
+        Metric=lambda *of: of, Param=lambda *of: of, __name__="mlflow.entities", __spec__=None
+    )
+    mlflow = types.SimpleNamespace(MlflowClient=open_one, entities=entities, __path__=[], __spec__=None)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    everything = {"save_every": 2, "keep": 0, "log": "tensorboard,wandb,trackio,mlflow"}
+    records = run(settings(steps=4, **everything)).records
     expected = [
         (record["step"], name, value)
         for record in records
         for name, value in record.items()
-        if name != "step"
+        if name not in ("step", "time")
     ]
-    assert opened == [expected, expected]
+    assert opened == [expected] * 4
     assert all(written.ended for written in opened)
-    again = run(settings(steps=6, save_every=2, keep=0, log="tensorboard,wandb", resume="auto")).records
-    assert [name for step, name, _ in opened[2]] == [name for step, name, _ in opened[3]]
-    first = opened[2][0][0]
-    assert opened[2].options["purge_step"] == first
-    assert {step for step, _, _ in opened[2]} == {r["step"] for r in again if r["step"] >= first}
-    assert opened[1].options["id"] == opened[3].options["id"]
+    assert opened[3].options["experiment"] == "liger_models"
+    assert opened[3].options["batch_size"] == "1"
+    assert opened[3].options["status"] == "FINISHED"
+    again = run(settings(steps=6, resume="auto", **everything)).records
+    assert all(later == opened[4] for later in opened[5:])
+    first = opened[4][0][0]
+    assert opened[4].options["purge_step"] == first
+    assert {step for step, _, _ in opened[4]} == {r["step"] for r in again if r["step"] >= first}
+    assert opened[1].options["id"] == opened[5].options["id"]
+    assert opened[2].options["name"] == opened[6].options["name"]
+    assert (opened[2].options["resume"], opened[6].options["resume"]) == ("never", "allow")
+    assert opened[7].options["resume"] == ("the run", "RUNNING")
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_tracker_that_refuses_is_an_error_with_its_reason(run, settings, monkeypatch):
+    def init(**options):
+        raise RuntimeError("no account")
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    with pytest.raises(ConfigError, match=r"wandb cannot begin a run \(RuntimeError: no account\)"):
+        run(settings(log="wandb"))
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
 def test_a_tracker_that_is_not_there_is_an_error_before_anything_is_loaded(run, settings, monkeypatch, name):
-    for module in ("tensorboard", "torch.utils.tensorboard", "wandb"):
+    for module in ("tensorboard", "torch.utils.tensorboard", "wandb", "trackio", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"log needs {name}, which is not installed .*pip install {name}"):
         run(settings(log=name, model="/nowhere"))
-    with pytest.raises(ConfigError, match="'mlflow'; expected any of tensorboard, wandb"):
-        run(settings(log="mlflow", model="/nowhere"))
+    with pytest.raises(ConfigError, match="'comet'; expected any of tensorboard, wandb"):
+        run(settings(log="comet", model="/nowhere"))
 
 
 @pytest.mark.gpu

@@ -332,7 +332,7 @@ def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
 def test_an_evaluation_takes_no_more_rows_than_asked(settings):
     run = Run(settings(eval_fraction=0.5, eval_tokens=150), World("cpu"))
     everything = Run(settings(eval_fraction=0.5), World("cpu"))
-    rows, all_rows = (list(one._held_out_rows()) for one in (run, everything))
+    rows, all_rows = (list(one.evaluation.rows()) for one in (run, everything))
     assert rows == all_rows[:2]  # of 64 tokens
     assert len(all_rows) > 2
     assert run.evaluate()["eval_loss"] != everything.evaluate()["eval_loss"]

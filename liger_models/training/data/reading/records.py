@@ -111,12 +111,17 @@ ANY = Schema()
 
 def parse_line(where: str, line: bytes, counts: Counter[str], schema: Schema = ANY) -> Record:
     """Parse a JSON line in one of these forms. Raises DataError, starting with `where`."""
+    line = line.rstrip()  # an error at the end of the line is on it
     try:
         fields = json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from error
+        several = line.strip() == b"{" or line.lstrip()[:1] == b"["
+        hint = (
+            "; JSON lines hold one object a line, and other JSON belongs in a .json file" if several else ""
+        )
+        raise DataError(f"{where}: not valid JSON at column {error.pos + 1}: {error.msg}{hint}") from error
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(fields, dict):
