@@ -32,7 +32,7 @@ def update_correction_bias(
     reach the routers.
 
     Args:
-        model: routers without a correction bias are skipped.
+        model: routers without a correction bias are skipped, and so are frozen ones.
         rate: step size >= 0; DeepSeek-V3 used 0.001, and 0 at the end of training.
         group: the ranks that split each batch, whose loads are summed with one collective: all must call.
             Default: all ranks, if torch.distributed is initialised.
@@ -43,6 +43,7 @@ def update_correction_bias(
     if not 0 <= rate < float("inf"):
         raise ValueError(f"rate is {rate}; expected a number of 0 or more")
     routers = [m for m in model.modules() if isinstance(m, Router) and m.correction_bias is not None]
+    routers = [router for router in routers if any(p.requires_grad for p in router.parameters())]
     if not routers:
         return
     loads = _joint_loads(routers, group)

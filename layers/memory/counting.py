@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.blocks import Block
+from liger_models.layers.memory.frozen import begins_without_gradient, layers_without_gradient, without_gradient
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
@@ -63,9 +64,10 @@ class StepMemory:
         """Plan the memory of a step with these levels of all `stages`, within the available bytes."""
         stages = list(zip(self.stages, levels, strict=True))
         kept = [costs.kept[level] for costs, level in stages]
-        if self._frozen_input and levels[len(self.encoder)] in ("lean", "mlp"):
+        begin = len(self.encoder) + self._idle
+        if self._frozen_input and begin < len(levels) and levels[begin] in ("lean", "mlp"):
             # Without a gradient the first norm's output carries no recipe, and is kept.
-            kept[len(self.encoder)] += self._stream
+            kept[begin] += self._stream
         moments = [
             *self._frozen_encoder(),
             self._loss(kept, levels),
@@ -116,7 +118,8 @@ class StepMemory:
 
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
-        trained = step.lora_rank == 0 and self.model.embed_tokens.weight.requires_grad
+        head: Any = getattr(self.model, "lm_head", self.model.embed_tokens)
+        trained = step.lora_rank == 0 and head.weight.requires_grad
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
         room = working_bytes(*sizes, trained, step.labelled)
         gradients = self.gradients if step.accumulates else 0
@@ -240,7 +243,12 @@ class StepMemory:
         for layer in self.model.layers:
             if layer.spec not in known:
                 known[layer.spec] = LayerCosts.of(layer, self.step, self.itemsize)
-        return [known[layer.spec] for layer in self.model.layers]
+        every = [known[layer.spec] for layer in self.model.layers]
+        return [*map(without_gradient, every[: self._idle]), *every[self._idle :]]
+
+    @cached_property
+    def _idle(self) -> int:
+        return 0 if self.step.lora_rank else layers_without_gradient(self.model)
 
     @cached_property
     def _tables(self) -> int:
@@ -262,7 +270,7 @@ class StepMemory:
 
     @property
     def _frozen_input(self) -> bool:
-        return self.step.lora_rank > 0 or not self.model.embed_tokens.weight.requires_grad
+        return self.step.lora_rank > 0 or begins_without_gradient(self.model, self._idle)
 
     @cached_property
     def _tied(self) -> bool:
@@ -369,7 +377,7 @@ class StepMemory:
 # Counted once for all batch sizes of a plan.
 _OF_PARAMETERS = (
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
-    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host"),
+    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host", "_idle"),
 )
 
 

@@ -359,11 +359,15 @@ def _own_attention(layer: Block) -> AttentionSpec | None:
     return next((mixer for mixer in layer.spec.mixers if isinstance(mixer, AttentionSpec)), None)
 
 
-def matrix_elements(layer: Block) -> tuple[int, int, int]:
-    """Elements of the matrices that a token meets: of gate and up, of the last product, of all others."""
+def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
+    """Elements of the matrices that a token meets: of gate and up, of the last product, of all others.
+    `frozen`: only of matrices that are not trained.
+    """
     inner = last = rest = 0
     names = {id(p): name for name, p in layer.named_parameters()}
     for module, _, p in matrices(layer):
+        if frozen and p.requires_grad:
+            continue
         mixture, elements, name = layer.spec.mixture, p.numel(), names[id(p)]
         if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts

@@ -16,6 +16,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.call_checks import CallChecks, batch_shape, refuse_unknown
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.model.distilling import Distilling
+from liger_models.layers.model.freezing import divides_projections, freeze
 from liger_models.layers.model.head import LMHead, LogitForm
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.model.parameters import (
@@ -181,6 +182,32 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of hidden states [..., H] from `hidden_states`."""
         return self.logit_form(self.lm_head(hidden))
+
+    def freeze(self, *patterns: str, train_only: Sequence[str] = ()) -> None:
+        """Freeze the parameters whose checkpoint names match a pattern, and train all others; with
+        `train_only`, only those that match one of these. Without any pattern, train all.
+
+        A pattern is a glob over a name or any part of it between dots, with ranges of numbers
+        ("embed_tokens", "layers.0-15", "layers.3?.mlp", "q_proj"), or a part of a vision-language model:
+        "vision", "projector", "language". Create the optimizer afterwards.
+
+        Raises:
+            ValueError: a pattern that matches nothing, with near names; or one that divides the tensors of a
+                fused projection, which needs projections="split".
+        """
+        freeze(self, self.weight_map(), patterns, train_only, **self._freezing())
+
+    def freezing_divides_projections(self, *patterns: str, train_only: Sequence[str] = ()) -> bool:
+        """Whether `freeze` with these arguments needs split projections.
+
+        Raises:
+            ValueError: a pattern that matches nothing.
+        """
+        return divides_projections(self, self.weight_map(), patterns, train_only, **self._freezing())
+
+    def _freezing(self) -> dict[str, Any]:
+        tied = self.layout.name("lm_head.weight") if self.spec.tie_word_embeddings else None
+        return {"parts": self.parts(), "tied": tied}
 
     def check_ids(self, input_ids: Tensor) -> None:
         """Check [batch, seq] ids as `forward` does, but immediately (synchronises the device).

@@ -203,20 +203,6 @@ class Decoder(ActivationLevels):
             found |= {"vision": [self.vision.encoder], "projector": self.vision.ways_out()}
         return found
 
-    def freeze(self, *parts: str) -> None:
-        """Freeze the named parts ("vision", "projector", "language") and train all others. Without a name,
-        train all.
-
-        Raises:
-            ValueError: a part that the model does not have.
-        """
-        own = self.parts()
-        if unknown := sorted(set(parts) - own.keys()):
-            raise ValueError(f"no part {unknown[0]!r} in this model; expected {', '.join(own)}")
-        for name, modules in own.items():
-            for module in modules:
-                module.requires_grad_(name not in parts)
-
     def vision_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that only images reach: the encoder, the projector and layers that read features."""
         modules: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]

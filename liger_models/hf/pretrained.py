@@ -41,7 +41,7 @@ from liger_models.hf.checkpoints.weights import (
     groups_of,
     refuse_lost_adapters,
 )
-from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.model.freezing import freeze
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
@@ -276,13 +276,15 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         decoder.embed_tokens, decoder.spec = value, spec
         decoder.note_forms()
 
-    def freeze(self, *parts: str) -> None:
-        """Freeze some of "vision", "projector" and "language": `layers.Decoder.freeze`."""
-        Decoder.freeze(self.base_decoder, *parts)
+    def freeze(self, *patterns: str, train_only: Sequence[str] = ()) -> None:
+        """Freeze parameters by their checkpoint names, or "vision", "projector" and "language", and train all
+        others: `layers.CausalLM.freeze`.
+        """
+        parts, head = self.base_decoder.parts(), self.get_output_embeddings()
+        if head is not None:
+            parts["language"].append(head)
+        freeze(self, self.weight_map(), patterns, train_only, parts=parts)
         leave_unread(self.base_decoder)
-        head = self.get_output_embeddings()
-        if self.base_decoder is not self and head is not None:
-            head.requires_grad_("language" not in parts)
 
     # -- adapters and other injected modules
 

@@ -179,6 +179,25 @@ def test_a_plan_is_what_a_step_allocates(name):
         assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=2e-3), (level, plan.moment)
 
 
+@pytest.mark.parametrize(
+    ("frozen", "level"),
+    [(["embed_tokens", "layers.0-2"], "lean"), (["embed_tokens", "layers.0-2", "lm_head"], "all")],
+)
+def test_layers_that_no_gradient_reaches_keep_nothing(frozen, level):
+    model = on_meta(LLAMA_8B | {"num_hidden_layers": 5})
+    model.set_activation_memory(level)
+    memory = {name: StepMemory(model, Step(1, 8192, optimizer_bytes=0)) for name in ("whole", "frozen")}
+    whole = memory["whole"].plan([level] * 5)
+    model.freeze(*frozen)
+    plan = memory["frozen"].plan([level] * 5)
+    found = peak_of_a_step(model, 1, 8192)
+    # Never too low; the first trained layer is counted with a gradient of its input, 128 MiB here
+    above = plan.peak - plan.parts["weights"] - found
+    assert -2e-3 * found <= above <= 4 * 8192 * 4096 * 2
+    assert plan.parts["activations"] < 0.6 * whole.parts["activations"]
+    assert plan.repeated <= whole.repeated
+
+
 def test_heads_by_groups_take_less():
     memory = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 2}), Step(1, 1 << 19))
     with pytest.MonkeyPatch.context() as patch:
