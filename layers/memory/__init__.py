@@ -18,6 +18,7 @@ May import the blocks and everything below them; only the model imports it.
 
 from liger_models.layers.memory.counting import Planned, StepMemory, largest
 from liger_models.layers.memory.fitting import FittingLevels, parse_budget
+from liger_models.layers.memory.frozen import layers_without_gradient
 from liger_models.layers.memory.layer_costs import matrix_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_of_size
 from liger_models.layers.memory.step import LADDERS, Plan, Step
@@ -32,6 +33,7 @@ __all__ = [
     "Step",
     "StepMemory",
     "largest",
+    "layers_without_gradient",
     "matrix_elements",
     "parse_budget",
     "shown_of_size",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.blocks import Block
-from liger_models.layers.memory.frozen import begins_without_gradient, layers_without_gradient, without_gradient
+from liger_models.layers.memory import frozen
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
@@ -244,11 +244,11 @@ class StepMemory:
             if layer.spec not in known:
                 known[layer.spec] = LayerCosts.of(layer, self.step, self.itemsize)
         every = [known[layer.spec] for layer in self.model.layers]
-        return [*map(without_gradient, every[: self._idle]), *every[self._idle :]]
+        return [*map(frozen.without_gradient, every[: self._idle]), *every[self._idle :]]
 
     @cached_property
     def _idle(self) -> int:
-        return 0 if self.step.lora_rank else layers_without_gradient(self.model)
+        return 0 if self.step.lora_rank else frozen.layers_without_gradient(self.model)
 
     @cached_property
     def _tables(self) -> int:
@@ -270,7 +270,7 @@ class StepMemory:
 
     @property
     def _frozen_input(self) -> bool:
-        return self.step.lora_rank > 0 or begins_without_gradient(self.model, self._idle)
+        return self.step.lora_rank > 0 or frozen.begins_without_gradient(self.model, self._idle)
 
     @cached_property
     def _tied(self) -> bool:

@@ -3,9 +3,9 @@
     freeze(model, weight_map, ["embed_tokens", "layers.0-15"])          # train all others
     freeze(model, weight_map, train_only=["lm_head", "layers.3?.mlp"])
 
-A pattern is a glob (`*`, `?`, `[0-7]`) over a tensor's name, or over any part of it between dots; `0-15` between
-dots is each number of that range. The parts of a vision-language model ("vision", "projector", "language") are
-patterns, too.
+A pattern is a glob (`*`, `?`, `[0-7]`) over a tensor's name, or over any part of it between dots; `0-15`
+between dots is each number of that range. The parts of a vision-language model ("vision", "projector",
+"language") are patterns, too.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def freeze(
     parts: Mapping[str, Sequence[nn.Module]],
     tied: str | None = None,
 ) -> None:
-    """Freeze the parameters that match a pattern, and train all others; with `train_only`, only those that match
-    one of these.
+    """Freeze the parameters that match a pattern, and train all others; with `train_only`, only those that
+    match one of these.
 
     Args:
         weight_map: the checkpoint names of the model's parameters. Others have their own names.
@@ -46,7 +46,7 @@ def freeze(
     """
     names = _names(model, weight_map)
     trained = _trained(model, names, patterns, train_only, parts, tied)
-    for native, parameter in model.named_parameters():
+    for native in names:
         chosen = [name for name in names[native] if name in trained]
         if chosen and len(chosen) < len(names[native]):
             raise ValueError(_partly(model, native, names[native], chosen))
@@ -61,8 +61,10 @@ def divides_projections(
     train_only: Sequence[str] = (),
     **options: Any,
 ) -> bool:
-    """Whether these arguments of `freeze` separate the tensors of a packed projection. Raises as `freeze` does for
-    patterns that match nothing.
+    """Whether these arguments of `freeze` separate the tensors of a packed projection.
+
+    Raises:
+        ValueError: a pattern that matches nothing.
     """
     names = _names(model, weight_map)
     trained = _trained(model, names, patterns, train_only, **options)
@@ -154,7 +156,10 @@ def _partly(model: nn.Module, native: str, names: Sequence[str], trained: Sequen
         if isinstance(_owner(model, native), PackedLinear)
         else "freeze or train all of them"
     )
-    return f"{trained[0]} is trained and {other} is not, but the model has both in one parameter, {native}: {advice}"
+    return (
+        f"{trained[0]} is trained and {other} is not, but the model has both in one parameter, {native}: "
+        f"{advice}"
+    )
 
 
 def _owner(model: nn.Module, native: str) -> nn.Module:

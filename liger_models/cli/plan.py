@@ -25,18 +25,9 @@ QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a floa
 
 # Options that `train` has, too, with the same meaning.
 OF_TRAIN = (
-    *("model", "base", "tokenizer", "text_only", "freeze", "seq_len", "batch_size", "gradient_accumulation"),
-    *(
-        "lora",
-        "quantize",
-        "dtype",
-        "optimizer",
-        "weights",
-        "moments",
-        "optimizer_memory",
-        "activation_memory",
-    ),
-    *("memory_budget", "shard", "sequence_parallel"),
+    *("model", "base", "tokenizer", "text_only", "freeze", "train_only", "seq_len", "batch_size"),
+    *("gradient_accumulation", "lora", "quantize", "dtype", "optimizer", "weights", "moments"),
+    *("optimizer_memory", "activation_memory", "memory_budget", "shard", "sequence_parallel"),
 )
 
 
@@ -198,7 +189,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
 
     import liger_models
     from liger_models.convert.errors import ConfigError
-    from liger_models.training.inputs import freeze
+    from liger_models.training.inputs import freeze, split_patterns
 
     config = _config(args)
     if args.quantize and args.lora is None:
@@ -218,8 +209,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
         raise ConfigError(f"{args.model} is in float16, which `train` refuses; choose --dtype bfloat16")
     if args.images and model.spec.vision is None:
         raise ConfigError(f"--images {args.images}: {args.model} does not accept images; omit it")
-    if args.freeze:
-        freeze(model, tuple(args.freeze.split(",")))
+    freeze(model, split_patterns(args.freeze), split_patterns(args.train_only))
     return model
 
 

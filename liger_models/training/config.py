@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -91,8 +91,10 @@ class TrainConfig:
     activation_memory  activations saved for the backward pass; "auto": as many as fit into
     memory_budget      bytes of a GPU, such as 120GiB, or a fraction of the free memory (0.9); default 0.95
     text_only          train only the language model of a multimodal checkpoint
-    freeze             parts of a vision-language model that are frozen and get no adapters: "vision",
-                       "projector", "language"
+    freeze             patterns of checkpoint names, such as "embed_tokens" and "layers.0-15", whose weights
+                       are frozen and get no adapters; or parts of a vision-language model: "vision",
+                       "projector", "language" (see the model's `freeze`)
+    train_only         such patterns: all other weights are frozen
     dropout            0.0: train without the config's dropout; None: require that the config has none
     lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora" or "rslora", too, any subset of these, or "" (see training/lora.py)
@@ -164,6 +166,7 @@ class TrainConfig:
     attention: str = "auto"
     text_only: bool = False
     freeze: tuple[str, ...] = ()
+    train_only: tuple[str, ...] = ()
     dropout: float | None = None
     lora: str | None = None
     adapter: str | None = None
@@ -250,7 +253,8 @@ class TrainConfig:
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
         if self.memory_budget is not None and self.activation_memory != "auto":
             raise ConfigError("memory_budget requires activation_memory 'auto'")
-        check("freeze", not isinstance(self.freeze, str), "a tuple of parts")
+        for name in ("freeze", "train_only"):
+            check(name, not isinstance(getattr(self, name), str), "a tuple of patterns")
         check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.lora is not None:
             LoraSettings.parse(self.lora)
@@ -320,9 +324,11 @@ class TrainConfig:
         return asdict(self)
 
     def differences(self, other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Differences from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}."""
+        """Differences from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}. A
+        setting that it lacks, of an older version, has its default.
+        """
         mine = {f.name: getattr(self, f.name) for f in fields(self)}
+        given = {f.name: f.default for f in fields(self) if f.default is not MISSING}
+        other = {n: list(value) if isinstance(value, tuple) else value for n, value in given.items()} | other
         mine = {name: list(value) if isinstance(value, tuple) else value for name, value in mine.items()}
-        unset = {f.name: f.default for f in fields(self)}  # of settings that are newer than `other`
-        theirs = {name: other.get(name, unset[name]) for name in mine}
-        return {name: (theirs[name], value) for name, value in mine.items() if theirs[name] != value}
+        return {name: (other.get(name), value) for name, value in mine.items() if other.get(name) != value}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,7 +135,7 @@ def load_model(
         "text_only": config.text_only,
         "labels": labels_for(config),
         "dropout": config.dropout,
-        "shard": world.divide,
+        "shard": _divide(config, world),
     }
     if config.lora is not None:
         if _is_preset(config.model):
@@ -168,15 +169,15 @@ def load_model(
         settings: Any = model.config
         if getattr(settings, "pad_token_id", None) is None:
             settings.pad_token_id = tokenizer.pad_id
-    if config.freeze:
-        freeze(model, config.freeze)
+    freeze(model, config.freeze, config.train_only)
+    frozen = {path for path, module in model.named_modules() if _is_frozen(module)}
     size, flops = model.num_parameters(), StepFlops(model)
     adapters: Adapters | None = None
     if config.quantize:
         quantise(model, config.quantize, world.device)
     if config.lora is not None:
         settings = LoraSettings.parse(config.lora)
-        adapters = Adapters(model, settings, config.model, config.seed, config.freeze)
+        adapters = Adapters(model, settings, config.model, config.seed, frozen)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
         if origin := checkpoint or config.adapter:
             adapters.read(Path(origin))
@@ -269,18 +270,50 @@ def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
     return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
 
 
-def freeze(model: LigerCausalLM, parts: tuple[str, ...]) -> None:
-    """Freeze these parts of a model.
+def split_patterns(text: str) -> tuple[str, ...]:
+    """The patterns in a text, separated by commas."""
+    return tuple(filter(None, (pattern.strip() for pattern in text.split(","))))
+
+
+def freeze(model: LigerCausalLM, patterns: Sequence[str], train_only: Sequence[str] = ()) -> None:
+    """Freeze some of a model's parameters: see its `freeze`. Projections are split if these divide them.
 
     Raises:
-        ConfigError: there is no such part, or nothing is left to train.
+        ConfigError: a pattern that matches nothing or only some of one parameter's tensors, or nothing is
+            left to train.
     """
+    if not (patterns or train_only):
+        return
+    asked = f"--freeze {','.join(patterns)}" if patterns else ""
+    asked += f"{' ' * bool(asked)}--train-only {','.join(train_only)}" if train_only else ""
     try:
-        model.freeze(*parts)
+        if model.freezing_divides_projections(*patterns, train_only=train_only):
+            model.split_projections()
+        model.freeze(*patterns, train_only=train_only)
     except ValueError as error:
-        raise ConfigError(f"--freeze {','.join(parts)}: {error}") from error
+        raise ConfigError(f"{asked}: {error}") from error
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"--freeze {','.join(parts)}: nothing is left to train; freeze fewer parts")
+        raise ConfigError(f"{asked}: nothing is left to train; freeze fewer parts")
+
+
+def _divide(config: TrainConfig, world: World) -> Callable[[LigerCausalLM], object] | None:
+    """Function that divides a model over the processes. It freezes first, since this may split projections,
+    which a divided model cannot.
+    """
+    divide = world.divide
+    if divide is None or not (config.freeze or config.train_only):
+        return divide
+
+    def frozen_and_divided(model: LigerCausalLM) -> None:
+        freeze(model, config.freeze, config.train_only)
+        divide(model)
+
+    return frozen_and_divided
+
+
+def _is_frozen(module: torch.nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(p.requires_grad for p in own)
 
 
 def load_second_model(

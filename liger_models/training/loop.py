@@ -143,7 +143,7 @@ class Run(RunParts):
                 }
                 if config.not_finite == "skip":
                     record["skipped"] = int(not outcome.finite)
-                if self.adapters:
+                if self.adapters or config.freeze or config.train_only:
                     record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
                 if self.evaluation and self._due(config.eval_every):
                     evaluated = self.evaluate(display)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class Adapters:
         settings: of the adapters.
         base: name of the model, for the adapter's config.
         seed: of the initial weights.
-        frozen: parts of the model without adapters.
+        frozen: names of layers that get no adapters.
 
     Raises:
         ConfigError: PEFT is not installed, or the model lacks a target.
@@ -130,7 +130,7 @@ class Adapters:
         settings: LoraSettings,
         base: str,
         seed: int,
-        frozen: Sequence[str] = (),
+        frozen: Collection[str] = (),
     ) -> None:
         peft = import_peft()
         self.model, self._peft = model, peft
@@ -247,7 +247,7 @@ def import_peft() -> Any:
 
 
 def _targets(
-    model: LigerCausalLM, settings: LoraSettings, frozen: Sequence[str]
+    model: LigerCausalLM, settings: LoraSettings, frozen: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return (native name -> checkpoint name of the layers to adapt, the subset to pass as parameters).
 
@@ -260,8 +260,9 @@ def _targets(
         expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
         if isinstance(expr, Ref):
             named[path] = expr.name.removesuffix(".weight")
-    of_frozen = {m for part in frozen for module in model.parts()[part] for m in module.modules()}
-    named = {path: name for path, name in named.items() if model.get_submodule(path) not in of_frozen}
+    named = {path: name for path, name in named.items() if path not in frozen}
+    if not named:
+        raise ConfigError("lora: no linear layer is left to adapt; freeze fewer layers")
     from liger_models.hf.adapters.expert_adapters import stacks_by_names
 
     stacks = stacks_by_names(model, {_leaf(name) for name in named.values()})[0]

@@ -60,6 +60,7 @@ def check_resumed(
         "dtype",
         "optimizer",
         "freeze",
+        "train_only",
         "weights",
         "moments",
         "lora",

@@ -242,6 +242,9 @@ class RunParts:
         if self.adapters:
             trained = sum(p.numel() for p in self.parameters)
             self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.names)} layers")
+        elif self.config.freeze or self.config.train_only:
+            trained = sum(p.numel() for p in self.parameters)
+            self.world.say(f"trained: {trained:,} of {self.size:,} parameters ({trained / self.size:.1%})")
         self.world.say(
             f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "

@@ -78,9 +78,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add(
         "--freeze",
         default="",
-        metavar="PARTS",
-        help="parts of a multimodal model to freeze, separated by commas: vision, projector, language; with "
-        "--lora they get no adapters",
+        metavar="PATTERNS",
+        help="freeze the weights with such names in the checkpoint, separated by commas: "
+        "embed_tokens,layers.0-15,layers.*.mlp; or parts of a multimodal model: vision, projector, language; "
+        "with --lora they get no adapters",
+    )
+    add(
+        "--train-only",
+        default="",
+        metavar="PATTERNS",
+        help="freeze all weights except those with such names, as for --freeze: lm_head,layers.3?.*",
     )
     add(
         "--dropout",

@@ -7,21 +7,22 @@
 N is the number of matrix elements used per token: of experts, only the active ones; of embeddings, none.
 Ignored labels do not enter the head. Pairs are of a query and a visible key: n (n + 1) / 2 for a document of
 n tokens, fewer with a window or chunks. f is 3, the forward pass and two products of its size backward; 2
-below adapters, where matrices have no gradient, and 3 for the adapters themselves. Recomputation and image
-encoders are not counted.
+for matrices without a gradient, below adapters or frozen, and 3 for the adapters themselves; 1 for first
+layers that no gradient reaches. Recomputation and image encoders are not counted.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.memory import matrix_elements
-from liger_models.layers.specs import AttentionSpec, RecurrentSpec
+from liger_models.layers.memory import layers_without_gradient, matrix_elements
+from liger_models.layers.specs import AttentionSpec, BlockSpec, RecurrentSpec
 from liger_models.models.causal_lm import LigerCausalLM
 
 Sees = tuple[int | None, int | None]  # a window, and a chunk
@@ -38,14 +39,48 @@ class StepFlops:
         spec = model.spec
         self.head = spec.hidden_size * model.lm_head.out_features
         self.elements = sum(sum(matrix_elements(layer)) for layer in model.layers)
-        self.elements += sum(
-            module.weight.numel()
-            for module in (model.per_layer_inputs or nn.Module()).modules()
-            if isinstance(module, nn.Linear)
-        )
+        own = [
+            m.weight for m in (model.per_layer_inputs or nn.Module()).modules() if isinstance(m, nn.Linear)
+        ]
+        self.elements += sum(weight.numel() for weight in own)
+        self.mixing = _Mixing(spec.blocks)
+        self.factor, self.adapters = 3, 0
+        # Without a gradient of the weight, and without any.
+        self.frozen = sum(sum(matrix_elements(layer, frozen=True)) for layer in model.layers)
+        self.frozen += sum(weight.numel() for weight in own if not weight.requires_grad)
+        self.frozen_head = 0 if model.lm_head.weight.requires_grad else self.head
+        idle = layers_without_gradient(model)
+        self.idle = sum(sum(matrix_elements(layer)) for layer in model.layers[:idle])
+        self.idle_mixing = _Mixing(spec.blocks[:idle])
+
+    def below_adapters(self, elements: int) -> None:
+        """Count only adapters, with this many elements, as trained from now on."""
+        self.factor, self.adapters = 2, elements
+        self.frozen = self.frozen_head = self.idle = 0
+        self.idle_mixing = _Mixing(())
+
+    def of(self, lengths: Tensor, labels: int) -> int:
+        """Operations of a step over documents of these lengths, with this many counted labels."""
+        tokens = int(lengths.sum())
+        adapters = 2 * self.adapters * tokens
+        whole = self.factor * (self.forward(lengths, labels) - adapters) + 3 * adapters
+        left_out = 2 * ((self.frozen + self.idle) * tokens + self.frozen_head * labels)
+        return whole - left_out - 2 * self.idle_mixing.forward(lengths)
+
+    def forward(self, lengths: Tensor, labels: int) -> int:
+        """Operations of a forward pass only."""
+        tokens = int(lengths.sum())
+        products = (self.elements + self.adapters) * tokens + self.head * labels
+        return 2 * products + self.mixing.forward(lengths)
+
+
+class _Mixing:
+    """Operations of attention and of recurrent states in some blocks, without their matrices."""
+
+    def __init__(self, blocks: Sequence[BlockSpec]) -> None:
         # Elements of the queries and of the weighted values, over all heads.
         self.widths: Counter[Sees] = Counter()
-        mixers: list[Any] = [mixer for block in spec.blocks for mixer in block.mixers]
+        mixers: list[Any] = [mixer for block in blocks for mixer in block.mixers]
         for mixer in mixers:
             heads = getattr(mixer, "attention", mixer)  # latent and shared attention contain one
             if isinstance(heads, AttentionSpec):  # not cross-attention to images
@@ -53,23 +88,11 @@ class StepFlops:
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width
         self.states = sum(mixer.state_flops for mixer in mixers if isinstance(mixer, RecurrentSpec))
-        self.factor, self.adapters = 3, 0
 
-    def below_adapters(self, elements: int) -> None:
-        """Count only adapters, with this many elements, as trained from now on."""
-        self.factor, self.adapters = 2, elements
-
-    def of(self, lengths: Tensor, labels: int) -> int:
-        """Operations of a step over documents of these lengths, with this many counted labels."""
-        adapters = 2 * self.adapters * int(lengths.sum())
-        return self.factor * (self.forward(lengths, labels) - adapters) + 3 * adapters
-
-    def forward(self, lengths: Tensor, labels: int) -> int:
-        """Operations of a forward pass only."""
-        tokens = int(lengths.sum())
+    def forward(self, lengths: Tensor) -> int:
+        """Operations of a forward pass over documents of these lengths."""
         pairs = sum(width * visible_pairs(lengths, *sees) for sees, width in self.widths.items())
-        products = (self.elements + self.adapters) * tokens + self.head * labels + pairs
-        return 2 * products + self.states * tokens
+        return 2 * pairs + self.states * int(lengths.sum())
 
 
 def visible_pairs(lengths: Tensor, window: int | None = None, chunk: int | None = None) -> int:

@@ -22,11 +22,34 @@ def test_matrices_count_as_torch_counts_the_products_of_a_forward_pass(family):
         model(ids, labels=ids)
     counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
     flops = StepFlops(model)
-    flops.widths.clear()  # attention's products are not called mm
+    flops.mixing.widths.clear()  # attention's products are not called mm
     forward = counts["aten.mm"] + counts.get("aten.addmm", 0)
     assert flops.of(torch.tensor([10, 14]), tokens - 1) == 3 * forward
     flops.below_adapters(1000)
     assert flops.of(torch.tensor([10, 14]), tokens - 1) == 2 * forward + 6 * 1000 * tokens
+
+
+@pytest.mark.parametrize(
+    "frozen", [["layers.1.mlp", "lm_head"], ["embed_tokens", "layers.0"], ["embed_tokens", "layers.0-1.mlp"]]
+)
+def test_frozen_matrices_count_as_torch_counts_the_products_of_a_step(frozen):
+    model, tokens = tiny("llama"), 24
+    model.freeze(*frozen)
+    ids = torch.randint(5, 20, (1, tokens))
+    with FlopCounterMode(display=False) as counter:
+        model(ids, labels=ids).loss.backward()
+    counts = {str(operation): count for operation, count in counter.get_flop_counts()["Global"].items()}
+    flops = StepFlops(model)
+    for mixing in (flops.mixing, flops.idle_mixing):
+        mixing.widths.clear()  # attention's products are not called mm
+    in_place = 2 * (flops.head - flops.frozen_head) * (tokens - 1)  # addmm_ of the head's gradient, uncounted
+    assert flops.of(torch.tensor([10, 14]), tokens - 1) == sum(counts.values()) + in_place
+    whole = tiny("llama")
+    without = StepFlops(whole).of(torch.tensor([24]), 23) - StepFlops(model).of(torch.tensor([24]), 23)
+    attention = whole.spec.blocks[0].mixer
+    width, pairs = attention.num_attention_heads * 2 * attention.head_dim, 24 * 25 // 2
+    left_out = 2 * (flops.frozen + flops.idle) * 24 + 2 * flops.frozen_head * 23
+    assert without == left_out + (4 * width * pairs if "layers.0" in frozen else 0)
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 4), (3, 4), (100, 100)])

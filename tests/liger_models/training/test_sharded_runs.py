@@ -71,6 +71,8 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         "kto": {"data": (judged["labelled"],), "shard": "full"},
         "reward": {"data": (judged["pairs"],), "shard": "full"},
         "distill": {"shard": "full", "objective_options": {"teacher": str(experts)}},
+        # A fused projection of which a part is trained: split before the model is divided.
+        "frozen": {"objective": "sft", "shard": "full", "train_only": ("layers.*.q_proj", "*norm*")},
     }
     if importlib.util.find_spec("peft"):
         objectives["adapters"] = {"objective": "sft", "shard": "none", "lora": "r=4"}
@@ -180,7 +182,7 @@ def results(folder):
     return found
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill", "adapters"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill", "frozen", "adapters"])
 def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     """Rounding as above. Ranks have unlike numbers of pairs, and of good answers; the reference's scores are
     computed by one process, and by two.
@@ -189,8 +191,15 @@ def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     if objective == "adapters":
         pytest.importorskip("peft", reason="peft is not installed")
     lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
-    two = outcomes[0][{"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "adapters": 16}[objective]]
-    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",), "adapters": ()}
+    two = outcomes[0][
+        {"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "frozen": 16, "adapters": 17}[objective]
+    ]
+    told = {
+        "kto": ("kl", "good_reward", "bad_reward"),
+        "distill": ("divergence",),
+        "frozen": (),
+        "adapters": (),
+    }
     told = told.get(objective, ("margin", "accuracy"))
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]
