@@ -59,9 +59,8 @@ def test_names_are_those_of_the_family_s_checkpoints(family):
     weight_map, parameters = model.weight_map(), dict(model.named_parameters())
     own = {native: {ref.name for ref in weight_map[native].refs()} for native in parameters}
     for native in list(parameters)[:: max(1, len(parameters) // 5)]:
-        alike = {
-            other for other, names in own.items() if names & own[native]
-        }  # of one tensor of the checkpoint
+        # All that are in one tensor of the checkpoint.
+        alike = {other for other, names in own.items() if names & own[native]}
         whole = set().union(*(own[other] for other in alike))
         model.freeze(*(name.replace("[", "[[]") for name in whole))
         assert frozen(model) == {other for other, names in own.items() if names <= whole}

@@ -191,15 +191,10 @@ def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     if objective == "adapters":
         pytest.importorskip("peft", reason="peft is not installed")
     lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
-    two = outcomes[0][
-        {"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "frozen": 16, "adapters": 17}[objective]
-    ]
-    told = {
-        "kto": ("kl", "good_reward", "bad_reward"),
-        "distill": ("divergence",),
-        "frozen": (),
-        "adapters": (),
-    }
+    numbers = {"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "frozen": 16, "adapters": 17}
+    two = outcomes[0][numbers[objective]]
+    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",)}
+    told |= {"frozen": (), "adapters": ()}
     told = told.get(objective, ("margin", "accuracy"))
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]
