@@ -360,15 +360,12 @@ def _own_attention(layer: Block) -> AttentionSpec | None:
 
 
 def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
-    """Elements of the matrices that a token meets: of gate and up, of the last product, of all others.
-    `frozen`: only of matrices that are not trained.
-    """
+    """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
     inner = last = rest = 0
     names = {id(p): name for name, p in layer.named_parameters()}
     for module, _, p in matrices(layer):
-        if frozen and p.requires_grad:
-            continue
-        mixture, elements, name = layer.spec.mixture, p.numel(), names[id(p)]
+        elements = 0 if frozen and p.requires_grad else p.numel()
+        mixture, name = layer.spec.mixture, names[id(p)]
         if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts
         if not name.startswith("mlp."):
