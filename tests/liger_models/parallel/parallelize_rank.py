@@ -67,13 +67,13 @@ def refused(model, folder: Path) -> dict[str, str]:
         "generate": lambda: model.generate(ids, 2),
         "sizes": lambda: liger_models.from_hub(folder / "llama", shard=three_shards),
     }
-    said = {}
+    errors = {}
     for name, call in calls.items():
         try:
             call()
         except LigerModelsError as error:
-            said[name] = str(error)
-    return said
+            errors[name] = str(error)
+    return errors
 
 
 def adapted(folder: Path) -> dict[str, torch.Tensor]:

@@ -79,12 +79,12 @@ def gradients(model, calls):
 @pytest.mark.slow
 def test_models_that_cannot_be_sharded_are_refused(found):
     for of_rank in found:
-        said = of_rank["refused"]
-        assert "already sharded over processes" in said["twice"]
-        assert "lm_head.weight is quantised (torch.int8" in said["quantised"]
-        assert "layer 0 has trainable parameters in bfloat16, float32" in said["mixed"]
-        assert "the same number of tokens" in said["generate"]
-        assert "is 3, but there are 2 processes" in said["sizes"]
+        errors = of_rank["refused"]
+        assert "already sharded over processes" in errors["twice"]
+        assert "lm_head.weight is quantised (torch.int8" in errors["quantised"]
+        assert "layer 0 has trainable parameters in bfloat16, float32" in errors["mixed"]
+        assert "the same number of tokens" in errors["generate"]
+        assert "is 3, but there are 2 processes" in errors["sizes"]
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ def write_jsonl(path: Path, records: list) -> str:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread_of_subprocesses():
-    """Matrices this small gain nothing from threads, and lose much where tests run side by side."""
+    """Small matrices gain nothing from threads, which slow down tests that run in parallel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -43,7 +43,7 @@ def one_thread_of_subprocesses():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory):
-    """Where tokenized data are kept, here and in subprocesses."""
+    """Folder of tokenized data, for this process and subprocesses."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
@@ -103,7 +103,7 @@ def tiny_shape():
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
-    """Makes a checkpoint folder of a dtype, with its tokenizer, every parameter random."""
+    """Factory of checkpoint folders in a dtype, with a tokenizer and random parameters."""
 
     def make(dtype=torch.float32):
         folder = tmp_path_factory.mktemp("checkpoint") / "model"
@@ -123,7 +123,7 @@ def tiny_checkpoint(tmp_path_factory, tiny_shape, tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def vision_model(tmp_path_factory):
-    """A checkpoint of Qwen2.5-VL's form with fresh weights, its tokenizer and its processor."""
+    """Checkpoint of a tiny Qwen2.5-VL with fresh weights, a tokenizer and a processor."""
     folder = tmp_path_factory.mktemp("vision_model") / "model"
     write_checkpoint(folder)
     return folder
@@ -136,7 +136,7 @@ def checkpoint(tiny_checkpoint):
 
 @pytest.fixture
 def checkpoint_of_experts(tmp_path, tokenizer_folder):
-    """GLM-4.5's tiny config with the tokenizer's vocabulary, fresh weights."""
+    """Checkpoint of GLM-4.5's tiny config with the tokenizer's vocabulary and fresh weights."""
     folder = tmp_path / "experts"
     torch.manual_seed(3)
     liger_models.from_config(
@@ -149,7 +149,7 @@ def checkpoint_of_experts(tmp_path, tokenizer_folder):
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Texts, and prompts with completions of very uneven length, in one file."""
+    """File of texts, and of prompts with completions, of very different lengths."""
     rng = random.Random(1)
     records = [{"text": sentence(rng)} for _ in range(30)]
     for _ in range(20):
@@ -160,15 +160,15 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def judged(tmp_path_factory, jsonl):
-    """Pairs of answers, and labelled ones, of very uneven length, of text and of messages."""
+    """Files of answer pairs and of labelled answers, of very different lengths, as text and as messages."""
     folder, rng = tmp_path_factory.mktemp("judged"), random.Random(2)
     pairs = [{"prompt": words(rng, 5), "chosen": words(rng, 6), "rejected": words(rng, 3)} for _ in range(16)]
 
-    def said(role):
+    def turn(role):
         return [{"role": role, "content": words(rng, 4)}]
 
     pairs += [
-        {"prompt": said("user"), "chosen": said("assistant"), "rejected": said("assistant")} for _ in range(4)
+        {"prompt": turn("user"), "chosen": turn("assistant"), "rejected": turn("assistant")} for _ in range(4)
     ]
     labelled = [{"prompt": words(rng, 5), "completion": words(rng, 6), "label": i % 3 > 0} for i in range(20)]
     return {
@@ -179,7 +179,7 @@ def judged(tmp_path_factory, jsonl):
 
 @pytest.fixture(scope="session")
 def settings_for(checkpoint, data):
-    """Makes the TrainConfig of a run of a second into a folder; keywords replace its settings."""
+    """Factory of the TrainConfig of a one-second run into a folder; keywords replace settings."""
 
     def make(output, **changes) -> TrainConfig:
         options = {
@@ -209,7 +209,7 @@ def settings(tmp_path, settings_for):
 
 @pytest.fixture
 def losses():
-    """Steps and losses of a finished run, training and held-out, without the times."""
+    """Function that returns steps and losses of a finished run, training and held-out, without times."""
 
     def read(result):
         return [(r["step"], r.get("loss"), r.get("grad_norm"), r.get("eval_loss")) for r in result.records]
@@ -229,7 +229,7 @@ def run():
 
 @pytest.fixture
 def start(settings):
-    """A run that stands before its first step; keywords replace its settings."""
+    """Factory of runs before their first step; keywords replace settings."""
 
     def make(**changes):
         config = settings(eval_fraction=0.0, **changes)

@@ -1,19 +1,19 @@
-"""Faults in the middle of runs: after each the run goes on, and in the end has the bits of one without.
+"""Inject faults into runs; each run then continues, and in the end has the bits of an undisturbed one.
 
     python tests/liger_models/training/faults.py --kind kill --moments 30 --seed 1
-    python tests/liger_models/training/faults.py            # every kind, 30 moments each; some minutes
+    python tests/liger_models/training/faults.py            # every kind, 30 moments each; a few minutes
 
 | kind   | at a random moment                                             | then                         |
 |--------|----------------------------------------------------------------|------------------------------|
 | `kill` | all processes are killed                                       | -                            |
-| `full` | the disk is full: a write of one process fails                 | all end, and name the file   |
-| `die`  | one of two processes is killed                                 | the other ends, and names it |
-| `hang` | the main thread of one of two processes comes no further       | both end, and name it        |
-| `fail` | one of two processes raises an error                           | the other ends, and tells it |
+| `full` | the disk is full: a write of one process fails                 | all end and name the file    |
+| `die`  | one of two processes is killed                                 | the other ends and names it  |
+| `hang` | the main thread of one of two processes hangs                  | both end and name it         |
+| `fail` | one of two processes raises an error                           | the other ends and quotes it |
 
-Each run goes on from what the one before left, in one folder; when the moments are used up it runs to its
-end. What a fault leaves is looked at each time: every checkpoint-N is whole. Processes are forks of this one,
-which has imported what they need.
+Each run continues in the folder of the one before; after the last fault, it runs to its end. After each
+fault, every checkpoint-N must be complete. Processes are forks of this one, which has imported all modules
+they need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import time
 import traceback
 from pathlib import Path
 
-import matplotlib.figure  # noqa: F401  (what a run imports on its way, each process would import for itself)
+import matplotlib.figure  # noqa: F401  (lazy imports of a run, which each process would repeat)
 import torch
 import torch._dynamo
 import torch._inductor.utils
@@ -80,47 +80,48 @@ def main() -> None:
         whole = run(Path(folder), "whole", "none", None, random.Random(args.seed))
         assert set(whole["codes"]) == {0}, whole
         for kind in args.kind or KINDS:
-            told = break_runs(kind, args.moments, random.Random(f"{kind} {args.seed}"), Path(folder), whole)
-            print(f"{kind}: {json.dumps(told)}", flush=True)
+            counts = break_runs(kind, args.moments, random.Random(f"{kind} {args.seed}"), Path(folder), whole)
+            print(f"{kind}: {json.dumps(counts)}", flush=True)
         finish(Path(folder))
 
 
 def break_runs(kind: str, moments: int, rng: random.Random, folder: Path, whole: dict) -> dict:
-    """So many faults, one after the other; what happened, as counts and seconds. `whole` is what `run` said
-    of an undisturbed one.
+    """Inject `moments` faults, one after the other; return counts and seconds.
+
+    `whole` is the result of `run` for an undisturbed run.
 
     Raises:
-        AssertionError: a checkpoint is not whole, a process does not end or does not say why, or a run that
-            comes to its end gives other bits than the undisturbed one.
+        AssertionError: a checkpoint is incomplete, a process does not end or does not report why, or a
+        completed run has other bits than the undisturbed one.
     """
-    told = {"faults": 0, "finished before": 0, "from checkpoint": [], "seconds to the end of all": 0.0}
-    while told["faults"] < moments:
+    counts = {"faults": 0, "finished before": 0, "from checkpoint": [], "seconds to the end of all": 0.0}
+    while counts["faults"] < moments:
         outcome = run(folder, "broken", kind, rng.uniform(0, whole["seconds"]), rng)
         found = checkpoints(folder / "broken")
         for checkpoint in found:
             verify(checkpoint)
         last = int(found[-1].name.split("-")[1]) if found else 0
-        # Who is killed when the run is over takes nobody along.
+        # A process killed after the end of the run does not affect the other.
         codes = [
             code for rank, code in enumerate(outcome["codes"]) if (kind, rank) != ("die", outcome["victim"])
         ]
         over = set(codes) == {0}
         if over:
-            told["finished before"] += 1
+            counts["finished before"] += 1
         else:
-            told["faults"] += 1
-            told["from checkpoint"].append(last)
-            told["seconds to the end of all"] = max(told["seconds to the end of all"], outcome["after"])
-            check_words(kind, outcome)
+            counts["faults"] += 1
+            counts["from checkpoint"].append(last)
+            counts["seconds to the end of all"] = max(counts["seconds to the end of all"], outcome["after"])
+            check_reports(kind, outcome)
         if over:
             assert (folder / "broken" / "final").is_dir(), outcome
-        if last >= STEPS - 2 or over:  # there is little left to disturb
+        if last >= STEPS - 2 or over:  # the run is nearly over
             finish(folder)
-    return told
+    return counts
 
 
 def finish(folder: Path) -> None:
-    """What was broken runs to its end, and is away."""
+    """Run the interrupted run to its end, check its weights, and delete it."""
     outcome = run(folder, "broken", "none", None, random.Random())
     assert set(outcome["codes"]) == {0}, outcome
     compare(folder)
@@ -160,10 +161,11 @@ def settings(folder: Path, name: str) -> TrainConfig:
 
 
 def run(folder: Path, name: str, kind: str, moment: float | None, rng: random.Random) -> dict:
-    """One run of two processes with a fault after `moment` seconds; None: without one.
+    """Run two processes with a fault after `moment` seconds, or without one if None.
 
     Returns:
-        Their exit codes, what they wrote, which had the fault, and the seconds from it to the end of all.
+        Exit codes and output of the processes, the rank with the fault, and the seconds from it to the end of
+        all.
     """
     ranks, victim, limit = RANKS, rng.randrange(RANKS), rng.randrange(1, 400_000)
     for left in ("meeting", *(f"in{rank}" for rank in range(ranks))):
@@ -184,10 +186,10 @@ def run(folder: Path, name: str, kind: str, moment: float | None, rng: random.Ra
                     os.kill(child, signal.SIGKILL)
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     seconds = time.monotonic() - begun
-    said = [(folder / f"said{rank}.txt").read_text() for rank in range(ranks)]
+    output = [(folder / f"output{rank}.txt").read_text() for rank in range(ranks)]
     return {
         "codes": codes,
-        "said": said,
+        "output": output,
         "victim": victim,
         "after": round(seconds - (moment or 0), 1),
         "seconds": seconds,
@@ -197,12 +199,12 @@ def run(folder: Path, name: str, kind: str, moment: float | None, rng: random.Ra
 def _rank(
     folder: Path, name: str, ranks: int, rank: int, kind: str, moment: float | None, limit: int
 ) -> None:
-    """A process of its own, from its begin to its end."""
+    """Run one rank in this forked process, and exit."""
     code = 70
     try:
-        said = os.open(folder / f"said{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
+        output = os.open(folder / f"output{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "GLOO_SOCKET_IFNAME": "lo"}
         watch.SILENCE, watch.INTERVAL, watch.GRACE = SILENCE, INTERVAL, 2.0
         enter = watch.Watch.__enter__
@@ -232,7 +234,7 @@ def _rank(
 
 
 def _stop_after(moment: float, kind: str) -> None:
-    """The next batch after it takes for ever, or cannot be made."""
+    """Make the first batch after `moment` hang or fail."""
     batch, begin = Documents.batch, time.monotonic()
 
     def stopping(self, rows):
@@ -246,7 +248,7 @@ def _stop_after(moment: float, kind: str) -> None:
 
 
 def _fill_disk_after(limit: int) -> None:
-    """Writes of tensors take so many bytes, and then none."""
+    """Let writes of tensors fail after `limit` bytes."""
     write, left = os.pwrite, [limit]
 
     def full(fd, data, offset):
@@ -259,32 +261,32 @@ def _fill_disk_after(limit: int) -> None:
     os.pwrite = full
 
 
-def check_words(kind: str, outcome: dict) -> None:
-    """Those that had no fault ended by themselves, and said why."""
-    said, victim = outcome["said"], outcome["victim"]
-    others = [rank for rank in range(len(said)) if rank != victim]
+def check_reports(kind: str, outcome: dict) -> None:
+    """Check that the processes without the fault ended by themselves and reported why."""
+    output, victim = outcome["output"], outcome["victim"]
+    others = [rank for rank in range(len(output)) if rank != victim]
     assert outcome["after"] < 60
     if kind == "full":
-        for words in said:
-            assert "No space left on device" in words, said
+        for words in output:
+            assert "No space left on device" in words, output
         assert all(code == 2 for code in outcome["codes"]), outcome
     if kind == "die":
         for rank in others:
             assert outcome["codes"][rank] == 2, outcome
-            assert f"process {victim} is dead or stopped" in said[rank], said
+            assert f"process {victim} is dead or stopped" in output[rank], output
     if kind == "fail":
         assert all(code == 2 for code in outcome["codes"]), outcome
         for rank in others:
-            assert f"process {victim} ended (DataError: the data are gone)" in said[rank], said
+            assert f"process {victim} ended (DataError: the data are gone)" in output[rank], output
     if kind == "hang":
         assert outcome["codes"][victim] == 2, outcome
-        for rank in others:  # a reader that hangs after the last step holds up its own process alone
-            assert outcome["codes"][rank] == 2 or "the end of the run" in said[victim], outcome
-        assert any(f"process {victim} has been stuck" in words for words in said), said
+        for rank in others:  # a data reader that hangs after the last step affects its own process only
+            assert outcome["codes"][rank] == 2 or "the end of the run" in output[victim], outcome
+        assert any(f"process {victim} has been stuck" in words for words in output), output
 
 
 def compare(folder: Path) -> None:
-    """The bits of the trained model."""
+    """Check that the trained weights equal those of the undisturbed run bit for bit."""
     for file in (folder / "whole" / "final").glob("*.safetensors"):
         one, other = load_file(file), load_file(folder / "broken" / "final" / file.name)
         assert one.keys() == other.keys()

@@ -1,4 +1,4 @@
-"""Uses the library in a fresh process, and says as JSON what of the process each step changed.
+"""Use the library in a fresh process, and write the process state changed by each step as JSON.
 
 python neighbour_process.py CHECKPOINT DATA OUTPUT
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-# What torch keeps for each thread, and a context may change for its own.
+# State that torch keeps per thread, which a context may change for its own thread.
 OF_A_THREAD = (
     "grad", "autocast", "dispatch", "stream", "python_arg", "tls", "torch_function", "functorch", "view",
     "multithreading", "data", "storage", "saved_tensors", "checkpoint", "cuda_device", "_device",
@@ -29,7 +29,7 @@ OF_A_THREAD = (
 
 
 def state() -> dict[str, str]:
-    """All of the process that other code can see, by name."""
+    """Process state that other code can observe, by name."""
     found = {
         "environment": sorted(os.environ.items()),
         "start method": multiprocessing.get_start_method(allow_none=True),
@@ -53,7 +53,7 @@ def state() -> dict[str, str]:
     }
     for name in dir(torch._C):
         if name.startswith(("_get_", "get_")) and not name.startswith(("_get_cpp", "get_cpu")):
-            # Some take arguments, or want a GPU.
+            # Some take arguments or need a GPU.
             with contextlib.suppress(Exception), warnings.catch_warnings(action="ignore"):
                 value = getattr(torch._C, name)()
                 if isinstance(value, bool | int | float | str | list | tuple | torch.dtype):
@@ -66,7 +66,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
 
 
 class Setters:
-    """Notes each call that changes the process, though it may be undone."""
+    """Record each call that changes process state, even if it is undone later."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -106,7 +106,7 @@ class Setters:
 
 
 def steps(checkpoint: str, data: str, output: str):
-    """Name and action of each thing that a user does."""
+    """Yield the name and action of each use of the library."""
 
     def load():
         return liger_models.from_hub(checkpoint)
@@ -163,7 +163,7 @@ def steps(checkpoint: str, data: str, output: str):
 
 
 def use_transformers(checkpoint: str, data: str) -> None:
-    """What other libraries do to the process by themselves is done before."""
+    """Use the other libraries first, so that their own changes to the process precede the test."""
     import matplotlib.font_manager  # noqa: F401
     from transformers import LlamaForCausalLM
 
@@ -175,7 +175,7 @@ def use_transformers(checkpoint: str, data: str) -> None:
 if __name__ == "__main__":
     import torch.nn.attention
 
-    torch.optim.SGD([torch.zeros(1)])  # every optimizer of torch imports its compiler, which sets a variable
+    torch.optim.SGD([torch.zeros(1)])  # torch's optimizers import its compiler, which sets a variable
     use_transformers(*sys.argv[1:3])
     random.seed(1)
     torch.manual_seed(1)

@@ -1,7 +1,7 @@
-"""One rank of test_sharded_runs.py: training runs one after the other.
+"""One rank of test_sharded_runs.py: a sequence of training runs.
 
-Reads FOLDER/runs.json: of each run its settings, the step in which the second rank is told to stop (0: none),
-and how many ranks a node has. Gives of each run the records, or how it was stopped.
+Read FOLDER/runs.json: for each run its settings, the step at which the second rank gets a stop signal (0 for
+none), and the ranks per node. The results are the records of each run, or the message with which it stopped.
 """
 
 import json
@@ -34,7 +34,7 @@ def results(folder: Path, rank: int, ranks: int) -> list[Any]:
 
 def stopping_at(step):
     def stopping(self, rate):
-        if self.progress.step + 1 == step:  # which all ranks hear of in the next one
+        if self.progress.step + 1 == step:  # all ranks learn of it in the next step
             os.kill(os.getpid(), signal.SIGTERM)
         update(self, rate)
 

@@ -1,4 +1,4 @@
-"""Making the next while the last is used."""
+"""Items are prepared in a thread while the previous one is in use."""
 
 import itertools
 import threading
@@ -21,12 +21,12 @@ def test_items_come_in_order_and_the_next_is_prepared_in_advance():
 
     items = ahead(count(), 2)
     assert next(items) == 0
-    for _ in range(3):  # the first, and two that wait
+    for _ in range(3):  # the first, and two in the queue
         assert made.acquire(timeout=60)
     assert list(items) == [1, 2, 3, 4]
 
 
-def test_an_error_comes_in_the_place_of_its_item():
+def test_an_error_is_raised_in_place_of_its_item():
     def fail():
         yield from (1, 2)
         raise KeyError("third")
@@ -45,7 +45,7 @@ def test_an_early_exit_leaves_no_thread():
 
 
 def test_reading_for_a_gpu_does_not_change_any_threads_device(monkeypatch):
-    """It is read in one thread and closed in another, which may be at work on a GPU of its own."""
+    """Data are read in one thread and closed in another, which may be using a different GPU."""
     chosen = []
 
     class Choice:

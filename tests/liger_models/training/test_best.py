@@ -1,4 +1,4 @@
-"""The best model of a run is kept, early stopping counts evaluations, and both go on after resuming."""
+"""The best model of a run is kept, early stopping counts evaluations, and both continue after resuming."""
 
 import json
 
@@ -13,7 +13,7 @@ from liger_models.training.best import Best
 
 @pytest.fixture
 def evaluations(monkeypatch):
-    """Replaces the losses of evaluations, before the first step and after each second one."""
+    """Factory that sets the losses of evaluations, before the first step and after every second one."""
 
     def script(*values):
         left = list(values)
@@ -26,8 +26,8 @@ def tensors(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_the_best_model_outlives_later_checkpoints_and_patience_ends_the_run(run, settings, evaluations):
-    evaluations(1.0, 5.0, 4.0, 4.5, None, 3.0)  # the untrained model's does not count
+def test_the_best_model_is_kept_and_patience_ends_the_run(run, settings, evaluations):
+    evaluations(1.0, 5.0, 4.0, 4.5, None, 3.0)  # the first is the untrained model's, which does not count
     result = run(settings(steps=10, keep=1, keep_best="eval_loss", patience=2))
     best = result.final.parent / "best"
     assert result.steps == 8
@@ -49,7 +49,7 @@ def test_best_is_the_model_of_its_step_and_a_resumed_run_compares_with_it(run, s
         assert (folder / "abandoned-best").is_dir() == (checkpoint == "checkpoint-2")
 
 
-def test_higher_accuracy_is_better_and_missing_values_never_are():
+def test_higher_accuracy_is_better_and_missing_values_never_improve():
     best = Best("eval_accuracy", [{"step": 0, "eval_accuracy": 0.9}, {"step": 1, "eval_accuracy": 0.2}])
     assert best.improves(2, {"eval_accuracy": 0.3})
     assert not best.improves(3, {"loss": 1.0})

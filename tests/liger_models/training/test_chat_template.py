@@ -1,4 +1,4 @@
-"""Conversations are written as transformers writes them, and what is trained is what the assistant says."""
+"""Conversations are rendered as by transformers, and only the assistant's text is trained on."""
 
 import json
 
@@ -18,7 +18,8 @@ CHAT = [
     {"role": "assistant", "content": "fg"},
 ]
 
-# Drops what was thought in earlier turns, as many do: no prefix of the text is a prefix of the conversation.
+# Drops reasoning of earlier turns, as many templates do: rendered prefixes of the conversation are not
+# prefixes of its text.
 MARKED = (
     "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>"
     "{%- if m.role == 'assistant' %}"
@@ -34,14 +35,14 @@ def template_folder(tokenizer_folder, tmp_path, template):
     return TextTokenizer(tmp_path)
 
 
-def said(template, messages, **options):
+def marked(template, messages, **options):
     text, spans, _ = ChatTemplate(template, {"bos_token": "<s>"}, "here").render(messages, 0, options)
     return [text[begin:end] for begin, end in spans]
 
 
-def test_generation_tags_of_a_template_are_followed():
-    assert said(MARKED, CHAT) == [" cd\n</s>", "()fg</s>"]
-    assert said(MARKED.replace("{% generation %}", "{%- generation -%}"), CHAT) == [" cd\n</s>", "()fg</s>"]
+def test_generation_tags_of_a_template_are_used():
+    assert marked(MARKED, CHAT) == [" cd\n</s>", "()fg</s>"]
+    assert marked(MARKED.replace("{% generation %}", "{%- generation -%}"), CHAT) == [" cd\n</s>", "()fg</s>"]
 
 
 def test_a_question_needs_no_origins(monkeypatch):
@@ -61,7 +62,7 @@ def test_the_marks_match_transformers():
     texts, spans = rendering.render_jinja_template(
         [CHAT], chat_template=MARKED, bos_token="<s>", return_assistant_tokens_mask=True
     )
-    assert [texts[0][begin:end] for begin, end in spans[0]] == said(MARKED, CHAT)
+    assert [texts[0][begin:end] for begin, end in spans[0]] == marked(MARKED, CHAT)
 
 
 @pytest.mark.parametrize(
@@ -72,12 +73,12 @@ def test_the_marks_match_transformers():
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_or_reaches_out_is_an_error(tokenizer_folder, tmp_path, template, message):
+def test_a_template_that_fails_or_is_unsafe_is_an_error(tokenizer_folder, tmp_path, template, message):
     with pytest.raises(DataError, match=message):
         template_folder(tokenizer_folder, tmp_path, template).render(CHAT)
 
 
-def test_a_template_may_leave_a_loop(tokenizer_folder, tmp_path):
+def test_a_template_may_break_out_of_a_loop(tokenizer_folder, tmp_path):
     template = "{% for m in messages %}{{ m.content }}{% if loop.first %}{% break %}{% endif %}{% endfor %}"
     assert template_folder(tokenizer_folder, tmp_path, template).render(CHAT[1:2])[0] == "a b?"
 
@@ -94,7 +95,7 @@ def test_a_template_that_writes_the_date_gives_the_same_text_every_day(tokenizer
 def test_reasoning_is_rendered_under_any_name(name, read):
     template = f"{{% for m in messages %}}[{{{{ m.{read} }}}}]{{{{ m.content }}}}{{% endfor %}}"
     messages = [{"role": "assistant", "content": "b", name: "hm"}]
-    assert said(template, messages) == ["[hm]b"]
+    assert marked(template, messages) == ["[hm]b"]
 
 
 def test_a_template_gets_the_variables_of_transformers(tokenizer_folder, tmp_path):
@@ -130,7 +131,7 @@ READS_LISTS = (
     ("template", "written"),
     [(TEXT_ALONE, "<a b><cd>"), (PASSES_OVER_LISTS, "<a b><cd>"), (READS_LISTS, "<a |b|><cd|>")],
 )
-def test_parts_of_text_are_not_lost_and_not_written_as_python_does(template, written):
+def test_text_parts_are_rendered_as_text(template, written):
     def parts(*texts):
         return [{"type": "text", "text": text} for text in texts]
 
@@ -141,7 +142,7 @@ def test_parts_of_text_are_not_lost_and_not_written_as_python_does(template, wri
     assert ChatTemplate(template, {}, "here").render(messages, 0, {})[0] == written
 
 
-# -- what stands beside messages
+# -- fields next to messages
 
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 WITH_TOOLS = (
@@ -154,7 +155,7 @@ WITH_TOOLS = (
 
 @pytest.fixture
 def written(tokenizer_folder, tmp_path):
-    """The text that records become, and of it what is trained; and what was counted."""
+    """Function that returns the text of records, the part of it that is trained on, and the counts."""
     tokenizer = template_folder(tokenizer_folder, tmp_path, WITH_TOOLS)
 
     def load(path, **options):
@@ -171,7 +172,7 @@ def written(tokenizer_folder, tmp_path):
 
 
 @pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)], ids=["list", "text"])
-def test_tools_and_other_names_reach_the_template(written, jsonl, tmp_path, tools):
+def test_tools_and_other_variables_reach_the_template(written, jsonl, tmp_path, tools):
     record = {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
         "tools": tools,
@@ -184,7 +185,7 @@ def test_tools_and_other_names_reach_the_template(written, jsonl, tmp_path, tool
 
 
 @pytest.mark.parametrize("form", ["list", "folder"])
-def test_a_template_for_tools_is_taken_where_there_are_tools(tokenizer_folder, tmp_path, form):
+def test_the_tool_template_is_used_if_there_are_tools(tokenizer_folder, tmp_path, form):
     tokenizer = template_folder(tokenizer_folder, tmp_path, "one {{ messages[0].content }}")
     other = "two {{ messages[0].content }}"
     before = tokenizer.digest()
@@ -203,7 +204,7 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tokenizer_folder, t
 
 
 @pytest.mark.parametrize(
-    ("beside", "message"),
+    ("fields", "message"),
     [
         ({"tools": "["}, "'tools' is text that is no JSON"),
         ({"tools": ["look"]}, "expected a list of objects"),
@@ -211,14 +212,14 @@ def test_a_template_for_tools_is_taken_where_there_are_tools(tokenizer_folder, t
         ({"chat_template_kwargs": {"messages": []}}, "expected an object without messages"),
     ],
 )
-def test_fields_that_conflict_with_messages_are_refused(written, jsonl, tmp_path, beside, message):
+def test_fields_that_conflict_with_messages_are_refused(written, jsonl, tmp_path, fields, message):
     messages = [{"role": "assistant", "content": "b"}]
-    jsonl(tmp_path / "data.jsonl", [{"messages": messages, **beside}])
+    jsonl(tmp_path / "data.jsonl", [{"messages": messages, **fields}])
     with pytest.raises(DataError, match=message):
         written(tmp_path / "data.jsonl")
 
 
-def test_nulls_that_a_table_adds_within_messages_are_taken_out(written, tmp_path):
+def test_nulls_that_a_table_adds_within_messages_are_removed(written, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -238,9 +239,7 @@ def test_nulls_that_a_table_adds_within_messages_are_taken_out(written, tmp_path
     assert all(json.dumps(call) in text for call in calls)
 
 
-def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt_too(
-    written, jsonl, tmp_path
-):
+def test_only_the_answers_of_a_pair_are_trained_even_if_the_prompt_is_marked_too(written, jsonl, tmp_path):
     prompt = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": "b"},
@@ -257,8 +256,10 @@ def test_of_a_pair_the_answers_alone_are_trained_where_marks_stand_in_the_prompt
 
 
 def test_an_end_of_turn_that_includes_the_next_line_break_is_trained(tokenizer_folder, tmp_path):
-    """As Phi-3's does: its characters go on behind what is marked, and the token itself is within. So it is
-    in transformers, which finds no token of an answer that begins with a space.
+    """Phi-3's end token includes the line break: it begins inside the marked span and ends after it.
+
+    transformers trains on it too, but finds no token of an answer that begins with a space, so these are
+    stripped.
     """
     tokenizer = template_folder(tokenizer_folder, tmp_path, MARKED)
     tokenizer.backend.add_special_tokens([AddedToken("</s>", rstrip=True)])
@@ -275,7 +276,7 @@ def test_an_end_of_turn_that_includes_the_next_line_break_is_trained(tokenizer_f
     assert (made["input_ids"], made["assistant_masks"]) == (ids, [int(mark) for mark in trained])
 
 
-# -- what is allowed, and told of
+# -- accepted with a count
 
 
 NO_ENDS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
@@ -286,8 +287,8 @@ ASKED = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     ("template", "unended"),
     [(NO_ENDS + ASKED, 2), (NO_ENDS.replace("{% endfor", "</s>\n\n{% endfor") + ASKED, 0)],
 )
-def test_answers_that_nothing_ends_are_counted(tokenizer_folder, tmp_path, jsonl, template, unended):
-    """Some templates begin the next turn and end none: a model that learns from them talks on."""
+def test_answers_without_an_end_token_are_counted(tokenizer_folder, tmp_path, jsonl, template, unended):
+    """Some templates begin turns without ending them: a model trained on these never stops."""
     tokenizer = template_folder(tokenizer_folder, tmp_path, template)
     jsonl(tmp_path / "data.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "h"}]}])
     documents = load_documents([str(tmp_path / "data.jsonl")], tokenizer, seq_len=200, vocab_size=320)
@@ -297,7 +298,7 @@ def test_answers_that_nothing_ends_are_counted(tokenizer_folder, tmp_path, jsonl
 @pytest.mark.parametrize(
     "record", [{"text": "<s>abc"}, {"prompt": "<s>abc", "completion": "d"}, {"text": "abc"}]
 )
-def test_a_beginning_that_is_written_out_and_added_once_more_is_counted(written, tmp_path, jsonl, record):
+def test_a_duplicate_bos_token_is_counted(written, tmp_path, jsonl, record):
     jsonl(tmp_path / "data.jsonl", [record])
     _, _, counts = written(tmp_path / "data.jsonl")
     told = counts["that begin with the token of a beginning twice"]

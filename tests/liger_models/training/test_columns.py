@@ -1,4 +1,4 @@
-"""Data as other tools write it: JSON arrays, CSV, Alpaca's and other columns, and parts of splits."""
+"""Data written by other tools: JSON arrays, CSV, Alpaca and other columns, and slices of splits."""
 
 import csv
 import json
@@ -66,7 +66,7 @@ def test_a_damaged_array_is_named(tmp_path, monkeypatch, content, message):
 
 
 @pytest.mark.parametrize(("name", "separator"), [("a.csv", ","), ("a.tsv", "\t")])
-def test_spreadsheets_are_read_as_the_standard_library_writes_them(tmp_path, name, separator):
+def test_csv_written_by_the_standard_library_is_read(tmp_path, name, separator):
     rng = random.Random(1)
     pieces = ['"', ",", "\t", "\n", "\r\n", "é", "x", " ", '""', ";"]
     rows = [["".join(rng.choices(pieces, k=rng.randint(0, 6))) for _ in range(2)] for _ in range(60)]
@@ -126,7 +126,7 @@ def test_alpaca_becomes_messages_or_a_prompt_and_is_counted():
         parse_fields("a", {"instruction": "Hi", "output": 3}, counts)
 
 
-def test_columns_take_the_place_of_fields():
+def test_columns_are_renamed_to_fields():
     schema = Schema(columns=parse_columns("prompt=question,completion=answer"))
     counts = Counter()
     assert parse_fields("a", {"question": "q", "answer": "a", "text": "t"}, counts, schema).content == (
@@ -145,7 +145,7 @@ def test_columns_take_the_place_of_fields():
         Schema(columns=parse_columns("prompt=a,text=b"))
 
 
-def test_parts_of_splits_are_those_of_datasets(monkeypatch):
+def test_slices_of_splits_match_datasets(monkeypatch):
     datasets = pytest.importorskip("datasets")
     rows = {name: [{"text": f"{name} {n}"} for n in range(11)] for name in ("train", "test")}
     sizes = {name: datasets.SplitInfo(name, num_examples=len(found)) for name, found in rows.items()}

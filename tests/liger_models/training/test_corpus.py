@@ -1,4 +1,4 @@
-"""What is read from where, tokenized once, mapped, and found again or not."""
+"""Corpora: sources, tokenizing once, memory mapping, and the cache."""
 
 import gzip
 import os
@@ -55,16 +55,14 @@ def contents(documents):
 
 
 def built(corpus_or_documents):
-    """The time at which a corpus was written, which tells one building from the next."""
+    """Return the time at which a corpus was written, which shows whether it was built again."""
     return [(p.corpus.folder / "manifest.json").stat().st_mtime_ns for p in corpus_or_documents.parts]
 
 
 # ------------------------------------------------------------------------------------------------- sources
 
 
-def test_lines_packed_lines_tables_folders_patterns_and_streams_hold_the_same(
-    load, tmp_path, jsonl, monkeypatch
-):
+def test_all_kinds_of_sources_give_the_same_data(load, tmp_path, jsonl, monkeypatch):
     parquet = pytest.importorskip("pyarrow.parquet")
     import pyarrow
 
@@ -115,7 +113,7 @@ def test_a_data_set_of_the_hub_is_streamed_and_pinned_to_a_commit(load, monkeypa
     assert asked[1][1]["revision"] == "two"
 
 
-def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
+def test_datasets_accepts_our_streaming_call(load, monkeypatch, tmp_path, jsonl):
     datasets = pytest.importorskip("datasets")
     jsonl(tmp_path / "train.jsonl", RECORDS[1:2] * 3)
     real = datasets.load_dataset
@@ -128,7 +126,7 @@ def test_datasets_itself_streams_as_we_ask(load, monkeypatch, tmp_path, jsonl):
     assert contents(load("hf:owner/name")) == contents(load(tmp_path / "train.jsonl"))
 
 
-def test_data_sets_keep_json_and_need_no_features(monkeypatch):
+def test_data_sets_keep_json_values_and_need_no_features(monkeypatch):
     datasets = pytest.importorskip("datasets")
     tools = [{"type": "function", "function": {"name": "f"}}]
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -144,11 +142,11 @@ def test_data_sets_keep_json_and_need_no_features(monkeypatch):
         assert found == row
 
 
-def test_frames_of_zstandard_hold_the_same_and_a_file_cut_short_is_refused(
+def test_zstandard_frames_give_the_same_data_and_a_truncated_file_is_refused(
     load, tmp_path, jsonl, monkeypatch
 ):
     zstandard = pytest.importorskip("zstandard")
-    monkeypatch.setattr(lines, "PACKED", 37)  # neither lines nor frames end with a block
+    monkeypatch.setattr(lines, "PACKED", 37)  # so that neither lines nor frames end at a block
     raw = Path(jsonl(tmp_path / "a.jsonl", RECORDS)).read_bytes()
     pack = zstandard.ZstdCompressor().compress
     packed = tmp_path / "a.jsonl.zst"
@@ -182,7 +180,7 @@ def test_the_error_for_a_missing_reader_names_the_package(load, tmp_path, monkey
         ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(999))[:500], "cannot be unpacked|line 1"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet cannot be read as Parquet"),
     ],
-    ids=["no gzip", "bad line", "cut", "no Parquet"],  # gzip writes the time into what it packs
+    ids=["no gzip", "bad line", "cut", "no Parquet"],  # gzip includes the time, so its output is no id
 )
 def test_a_damaged_file_is_named(load, tmp_path, name, content, message):
     if name.endswith("parquet"):
@@ -235,7 +233,7 @@ def test_a_long_text_is_tokenized_in_blocks_to_the_same_tokens(load, tmp_path, m
     assert contents(load(tmp_path / "a.txt", cache=tmp_path / "other")) == whole
 
 
-def test_a_text_that_has_no_seam_is_refused(load, tmp_path, monkeypatch, tokenizer):
+def test_a_text_that_cannot_be_split_is_refused(load, tmp_path, monkeypatch, tokenizer):
     with pytest.raises(DataError, match="cannot tokenize a long text in parts"):
         list(tokenizer.encode_blocks(["abc " * 100, "xyz" * 100], overlap=50))
 
@@ -248,7 +246,7 @@ def test_the_same_data_are_tokenized_once(load, tmp_path, jsonl, monkeypatch):
     first = load(path)
     assert built(load(path)) == built(first)
     assert built(load(path, seq_len=50)) == built(first)
-    os.utime(path, ns=(1, 1))  # copied, say: other times, the same bytes
+    os.utime(path, ns=(1, 1))  # such as by copying: another time, the same bytes
     assert built(load(path)) == built(first)
     assert load(path).fingerprint() == first.fingerprint()
     monkeypatch.chdir(tmp_path)
@@ -271,7 +269,7 @@ def test_data_that_change_while_they_are_read_are_refused(load, tmp_path, jsonl,
 
 
 @pytest.mark.parametrize("change", ["content", "tokenizer", "truncate", "damage", "manifest"])
-def test_changed_data_tokenizers_and_options_and_damage_build_it_anew(
+def test_changed_data_tokenizers_options_and_damage_rebuild_the_corpus(
     load, tmp_path, jsonl, change, tokenizer, tokenizer_folder
 ):
     path = jsonl(tmp_path / "a.jsonl", RECORDS)
@@ -279,7 +277,7 @@ def test_changed_data_tokenizers_and_options_and_damage_build_it_anew(
     before, options = built(first), {}
     folder = first.parts[0].corpus.folder
     if change == "content":
-        jsonl(tmp_path / "a.jsonl", [*RECORDS[:-1], {"text": "é eg " * 20}])  # as many bytes
+        jsonl(tmp_path / "a.jsonl", [*RECORDS[:-1], {"text": "é eg " * 20}])  # of the same size
     elif change == "tokenizer":
         tokenizer.eos_id = 3
     elif change == "truncate":
@@ -293,7 +291,7 @@ def test_changed_data_tokenizers_and_options_and_damage_build_it_anew(
     assert (again.fingerprint() == first.fingerprint()) == (change in ("truncate", "damage", "manifest"))
 
 
-def test_a_changed_byte_is_found_on_request_and_where_a_file_is_younger_than_its_manifest(
+def test_a_changed_byte_is_found_on_request_and_in_files_newer_than_the_manifest(
     load, tmp_path, jsonl, tokenizer
 ):
     path = jsonl(tmp_path / "a.jsonl", RECORDS)
@@ -305,11 +303,11 @@ def test_a_changed_byte_is_found_on_request_and_where_a_file_is_younger_than_its
         (corpus / name).write_bytes(bytes([content[0] ^ 1]) + content[1:])
         with pytest.raises(DataError, match="does not hold what was written into it"):
             load(corpus)
-        os.utime(corpus / name, (0, 0))  # as a disk does that fails: without a word
+        os.utime(corpus / name, (0, 0))  # as a failing disk does, silently
         load(corpus)
         with pytest.raises(DataError, match="does not hold what was written into it"):
             load(corpus, verify=True)
-        (corpus / name).write_bytes(content)  # a copy is younger than its manifest, and as good
+        (corpus / name).write_bytes(content)  # a copy is newer than its manifest, and valid
         assert contents(load(corpus)) == expected
     cached = load(path)
     place = cached.parts[0].corpus.folder / "tokens-00000.bin"
@@ -344,7 +342,7 @@ load_documents([sys.argv[1]], TextTokenizer(sys.argv[2]), seq_len=64, vocab_size
 
 
 @pytest.mark.parametrize("before", [False, True], ids=["new", "again"])
-def test_a_kill_leaves_the_corpus_of_before_or_none(load, tmp_path, jsonl, tokenizer_folder, before):
+def test_a_kill_leaves_the_previous_corpus_or_none(load, tmp_path, jsonl, tokenizer_folder, before):
     def found():
         return [p for p in (tmp_path / "cache").iterdir() if p.is_dir() and not p.name.startswith(".")]
 
@@ -355,10 +353,12 @@ def test_a_kill_leaves_the_corpus_of_before_or_none(load, tmp_path, jsonl, token
     assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
     assert [contents(Documents([Part(Corpus(folder))])) for folder in found()] == [old] * before
     assert len(load(path)) == len(RECORDS)
-    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == found()  # nor any rest
+    assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == found()  # without leftovers
 
 
-def test_of_two_processes_one_builds_and_the_other_maps_the_same(load, tmp_path, jsonl, tokenizer_folder):
+def test_one_of_two_processes_builds_and_the_other_maps_the_same_corpus(
+    load, tmp_path, jsonl, tokenizer_folder
+):
     path = jsonl(tmp_path / "a.jsonl", RECORDS * 50)
     code = KILLED.replace("== 3", "== 10**9") + "print(len(ended))"
     command = [sys.executable, "-c", code, path, str(tokenizer_folder), str(tmp_path / "cache")]
@@ -366,7 +366,7 @@ def test_of_two_processes_one_builds_and_the_other_maps_the_same(load, tmp_path,
     assert sorted(int(process.communicate(timeout=120)[0]) for process in both) == [0, 200]
 
 
-def test_shards_and_wide_tokens_read_as_one(tmp_path):
+def test_shards_and_wide_tokens_are_read_as_one_corpus(tmp_path):
     documents = [([i, 70_000 + i, 2], b"\0\1\1") for i in range(20)]
     with written_corpus(tmp_path / "c", 80_000, shard_tokens=10) as writer:
         for ids, trained in documents:
@@ -380,7 +380,7 @@ def test_shards_and_wide_tokens_read_as_one(tmp_path):
         assert corpus.read(3 * d, 3 * d + 3)[0].tolist() == ids
 
 
-def test_a_corpus_of_its_own_is_data_for_the_same_tokenizer(load, tmp_path, jsonl, tokenizer):
+def test_a_corpus_folder_can_be_used_as_data_with_the_same_tokenizer(load, tmp_path, jsonl, tokenizer):
     path = jsonl(tmp_path / "a.jsonl", RECORDS)
     build_corpus(tmp_path / "corpus", [path], tokenizer, seq_len=64, vocab_size=320)
     assert contents(load(tmp_path / "corpus")) == contents(load(path))
@@ -436,9 +436,9 @@ print(large[0] - small[0], large[1])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc tells what memory holds")
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
-    """Reading, tokenizing and walking through the rows: six times the data, and the same memory."""
+    """Reading, tokenizing and iterating over rows needs the same memory for six times the data."""
     rng = random.Random(0)
     records = [{"text": "ab cd ef gh " * rng.randint(1, 100)} for _ in range(1000)]
     files = [jsonl(tmp_path / f"{k}.jsonl", records * k) for k in (1, 6)]
@@ -446,5 +446,5 @@ def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     more, tokens = map(int, result.stdout.split())
     assert tokens > 2_000_000
-    # Less than one copy of the tokens in four bytes each; a list of them takes eight.
+    # Less than a copy of the tokens at four bytes each; a list would take eight.
     assert more < 4 * tokens

@@ -25,7 +25,7 @@ def tokenizer(tokenizer_folder):
 
 @pytest.fixture
 def load(tokenizer, tmp_path, jsonl):
-    """Documents of these records (or raw bytes), written to data.jsonl first."""
+    """Function that writes records (or raw bytes) to data.jsonl and loads them as documents."""
 
     def make(records, *, seq_len=32, vocab_size=320, **options):
         path = tmp_path / "data.jsonl"
@@ -40,13 +40,13 @@ def load(tokenizer, tmp_path, jsonl):
 
 @pytest.fixture
 def mixed(load, data):
-    """Texts and whole examples, of random lengths."""
+    """Texts and whole examples of random lengths."""
     with open(data, encoding="utf-8") as lines:
         return load([json.loads(line) for line in lines], seq_len=80)
 
 
 def bounds(documents):
-    """(first token, last token, whole) of each document, counted as pieces are."""
+    """(first token, last token, whole) of each document, in the numbering of pieces."""
     found = []
     for base, part in zip(documents.bases, documents.parts, strict=False):
         a, b, whole = part.bounds(torch.arange(len(part)))
@@ -61,7 +61,7 @@ def everything(documents):
 
 
 def pairs_of(documents, d):
-    """What a document must teach: (input, label) by position."""
+    """Expected (input, label) pairs of a document."""
     start, stop, _ = bounds(documents)[d]
     ids, trained = (values.tolist() for values in documents.parts[0].corpus.read(start, stop + 1))
     return [(a, b if t else IGNORE) for a, b, t in zip(ids, ids[1:], trained[1:], strict=False)]
@@ -74,7 +74,7 @@ def pairs_in(batch):
     return [list(zip(inputs[a:b], labels[a:b], strict=True)) for a, b in itertools.pairwise(bounds)]
 
 
-def test_an_epoch_shows_every_pair_of_input_and_label_once_in_its_order(mixed):
+def test_an_epoch_has_every_pair_of_input_and_label_once_in_order(mixed):
     pieces = [
         (row[i].start, pairs)
         for row in Stream(mixed, 80, seed=3).epoch(0)
@@ -84,7 +84,7 @@ def test_an_epoch_shows_every_pair_of_input_and_label_once_in_its_order(mixed):
     assert seen == [pair for d in range(len(mixed)) for pair in pairs_of(mixed, d)]
 
 
-def test_every_row_of_text_is_full_but_one_at_most(load, jsonl):
+def test_at_most_one_row_of_text_is_not_full(load, jsonl):
     rng = random.Random(5)
     documents = load([{"text": "x y z " * rng.randint(1, 60)} for _ in range(20)])
     lengths = [documents.batch([row]).input_ids.shape[1] for row in Stream(documents, 32, seed=0).epoch(0)]
@@ -99,7 +99,7 @@ def test_a_whole_example_is_never_cut(mixed):
     assert set(examples) <= set(pieces)
 
 
-def test_the_order_is_fixed_by_seed_and_epoch_and_by_nothing_else(mixed):
+def test_the_order_depends_on_seed_and_epoch_only(mixed):
     def order(seed, epoch):
         torch.manual_seed(random.randrange(1000))
         return list(Stream(mixed, 64, seed).epoch(epoch))
@@ -116,7 +116,7 @@ def test_the_rows_of_a_long_document_are_spread_over_the_epoch(load):
     assert neighbours < 0.2 * len(starts)
 
 
-def test_a_stream_goes_on_from_any_position(mixed):
+def test_a_stream_continues_from_any_position(mixed):
     stream = Stream(mixed, 64, seed=2)
     per_epoch = stream.count_rows(1)
     rows, positions = [], [START]
@@ -127,7 +127,7 @@ def test_a_stream_goes_on_from_any_position(mixed):
         assert Stream(mixed, 64, 2, positions[done]).take(3) == rows[done : done + 3]
 
 
-def test_epochs_count_their_rows(mixed):
+def test_the_number_of_rows_of_an_epoch_is_correct(mixed):
     stream = Stream(mixed, 64, seed=2)
     whole = stream.count_rows(2)
     stream.take(whole)
@@ -153,14 +153,14 @@ def test_only_the_completion_and_its_end_are_trained(load, tokenizer, completion
     assert tokenizer.backend.decode(rest, skip_special_tokens=False) == "<s>" + prompt
 
 
-def test_a_token_that_holds_prompt_and_completion_is_trained(load, tokenizer):
+def test_a_token_that_spans_prompt_and_completion_is_trained(load, tokenizer):
     whole = "\n\n"  # one token in this vocabulary
     assert len(tokenizer.backend.encode(whole, add_special_tokens=False).ids) == 1
     tokens, marks = everything(load([{"prompt": "\n", "completion": "\n"}]))
     assert tokenizer.backend.decode(tokens[marks][:1].tolist()) == whole
 
 
-def test_text_is_trained_throughout_and_closed_by_eos(load, tokenizer):
+def test_every_token_of_a_text_is_trained_including_a_final_eos(load, tokenizer):
     tokens, marks = everything(load([{"text": "abc def"}]))
     assert tokens.tolist() == [*tokenizer.encode("abc def"), tokenizer.eos_id]
     assert marks.tolist() == [False] + [True] * (len(tokens) - 1)
@@ -197,7 +197,7 @@ def test_a_long_example_is_refused_and_cut_only_on_request(load):
     assert stop - start == 32
 
 
-def test_an_example_without_room_for_a_label_is_counted_out(load):
+def test_an_example_without_room_for_a_label_is_skipped_and_counted(load):
     records = [{"prompt": "a", "completion": "b"}, {"prompt": "x " * 40, "completion": "b"}]
     documents = load(records, truncate=True)
     assert len(documents) == 1
@@ -268,7 +268,7 @@ def test_a_token_outside_the_vocabulary_is_named_with_its_line(load):
         load([{"text": "abc"}], vocab_size=3)
 
 
-def test_a_byte_order_mark_is_no_text(tokenizer, tmp_path):
+def test_a_byte_order_mark_is_not_text(tokenizer, tmp_path):
     (tmp_path / "marked.txt").write_bytes("abé".encode("utf-8-sig"))
     (tmp_path / "plain.txt").write_bytes("abé".encode())
     marked, plain = (
@@ -303,7 +303,7 @@ def test_one_document_cannot_be_split(load):
         split(load([{"text": "abc"}]), 0.5, seed=0)
 
 
-def test_the_fingerprint_tells_any_change_of_tokens_or_marks(load):
+def test_the_fingerprint_detects_any_change_of_tokens_or_marks(load):
     base = load([{"prompt": "ab", "completion": "cd"}]).fingerprint()
     assert load([{"prompt": "ab", "completion": "cd"}]).fingerprint() == base
     others = [{"prompt": "ab", "completion": "ce"}, {"prompt": "a", "completion": "bcd"}, {"text": "abcd"}]
@@ -317,7 +317,7 @@ def test_a_tokenizer_without_an_end_of_sequence_is_refused(tokenizer_folder, tmp
         load_documents([str(tmp_path / "a.txt")], TextTokenizer(tmp_path), seq_len=8, vocab_size=320)
 
 
-def test_eos_comes_from_the_model_s_config_where_the_tokenizer_names_none(tokenizer_folder, tmp_path):
+def test_eos_comes_from_the_model_config_if_the_tokenizer_names_none(tokenizer_folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((tokenizer_folder / "tokenizer.json").read_bytes())
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     assert TextTokenizer(tmp_path).eos_id == 7

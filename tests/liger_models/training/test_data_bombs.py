@@ -1,4 +1,4 @@
-"""Small files that stand for gigabytes, and long lines: bounded memory, and an error with file and line."""
+"""Small files that expand to gigabytes, and long lines: bounded memory, and an error with file and line."""
 
 import gzip
 import io
@@ -29,7 +29,7 @@ def exhaust(records):
 
 
 def packed(count, piece):
-    """A Zstandard frame of a piece that is repeated."""
+    """Zstandard frame of a repeated piece."""
     zstandard = pytest.importorskip("zstandard")
     out = io.BytesIO()
     with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
@@ -40,7 +40,7 @@ def packed(count, piece):
 
 @pytest.fixture(scope="module")
 def newlines():
-    """10^9 of them."""
+    """Zstandard frame of 10^9 newlines."""
     return packed(1000, b"\n" * 10**6)
 
 
@@ -75,7 +75,7 @@ def test_a_line_that_is_too_long_is_an_error_before_it_is_read(
     path, line = tmp_path / f"a.{suffix}", b'{"text": "a"}\n'
     if suffix == "jsonl":
         path.write_bytes(line)
-        os.truncate(path, 4 << 30)  # with zeros, which take no room
+        os.truncate(path, 4 << 30)  # sparse zeros, which take no space
     else:
         path.write_bytes(packed(1, line) + packed(400, bytes(10**6)) if "zst" in suffix else b"")
     if suffix == "jsonl.gz":
@@ -89,7 +89,7 @@ def test_a_line_that_is_too_long_is_an_error_before_it_is_read(
 
 
 def test_a_long_line_in_a_zst_file_is_read_in_linear_time(tmp_path, within_a_second):
-    """Its time was quadratic: 40 MB took 5 s, 80 MB more than 50."""
+    """Reading once took quadratic time: 5 s for 40 MB, more than 50 s for 80 MB."""
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(
         packed(1, b'{"text": "') + packed(60, os.urandom(500).hex().encode() * 1000) + packed(1, b'"}')
@@ -105,7 +105,7 @@ def parquet_of(path, text, rows, **options):
     parquet.write_table(arrow.table({"text": texts}), path, store_schema=False, **options)
 
 
-def test_a_table_of_one_text_many_times_is_an_error_and_fills_no_memory(tmp_path, within_a_second):
+def test_a_table_with_one_text_many_times_is_an_error_in_bounded_memory(tmp_path, within_a_second):
     path = tmp_path / "a.parquet"
     parquet_of(path, "a" * (1 << 20), 2000, compression="zstd")
     assert path.stat().st_size < 10_000

@@ -1,4 +1,4 @@
-"""The examples of post-training, shortened: what they show is there."""
+"""The examples of post-training, shortened, still show their effect."""
 
 import importlib
 import runpy
@@ -14,7 +14,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture
 def examples(monkeypatch):
-    """Imports an example by its name. Its commands run in this process, which has torch already."""
+    """Function that imports an example by name. Its commands run in this process, with torch imported."""
     monkeypatch.syspath_prepend(EXAMPLES)
 
     def run(*words):
@@ -23,7 +23,7 @@ def examples(monkeypatch):
     monkeypatch.setattr(importlib.import_module("demo"), "liger_models", run)
     yield importlib.import_module
     for name in ("demo", "learn_a_preference"):
-        sys.modules.pop(name, None)  # which would keep what was set
+        sys.modules.pop(name, None)  # import it afresh each time
 
 
 @pytest.mark.slow
@@ -43,6 +43,6 @@ def test_help_is_the_docstring_and_trains_nothing(name, monkeypatch, capsys):
 
 def test_the_reward_of_grpo_in_a_loop_rises(examples):
     rewards = examples("grpo_in_a_loop").main(steps=25)
-    # By chance a place is right one time in twelve; the mean of five steps of 128 answers scatters by 0.03.
+    # By chance one token in twelve is right; the mean of five steps of 128 answers has a deviation of 0.03.
     assert sum(rewards[:3]) / 3 < 0.2
     assert sum(rewards[-5:]) / 5 > 0.35

@@ -1,4 +1,4 @@
-"""A process that dies, hangs or fails, and a full disk, at a moment each; faults.py by hand takes many."""
+"""A process that dies, hangs or fails, and a full disk, once each; run faults.py by hand for many moments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULTS = Path(__file__).with_name("faults.py")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_the_others_end_and_name_it_and_the_run_goes_on_with_the_same_bits():
+def test_the_others_end_and_name_it_and_the_run_resumes_with_the_same_bits():
     command = [sys.executable, str(FAULTS), "--moments", "1"]
     kinds = ["full", "die", "hang", "fail"]
     for kind in kinds:
@@ -37,8 +37,8 @@ def test_the_others_end_and_name_it_and_the_run_goes_on_with_the_same_bits():
 
 
 @pytest.mark.parametrize("done", [True, False])
-def test_a_first_process_that_is_done_is_not_called_dead(done):
-    """Its store ends with it; who is left then looks after itself."""
+def test_a_finished_first_process_is_not_reported_as_dead(done):
+    """Its store ends with it; the remaining processes then watch only themselves."""
 
     class Store(dict):
         gone = False
@@ -63,5 +63,5 @@ def test_a_first_process_that_is_done_is_not_called_dead(done):
         return
     assert mine._find_problem() is None
     marks, since = mine._moved
-    mine._moved = marks, since - 61.0  # as a minute later
+    mine._moved = marks, since - 61.0  # as if a minute had passed
     assert mine._find_problem().startswith("process 1 has been stuck for 60 s at: the end of the run")

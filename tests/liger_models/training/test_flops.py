@@ -1,4 +1,4 @@
-"""The operations of a step."""
+"""FLOP counts of a step."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def tiny(family):
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3", "gemma4_text"])
-def test_matrices_count_as_torch_counts_the_products_of_a_forward_pass(family):
+def test_matrix_flops_match_torchs_counter(family):
     model, tokens = tiny(family), 24
     ids = torch.randint(5, 20, (1, tokens))
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -53,14 +53,14 @@ def test_frozen_matrices_count_as_torch_counts_the_products_of_a_step(frozen):
 
 
 @pytest.mark.parametrize(("window", "chunk"), [(None, None), (5, None), (None, 4), (3, 4), (100, 100)])
-def test_pairs_are_those_that_the_mask_lets_through(window, chunk):
+def test_query_key_pairs_match_the_mask(window, chunk):
     lengths = [1, 4, 13, 8]
     pieces = [min(chunk or n, n - at) for n in lengths for at in range(0, n, chunk or n)]
     expected = sum(int(visible_keys(n, None, window, "cpu").sum()) for n in pieces)
     assert visible_pairs(torch.tensor(lengths), window, chunk) == expected
 
 
-def test_attention_is_counted_over_documents_and_heads():
+def test_attention_flops_are_summed_over_documents_and_heads():
     model = tiny("llama")
     flops, spec = StepFlops(model), model.spec.blocks[0].mixer
     one, two = flops.of(torch.tensor([20]), 5), flops.of(torch.tensor([10, 10]), 5)
@@ -68,5 +68,5 @@ def test_attention_is_counted_over_documents_and_heads():
     assert one - two == 3 * 2 * width * (20 * 21 // 2 - 2 * (10 * 11 // 2))
 
 
-def test_a_device_can_do_something():
+def test_the_peak_of_a_device_is_measured():
     assert measure_peak(torch.device("cpu"), torch.float32) > 1e6

@@ -1,4 +1,4 @@
-"""GRPO from the command line: samples, rewards, the published losses, and resuming."""
+"""Runs of GRPO: samples, rewards, the published losses, and resuming."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ def few(completions, **others):
 
 @pytest.fixture
 def run_of(settings_for, jsonl, tmp_path):
-    """Makes the settings of a run of GRPO; keywords replace settings, or options of the objective."""
+    """Factory of the settings of a GRPO run; keywords replace settings, `options` those of the objective."""
     (tmp_path / "rewards.py").write_text(REWARDS)
     records = [{"question": text, "letter": "ab"} for text in ("ab c", "de", "f g h", "ij")]
     records += [{"question": [{"role": "user", "content": "ab"}], "letter": "ab"}]
@@ -66,7 +66,7 @@ def samples_of(config):
     return [json.loads(line) for line in open(f"{config.output}/completions.jsonl")]
 
 
-def test_a_reward_rises(run_of):
+def test_the_reward_increases(run_of):
     config = run_of("run", {"group_size": 8}, steps=16, batch_size=2)
     rewards = [record["reward"] for record in train(config).records]
     assert sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
@@ -88,7 +88,7 @@ def test_a_resumed_run_samples_the_same_answers(run_of):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"])
-def test_micro_batches_have_the_loss_of_separate_sequences(
+def test_micro_batches_have_the_loss_and_gradients_of_separate_sequences(
     tiny_shape, tokenizer_folder, jsonl, tmp_path, kind
 ):
     torch.manual_seed(0)
@@ -110,7 +110,7 @@ def test_micro_batches_have_the_loss_of_separate_sequences(
     step = next(Prompts([data], tokenizer, longest=20).steps(START, 0, 2, 2, 3, 2))
     before = [p.detach().clone() for p in model.parameters()]
     objective.begin_step(model, ((batch, True) for batch in step.batches), torch.device("cpu"))
-    with torch.no_grad():  # the second update: ratios differ from one, and some are clipped
+    with torch.no_grad():  # the second update, in which ratios differ from one and some are clipped
         for parameter in model.parameters():
             parameter += 0.05 * torch.randn_like(parameter)
     shares = [objective.share(model, batch, step.counts) for batch in step.batches]
@@ -152,9 +152,9 @@ def test_micro_batches_have_the_loss_of_separate_sequences(
     wanted = grpo_loss(
         log_probs, advantages, counted, PolicyOptions(**level, **about), old_log_probs=old, reference=theirs
     )
-    # Different sums of the same float32 terms, of size 1: 1e-5 is some hundred roundings.
+    # Different sums of the same float32 terms of about 1: 1e-5 is about a hundred roundings.
     assert sum(share.loss.item() for share in shares) == pytest.approx(wanted.loss.item(), abs=1e-5)
-    # `copy_` made the graph of log_probs stale.
+    # Compute the scores again: `copy_` invalidated the graph of log_probs.
     grpo_loss(
         scores(model),
         advantages,
@@ -167,7 +167,7 @@ def test_micro_batches_have_the_loss_of_separate_sequences(
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-4, atol=2e-5)
 
 
-def test_what_cannot_be_used_is_refused(run_of, tmp_path):
+def test_unusable_settings_are_refused(run_of, tmp_path):
     file = tmp_path / "rewards.py"
     for make, message in (
         (lambda: run_of("a", {"reward": ""}), "grpo needs a reward"),

@@ -1,4 +1,4 @@
-"""Chat templates, tokenizer files and paths that go wrong: one error that names the file, and the line."""
+"""Broken chat templates, tokenizer files and paths raise one error that names the file, and the line."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def folder(tokenizer_folder, tmp_path):
 
 @pytest.fixture
 def load(folder, tmp_path, jsonl):
-    """Loads conversations with this chat template."""
+    """Function that loads conversations with a chat template."""
 
     def make(messages, template=None):
         if template is not None:
@@ -58,7 +58,7 @@ def test_whatever_a_chat_template_raises_the_error_names_file_and_line(load, tem
 @pytest.mark.parametrize(
     "template", ["{% if %}", "{{ 1 // 0 }}", "{{ 'a' * 10 ** 10 ** 10 }}", "{% include 'x' %}"]
 )
-def test_a_template_that_is_none_is_a_clear_error(load, template):
+def test_an_invalid_template_is_a_clear_error(load, template):
     with pytest.raises(DataError, match="chat template of"):
         load(TALK, template)
 
@@ -91,15 +91,15 @@ def test_a_template_that_is_not_utf8_is_a_clear_error(load, folder):
 
 @pytest.mark.parametrize("content", [None, 3, {"text": "ho"}, True])
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_content_that_is_no_text_names_file_and_line(load, content, place):
-    """Rendered, a null is the word "None"."""
+def test_content_that_is_not_text_names_file_and_line(load, content, place):
+    """A null would be rendered as the word "None"."""
     messages = [dict(message) for message in TALK]
     messages[place]["content"] = content
     with pytest.raises(DataError, match=rf"talk\.jsonl, line 2: the content of message {place} "):
         load(messages)
 
 
-def test_a_role_that_is_no_text_names_file_and_line(load):
+def test_a_role_that_is_not_text_names_file_and_line(load):
     with pytest.raises(DataError, match=r"talk\.jsonl, line 2: the role of message 0 is \['user'\]"):
         load([{"role": ["user"], "content": "hi"}, TALK[1]])
 
@@ -113,7 +113,7 @@ def test_links_out_of_the_folder_are_not_copied_into_exports(checkpoint, tmp_pat
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     for name in ("vocab.json", "tokenizer_secret"):
         (folder / name).symlink_to(secret)
-    (folder / "merges.txt").symlink_to("tokenizer.json")  # within the folder
+    (folder / "merges.txt").symlink_to("tokenizer.json")  # a link within the folder
     model = liger_models.from_hub(folder)
     with pytest.warns(UserWarning, match=r"vocab\.json links out of its folder"):
         model.save_pretrained(tmp_path / "out")
@@ -123,7 +123,9 @@ def test_links_out_of_the_folder_are_not_copied_into_exports(checkpoint, tmp_pat
     assert not any(path.is_symlink() for path in written.values())
 
 
-def test_nor_into_what_training_writes(run, settings, tmp_path, tokenizer_folder, checkpoint):
+def test_links_out_of_the_folder_are_not_copied_by_training(
+    run, settings, tmp_path, tokenizer_folder, checkpoint
+):
     tokenizer = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     (tmp_path / "secret").write_text("a private key")
     (tokenizer / "merges.txt").symlink_to(tmp_path / "secret")
@@ -136,8 +138,8 @@ def test_nor_into_what_training_writes(run, settings, tmp_path, tokenizer_folder
     assert (result.final / "tokenizer.json").exists()
 
 
-def test_the_links_of_the_hubs_cache_are_its_own(tmp_path):
-    """<repository>/snapshots/<commit>/file leads to <repository>/blobs/<hash>."""
+def test_links_within_the_hubs_cache_are_followed(tmp_path):
+    """<repository>/snapshots/<commit>/file links to <repository>/blobs/<hash>."""
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     for folder in (snapshot, tmp_path / "models--a--b" / "blobs", tmp_path / "models--c--d" / "blobs"):
         folder.mkdir(parents=True)
@@ -169,7 +171,7 @@ def test_paths_that_the_system_refuses_are_clear_errors(run, settings, name, fol
         load_documents([f"{name}.txt"], TextTokenizer(folder), seq_len=64, vocab_size=320)
 
 
-def test_data_in_a_pipe_is_not_waited_for(folder, tmp_path):
+def test_data_in_a_pipe_is_refused_without_blocking(folder, tmp_path):
     os.mkfifo(tmp_path / "data.jsonl")
     with pytest.raises(DataError, match=r"data\.jsonl is no file"):
         load_documents([str(tmp_path / "data.jsonl")], TextTokenizer(folder), seq_len=64, vocab_size=320)

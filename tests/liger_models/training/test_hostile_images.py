@@ -1,4 +1,4 @@
-"""Image files that would be waited for, fill the memory or be somebody's own: clear errors instead."""
+"""Image files that would block, fill memory or leak local files raise clear errors."""
 
 import io
 import os
@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def load(vision_model, tmp_path_factory):
-    """The documents of a file, for a model that sees."""
+    """Function that loads the documents of a file for a vision-language model."""
     model, cache = liger_models.from_hub(vision_model, device="cpu"), tmp_path_factory.mktemp("images")
 
     def make(file):
@@ -35,7 +35,7 @@ def load(vision_model, tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["pipe.png", "/dev/zero", "a\0b.png", "folder"])
 def test_only_regular_files_are_read(load, tmp_path, jsonl, name, within_a_second):
-    """A pipe would be waited for, a device never ends."""
+    """Reading a pipe would block, and a device never ends."""
     os.mkfifo(tmp_path / "pipe.png")
     (tmp_path / "folder").mkdir()
     file = jsonl(tmp_path / "bad.jsonl", [asked({"type": "image", "path": name}, "red")])
@@ -59,7 +59,7 @@ def test_an_image_of_144_megapixels_is_refused_and_the_limit_can_be_raised(
     warned = pytest.warns(Image.DecompressionBombWarning)
     with pytest.raises(DataError, match=too_large), warned, within_a_second():
         load(file)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000_000)  # beyond twice the limit Pillow raises itself
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50_000_000)  # Pillow refuses more than twice the limit
     with pytest.raises(DataError, match="is too large: more than twice 50,000,000 pixels"):
         load(file)
     (tmp_path / "small.png").write_bytes(png("red", (64, 64)))
@@ -81,7 +81,7 @@ def test_an_image_of_144_megapixels_is_refused_and_the_limit_can_be_raised(
     assert main([*command, "--max-image-pixels", "4096"]) == 0
 
 
-def test_workers_have_the_limit_of_their_run(monkeypatch):
+def test_workers_use_the_limit_of_their_run(monkeypatch):
     from PIL import Image
 
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 7)
@@ -96,8 +96,8 @@ def test_workers_have_the_limit_of_their_run(monkeypatch):
 
 @pytest.mark.parametrize("given", ["{file}", "a.png", "../a.png", "{url}", "~/a.png", "zip://a::{file}"])
 @pytest.mark.parametrize("form", ["feature", "undecoded", "text", "frames"])
-def test_rows_of_a_data_set_of_the_hub_name_no_file_of_this_machine(load, tmp_path, monkeypatch, given, form):
-    """datasets itself would open the file that an image's path names."""
+def test_rows_of_a_data_set_of_the_hub_cannot_name_local_files(load, tmp_path, monkeypatch, given, form):
+    """datasets itself would open the local file that an image's path names."""
     datasets = pytest.importorskip("datasets")
     file = tmp_path / "a.png"
     file.write_bytes(png("green", (24, 16)))
@@ -124,7 +124,7 @@ def test_rows_of_a_data_set_of_the_hub_name_no_file_of_this_machine(load, tmp_pa
 
 
 def test_files_of_a_data_set_of_the_hub_are_read(load, tmp_path, monkeypatch):
-    """As those of a folder of images are named, within its repository alone."""
+    """Paths as in a data set made from a folder of images; only files within its repository are read."""
     fsspec, opened = pytest.importorskip("fsspec"), []
 
     def read(path, mode):

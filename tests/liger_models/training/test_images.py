@@ -1,4 +1,4 @@
-"""A model that sees is trained on conversations with images, from their files to the checkpoint."""
+"""Vision-language models are trained on conversations with images, from files to the checkpoint."""
 
 import base64
 import itertools
@@ -27,7 +27,7 @@ pytest.importorskip("transformers")
 
 @pytest.fixture(scope="module")
 def conversations(tmp_path_factory, jsonl):
-    """Images of several sizes, named in every form, one, two or none in a conversation."""
+    """Conversations with none, one or two images of several sizes, referenced in every supported form."""
     folder = tmp_path_factory.mktemp("conversations")
     (folder / "photos").mkdir()
     rng, records = random.Random(0), []
@@ -66,7 +66,7 @@ def vision_settings(settings, vision_model, conversations):
 
 @pytest.fixture(scope="module")
 def load(vision_model, conversations, tmp_path_factory):
-    """The documents of files, by default of the conversations, and the model that sees them."""
+    """Function that loads files, by default the conversations, and returns documents and a model."""
     model = liger_models.from_hub(vision_model, device="cpu")
     cache = tmp_path_factory.mktemp("images")
 
@@ -79,7 +79,7 @@ def load(vision_model, conversations, tmp_path_factory):
     return make
 
 
-def test_a_run_goes_on_to_the_bit_and_its_export_answers(vision_settings, run, losses, tmp_path, capsys):
+def test_a_run_resumes_bit_for_bit_and_its_export_generates(vision_settings, run, losses, tmp_path, capsys):
     whole = run(vision_settings(output=tmp_path / "whole"))
     run(vision_settings(output=tmp_path / "parts", steps=3))
     parts = run(vision_settings(output=tmp_path / "parts", resume="auto"))
@@ -105,12 +105,12 @@ def test_generate_passes_the_users_question_to_the_model(load, vision_model, tmp
     turns = "".join(WORDS[i] for i in ids).split("<|im_start|>")[1:]
     image = "<|vision_start|>" + "<|image_pad|>" * len(images["pixel_values"][::8]) + "<|vision_end|>"
     assert turns == [f"user\n{image}{image}what?<|im_end|>\n", "assistant\n"]
-    assert images["image_grid_thw"].tolist() == [[1, 10, 8]] * 2  # of 3 pixels
+    assert images["image_grid_thw"].tolist() == [[1, 10, 8]] * 2  # grids of patches of 3 pixels
     assert model(torch.tensor([ids]), **images).logits.isfinite().all()
 
 
-def test_tables_and_data_sets_hold_images_as_files_of_lines_do(load, jsonl, tmp_path, monkeypatch):
-    """Parquet files have structs of bytes, and data sets of the hub give images of Pillow."""
+def test_images_in_tables_and_data_sets_equal_those_of_json_lines(load, jsonl, tmp_path, monkeypatch):
+    """Parquet files have structs with bytes, and data sets of the hub yield Pillow images."""
     parquet, datasets = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("datasets")
     import pyarrow
 
@@ -159,7 +159,7 @@ def test_each_answer_is_learned_with_the_images_before_it(load, tmp_path, jsonl)
     assert learned[0] == learned[1] > 0
 
 
-def test_a_packed_row_has_the_loss_and_the_gradients_of_its_conversations_alone(load):
+def test_a_packed_row_has_the_loss_and_gradients_of_its_separate_conversations(load):
     documents, model = load()
     (row,) = Stream(documents, 4096, 0).take(1)
     assert len(row) == 24
@@ -182,27 +182,27 @@ def test_a_packed_row_has_the_loss_and_the_gradients_of_its_conversations_alone(
     assert together == pytest.approx(alone, rel=1e-6)
     assert {"vision.encoder.patch_embed.weight", "layers.0.mlp.down_proj.weight"} <= packed.keys()
     for name, gradient in separate.items():
-        # Sums over some 800 tokens in another order, 6e-8 * sqrt(800) = 1.7e-6 of what is largest, and three
-        # times that among thousands of entries.
+        # Sums over about 800 tokens in another order: 6e-8 * sqrt(800) = 1.7e-6 of the largest entry, and
+        # three times that for the worst of thousands of entries.
         assert (packed[name] - gradient).abs().max() <= 5e-6 * gradient.abs().max() + 1e-9, name
 
 
-def test_answers_alone_are_trained(load):
+def test_only_answers_are_trained(load):
     documents, _ = load()
     (row,) = Stream(documents, 4096, 0).take(1)
     for piece in row:
         ids, labels = documents.inputs(piece).tolist(), documents.labels(piece)
-        said = [WORDS[i] for i in labels[labels != -100]]
-        assert said[-2:] == ["<|im_end|>", "\n"]
-        assert set(said[:-2]) <= {*COLOURS, "and", " "}
-        assert len(said) == (7 if "and" in said else 3)
+        learned = [WORDS[i] for i in labels[labels != -100]]
+        assert learned[-2:] == ["<|im_end|>", "\n"]
+        assert set(learned[:-2]) <= {*COLOURS, "and", " "}
+        assert len(learned) == (7 if "and" in learned else 3)
         images = documents.batch([[piece]]).images
         features = int(images["image_grid_thw"].prod(1).sum()) // 4 if images else 0
         assert ids.count(WORDS.index("<|image_pad|>")) == features
 
 
-class VideoProcessor(dict):  # which processors can tell in their logs
-    """As that of transformers, for frames of a size that needs no other."""
+class VideoProcessor(dict):  # which processors can log
+    """Replacement for a video processor of transformers, for frames that need no resizing."""
 
     temporal_patch_size, merge_size, model_input_names = 2, 2, ["pixel_values_videos", "video_grid_thw"]
 
@@ -222,7 +222,7 @@ class VideoProcessor(dict):  # which processors can tell in their logs
 
 
 def test_videos_are_trained_by_their_frames(load, jsonl, tmp_path, monkeypatch):
-    """Beside images, in a row of their own and packed, at the times of their frames."""
+    """Videos are trained next to images, in a row of their own and packed, with the times of their frames."""
     _, model = load()
     monkeypatch.setattr("liger_models.images.processor._check_videos", lambda *found: None)
     made = VideoProcessor(model.vision)
@@ -242,7 +242,7 @@ def test_videos_are_trained_by_their_frames(load, jsonl, tmp_path, monkeypatch):
     (row,) = Stream(documents, 512, 0).take(1)
     batch, alone = documents.batch([row]), [documents.batch([[piece]]) for piece in row]
     assert batch.images["video_grid_thw"].tolist() == [[2, 6, 8]] * 2
-    assert batch.images["second_per_grid_ts"].tolist() == [0.5] * 2  # two frames of a quarter of a second
+    assert batch.images["second_per_grid_ts"].tolist() == [0.5] * 2  # two frames of 0.25 s each
     assert batch.images["mm_token_type_ids"].eq(2).sum() == 2 * 24
     labels = int((batch.shift_labels != -100).sum())
 
@@ -258,7 +258,7 @@ def test_videos_are_trained_by_their_frames(load, jsonl, tmp_path, monkeypatch):
         load(file)
 
 
-def test_text_that_begins_within_a_document_has_no_images(load, conversations, tmp_path):
+def test_pieces_of_text_have_no_images(load, conversations, tmp_path):
     (tmp_path / "a.txt").write_text("what? " * 200)
     documents, _ = load(conversations, tmp_path / "a.txt")
     rows = list(Stream(documents, 96, 0).epoch(0))
@@ -268,7 +268,7 @@ def test_text_that_begins_within_a_document_has_no_images(load, conversations, t
     assert any(len(found) == 0 for found in grids)
 
 
-def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_path, jsonl, monkeypatch):
+def test_images_are_preprocessed_once_and_again_if_one_has_changed(load, tmp_path, jsonl, monkeypatch):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     file = jsonl(tmp_path / "a.jsonl", [asked({"type": "image", "path": "a.png"}, "red")])
     first = load(file)[0].fingerprint()
@@ -282,17 +282,19 @@ def test_images_are_preprocessed_once_and_again_where_one_has_changed(load, tmp_
         load(file)
 
 
-def test_train_finds_the_corpus_of_tokenize(load, vision_model, conversations, tmp_path, capsys, monkeypatch):
+def test_train_reuses_the_corpus_of_tokenize(
+    load, vision_model, conversations, tmp_path, capsys, monkeypatch
+):
     command = ["tokenize", str(vision_model), "--data", conversations, "--seq-len", "96"]
     assert main([*command, "--data-cache", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "24 documents" in told
-    assert "24 images" in told
+    output = capsys.readouterr().out
+    assert "24 documents" in output
+    assert "24 images" in output
     monkeypatch.setattr(Preprocessor, "__call__", None)
     assert load(cache=tmp_path)[0].fingerprint() == load()[0].fingerprint()
 
 
-def test_another_process_makes_the_same(load, monkeypatch, tmp_path):
+def test_worker_processes_build_the_same_corpus(load, monkeypatch, tmp_path):
     first = load()[0].parts[0].corpus
     monkeypatch.setattr(pictured, "ALONE", 0)
     monkeypatch.setattr(pictured, "MOST_PROCESSES", 1)
@@ -367,7 +369,7 @@ def test_bad_images_are_reported_before_the_model_is_loaded(
         run(vision_settings(data=(file,)))
 
 
-def test_a_model_of_text_refuses_images(settings, run, conversations):
+def test_a_text_model_refuses_images(settings, run, conversations):
     with pytest.raises(DataError, match=r"line 1: the conversation has images, and this model sees none"):
         run(settings(data=(conversations,)))
 
@@ -401,27 +403,27 @@ def test_frozen_parts_stay_and_get_no_adapters(vision_settings, run, tmp_path, v
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 @pytest.mark.parametrize("frozen", ["vision,projector", "language"])
-def test_adapters_are_of_either_part_alone(frozen, quantize, vision_settings, run, tmp_path):
-    """Layers of an encoder and of a language model bear names with one ending."""
+def test_adapters_are_added_to_the_trained_part_only(frozen, quantize, vision_settings, run, tmp_path):
+    """Layer names of an encoder and of a language model have the same suffixes."""
     pytest.importorskip("peft")
     if quantize:
         pytest.importorskip("bitsandbytes")
-    # bitsandbytes evaluates no matrix so small on a CPU.
+    # No evaluation: bitsandbytes cannot evaluate such small matrices on a CPU.
     options = {"lora": "r=2", "quantize": quantize, "eval_fraction": 0.0, "save_every": 0, "steps": 2}
     run(vision_settings(output=tmp_path, freeze=tuple(frozen.split(",")), **options))
     written = load_file(tmp_path / "final" / "adapter_model.safetensors")
     assert {".visual." in name for name in written} == {frozen == "language"}
-    assert all(tensor.any() for tensor in written.values())  # B begins as zero
+    assert all(tensor.any() for tensor in written.values())  # B is initialised with zeros
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_processes_that_share_the_model_or_the_data_train_as_one(vision_settings, run, tmp_path, jsonl):
-    """Some rows have images, and others none."""
+def test_processes_that_shard_the_model_or_the_data_train_like_one(vision_settings, run, tmp_path, jsonl):
+    """Some rows have images, others have none."""
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
     shown = asked({"type": "image", "path": "a.png"}, "red", "what " * 10)
-    told = {"messages": [{"role": "user", "content": "what " * 20}, {"role": "assistant", "content": "red"}]}
-    file = jsonl(tmp_path / "a.jsonl", [shown, told] * 4)
+    text = {"messages": [{"role": "user", "content": "what " * 20}, {"role": "assistant", "content": "red"}]}
+    file = jsonl(tmp_path / "a.jsonl", [shown, text] * 4)
     options = {"data": (file,), "seq_len": 64, "steps": 3, "save_every": 0, "eval_fraction": 0.0}
     one = run(vision_settings(output=tmp_path / "one", **options, gradient_accumulation=2))
     planned = [
@@ -435,7 +437,7 @@ def test_processes_that_share_the_model_or_the_data_train_as_one(vision_settings
         found = load_file(tmp_path / shard / "final" / "model.safetensors")
         assert found.keys() == expected.keys()
         for name, tensor in expected.items():
-            # Gradients are summed in another order, and AdamW divides what is left of them by its size: where
-            # that is rounding alone (of biases of keys), steps go anywhere.
+            # Gradients are summed in another order, and AdamW divides them by their size: where they are only
+            # rounding (key biases), steps are arbitrary.
             if not name.endswith("k_proj.bias"):
                 assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm(), name

@@ -1,4 +1,4 @@
-"""Preferences between answers to prompts with images: what a step minimises is the loss of its definition."""
+"""Preferences between answers to prompts with images: a step minimises the objective's definition."""
 
 import pytest
 import torch
@@ -17,14 +17,16 @@ pytest.importorskip("PIL.Image")
 pytest.importorskip("transformers")
 
 
-def said(text):
+def reply(text):
     return [{"role": "assistant", "content": text}]
 
 
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory, jsonl):
-    """Prompts with an image, with two, as one column, with none; answers that go on to show an image, the
-    same or another; pairs of whole conversations; and answers that are good or bad.
+    """Files of answer pairs and of labelled answers.
+
+    Prompts have one image, two, one in a column of its own, or none; some answers continue with the same or
+    another image, and some pairs are whole conversations.
     """
     folder = tmp_path_factory.mktemp("judged")
     for colour in COLOURS:
@@ -39,14 +41,20 @@ def judged(tmp_path_factory, jsonl):
     ]
     answers = [("red", "blue"), ("green and blue", "red"), ("blue", "red and red"), ("?", "red"), ("red", "")]
     answers[-1] = "green", "blue and red and red"
-    pairs = [p | {"chosen": said(a), "rejected": said(b)} for p, (a, b) in zip(prompts, answers, strict=True)]
+    pairs = [
+        p | {"chosen": reply(a), "rejected": reply(b)} for p, (a, b) in zip(prompts, answers, strict=True)
+    ]
     later = asked(names[2], "blue")["messages"]
-    pairs.append(pairs[0] | {"chosen": said("red") + later, "rejected": said("red") + later[:1] + said("?")})
-    pairs.append({kind: prompts[0]["prompt"] + said(c) for kind, c in (("chosen", "red"), ("rejected", "?"))})
+    pairs.append(
+        pairs[0] | {"chosen": reply("red") + later, "rejected": reply("red") + later[:1] + reply("?")}
+    )
+    pairs.append(
+        {kind: prompts[0]["prompt"] + reply(c) for kind, c in (("chosen", "red"), ("rejected", "?"))}
+    )
     other = asked(names[1], "blue")["messages"]
-    pairs.append({"prompt": prompts[0]["prompt"] + said("red"), "chosen": later, "rejected": other})
+    pairs.append({"prompt": prompts[0]["prompt"] + reply("red"), "chosen": later, "rejected": other})
     labelled = [
-        p | {"completion": said(a), "label": i % 3 > 0}
+        p | {"completion": reply(a), "label": i % 3 > 0}
         for i, (p, both) in enumerate(zip(prompts, answers, strict=True))
         for a in both
     ][:8]
@@ -81,7 +89,7 @@ GIVEN = {
 
 
 def expected_loss(name, run, reference, rows):
-    """The objective's definition on single sequences, each in a call of the model by itself."""
+    """Compute the objective's definition on single sequences, with one call of the model for each."""
     own, image_id = Preprocessor(run.config.model, run.model.spec), WORDS.index("<|image_pad|>")
 
     def score(model, ids, trained, images):
@@ -119,8 +127,10 @@ def expected_loss(name, run, reference, rows):
 def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     name, configured, vision_model, monkeypatch
 ):
-    """In the encoder too. Prompts are computed once where an objective can, with their images, but those two
-    whose answers show some.
+    """The gradient of the encoder is correct too.
+
+    Objectives that can do so compute prompts and their images once, except for the two pairs with images in
+    answers.
     """
     monkeypatch.setattr(groups, "SPARED", 0.0)
     config = configured(
@@ -128,10 +138,10 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
         objective_options=GIVEN[name],
         seq_len=400,
         clip=0.0,
-        gradient_accumulation=2 if name == "kto" else 3,  # of as many rows, all data
+        gradient_accumulation=2 if name == "kto" else 3,  # all data, in as many rows
     )
     run = loop.Run(config, loop.World(config.device))
-    with torch.no_grad():  # the policy is no longer its reference
+    with torch.no_grad():  # so that the policy differs from its reference
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     rows = list(loop.Stream(run.documents, 400, config.seed).epoch(0))
@@ -147,14 +157,14 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     assert len(outcome.data.counts.shared) == (6 if shares else 0)
     assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
     for found, wanted in zip(kept, gradients, strict=True):
-        # float32's 6e-8 over sums of some 800 tokens, in five layers: 2e-5 of the largest entry.
+        # Sums of about 800 tokens with float32's 6e-8, in five layers: 2e-5 of the largest entry.
         assert (found - wanted).abs().max() <= 2e-5 * wanted.abs().max() + 1e-9
-    if shares:  # 7 images once, and of two pairs one of the prompt and one of the answer, for both
+    if shares:  # 7 images once; for two pairs an image of the prompt and one of the answer, in both answers
         assert sum(pixels) == (7 + 2 * 2 * 2) * 8 * 14
 
 
-def test_the_reference_of_transformers_gives_the_same_scores(configured):
-    """Those of the corpus, which are made once before training."""
+def test_reference_scores_match_transformers(configured):
+    """Reference scores are stored with the corpus, computed once before training."""
     transformers = pytest.importorskip("transformers")
     config = configured("dpo")
     run = loop.Run(config, loop.World(config.device))
@@ -186,7 +196,7 @@ def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
 
 
-def test_images_that_both_answers_share_are_kept_once(configured):
+def test_images_that_both_answers_share_are_stored_once(configured):
     config = configured("dpo")
     run = loop.Run(config, loop.World(config.device))
     corpus, kept = run.documents.parts[0].corpus, []
@@ -198,8 +208,8 @@ def test_images_that_both_answers_share_are_kept_once(configured):
     assert corpus.counts["images"] == 13
 
 
-GOOD = {"prompt": asked({"type": "image", "image": "a.png"}, "")["messages"][:1], "chosen": said("red")}
-GOOD["rejected"] = said("blue")
+GOOD = {"prompt": asked({"type": "image", "image": "a.png"}, "")["messages"][:1], "chosen": reply("red")}
+GOOD["rejected"] = reply("blue")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +221,7 @@ GOOD["rejected"] = said("blue")
             {"chosen": [{"role": "assistant", "content": [{"type": "image", "image": "a.png"}]}]},
             "an image, which",
         ),
-        ({"rejected": said("red " * 90)}, "its two answers with their prompts, and seq_len is 192"),
+        ({"rejected": reply("red " * 90)}, "its two answers with their prompts, and seq_len is 192"),
     ],
 )
 def test_unusable_images_are_named_by_file_and_line(configured, tmp_path, jsonl, changes, message):
@@ -223,7 +233,7 @@ def test_unusable_images_are_named_by_file_and_line(configured, tmp_path, jsonl,
 
 def test_examples_are_cut_only_after_their_images(configured, tmp_path, jsonl):
     (tmp_path / "a.png").write_bytes(png("red", (24, 24)))
-    file = jsonl(tmp_path / "a.jsonl", [GOOD | {"rejected": said("red " * 90)}])
+    file = jsonl(tmp_path / "a.jsonl", [GOOD | {"rejected": reply("red " * 90)}])
     options = {"data": (file,), "truncate": True}
     assert loop.Run(configured("dpo", **options), loop.World("cpu")).documents.counts["truncated"] == 1
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""A model that was taught to end its answers says with which tokens, wherever it is written."""
+"""End tokens that a model has learned are written to generation_config.json wherever it is saved."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ NAME = "generation_config.json"
 
 @pytest.fixture
 def model(checkpoint, tmp_path):
-    """A checkpoint that ends text with another token than the template ends turns with, </s> of id 1."""
+    """Checkpoint whose end-of-text token (id 2) differs from the template's end of turns, </s> (id 1)."""
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / NAME).write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6, "do_sample": True}))
     return folder
@@ -41,7 +41,7 @@ def ends_in(folder):
     return json.loads((folder / NAME).read_text())["eos_token_id"]
 
 
-def test_the_end_of_turn_that_was_learned_joins_the_others(trained, model, tmp_path):
+def test_a_learned_end_of_turn_is_added_to_the_others(trained, model, tmp_path):
     transformers = pytest.importorskip("transformers")
     final = trained().final
     written = json.loads((final / NAME).read_text())
@@ -51,13 +51,13 @@ def test_the_end_of_turn_that_was_learned_joins_the_others(trained, model, tmp_p
     assert ends_in(final.parent / "checkpoint-2") == [2, 1]
     assert main(["export", str(final), str(tmp_path / "exported")]) == 0
     assert (tmp_path / "exported" / NAME).read_bytes() == (final / NAME).read_bytes()
-    again = trained(model=str(final), output=str(tmp_path / "again"))  # nothing is added twice
+    again = trained(model=str(final), output=str(tmp_path / "again"))  # no token is added twice
     assert (again.final / NAME).read_bytes() == (final / NAME).read_bytes()
     resumed = trained(steps=3, resume="auto")
     assert (resumed.final / NAME).read_bytes() == (final / NAME).read_bytes()
 
 
-def test_an_adapter_and_the_merged_model_say_it(trained):
+def test_adapters_and_merged_models_list_learned_end_tokens(trained):
     pytest.importorskip("peft")
     final = trained(lora="r=2", merge=True).final
     assert ends_in(final) == [2, 1]
@@ -83,8 +83,8 @@ def test_a_missing_generation_config_is_made_from_config_json(trained, model):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tokens_whose_rows_are_near_zero_and_frozen_are_warned_of(trained, model, tied, tmp_path):
-    """Chat templates over base models: adapters cannot teach what an embedding of nothing means."""
+def test_learned_tokens_with_frozen_rows_near_zero_raise_a_warning(trained, model, tied, tmp_path):
+    """This occurs with chat templates on base models: adapters cannot train a frozen embedding near zero."""
     pytest.importorskip("peft")
     file = model / "model.safetensors"
     tensors = load_file(file)
@@ -93,7 +93,7 @@ def test_tokens_whose_rows_are_near_zero_and_frozen_are_warned_of(trained, model
             json.dumps(json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": False})
         )
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["lm_head.weight"][1] *= 1e-6  # </s>, which is learned
+        tensors["lm_head.weight"][1] *= 1e-6  # </s>, which the answers end with
     user = TextTokenizer(model).backend.token_to_id("<|user|>")
     tensors["model.embed_tokens.weight"][user] *= 1e-6
     save_file(tensors, file, {"format": "pt"})
@@ -108,16 +108,16 @@ def test_tokens_whose_rows_are_near_zero_and_frozen_are_warned_of(trained, model
             trained(**options, output=str(tmp_path / f"quiet {number}"))
 
 
-def test_tokens_within_answers_end_none():
-    """Where a thought ends with a token and an answer follows, generation must go on."""
+def test_tokens_within_answers_are_not_end_tokens():
+    """If a token ends reasoning and an answer follows, generation must continue."""
     learned, special = LearnedTokens(), frozenset({1, 2, 3, 9})
-    #              a question      a thought, its end, a header, the answer, its end, a line's end
+    #              a question      reasoning, its end, a header, the answer, its end, a line break
     learned.note([9, 10, 11, 12, 20, 2, 3, 21, 22, 23, 1, 24], bytes([0] * 4 + [1] * 8), special, True)
     assert learned.ends() == [1]
-    #              an earlier answer's end, which is not the last
+    #              the end of an earlier answer, not of the last one
     learned.note([10, 20, 3, 10, 20, 1], bytes([0, 1, 1, 0, 1, 1]), special, True)
     learned.note([10, 9], bytes([0, 1]), special, False)
     assert learned.ends() == [1]
     learned |= LearnedTokens(last=[2, 9])
-    assert learned.ends() == [1, 9]  # 2 goes on
+    assert learned.ends() == [1, 9]  # text follows 2
     assert learned.seen == {1, 2, 3, 9}

@@ -1,4 +1,4 @@
-"""bfloat16 weights learn as float32 weights do at the rates of fine-tuning; rounded to the nearest, not."""
+"""At fine-tuning learning rates, bfloat16 weights learn like float32 ones, but not if rounded to nearest."""
 
 import itertools
 
@@ -10,13 +10,13 @@ from liger_models.training.loop import Run
 from liger_models.training.processes.world import World
 
 STEPS = 40
-# Below half a unit of most weights, which are about 0.05: their neighbours are 0.0002 away.
+# Below half an ulp of most weights, which are about 0.05: adjacent numbers are 0.0002 away.
 RATE = 3e-5
 
 
 @pytest.fixture(scope="module")
 def fall(settings_for, tiny_checkpoint, tmp_path_factory):
-    """By how much the loss of one batch falls."""
+    """Function that returns the decrease of the loss of one batch."""
     source = str(tiny_checkpoint(torch.bfloat16))
 
     def measure(**changes):
@@ -42,12 +42,12 @@ def fall(settings_for, tiny_checkpoint, tmp_path_factory):
 def test_the_default_learns_as_float32_does_and_plain_does_not(fall):
     float32 = fall(dtype="float32")
     assert float32 > 0.05
-    # A bfloat16 loss and its gradients have errors of 2^-8, of which a mean over labels leaves little.
+    # A bfloat16 loss and its gradients have errors of 2^-8, which the mean over labels reduces.
     assert fall(dtype="bfloat16") == pytest.approx(float32, rel=0.04)
     assert fall(dtype="bfloat16", weights="stochastic") == pytest.approx(float32, rel=0.04)
     assert fall(dtype="bfloat16", weights="plain") < 0.4 * float32
 
 
-def test_training_has_the_optimizers_default(settings):
+def test_training_uses_the_optimizers_default(settings):
     defaults = AdamW([torch.nn.Parameter(torch.zeros(1))]).defaults
     assert (settings().weights, settings().moments) == (defaults["weights"], defaults["moments"])

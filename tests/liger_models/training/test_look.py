@@ -55,7 +55,7 @@ def test_answers_are_marked_in_conversations(
     assert green == "".join(re.findall("⟦(.*?)⟧", "\n".join(wanted), re.DOTALL)).replace("\n", "↵\n")
 
 
-def test_each_form_is_marked_as_the_corpus_holds_it(capsys, tokenizer_folder, jsonl, tmp_path, judged):
+def test_each_form_is_marked_as_in_the_corpus(capsys, tokenizer_folder, jsonl, tmp_path, judged):
     tokenizer = TextTokenizer(tokenizer_folder)
     records = [{"text": "ab cd"}, {"prompt": "ab ", "completion": "é"}, {"messages": CHAT}]
     for data, form in (
@@ -77,7 +77,9 @@ def test_each_form_is_marked_as_the_corpus_holds_it(capsys, tokenizer_folder, js
     assert 0 < out.index(", chosen: ") < out.index(", rejected: ")
 
 
-def test_rows_show_their_documents_and_long_sequences_are_cut(capsys, tokenizer_folder, jsonl, tmp_path):
+def test_rows_show_their_documents_and_long_sequences_are_truncated(
+    capsys, tokenizer_folder, jsonl, tmp_path
+):
     data = jsonl(tmp_path / "a.jsonl", [{"text": "ab cd " * 9}] * 4)
     arguments = (data, "--model", tokenizer_folder, "--rows", 1, "--seq-len", 64, "--tokens", 3)
     out = look(capsys, *arguments, "--data-cache", tmp_path / "cache")

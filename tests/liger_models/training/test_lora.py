@@ -1,4 +1,4 @@
-"""`--lora`: the run is that of transformers and PEFT, its files are PEFT's, and it resumes to the bit."""
+"""`--lora`: a run matches transformers with PEFT, writes PEFT's files, and resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 ADAPTER = "adapter_model.safetensors"
-# Of adapters after some steps. AdamW moves each element by about the learning rate, whatever its gradient's
-# size: where a gradient of float32 is nearly nothing, and so its relative error large, they may part.
+# Bound for adapters after a few steps. AdamW moves each element by about the learning rate, whatever the size
+# of its gradient: where a float32 gradient is tiny, and so its relative error large, runs may diverge.
 DRIFT = 1e-3
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory, tokenizer_folder):
-    """Makes a checkpoint of a family, every parameter random, with the tokenizer."""
+    """Factory of checkpoints of a family with random parameters and the tokenizer."""
 
     def make(family):
         folder = tmp_path_factory.mktemp("family") / family
@@ -64,7 +64,7 @@ def stock(folder, adapter=None, **options):
 
 
 def train_stock(model, run, steps):
-    """A plain loop over the documents of the run's batches, one by one."""
+    """Train in a plain loop over the documents of the run's batches, one at a time."""
     config, losses = run.config, []
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -108,7 +108,7 @@ def distance(found, expected):
         ("llama", "r=3,dora"),
         ("phi3", "r=4"),
         ("starcoder2", "r=4"),
-        ("deepseek_v3", "r=4"),  # dense MLPs and shared experts have names that PEFT takes for experts'
+        ("deepseek_v3", "r=4"),  # PEFT mistakes dense MLPs and shared experts for experts
         ("deepseek_v3", "r=4,targets=o_proj+down_proj"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings
     assert distance(ours, theirs_adapter) <= DRIFT
     assert any(tensor.any() for name, tensor in ours.items() if "lora_B" in name)
 
-    # Merged, it is what PEFT merges into transformers' own model, up to the order of a sum of 4 products.
+    # The merged model equals PEFT's merge into transformers' own, up to the order of a sum of 4 products.
     merged = stock(folder, result.final).merge_and_unload().state_dict()
     found = stock(result.final.parent / "merged").state_dict()
     assert distance(found, merged) <= 1e-6
@@ -157,7 +157,7 @@ def test_layers_that_peft_could_not_adapt_as_parameters_are_named(option, checkp
         Run(settings(model=folder, lora=f"r=4,targets=o_proj+down_proj,{option}"), World("cpu"))
 
 
-def test_the_rest_of_the_model_stays(checkpoint, settings, run):
+def test_only_the_adapted_layers_change(checkpoint, settings, run):
     result = run(settings(lora="r=4", merge=True))
     before, after = (load_file(f / "model.safetensors") for f in (checkpoint, result.final.parent / "merged"))
     changed = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
@@ -168,7 +168,7 @@ def test_the_rest_of_the_model_stays(checkpoint, settings, run):
 
 @pytest.mark.parametrize("lora", ["r=4", "r=4,dropout=0.2"])
 @pytest.mark.parametrize("level", ["lean", "checkpoint"])
-def test_resumed_after_a_signal_it_gives_the_same_bits(
+def test_a_run_resumed_after_a_signal_gives_the_same_bits(
     lora, level, settings, losses, run, monkeypatch, tmp_path
 ):
     unstopped = run(settings(lora=lora, activation_memory=level, output=tmp_path / "unstopped"))
@@ -211,13 +211,13 @@ def test_quantised_base_weights_match_transformers(method, checkpoints, settings
     theirs.save_pretrained(folder.parent / "theirs")
     theirs_adapter, ours = (load_file(path / ADAPTER) for path in (folder.parent / "theirs", result.final))
     assert distance(ours, theirs_adapter) <= DRIFT
-    # Merged into what the quantised weights stand for: the model that was trained.
+    # Adapters are merged into the dequantised weights, which gives the model that was trained.
     merged = stock(result.final.parent / "merged")
     ids = torch.arange(3, 40)[None]
     assert torch.allclose(merged(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoints):
+def test_a_resumed_run_must_have_the_same_adapters_and_model(settings, run, checkpoints):
     run(settings(lora="r=4", steps=2))
     for changed in ({"lora": "r=8"}, {"lora": None}, {"lora": "r=4", "model": str(checkpoints("llama"))}):
         with pytest.raises((ConfigError, CheckpointError)):
@@ -225,7 +225,7 @@ def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoin
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("rank=4", "'rank=4' is not a setting"),
         ("r=four", "'r=four' is not a number"),
@@ -237,13 +237,13 @@ def test_a_resumed_run_keeps_its_adapters_and_its_model(settings, run, checkpoin
         ("alpha=-2", "an alpha above 0"),
     ],
 )
-def test_errors_for_bad_settings_say_what_to_pass(text, said, settings):
-    with pytest.raises(ConfigError, match=said):
+def test_errors_for_bad_settings_say_what_to_pass(text, message, settings):
+    with pytest.raises(ConfigError, match=message):
         settings(lora=text)
 
 
-def test_an_adapter_is_taken_wherever_a_model_is(checkpoint, settings, run, tmp_path, capsys):
-    """Fine-tuning and then DPO of one adapter, each one command; the first is the reference."""
+def test_an_adapter_is_accepted_wherever_a_model_is(checkpoint, settings, run, tmp_path, capsys):
+    """Fine-tune an adapter, then train it with DPO, one command each; the first result is the reference."""
     tuned = run(settings(lora="r=4", steps=3, lr=1e-2)).final
     pair = {"prompt": "abc", "chosen": " efg", "rejected": " hij"}
     data = tmp_path / "pairs.jsonl"
@@ -262,7 +262,7 @@ def test_an_adapter_is_taken_wherever_a_model_is(checkpoint, settings, run, tmp_
     ]
     assert main([*words, "--steps", "2", "--output", str(tmp_path / "dpo"), "--device", "cpu"]) == 0
     first = json.loads((tmp_path / "dpo" / "metrics.jsonl").read_text().splitlines()[0])
-    assert math.isclose(first["loss"], math.log(2), rel_tol=1e-6)  # the reference is the tuned model
+    assert math.isclose(first["loss"], math.log(2), rel_tol=1e-6)  # the reference is the fine-tuned model
     preferred = tmp_path / "dpo" / "final"
     about = json.loads((preferred / "adapter_config.json").read_text())
     assert about["base_model_name_or_path"] == str(checkpoint)
@@ -292,7 +292,7 @@ def test_an_adapter_is_taken_wherever_a_model_is(checkpoint, settings, run, tmp_
         assert main([command, str(preferred), *base, *extra]) == 0
 
 
-def test_settings_are_read():
+def test_lora_settings_are_parsed():
     assert LoraSettings.parse("") == LoraSettings(16, None, "all-linear", 0.0)
     assert LoraSettings.parse("r=8, rslora").scaling_alpha == 16
     given = LoraSettings.parse("r=8,alpha=4,targets=q_proj+v_proj,dropout=0.1,dora")
@@ -302,7 +302,7 @@ def test_settings_are_read():
 def test_impossible_settings_are_reported_before_training(settings, run, monkeypatch):
     with pytest.raises(ConfigError, match="no linear layer is called 'query'; this model has down_proj, "):
         run(settings(lora="targets=query"))
-    with pytest.raises(ConfigError, match="no linear layer is called 'lm_head'"):  # which is the embedding
+    with pytest.raises(ConfigError, match="no linear layer is called 'lm_head'"):  # tied to the embedding
         run(settings(lora="targets=lm_head"))
     with pytest.raises(ConfigError, match="require lora"):
         settings(quantize="nf4")

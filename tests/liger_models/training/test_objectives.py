@@ -1,4 +1,4 @@
-"""Objectives: what a run of each minimises is the loss of its definition, over whole steps."""
+"""Objectives: each run minimises the objective's definition over whole steps."""
 
 import json
 import math
@@ -31,7 +31,7 @@ def teacher(tmp_path_factory, tiny_shape, tokenizer_folder):
 
 @pytest.fixture
 def configured(settings, judged, teacher, data):
-    """A run's settings for an objective."""
+    """Factory of a run's settings for an objective."""
 
     def make(objective, options=None, **changes):
         kind = {"kto": judged["labelled"], "sft": data, "distill": data}.get(objective, judged["pairs"])
@@ -52,7 +52,7 @@ def start(configured):
 
 
 def sequences(run, rows):
-    """Each group of these rows as its two (ids, where an answer's tokens stand), and whether it is good."""
+    """Yield each group of these rows as its two (ids, mask of the answer's tokens), and its label."""
     for piece in (piece for row in rows for piece in row):
         corpus, number = run.documents._place(piece)
         cut, good = corpus.groups[number].tolist()
@@ -61,22 +61,20 @@ def sequences(run, rows):
 
 
 def log_probs_of(model, ids, counted):
-    """Of the counted tokens after the first, [n], out of logits in float64; and of all of them."""
+    """Log-probabilities of the counted tokens after the first, and of all tokens, from float64 logits."""
     logits = model(ids[None]).logits[0, :-1].double()
     found = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     return found[counted[1:]], found
 
 
 def expected_of(name, run, reference, rows):
-    """The loss of the objective's definition on single sequences, without packing or micro-batches, and what
-    is told of them.
-    """
+    """Compute an objective's definition and metrics on single sequences, without packing or micro-batches."""
     found = list(sequences(run, rows))
     scored = [[log_probs_of(run.model, *one) for one in two] for two, _ in found]
     with torch.no_grad():
         before = [[log_probs_of(reference, *one) for one in two] for two, _ in found]
     means = torch.stack([torch.stack([one[0].mean() for one in two]) for two in scored])
-    if name == "dpo":  # what is beyond the shorter answer's length counts 0.4 times
+    if name == "dpo":  # tokens beyond the length of the shorter answer have weight 0.4
         sums, before = (
             torch.stack([torch.stack([shortened(one[0], two, 0.4) for one in two]) for two in both])
             for both in (scored, before)
@@ -102,8 +100,8 @@ def expected_of(name, run, reference, rows):
 def metrics_of(result):
     loss, chosen, rejected = result
     wins = (chosen > rejected).double()
-    told = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
-    return loss, {name: x.mean() for name, x in (told | {"accuracy": wins}).items()}
+    metrics = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
+    return loss, {name: x.mean() for name, x in (metrics | {"accuracy": wins}).items()}
 
 
 def shortened(answer, two, share):
@@ -124,15 +122,15 @@ GIVEN = {
 def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     start, checkpoint, name, spared, monkeypatch
 ):
-    """Whether prompts are computed once, where an objective can, or twice."""
+    """This holds with prompts computed once, where the objective can do so, and twice."""
     monkeypatch.setattr(groups, "SPARED", spared)
     run = start(name, GIVEN[name], batch_size=2, gradient_accumulation=2, clip=0.0)
     reference = liger_models.from_hub(checkpoint, device="cpu")
-    with torch.no_grad():  # the policy is no longer its reference
+    with torch.no_grad():  # so that the policy differs from its reference
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     stream = loop.Stream(run.documents, 96, run.config.seed)
-    expected, told = expected_of(name, run, reference, stream.take(4))
+    expected, metrics = expected_of(name, run, reference, stream.take(4))
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))
     kept = []
     run.optimizer.step = lambda: kept.extend(p.grad.clone() for p in run.model.parameters())
@@ -144,19 +142,19 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     assert tokens == counts.inputs - counts.shared.sum()
     assert outcome.loss == pytest.approx(expected.item(), rel=1e-5)
     for found, wanted in zip(kept, gradients, strict=True):
-        # float32's 6e-8 over sums of some 400 tokens, in two layers: 1e-5 of the largest entry.
+        # Sums of about 400 tokens with float32's 6e-8, in two layers: 1e-5 of the largest entry.
         assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max()
-    assert outcome.metrics == {key: pytest.approx(x.item(), rel=1e-4, abs=1e-5) for key, x in told.items()}
+    assert outcome.metrics == {key: pytest.approx(x.item(), rel=1e-4, abs=1e-5) for key, x in metrics.items()}
 
 
 def test_preference_metrics_are_means_over_the_pairs_of_a_step(start):
     run = start("dpo", {"beta": 0.5}, batch_size=1, gradient_accumulation=3)
-    told = run.step(1e-2, loop.Signals()).metrics
-    assert told["margin"] == pytest.approx(0, abs=1e-5)  # the policy is its reference
+    metrics = run.step(1e-2, loop.Signals()).metrics
+    assert metrics["margin"] == pytest.approx(0, abs=1e-5)  # the policy is its reference
     for _ in range(3):
-        told = run.step(1e-2, loop.Signals()).metrics
-    assert told["margin"] == pytest.approx(told["chosen_reward"] - told["rejected_reward"], abs=1e-5)
-    assert 0 <= told["accuracy"] <= 1
+        metrics = run.step(1e-2, loop.Signals()).metrics
+    assert metrics["margin"] == pytest.approx(metrics["chosen_reward"] - metrics["rejected_reward"], abs=1e-5)
+    assert 0 <= metrics["accuracy"] <= 1
 
 
 def test_distillation_from_the_model_itself_has_no_divergence(start, checkpoint):
@@ -169,32 +167,32 @@ def test_distillation_from_the_model_itself_has_no_divergence(start, checkpoint)
     assert run.step(0.0, loop.Signals()).metrics["divergence"] == pytest.approx(0, abs=1e-6)
 
 
-def test_dft_weighs_each_token_with_its_probability(start):
+def test_dft_weights_each_token_with_its_probability(start):
     plain, dft = start("sft"), start("sft", {"loss_type": "dft"})
     losses = [run.step(1e-3, loop.Signals()).loss for run in (plain, dft)]
     # -p log p is below -log p, and at most 1 / e.
     assert 0 < losses[1] < min(losses[0], 1 / math.e)
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto", "distill"])  # what others keep is kept by these
+@pytest.mark.parametrize("name", ["dpo", "kto", "distill"])  # these cover the state of all objectives
 def test_a_resumed_run_gives_the_same_bits(configured, run, losses, tmp_path, cache, teacher, name):
     options = {"output": tmp_path / "run", "save_every": 1, "keep": 0, "steps": 2, "eval_every": 0}
     whole = run(configured(name, **options))
     (tmp_path / "run" / "checkpoint-2").rename(tmp_path / "aside")
     for file in cache.glob("reference-*"):
-        file.unlink()  # the reference is loaded again
+        file.unlink()  # so that the reference is loaded again
     again = run(configured(name, resume="auto", **options))
     assert losses(whole) == losses(again)
-    told = [[r.get(n) for n in OBJECTIVES[name].metrics] for r in whole.records]
-    assert told == [[r.get(n) for n in OBJECTIVES[name].metrics] for r in again.records]
+    metrics = [[r.get(n) for n in OBJECTIVES[name].metrics] for r in whole.records]
+    assert metrics == [[r.get(n) for n in OBJECTIVES[name].metrics] for r in again.records]
     weights = [liger_models.from_hub(r.final, device="cpu").state_dict() for r in (whole, again)]
     assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
-    if name == "dpo":  # the other model would be the reference of what goes on
+    if name == "dpo":  # the resumed run would have another model as reference
         with pytest.raises(ConfigError, match="was trained with model="):
             run(configured(name, resume="auto", **options | {"model": teacher, "steps": 3}))
 
 
-def test_scores_of_the_reference_are_kept_and_belong_to_their_weights(start, cache, tiny_checkpoint, capsys):
+def test_reference_scores_are_cached_by_weights(start, cache, tiny_checkpoint, capsys):
     for file in cache.glob("reference-*"):
         file.unlink()
     run = start("dpo")
@@ -222,7 +220,7 @@ def test_scores_of_the_reference_are_kept_and_belong_to_their_weights(start, cac
     assert len(list(cache.glob("reference-*"))) == 2
 
 
-def test_adapters_are_set_aside_for_the_reference(configured, run, tmp_path, cache):
+def test_adapters_are_disabled_for_the_reference(configured, run, tmp_path, cache):
     pytest.importorskip("peft")
     options = {"lora": "r=4", "lr": 1e-2, "output": tmp_path / "lora", "save_every": 2, "keep": 0}
     done = run(configured("dpo", **options))
@@ -284,7 +282,7 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
         ),
     ],
 )
-def test_a_pair_that_cannot_be_used_is_refused_with_its_line(start, jsonl, tmp_path, record, says):
+def test_an_unusable_pair_is_refused_with_its_line(start, jsonl, tmp_path, record, says):
     file = jsonl(tmp_path / "pairs.jsonl", [GOOD, record])
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 2") as error:
         start("orpo", data=(file,))
@@ -297,7 +295,7 @@ def test_a_prompt_repeated_by_texts_is_reported(start, jsonl, tmp_path):
     assert run.documents.counts["whose prompt stands in the answers once more"] == 1
 
 
-def test_pairs_are_tokenized_beforehand_and_for_pairs_alone(start, judged, checkpoint, tmp_path):
+def test_pairs_can_be_tokenized_in_advance_for_pairs_only(start, judged, checkpoint, tmp_path):
     corpus = tmp_path / "corpus"
     words = ["tokenize", str(checkpoint), "--data", judged["pairs"], "--objective", "dpo"]
     assert main([*words, "--output", str(corpus)]) in (0, None)
@@ -324,7 +322,7 @@ def test_examples_that_are_too_long_are_cut_on_request(start, jsonl, tmp_path):
     run = start("orpo", data=(file,), truncate=True)
     counts = run.documents.counts
     assert counts["truncated"] == 2
-    assert counts["without anything to train, left out"] == 1  # whose prompt leaves no room
+    assert counts["without anything to train, left out"] == 1  # its prompt leaves no room
     assert counts["documents"] == 2
     assert run.documents.longest_piece(96) == 48
 
@@ -347,7 +345,7 @@ def test_conversations_are_distinguished_from_their_beginnings(tokenizer_folder,
     assert text.startswith("b</s>")
 
 
-def test_a_kto_stranger_is_the_answer_of_the_record_before(start):
+def test_the_mismatched_answer_of_kto_is_that_of_the_previous_record(start):
     run = start("kto")
     corpus = run.documents.parts[0].corpus
     answers = []
@@ -357,7 +355,7 @@ def test_a_kto_stranger_is_the_answer_of_the_record_before(start):
         pair = [corpus.read(start_, cut), corpus.read(cut, stop)]
         answers.append([ids[trained].tolist() for ids, trained in pair])
     for before, now in zip([answers[-1], *answers[:-1]], answers, strict=True):
-        # Where the prompt ends and the answer begins may be tokens of both.
+        # A token may span the end of the prompt and the beginning of the answer.
         same = min(len(before[0]), len(now[1])) - 1
         assert same > 1
         assert before[0][-same:] == now[1][-same:]
@@ -441,15 +439,15 @@ def test_objective_metrics_appear_in_the_files_and_the_plot(configured, run):
 
 
 def rewards_of(model, run, rows):
-    """Of each sequence alone, [groups, 2]."""
+    """Rewards of each sequence by itself, [groups, 2]."""
     two = [[model(ids[None]).logits[0, 0] for ids, _ in both] for both, _ in sequences(run, rows)]
     return torch.stack([torch.stack(both) for both in two])
 
 
-def test_a_step_of_rewards_is_bradley_and_terry_s_over_all_pairs(start):
+def test_a_reward_step_minimises_the_bradley_terry_loss_over_all_pairs(start):
     run = start("reward", {"margin": 0.2, "centering": 0.1}, gradient_accumulation=3, clip=0.0)
     with torch.no_grad():
-        run.model.lm_head.weight.mul_(30)  # a fresh head gives rewards near zero
+        run.model.lm_head.weight.mul_(30)  # since a fresh head gives rewards near zero
     rows = loop.Stream(run.documents, 96, run.config.seed).take(3)
     rewards = rewards_of(run.model, run, rows)
     expected = of.reward_loss(*rewards.T, torch.tensor(0.2), centering=0.1).loss

@@ -1,6 +1,4 @@
-"""Strings keep the origins of their characters through what templates do with them, and no origin is lost in
-silence.
-"""
+"""Strings keep the origins of their characters through all operations of templates, or report their loss."""
 
 import pytest
 
@@ -57,7 +55,7 @@ def flat(value):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_operations_match_str_and_each_character_keeps_its_origin(name, traced):
-    """Characters differ, so that each tells where it was."""
+    """Distinct characters show where each one came from."""
     pairs = zip(TEXT, origin_of_each(traced), strict=True)
     distinct = {c: origin for c, origin in pairs if TEXT.count(c) == 1}
     plain, found = flat(CALLS[name](TEXT)), flat(CALLS[name](traced))
@@ -68,12 +66,12 @@ def test_operations_match_str_and_each_character_keeps_its_origin(name, traced):
             if character in distinct and origin is not None and not origin[1].startswith(LOST):
                 assert origin == distinct[character]
         known = [c for c in str.__str__(one) if c in "bcéßyzQ"]
-        assert len([o for o in origin_of_each(one) if o]) >= len(known)  # none of these went without
+        assert len([o for o in origin_of_each(one) if o]) >= len(known)  # each of these has an origin
 
 
 @pytest.mark.parametrize("name", ["upper", "lower", "title", "capitalize", "casefold", "swapcase"])
 def test_case_changes_keep_origins(name, traced):
-    """ß becomes two letters, after which no place is certain: the origins are said to be mixed."""
+    """ß becomes two letters, after which positions are uncertain: the origins are reported as mixed."""
     found = getattr(traced, name)()
     assert str.__str__(found) == getattr(TEXT, name)()
     assert (len(found) == len(TEXT)) == (name in ("lower", "title", "capitalize"))
@@ -85,7 +83,7 @@ def test_case_changes_keep_origins(name, traced):
     assert {tag[0] for _, tag in getattr(one, name)().runs} == {(0, "content")}
 
 
-def test_a_separator_and_the_joined_keep_their_own():
+def test_separators_and_joined_strings_keep_their_own_origins():
     trace = Trace()
     found = join(trace, ", ", [trace.of("a", (0, "x")), "b", trace.of("c", (1, "x"))])
     assert origin_of_each(found) == [(0, "x"), None, None, None, None, None, (1, "x")]
@@ -115,7 +113,7 @@ def learned(template, messages=CHAT, given=0):
 
 
 def turns(written, header="'<a>'"):
-    """A template that writes the assistant's messages in this way."""
+    """Template that writes assistant messages in this way."""
     return (
         "{% for m in messages %}{% if m.role == 'assistant' %}{{ " + header + " }}"
         f"{written}{{{{ '</a>' }}}}"
@@ -162,7 +160,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_answer_is_learned_however_the_template_writes_it(way):
+def test_answers_are_learned_however_the_template_writes_them(way):
     messages = [CHAT[0], {"role": "assistant", "content": CHAT[1]["content"]}, CHAT[2]]
     template = turns(way)
     if "wordwrap" in way:
@@ -237,18 +235,18 @@ def test_answers_are_found_in_any_loop_over_the_messages(loop):
         (turns("{{ m.content }}{{ messages[0].content }}"), "writes the content of message 0 within"),
     ],
 )
-def test_origins_that_cannot_be_followed_are_an_error(template, message):
+def test_origins_that_cannot_be_traced_are_an_error(template, message):
     with pytest.raises(DataError, match=message):
         learned(template, CHAT[:2])
 
 
 def test_a_template_that_escapes_unsafe_text_is_refused():
-    """`safe` makes + escape its other side, which strings with origins do not."""
+    """After `safe`, + escapes its other operand, which strings with origins do not do."""
     with pytest.raises(DataError, match="different text when origins"):
         learned(turns("{{ '<b>' + (m.content | safe) }}"), [CHAT[0], CHAT[3]])
 
 
-def test_an_answer_dropped_completely_trains_no_end():
+def test_the_end_of_an_answer_dropped_by_the_template_is_not_learned():
     template = turns("{{ m.content }}").replace("m.content }}{{ '</a>'", "'' }}{{ '</a>'")
     rendering = ChatTemplate(template, {}, "here").render([CHAT[0], CHAT[3]], 0, {})
     assert rendering.text == "<u>user words</u><a></a>"
@@ -256,7 +254,7 @@ def test_an_answer_dropped_completely_trains_no_end():
 
 
 def test_the_template_defines_generation_prompt_and_end_of_answers():
-    guard = turns("{{ m.content }}") + "Is it safe?"  # behind questions too: nothing that an answer adds
+    guard = turns("{{ m.content }}") + "Is it safe?"  # also after questions, so it is not part of an answer
     assert learned(guard, [CHAT[0], CHAT[3]]) == ["last</a>"]
     end = "{% if add_generation_prompt %}<a>{% else %}<e>{% endif %}"
     ends = turns("{{ m.content }}").removesuffix(ASKED) + end
@@ -264,7 +262,7 @@ def test_the_template_defines_generation_prompt_and_end_of_answers():
     assert learned(ends, CHAT[:1] + CHAT[3:] + CHAT[2:3]) == ["last</a>"]
 
 
-def test_two_environments_know_nothing_of_each_other_and_nothing_of_jinja_is_changed():
+def test_environments_are_independent_and_jinja_is_not_modified():
     before = {name: getattr(jinja2.runtime, name) for name in ("str_join", "markup_join")}
     learned(turns("{{ m.content ~ '' }}"), [CHAT[0], CHAT[3]])
     assert all(getattr(jinja2.runtime, name) is value for name, value in before.items())

@@ -1,4 +1,4 @@
-"""Packing: nothing lost, nothing cut that must stay whole, and few places left empty."""
+"""Packing loses nothing, cuts no whole example, and leaves few positions empty."""
 
 import random
 from itertools import pairwise
@@ -59,7 +59,7 @@ def length_of(row):
 
 
 @pytest.mark.parametrize("waiting", [1, 7, 10_000])
-def test_every_example_is_in_one_row_uncut_whatever_waits(waiting):
+def test_every_example_is_uncut_in_one_row_for_any_queue_length(waiting):
     units = units_of(lengths_like("short", random.Random(0), 700), whole=True)
     rows = list(pack(units, SEQ_LEN, waiting))
     assert held(rows) == sorted((u.start, u.start + u.length) for u in units)
@@ -76,27 +76,27 @@ def test_text_and_examples_together_lose_no_input(waiting):
         i for u in units for i in range(u.start, u.start + u.length)
     ]
     assert {(u.start, u.start + u.length) for u in units if u.whole} <= set(pieces)
-    # Half of all is text: with enough examples to choose from, gaps are small and there is some for each,
-    # until the last rows, which those that wait make.
+    # Half of the units are text: with enough examples to choose from, text fills the small gaps of all rows
+    # except the last ones, made from the examples still waiting.
     assert waiting < 64 or all(length_of(row) == SEQ_LEN for row in rows[: -waiting - 1])
 
 
 @pytest.mark.parametrize("kind", ["uniform", "short", "long", "half"])
 @pytest.mark.parametrize("seed", range(3))
-def test_rows_are_no_more_than_with_first_fit_and_next_fit(kind, seed):
+def test_there_are_no_more_rows_than_with_first_fit_and_next_fit(kind, seed):
     lengths = lengths_like(kind, random.Random(seed), 1500)
     rows = len(list(pack(units_of(lengths, whole=True), SEQ_LEN, 256)))
     assert rows <= first_fit(lengths) <= next_fit(lengths)
 
 
-def test_short_examples_fill_nearly_every_place():
+def test_short_examples_fill_nearly_every_position():
     lengths = lengths_like("short", random.Random(3), 5000)
     rows = list(pack(units_of(lengths, whole=True), SEQ_LEN))
     assert sum(lengths) / (len(rows) * SEQ_LEN) > 0.995
 
 
-def test_no_example_waits_for_ever():
-    """The one that has waited longest is always next."""
+def test_no_example_waits_forever():
+    """The example that has waited longest always comes next."""
     waiting = 50
     units = units_of(lengths_like("uniform", random.Random(4), 2000), whole=True)
     arrival = {unit.start: i for i, unit in enumerate(units)}
@@ -113,12 +113,12 @@ def test_a_permutation_has_every_number_once_at_any_size():
         assert numbers.sort().values.equal(torch.arange(size)), size
 
 
-def test_a_permutation_depends_on_its_key_alone_and_not_on_how_it_is_read():
+def test_a_permutation_depends_only_on_its_key_and_not_on_how_it_is_read():
     places = torch.arange(1000)
     one = Permutation(1000, "a")
     assert torch.equal(one(places), torch.cat([one(part) for part in places.split(7)]))
     assert torch.equal(one(places), Permutation(1000, "a")(places))
-    # Two random orders of 1000 agree in one place on average.
+    # Two random orders of 1000 agree in one position on average.
     assert (one(places) == Permutation(1000, "b")(places)).sum() < 10
 
 
@@ -128,7 +128,7 @@ def test_a_permutation_looks_random():
     places = torch.arange(size).double()
     for lag in (0, 1, 2, 64):
         other = places if lag == 0 else numbers.roll(lag)
-        # A correlation of independent numbers has the standard deviation 1 / sqrt(size): five of them.
+        # The correlation of independent numbers has a standard deviation of 1 / sqrt(size): allow five.
         assert abs(torch.corrcoef(torch.stack([numbers, other]))[0, 1]) < 5 / size**0.5
     neighbours = sum(b - a == 1 for a, b in pairwise(numbers.tolist()))
     assert neighbours < 8  # one is expected

@@ -1,4 +1,4 @@
-"""What the kernels of a step are for."""
+"""Attribution of the kernels of a step to parts of the model."""
 
 import gzip
 import json
@@ -24,7 +24,7 @@ def operation(name, ts, dur, number, thread=1):
     }
 
 
-def test_a_kernel_is_counted_where_the_operation_around_it_says():
+def test_a_kernel_is_attributed_by_the_enclosing_operation():
     events = [
         operation("_Experts", 0, 100, 1),
         operation("aten::mm", 10, 5, 2),

@@ -1,5 +1,7 @@
-"""Answers are found in the rendering of every published chat template (those in TRL's wheel): whatever
-transformers renders can be trained on, and what is learned is what the model has to write itself.
+"""Answers are found in the renderings of every published chat template in TRL's wheel.
+
+Every conversation that transformers renders can be trained on, and the learned text is exactly the text that
+the model has to write itself.
 """
 
 import functools
@@ -57,7 +59,7 @@ def as_parts(content):
 
 
 def with_calls(messages, content, change):
-    """The messages with another content beside calls, and with other arguments."""
+    """Return the messages with other content next to calls, and with other arguments."""
     found = []
     for message in messages:
         if message.get("tool_calls"):
@@ -72,7 +74,7 @@ def text_of(arguments):
 
 
 def readable(name, messages, options):
-    """The conversation in the form of which transformers writes most questions and calls, and the text."""
+    """Return the conversation in the form that transformers renders most completely, and its rendering."""
     expected = [as_text(m["content"]).strip() for m in messages if m["role"] == "user"]
     expected += ["kiwi" for message in messages if message.get("tool_calls")]
     found = []
@@ -96,8 +98,9 @@ def template_of(name):
 
 @pytest.fixture(scope="module", params=PUBLISHED)
 def renderings(request):
-    """Of a template, by conversation that transformers renders: (name, messages as it reads them, options,
-    what transformers writes, our rendering).
+    """Renderings of a template, by conversation that transformers can render.
+
+    Each is (name, messages in the form that the template reads, options, transformers' text, our rendering).
     """
     name, found = request.param, {}
     with pytest.MonkeyPatch.context() as patch:
@@ -121,17 +124,17 @@ def test_renderings_match_transformers_and_can_be_trained_on(renderings):
 
 
 def all_left_out(message, ours):
-    """Whether the template leaves out all that an answer says: an end alone is not learned."""
+    """Return whether the template drops all content of an answer; its end alone is not learned."""
     return (
         "tool calls" in ours.dropped and message.get("tool_calls") and not as_text(message["content"] or "")
     )
 
 
-HEADER_AFTER_A_RESULT = {"diffusion_gemma"}  # which writes a header there, and gives none when it asks
+HEADER_AFTER_A_RESULT = {"diffusion_gemma"}  # renders a header there, but none in a prompt
 
 
-def test_unchanged_turns_have_answers_between_questions(renderings):
-    """The rule of prefixes, which transformers alone tells: from the prompt's end to the turn's."""
+def test_answers_match_prefixes_of_the_conversation(renderings):
+    """An answer is the text from the end of the prompt to the end of the turn in transformers' rendering."""
     for conversation, (name, messages, options, text, ours) in renderings.items():
         learned = {place for start, stop in ours.spans for place in range(start, stop)}
         expected = set()
@@ -156,13 +159,13 @@ def test_unchanged_turns_have_answers_between_questions(renderings):
 
 
 LEARNED_BEYOND_MARKS = {
-    "diffusion_gemma": "<|tool_response>",  # what a call ends with if nothing follows: the model writes it
-    "llava_next": " ",  # behind the end of a turn: part of the turn, as a line break is elsewhere
+    "diffusion_gemma": "<|tool_response>",  # ends a call if nothing follows: the model writes it
+    "llava_next": " ",  # after the end of a turn: part of it, like a line break elsewhere
 }
 
 
 def runs(text, places):
-    """The stretches of text at these places."""
+    """Return the runs of text at these positions."""
     found = []
     for place in sorted(places):
         if place - 1 not in places:
@@ -171,8 +174,8 @@ def runs(text, places):
     return found
 
 
-def test_labels_match_trls_marks_without_the_generation_prompt(renderings):
-    """TRL marks headers of some families, and reasoning that the generation prompt has begun or closed."""
+def test_labels_match_trls_marks_apart_from_the_generation_prompt(renderings):
+    """TRL also marks headers of some families, and reasoning tags that are part of the generation prompt."""
     name = next(iter(renderings.values()))[0]
     path = FOLDER / f"{name}_training.jinja"
     if not path.exists():
@@ -188,9 +191,9 @@ def test_labels_match_trls_marks_without_the_generation_prompt(renderings):
                 **TOKENS,
                 **options,
             )
-        except Exception:  # TRL's refuses what the original takes
+        except Exception:  # TRL's version refuses some input of the original
             continue
-        if marked_text != text:  # TRL's writes reasoning that the original leaves out
+        if marked_text != text:  # TRL's version writes reasoning that the original drops
             continue
         compared += 1
         marked = {place for start, stop in spans for place in range(start, stop)}
@@ -204,30 +207,30 @@ def test_labels_match_trls_marks_without_the_generation_prompt(renderings):
                 if all_left_out(message, ours):
                     given += text
         for missing in runs(text, marked - learned):
-            is_next = name == "glm4moe" and missing == "<|user|>"  # the next turn's header, which ends GLM's
+            is_next = name == "glm4moe" and missing == "<|user|>"  # GLM ends turns with the next header
             assert missing in given or is_next, (conversation, missing)
-    assert compared >= (1 if name == "glm4moe" else 5)  # TRL's ends each answer with the next header
+    assert compared >= (1 if name == "glm4moe" else 5)  # TRL's version ends answers with the next header
 
 
-SAID = ("banana", "damson", "quince", "grape", "hazel", "kiwi", "lime", "cherry", "pear")
-NOT_SAID = ("apple?", "cherry?", "damson?", "elder", "figs", "mango", "melon")
+LEARNED_WORDS = ("banana", "damson", "quince", "grape", "hazel", "kiwi", "lime", "cherry", "pear")
+OTHER_WORDS = ("apple?", "cherry?", "damson?", "elder", "figs", "mango", "melon")
 
 
-def test_only_and_all_assistant_text_is_learned(renderings):
+def test_all_assistant_text_and_nothing_else_is_learned(renderings):
     for conversation, (_, messages, _, text, ours) in renderings.items():
         if conversation in ("the same text", "tools and text"):
             continue
         learned = "".join(text[start:stop] for start, stop in ours.spans)
-        assert not [word for word in NOT_SAID if word in learned], conversation
+        assert not [word for word in OTHER_WORDS if word in learned], conversation
         own = str([message for message in messages if message["role"] == "assistant"])
         others = str([message for message in messages if message["role"] != "assistant"])
-        for word in SAID:
+        for word in LEARNED_WORDS:
             if word in own and word not in others:
                 assert learned.count(word) == text.count(word), (conversation, word)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_question_is_rendered_as_transformers_asks_it_whatever_form_a_template_reads(name):
+def test_questions_are_rendered_as_by_transformers_for_any_content_form(name):
     ours = template_of(name).question([user("apple?")], {})
     assert "apple?" in ours
     expected = theirs(name, [user("apple?")], {}, add_generation_prompt=True)
@@ -246,7 +249,7 @@ def test_reasoning_dropped_by_a_template_is_reported():
     assert template_of("llama3").render(messages, 0, options).dropped == ["tool calls"]
 
 
-def test_the_empty_reasoning_of_qwen3_is_learned_where_the_model_has_to_write_it():
+def test_the_empty_reasoning_of_qwen3_is_learned_if_the_model_has_to_write_it():
     messages = [user("apple?"), assistant("banana"), user("cherry?"), assistant("damson")]
     for options, last in [({}, "<think>\n\n</think>\n\ndamson"), ({"enable_thinking": False}, "damson")]:
         ours = template_of("qwen3").render(messages, 0, options)
@@ -257,7 +260,7 @@ def test_the_empty_reasoning_of_qwen3_is_learned_where_the_model_has_to_write_it
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Bytes, and the special tokens that the templates name."""
+    """Byte-level tokenizer with the special tokens of the templates."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     made = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -287,8 +290,8 @@ OF_IMAGES = (
 
 
 @pytest.mark.parametrize("name", OF_IMAGES)
-def test_conversations_with_images_are_rendered_alike_and_their_answers_found(name):
-    """Text alone beside an image becomes a part where the template reads parts alone."""
+def test_conversations_with_images_are_rendered_as_by_transformers_and_their_answers_found(name):
+    """Plain text next to an image is passed as a part if the template reads only parts."""
     shown = user([{"type": "image"}, {"type": "text", "text": "apple?"}])
     messages = [shown, assistant("banana"), user("cherry?"), assistant("damson")]
     ours = template_of(name).render(messages, 0, {})

@@ -1,4 +1,4 @@
-"""What other code in the process can see is the same before, during and after each use of the library."""
+"""Process state that other code can observe is the same before, during and after each use of the library."""
 
 import ast
 import json
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PACKAGE = ("kernels", "convert", "layers", "architectures", "liger_models")
-# Functions that change what a process shares, and the files that may call them.
+# Functions that change process-wide state, and the files that may call them.
 CHANGES = {
     "sdpa_kernel": set(),
     "catch_warnings": set(),
@@ -29,21 +29,21 @@ CHANGES = {
 }
 PROCESS = Path(__file__).with_name("neighbour_process.py")
 
-# What a step may do, and why. Anything else fails.
+# Calls that a step may make, with the reason. Any other call fails.
 CALLED = {
-    # A run is stopped by signals, and draws fresh weights and dropout from torch's generators: both are put
-    # back at its end.
+    # A run handles signals, and draws fresh weights and dropout from torch's generators: both are restored at
+    # its end.
     "train": {"signal", "set_rng_state", "setstate"},
-    # transformers' own from_pretrained makes every model under its dtype.
+    # transformers' own from_pretrained sets the default dtype while it creates a model.
     "transformers": {"_set_default_dtype"},
-    # torch's checkpoint runs a layer again with the random numbers of the first run, for its dropout.
+    # torch's checkpoint runs a layer again with the random numbers of the first run, for dropout.
     **{level: {"fork_rng", "set_rng_state"} for level in ("mlp", "checkpoint", "tiled", "offload")},
 }
 
 
 @pytest.fixture(scope="module")
-def told(tiny_checkpoint, tmp_path_factory):
-    """For each use, in a process of its own, what it left changed and which setters it called."""
+def uses(tiny_checkpoint, tmp_path_factory):
+    """Lasting changes and called setters of each use, from a separate process."""
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     folder = tmp_path_factory.mktemp("neighbour")
@@ -58,17 +58,17 @@ def told(tiny_checkpoint, tmp_path_factory):
     return json.loads(Path(output + ".json").read_text())
 
 
-def test_nothing_is_left_changed_in_the_process(told):
-    assert {step: found["left"] for step, found in told.items() if found["left"]} == {}
+def test_no_lasting_change_is_made_to_the_process(uses):
+    assert {step: found["left"] for step, found in uses.items() if found["left"]} == {}
 
 
-def test_nothing_is_changed_for_a_moment_either(told):
-    excess = {step: set(found["called"]) - CALLED.get(step, set()) for step, found in told.items()}
+def test_no_temporary_change_is_made_either(uses):
+    excess = {step: set(found["called"]) - CALLED.get(step, set()) for step, found in uses.items()}
     assert {step: names for step, names in excess.items() if names} == {}
 
 
 def calls(tree):
-    """The name of each function that is called, and whether as that of a generator made there."""
+    """Yield the name of each called function, and whether it is a method of an object created in the call."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             owner = getattr(node.func, "value", None)
@@ -77,7 +77,7 @@ def calls(tree):
 
 
 def test_no_module_calls_functions_that_change_the_process():
-    """On a GPU too, whose code does not run here."""
+    """This covers code that runs on GPUs only."""
     found = [
         (name, path.relative_to(ROOT).as_posix())
         for part in PACKAGE

@@ -1,8 +1,8 @@
-"""Conversations with the tokenizers of real chat models. Opt-in: these are not fetched by `make test`.
+"""Conversations with the tokenizers of real chat models. Opt-in: `make test` does not download these.
 
     LIGER_MODELS_TOKENIZERS=FOLDER python -m pytest tests/liger_models/training/test_real_tokenizers.py
 
-Each folder within FOLDER, at any depth, that holds tokenizer.json and a chat template is tried.
+Each folder within FOLDER, at any depth, that has tokenizer.json and a chat template is tested.
 """
 
 import os
@@ -42,7 +42,7 @@ def test_ids_match_transformers_and_learned_tokens_decode_to_answers(folder, mon
         assert expected.strip() in learned or learned.strip() in expected, conversation
         try:
             text = theirs.apply_chat_template(messages, tokenize=False, **options)
-        except Exception:  # the template refuses this form of the conversation, and takes another
+        except Exception:  # the template refuses this form of the conversation but accepts another
             continue
         if text == rendering.text:
             compared += 1

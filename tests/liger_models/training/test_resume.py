@@ -1,4 +1,4 @@
-"""A run that was stopped, in whatever way, and resumed gives the bits of one that never was."""
+"""A run that was stopped in any way and resumed gives the bits of an uninterrupted one."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def unstopped(tmp_path_factory, settings_for):
 
 @pytest.fixture
 def stop_at(monkeypatch, run):
-    """Trains, and sends this process a signal while the n-th batch (of training or evaluation) is made."""
+    """Function that trains and signals this process while batch n (training or evaluation) is made."""
 
     def train(config, n, signum=signal.SIGINT):
         make, made = Documents.batch, []
@@ -58,7 +58,7 @@ def stop_at(monkeypatch, run):
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("seed", range(3))
-def test_after_a_signal_at_any_moment(run, settings, losses, unstopped, stop_at, signum, seed):
+def test_a_run_resumes_after_a_signal_at_any_moment(run, settings, losses, unstopped, stop_at, signum, seed):
     handler = signal.getsignal(signum)
     with pytest.raises(TrainingInterrupted, match="--resume") as stop:
         stop_at(settings(save_every=0), random.Random(f"{seed} {signum}").randint(1, 25), signum)
@@ -90,19 +90,21 @@ train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eva
 """
 
 
-def test_after_a_kill_in_the_middle_of_a_save(run, settings, losses, unstopped, tmp_path):
+def test_a_run_resumes_after_a_kill_during_a_save(run, settings, losses, unstopped, tmp_path):
     config = settings()
     killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(config.to_dict())], timeout=120)
     assert killed.returncode == -signal.SIGKILL
-    assert newest_checkpoint(config.output).name == "checkpoint-2"  # that of step 4 was being written
+    assert newest_checkpoint(config.output).name == "checkpoint-2"  # checkpoint-4 was being written
     result = run(settings(resume="auto"))
     assert losses(result) == losses(unstopped)
     assert_same_bits(result.final, unstopped.final)
     assert not [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
-def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_checkpoint, stop_at, tmp_path):
-    """Checkpoints have the dtype of training: in the source's, most bits of the weights would be lost."""
+def test_a_float32_run_from_a_bfloat16_checkpoint_resumes(
+    run, settings, losses, tiny_checkpoint, stop_at, tmp_path
+):
+    """Checkpoints have the training dtype: the source's would lose most bits of the weights."""
     source = str(tiny_checkpoint(torch.bfloat16))
     changes = {"model": source, "dtype": "float32", "save_every": 0}
     whole = run(settings(output=str(tmp_path / "unstopped"), **changes))
@@ -118,8 +120,10 @@ def test_in_float32_from_a_bfloat16_checkpoint(run, settings, losses, tiny_check
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_in_bfloat16(device, run, settings, losses, tiny_checkpoint, stop_at, tmp_path, monkeypatch):
-    """On a GPU with the kernels that PyTorch calls deterministic; ours all are."""
+def test_a_bfloat16_run_resumes(
+    device, run, settings, losses, tiny_checkpoint, stop_at, tmp_path, monkeypatch
+):
+    """On a GPU, with PyTorch's deterministic kernels; ours always are."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     changes = {"model": str(tiny_checkpoint(torch.bfloat16)), "save_every": 0, "device": device}
     before = torch.are_deterministic_algorithms_enabled()
@@ -135,7 +139,7 @@ def test_in_bfloat16(device, run, settings, losses, tiny_checkpoint, stop_at, tm
     assert_same_bits(result.final, whole.final)
 
 
-def test_before_the_first_step(run, settings, losses, unstopped, stop_at):
+def test_a_run_stopped_before_the_first_step_resumes(run, settings, losses, unstopped, stop_at):
     with pytest.raises(TrainingInterrupted, match="after step 0 of 6"):
         stop_at(settings(), 1)
     assert losses(run(settings(resume="auto"))) == losses(unstopped)
@@ -156,8 +160,8 @@ def test_ctrl_c_ends_the_command_with_130_and_a_state(settings, tmp_path, data, 
     assert "Traceback" not in errors
 
 
-def test_random_states_come_back(run, settings, stop_at, monkeypatch):
-    # Let the process keep the states of a run, to read them.
+def test_random_states_are_restored(run, settings, stop_at, monkeypatch):
+    # Keep the random states of the run in the process, to read them.
     monkeypatch.setattr(loop, "restored_random_states", lambda device: contextlib.nullcontext())
     with pytest.raises(TrainingInterrupted):
         stop_at(settings(save_every=0), 12)
@@ -169,22 +173,22 @@ def test_random_states_come_back(run, settings, stop_at, monkeypatch):
     assert random.random() == expected[1]
 
 
-def test_only_the_newest_checkpoints_stay(run, settings, tmp_path):
+def test_only_the_newest_checkpoints_are_kept(run, settings, tmp_path):
     run(settings(save_every=1, keep=2))
     assert sorted(p.name for p in (tmp_path / "run").glob("*checkpoint*")) == ["checkpoint-5", "checkpoint-6"]
 
 
-def test_a_folder_that_holds_a_run_is_not_overwritten(run, settings):
+def test_the_folder_of_a_run_is_not_overwritten(run, settings):
     run(settings(save_every=0))
     with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
         run(settings())
 
 
-def test_resume_without_a_checkpoint_begins_anew(run, settings, losses, unstopped):
+def test_resuming_without_a_checkpoint_starts_from_the_beginning(run, settings, losses, unstopped):
     assert losses(run(settings(resume="auto"))) == losses(unstopped)
 
 
-def test_the_optimizers_state_may_go_to_the_host_and_back(run, settings, losses, unstopped, stop_at):
+def test_the_optimizer_state_may_move_to_the_host_and_back(run, settings, losses, unstopped, stop_at):
     for n, place in ((9, "host"), (6, "device")):
         with pytest.raises(TrainingInterrupted):
             stop_at(settings(resume="auto", optimizer_memory=place), n)
@@ -218,7 +222,7 @@ def test_a_checkpoint_without_state_is_refused(run, settings, checkpoint):
         run(settings(resume=str(checkpoint)))
 
 
-def test_a_folder_half_removed_is_not_taken_for_a_checkpoint(run, settings, tmp_path):
+def test_a_partially_deleted_folder_is_not_used_as_a_checkpoint(run, settings, tmp_path):
     run(settings())
     (tmp_path / "run" / "checkpoint-6" / STATE / "state.json").unlink()
     assert newest_checkpoint(tmp_path / "run").name == "checkpoint-4"

@@ -1,4 +1,4 @@
-"""What a run's folder holds is never lost to a run, and what is damaged is never gone on from."""
+"""A run never loses the contents of its folder, and never resumes from damaged checkpoints."""
 
 import json
 import math
@@ -49,13 +49,13 @@ def finished(tmp_path_factory, settings_for):
 
 @pytest.fixture
 def output(finished, tmp_path):
-    """A copy of the finished run, of which nothing was touched."""
-    return shutil.copytree(finished, tmp_path / "run", symlinks=True)  # and copies times
+    """Untouched copy of the finished run."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)  # copies times too
 
 
 @pytest.fixture
 def nan_at(monkeypatch, run):
-    """Trains with a loss that is NaN from one step on."""
+    """Function that trains with a loss that is NaN from a given step on."""
 
     def train(config, first):
         step, share_of, bad = loop.Run.step, SFT.share, []
@@ -89,7 +89,7 @@ FILES = [
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_one_flipped_bit_is_noticed_and_the_checkpoint_before_is_taken(
+def test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used(
     run, settings, output, finished, file, capsys
 ):
     rng = random.Random(file)
@@ -98,14 +98,14 @@ def test_one_flipped_bit_is_noticed_and_the_checkpoint_before_is_taken(
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     path.write_bytes(content)
     result = run(settings(keep=0, resume="auto"))
-    said = capsys.readouterr().err
-    assert f"{output}/checkpoint-6 is damaged, skipping it: {path}" in said
-    assert f"resumed from {output}/checkpoint-4" in said
+    output_text = capsys.readouterr().err
+    assert f"{output}/checkpoint-6 is damaged, skipping it: {path}" in output_text
+    assert f"resumed from {output}/checkpoint-4" in output_text
     assert same_bits(result.final, finished / "final")
 
 
-def test_every_single_bit_of_the_state_is_watched(output):
-    """Any one of them: the checksums leave no gap, in any file."""
+def test_every_bit_of_the_state_is_checked(output):
+    """The checksums cover every bit of every file."""
     rng = random.Random(0)
     checkpoint = output / "checkpoint-6"
     read_state(checkpoint)
@@ -137,7 +137,7 @@ def test_any_damage_to_a_state_file_is_a_clear_error(run, settings, output, cont
         path.write_bytes(kept)
 
 
-def test_if_all_are_damaged_the_run_does_not_begin_anew(run, settings, output):
+def test_a_run_with_only_damaged_checkpoints_does_not_start_over(run, settings, output):
     before = weights(output / "final")
     for checkpoint in checkpoints(output):
         (checkpoint / STATE / "tensors.safetensors").write_bytes(b"half")
@@ -149,7 +149,7 @@ def test_if_all_are_damaged_the_run_does_not_begin_anew(run, settings, output):
 
 @pytest.fixture
 def forged(output):
-    """A checkpoint whose tensors and state were changed by somebody who knows the checksums."""
+    """Function that changes tensors and state of a checkpoint and updates the checksums."""
 
     def forge(change_tensors=lambda tensors: None, change_state=lambda state: None):
         checkpoint = output / "checkpoint-4"
@@ -193,8 +193,8 @@ KEY = "exp_avg.layers.1.mlp.down_proj.weight"
         (lambda t: t.update({"random.torch": torch.zeros(5056)}), "random.torch must be"),
     ],
 )
-def test_a_state_that_does_not_fit_the_optimizer_is_refused(run, settings, forged, change, message):
-    """A fused kernel takes the shapes of its state on trust, and reads and writes past their ends."""
+def test_a_state_that_does_not_match_the_optimizer_is_refused(run, settings, forged, change, message):
+    """A fused kernel trusts the shapes of its state, and would read and write out of bounds."""
     with pytest.raises(CheckpointError, match=rf"{STATE}: .*{message}"):
         run(settings(resume=forged(lambda t: (change(t), None)[1])))
 
@@ -236,7 +236,7 @@ def test_a_state_of_a_wrong_form_is_refused(run, settings, forged, changes):
     ],
     ids=["AdamW", "amsgrad", "momentum", "SGD", "Adafactor", "Rprop", "RAdam"],
 )
-def test_the_state_of_any_optimizer_comes_back(tmp_path, checkpoint, tokenizer_folder, make):
+def test_the_state_of_any_optimizer_is_restored(tmp_path, checkpoint, tokenizer_folder, make):
     import liger_models
 
     def step(model, optimizer, seed):
@@ -265,7 +265,7 @@ def test_the_state_of_any_optimizer_comes_back(tmp_path, checkpoint, tokenizer_f
 
 
 @pytest.mark.parametrize("linked", [False, True])
-def test_nothing_that_a_run_did_not_write_is_deleted(run, settings, output, linked, tmp_path):
+def test_files_that_a_run_did_not_write_are_never_deleted(run, settings, output, linked, tmp_path):
     if linked:
         (output / "final").rename(tmp_path / "elsewhere")
         (output / "final").symlink_to(tmp_path / "elsewhere")
@@ -309,7 +309,7 @@ def test_obstacles_to_writing_the_model_are_detected_before_training(run, settin
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.csv", "loss.png"])
-def test_metrics_of_something_else_are_not_written_over(run, settings, tmp_path, name):
+def test_foreign_metrics_are_not_overwritten(run, settings, tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_text("the only copy\n1,2\n")
     with pytest.raises(ConfigError, match=f"already holds a run|contains {name} from elsewhere"):
@@ -318,7 +318,7 @@ def test_metrics_of_something_else_are_not_written_over(run, settings, tmp_path,
 
 
 @pytest.mark.parametrize("name", ["run", "x" * 300, "a\0b", "~nosuchuser/run"])
-def test_an_output_that_cannot_be_a_folder_is_noticed_before_training(run, settings, tmp_path, name):
+def test_an_output_that_cannot_be_a_folder_is_refused_before_training(run, settings, tmp_path, name):
     (tmp_path / "run").write_text("a file")
     output = name if name.startswith("~") else str(tmp_path / name)
     with pytest.raises(ConfigError, match=r"cannot be a folder|not a usable path"):
@@ -328,7 +328,7 @@ def test_an_output_that_cannot_be_a_folder_is_noticed_before_training(run, setti
 # ------------------------------------------------------------------------------------------- history of a run
 
 
-def test_going_on_from_an_older_checkpoint_leaves_the_abandoned_ones_aside(run, settings, output, capsys):
+def test_resuming_from_an_older_checkpoint_sets_later_ones_aside(run, settings, output, capsys):
     run(settings(resume=str(output / "checkpoint-2"), steps=4, keep=1, lr=1e-3))
     assert "checkpoint-6 is set aside" not in capsys.readouterr().out
     assert [path.name for path in checkpoints(output)] == ["checkpoint-4"]
@@ -349,7 +349,7 @@ def test_abandoned_checkpoints_are_not_resumed_after_a_kill(run, settings, outpu
     assert newest_checkpoint(output) == output / "checkpoint-2"
 
 
-def test_a_nan_does_not_cost_the_last_good_state(nan_at, run, settings, tmp_path):
+def test_a_nan_does_not_delete_the_last_good_checkpoint(nan_at, run, settings, tmp_path):
     with pytest.raises(TrainingError, match=r"checkpoint-4; resume from an earlier checkpoint"):
         nan_at(settings(save_every=3, keep=1), 5)
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-3", "checkpoint-4"]
@@ -357,7 +357,7 @@ def test_a_nan_does_not_cost_the_last_good_state(nan_at, run, settings, tmp_path
     assert [path.name for path in checkpoints(tmp_path / "run")] == ["checkpoint-6"]
 
 
-def test_weights_that_overflowed_push_no_good_state_out(run, settings, tmp_path):
+def test_overflowed_weights_do_not_replace_a_good_checkpoint(run, settings, tmp_path):
     good = settings(save_every=1, keep=1, steps=2, schedule="constant", warmup=0, eval_fraction=0.0)
     run(good)
     bad = settings(
@@ -369,7 +369,7 @@ def test_weights_that_overflowed_push_no_good_state_out(run, settings, tmp_path)
     assert all(t.isfinite().all() for t in weights(found).values())
 
 
-def test_resuming_a_finished_run_does_not_begin_anew_over_it(run, settings, tmp_path):
+def test_resuming_a_finished_run_does_not_start_over(run, settings, tmp_path):
     result = run(settings(save_every=0))
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes(), weights(result.final)
     with pytest.raises(ConfigError, match="holds a finished run without a checkpoint"):
@@ -422,11 +422,9 @@ def test_two_runs_do_not_share_a_folder_and_a_killed_one_leaves_no_lock(run, set
     ],
 )
 def test_a_full_disk_names_the_file(run, settings, capsys, tmp_path, limit, file):
-    """A limit on the size of files stands in for a full disk: the system refuses a write as it does then."""
-    # (capsys: what is said goes to memory, and not to a file that pytest has)
-    run(
-        settings(steps=1, output=str(tmp_path / "tokenized"))
-    )  # the data, which another run would find tokenized too
+    """A limit on file sizes simulates a full disk: the system refuses writes in the same way."""
+    # (capsys keeps output in memory instead of a file of pytest's)
+    run(settings(steps=1, output=str(tmp_path / "tokenized")))  # tokenize the data beforehand
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The stages in which a run opens what it holds: when one fails, nothing stays open."""
+"""Stages in which a run opens its resources: if one fails, nothing stays open."""
 
 import gc
 import weakref
@@ -16,7 +16,7 @@ class StageError(Exception):
 
 
 class Recorded(trackers.Tracker):
-    """A tracker that notes how it was closed."""
+    """Tracker that records how it was closed."""
 
     def __init__(self):
         self.closed = []
@@ -30,7 +30,7 @@ class Recorded(trackers.Tracker):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """Everything that runs open, as they open it: trackers, savers, step readers, models."""
+    """Record of everything that a run opens: trackers, savers, step readers, models."""
     found = {"trackers": [], "savers": [], "steps": [], "models": []}
 
     def open_trackers(*arguments):
@@ -72,7 +72,7 @@ def test_a_stage_that_fails_leaves_nothing_open(stage, run, settings, opened, mo
     whole = getattr(run_parts.RunParts, stage)
 
     def failing(self, *arguments):
-        whole(self, *arguments)  # all that the stage opens is open
+        whole(self, *arguments)  # everything that the stage opens is open now
         raise StageError
 
     monkeypatch.setattr(run_parts.RunParts, stage, failing)
@@ -83,7 +83,7 @@ def test_a_stage_that_fails_leaves_nothing_open(stage, run, settings, opened, mo
     assert all_are_closed(opened, failed=True)
 
 
-def test_a_tracker_that_cannot_be_opened_closes_the_one_before(run, settings, opened, monkeypatch):
+def test_a_tracker_that_cannot_be_opened_closes_the_previous_one(run, settings, opened, monkeypatch):
     first = Recorded()
 
     def open_trackers(*arguments):
@@ -97,7 +97,7 @@ def test_a_tracker_that_cannot_be_opened_closes_the_one_before(run, settings, op
     assert all_are_closed(opened, failed=True)
 
 
-def test_a_run_that_ends_closes_all_that_it_opened(run, settings, opened):
+def test_a_finished_run_closes_everything_it_opened(run, settings, opened):
     run(settings(steps=1))
     assert len(opened["trackers"]) == 2
     assert all_are_closed(opened, failed=False)

@@ -1,4 +1,4 @@
-"""What is saved while a run goes on is what was there when the save began, and what fails is told."""
+"""A save in the background writes the values at its start, and reports errors."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def saver():
 
 
 @pytest.fixture
-def written_when_told(monkeypatch):
-    """The thread that writes waits for this."""
+def write_permission(monkeypatch):
+    """Event that the writing thread waits for."""
     told, write = threading.Event(), Contents.write
 
     def waiting(self, folder, pieces):
@@ -43,27 +43,27 @@ def folder_of(target, tensor, done=lambda: None):
     return Contents(target, (part,), files.lay_out, done)
 
 
-def test_saved_values_are_from_the_time_of_the_save(saver, written_when_told, tmp_path):
+def test_saved_values_are_those_at_the_start_of_the_save(saver, write_permission, tmp_path):
     tensor, done = torch.arange(6.0), threading.Event()
     assert saver.save(folder_of(tmp_path / "one", tensor, done.set), meanwhile=True)
     tensor += 1
     assert not (tmp_path / "one").exists()
-    written_when_told.set()
+    write_permission.set()
     saver.wait()
     assert done.is_set()
     assert torch.equal(load_file(tmp_path / "one" / "a.safetensors")["a"], torch.arange(6.0))
 
 
-def test_a_save_waits_for_the_one_before(saver, written_when_told, tmp_path):
+def test_a_save_waits_for_the_previous_one(saver, write_permission, tmp_path):
     order = []
     for name in ("one", "two"):
         saver.save(folder_of(tmp_path / name, torch.ones(3), lambda n=name: order.append(n)), meanwhile=True)
-        written_when_told.set()
+        write_permission.set()
     saver.wait()
     assert order == ["one", "two"]
 
 
-def test_where_there_is_no_room_for_a_copy_the_run_waits(saver, tmp_path, monkeypatch):
+def test_the_run_waits_if_there_is_no_room_for_a_copy(saver, tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "available_host_memory", lambda: 10)
     assert not saver.save(folder_of(tmp_path / "one", torch.ones(3)), meanwhile=True)
     assert (tmp_path / "one" / "a.safetensors").exists()

@@ -1,4 +1,4 @@
-"""A run's settings as a file: read below the command line, refused by name, written, and read back."""
+"""Settings of a run in a file: overridden by flags, checked by name, written, and read back."""
 
 from dataclasses import asdict
 
@@ -27,7 +27,7 @@ merge: true
 
 @pytest.fixture
 def parsed(monkeypatch, tmp_path):
-    """The TrainConfig that a command line and a file give."""
+    """Function that returns the TrainConfig of a command line and a file."""
 
     def parse(text, *flags):
         (tmp_path / "run.yaml").write_text(text)
@@ -40,7 +40,7 @@ def parsed(monkeypatch, tmp_path):
     return parse
 
 
-def test_a_file_gives_the_settings_and_flags_win(parsed):
+def test_a_file_gives_settings_and_flags_override_them(parsed):
     config = parsed(FILE, "--epochs", "2", "--beta", "0.5", "--data", "c.jsonl")
     expected = TrainConfig(
         "somewhere",
@@ -99,12 +99,12 @@ def test_an_unusable_file_is_refused_with_the_reason(tmp_path, capsys, text, wor
         ({"lr": 0.5, "weight_decay": 0.2, "objective": "kto"}, 0.5, 0.2),
     ],
 )
-def test_learning_rate_and_decay_follow_from_the_training_unless_given(given, lr, weight_decay):
+def test_defaults_of_learning_rate_and_decay_depend_on_the_kind_of_training(given, lr, weight_decay):
     config = TrainConfig(**{"model": "m", "data": ("d",), "output": "o", "steps": 1} | given)
     assert (config.lr, config.weight_decay) == (lr, weight_decay)
 
 
-def test_defaults_follow_an_adapter_that_is_found_later_and_given_values_stay():
+def test_defaults_adapt_to_an_adapter_found_later_and_given_values_are_kept():
     config = TrainConfig("m", ("d",), "o", steps=1, weight_decay=0.3)
     assert config.changed(lora="").lr == pytest.approx(10 * config.lr)
     assert config.changed(lora="").weight_decay == 0.3

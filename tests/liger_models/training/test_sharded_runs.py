@@ -1,4 +1,4 @@
-"""Runs of processes that each have a part of the model: stopped, and resumed on as many or on others."""
+"""Runs of processes that share a model: stopped, and resumed on the same or another number of processes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_same_bits(a, b):
 
 
 def with_tokenizer(folder, tokenizer_folder, config):
-    """A checkpoint of fresh weights in bfloat16."""
+    """Write a checkpoint with fresh bfloat16 weights and a tokenizer."""
     torch.manual_seed(3)
     model = liger_models.from_config({**config, "vocab_size": 320}, dtype="bfloat16", device="cpu")
     model.save_pretrained(folder)
@@ -51,16 +51,16 @@ def with_tokenizer(folder, tokenizer_folder, config):
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory, tokenizer_folder):
-    """GLM-4.5's tiny config, whose routers have correction biases."""
+    """Checkpoint of GLM-4.5's tiny config, whose routers have correction biases."""
     folder = tmp_path_factory.mktemp("experts") / "model"
     return with_tokenizer(folder, tokenizer_folder, find_architecture("glm4_moe").tiny)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, settings_for, experts, judged):
-    """The folder of the runs, and what each of the two ranks says of them."""
+    """Folder of the runs, and the results of each of the two ranks."""
     folder = tmp_path_factory.mktemp("sharded_runs")
-    # Five held-out batches for two ranks.
+    # There are five held-out batches for two ranks.
     options = {"gradient_accumulation": 2, "keep": 0, "eval_fraction": 0.3, "schedule": "constant"}
     balanced = {"model": experts, "bias_update_rate": 0.25, "eval_fraction": 0.0, "steps": 3}
     balanced |= {"save_every": 0}
@@ -105,7 +105,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
 
 
 def run_all(folder, planned, backend="gloo"):
-    """What each of two ranks says of the runs."""
+    """Run all on two ranks, and return the results of each rank."""
     written = [(config.to_dict(), *rest) for config, *rest in planned]
     (folder / "runs.json").write_text(json.dumps(written))
     return run_ranks(RANK, folder, backend=backend)
@@ -116,7 +116,7 @@ def losses(records):
 
 
 def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
-    """And so it does with the optimizer's state on the host, of each rank's shards."""
+    """The resumed run has the optimizer state of each rank's shards on the host."""
     folder, outcomes = runs
     runs_of = ("two", "stopped", 1, 3), ("experts", "experts_stopped", 6, 2), ("muon", "muon_stopped", -2, 2)
     for whole, cut, stopped, step in runs_of:
@@ -139,19 +139,22 @@ def test_one_process_and_two_write_the_same_files(runs):
 
 
 @pytest.mark.parametrize("other", ["two", "hybrid", "begun_by_one", "sequence", "sequence_whole"])
-def test_two_ranks_train_as_one_process_however_the_model_is_shared(other, runs, settings_for):
-    """Held to what another order of sums makes of one process: AdamW divides gradients by their own size, and
-    an element whose gradient is little but rounding goes either way.
+def test_two_ranks_train_like_one_process_however_the_model_is_sharded(other, runs, settings_for):
+    """Differences are bounded by those between two orders of sums in one process.
+
+    AdamW divides gradients by their own size, so an element whose gradient is mostly rounding may go either
+    way.
     """
     folder, _ = runs
     same = {"gradient_accumulation": 4, "keep": 0, "eval_fraction": 0.3, "schedule": "constant"}
     again = functools.partial(settings_for, **same)
-    assert_as_near_as_again(folder / other, folder / "one", again)
+    assert_equal_up_to_order(folder / other, folder / "one", again)
 
 
-def assert_as_near_as_again(other, one, settings_of):
-    """Compare two folders of runs, up to what other orders of sums change in `one`, whose settings in another
-    folder `settings_of` gives.
+def assert_equal_up_to_order(other, one, settings_of):
+    """Compare two folders of runs, up to the differences that other orders of sums make in `one`.
+
+    `settings_of` returns the settings of `one` for another folder.
     """
     expected = results(one)
 
@@ -171,7 +174,7 @@ def assert_as_near_as_again(other, one, settings_of):
 
 
 def results(folder):
-    """The tensors of the last checkpoints, and the last two lines of metrics."""
+    """Return the tensors of the last checkpoints and the last two lines of metrics."""
     found = {}
     for name in ("final", "checkpoint-6"):
         found |= {f"{name} {key}": x for key, x in tensors(folder / name).items() if "random" not in key}
@@ -183,9 +186,11 @@ def results(folder):
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto", "reward", "distill", "frozen", "adapters"])
-def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
-    """Rounding as above. Ranks have unlike numbers of pairs, and of good answers; the reference's scores are
-    computed by one process, and by two.
+def test_objectives_are_means_over_all_ranks(objective, runs):
+    """Equal up to rounding, as above.
+
+    Ranks have different numbers of pairs and of good answers; reference scores are computed by one process,
+    and by two.
     """
     folder, outcomes = runs
     if objective == "adapters":
@@ -193,20 +198,21 @@ def test_an_objective_is_a_mean_over_all_ranks(objective, runs):
     lines = (folder / f"{objective}_one" / "metrics.jsonl").read_text().splitlines()
     numbers = {"dpo": 12, "kto": 13, "reward": 14, "distill": 15, "frozen": 16, "adapters": 17}
     two = outcomes[0][numbers[objective]]
-    told = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",)}
-    told |= {"frozen": (), "adapters": ()}
-    told = told.get(objective, ("margin", "accuracy"))
+    metrics = {"kto": ("kl", "good_reward", "bad_reward"), "distill": ("divergence",)}
+    metrics |= {"frozen": (), "adapters": ()}
+    metrics = metrics.get(objective, ("margin", "accuracy"))
     for a, b in zip(map(json.loads, lines), two, strict=True):
         assert b["tokens"] == a["tokens"]
-        for key in ("loss", "grad_norm", "eval_loss", *told):
-            # The accuracy counts margins above zero. Where the policy is the reference, all are rounding.
+        for key in ("loss", "grad_norm", "eval_loss", *metrics):
+            # The accuracy counts margins above zero. If the policy equals its reference, all margins are
+            # rounding.
             if key == "accuracy" and abs(a.get("margin", 0)) < 1e-6:
                 continue
             assert b.get(key, 0) == pytest.approx(a.get(key, 0), rel=1e-4, abs=1e-5), key
 
 
-def test_experts_to_which_tokens_are_sent_train_on_and_go_on_where_they_are_not(runs):
-    """In bfloat16, whose unit is 2^-8: of a loss near log(320) that is a mean over a hundred tokens."""
+def test_a_run_with_expert_parallelism_resumes_without_it(runs):
+    """bfloat16 has a precision of 2^-8; the loss, near log(320), is a mean over a hundred tokens."""
     folder, outcomes = runs
     assert all("stopped after step 2 of" in outcome[10] for outcome in outcomes)
     whole, resumed = ({r["step"]: r for r in records} for records in (outcomes[0][5], outcomes[0][11]))
@@ -230,7 +236,7 @@ def test_the_error_names_sizes_that_processes_cannot_share(settings, match, sett
         train(settings_for(tmp_path / "run", **settings))
 
 
-def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_path):
+def test_one_process_resumes_from_a_checkpoint_of_two(runs, settings_for, tmp_path):
     folder, _ = runs
     config = json.loads((folder / "runs.json").read_text())[0][0]
     changes = {name: config[name] for name in ("keep", "eval_fraction", "schedule")}
@@ -238,19 +244,19 @@ def test_one_process_goes_on_from_a_checkpoint_of_two(runs, settings_for, tmp_pa
     changes |= {"gradient_accumulation": 4, "optimizer_memory": "host", "resume": str(resumed)}
     again = functools.partial(settings_for, **changes)
     train(again(tmp_path / "run"))
-    assert_as_near_as_again(folder / "two", tmp_path / "run", again)
+    assert_equal_up_to_order(folder / "two", tmp_path / "run", again)
 
 
-def test_adapters_are_not_divided(settings_for, tmp_path):
+def test_adapters_are_not_sharded(settings_for, tmp_path):
     with pytest.raises(ConfigError, match="choose shard 'none', or omit it"):
         settings_for(tmp_path, lora="", shard="full")
 
 
 @pytest.mark.gpu
-def test_two_gpus_in_bfloat16_go_on_with_the_same_bits_and_one_goes_on_from_both(
+def test_two_gpus_in_bfloat16_resume_with_the_same_bits_and_one_gpu_resumes_from_both(
     settings_for, tmp_path, monkeypatch, tiny_shape, tokenizer_folder
 ):
-    """With the kernels that PyTorch calls deterministic; ours all are."""
+    """With PyTorch's deterministic kernels; ours always are."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -270,5 +276,5 @@ def test_two_gpus_in_bfloat16_go_on_with_the_same_bits_and_one_goes_on_from_both
         **options | {"gradient_accumulation": 4},
     )
     records = {record["step"]: record for record in train(alone).records}
-    for record in outcomes[0][0][-2:]:  # in bfloat16, whose unit is 2^-8
+    for record in outcomes[0][0][-2:]:  # bfloat16 has a precision of 2^-8
         assert records[record["step"]]["loss"] == pytest.approx(record["loss"], rel=2**-8)

@@ -1,4 +1,4 @@
-"""Rows of ShareGPT's form are read as the messages that they are."""
+"""Rows in ShareGPT's form are read as messages."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from liger_models.convert.errors import DataError
 from liger_models.training.data.reading.records import parse_fields, parse_row
 from liger_models.training.data.reading.schema import LABELLED, PAIRS, Schema
 
-SAID = "records of ShareGPT's form (conversations), read as messages"
+COUNT_NAME = "records of ShareGPT's form (conversations), read as messages"
 
 
 def turn(name, value):
@@ -58,30 +58,30 @@ def test_turns_become_messages():
         message("assistant", "a2"),
     ]
     assert record.options["tools"] == [{"name": "look"}]
-    assert counts == {"fields 'id' left aside": 1, SAID: 1}
+    assert counts == {"fields 'id' left aside": 1, COUNT_NAME: 1}
 
 
 def test_a_separate_system_prompt_comes_first():
     record, counts = messages_of([turn("human", "q"), turn("gpt", "a")], system="s")
     assert record.content.messages[0] == message("system", "s")
-    assert counts == {SAID: 1}
+    assert counts == {COUNT_NAME: 1}
     assert len(messages_of([turn("human", "q"), turn("gpt", "a")], system="")[0].content.messages) == 2
 
 
-def test_conversations_may_hold_messages_and_messages_turns():
+def test_conversations_may_have_messages_and_messages_may_have_turns():
     plain = [message("user", "q"), message("assistant", "a")]
     assert messages_of(plain)[0].content.messages == plain
     record = parse_row("a.parquet, row 1", {"messages": [turn("human", "q"), turn("gpt", "a")]}, Counter())
     assert record.content.messages == plain
 
 
-def test_images_have_their_places_in_turns():
+def test_images_keep_their_places_in_turns():
     record, _ = messages_of([turn("human", "<image>what?"), turn("gpt", "a")], images=["a.png"])
     assert record.content.images == ["a.png"]
 
 
 @pytest.mark.parametrize("prompt", ["prompt", "conversations"])
-def test_answers_that_are_compared_or_judged_may_be_turns(prompt):
+def test_answers_to_compare_or_judge_may_be_turns(prompt):
     asked = [turn("human", "q")]
     pair = {prompt: asked, "chosen": turn("gpt", "good"), "rejected": [turn("gpt", "bad")]}
     found = parse_fields("a", pair, Counter(), Schema((PAIRS,))).content
@@ -101,7 +101,7 @@ OF_CALLS = "expected an object with 'name' and 'arguments'"
 
 
 @pytest.mark.parametrize(
-    ("second", "said"),
+    ("second", "error"),
     [
         (turn("bot", "a"), "turn 1 of 'conversations' is from 'bot'; expected one of system, human"),
         (turn(None, "a"), "turn 1 of 'conversations' is from None"),
@@ -116,12 +116,12 @@ OF_CALLS = "expected an object with 'name' and 'arguments'"
         (turn("gpt", 3), r"content of message 1 \(assistant\) is 3"),
     ],
 )
-def test_turns_that_cannot_be_used_name_file_line_and_turn(second, said):
-    with pytest.raises(DataError, match=f"a.jsonl, line 3: .*{said}"):
+def test_the_error_for_an_unusable_turn_names_file_line_and_turn(second, error):
+    with pytest.raises(DataError, match=f"a.jsonl, line 3: .*{error}"):
         messages_of([turn("human", "q"), second])
 
 
-def test_conversations_that_are_no_list_are_refused():
+def test_conversations_that_are_not_a_list_are_refused():
     with pytest.raises(DataError, match="'conversations' is 'hello'; expected a list of turns"):
         messages_of("hello")
 

@@ -1,4 +1,4 @@
-"""A step: what it does where its gradient is not finite, what it tells, and that it does not wait."""
+"""A training step: gradients that are not finite, reported metrics, trackers, and GPU synchronisation."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from liger_models.training.observing import trackers
 
 @pytest.fixture
 def spoil(monkeypatch):
-    """Makes the loss of these micro-batches NaN, counted from 0."""
+    """Function that makes the loss of these micro-batches NaN, counted from 0."""
 
     def make(numbers):
         share_of, calls = SFT.share, iter(range(10**6))
@@ -38,9 +38,9 @@ def state_of(run):
     return [t.detach().clone() for t in (*run.model.state_dict().values(), *tensors)]
 
 
-def test_a_skipped_step_changes_no_bit_and_goes_on_in_the_data(start, spoil):
+def test_a_skipped_step_changes_no_bit_and_advances_in_the_data(start, spoil):
     run = start(not_finite="skip")
-    spoil({3})  # of two micro-batches a step
+    spoil({3})  # with two micro-batches per step
     run.step(1e-3, loop.Signals())
     before, position = state_of(run), run.progress.position
     outcome = run.step(1e-3, loop.Signals())
@@ -52,16 +52,16 @@ def test_a_skipped_step_changes_no_bit_and_goes_on_in_the_data(start, spoil):
     assert not all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
 
 
-def test_a_step_that_a_signal_cuts_short_leaves_no_trace(start, monkeypatch):
+def test_a_step_interrupted_by_a_signal_leaves_no_trace(start, monkeypatch):
     run, signals, share_of = start(), loop.Signals(), SFT.share
     run.step(1e-3, signals)
 
-    def drawn_and_signalled(*arguments):
+    def draw_and_signal(*arguments):
         torch.rand(3)  # as dropout draws
         signals.received = signal.SIGTERM
         return share_of(*arguments)
 
-    monkeypatch.setattr(SFT, "share", drawn_and_signalled)
+    monkeypatch.setattr(SFT, "share", draw_and_signal)
     before, random, progress = state_of(run), torch.get_rng_state(), run.progress
     assert run.step(1e-3, signals) is None
     assert all(torch.equal(a, b) for a, b in zip(state_of(run), before, strict=True))
@@ -70,7 +70,7 @@ def test_a_step_that_a_signal_cuts_short_leaves_no_trace(start, monkeypatch):
     assert all(p.grad is None for p in run.parameters)
 
 
-def test_a_skipped_step_moves_no_correction_bias_and_leaves_no_load(
+def test_a_skipped_step_changes_no_correction_bias_and_resets_the_load(
     start, spoil, checkpoint_of_experts, monkeypatch
 ):
     run = start(model=str(checkpoint_of_experts), not_finite="skip", bias_update_rate=0.25)
@@ -83,7 +83,7 @@ def test_a_skipped_step_moves_no_correction_bias_and_leaves_no_load(
     assert not torch.stack(loads).any()
 
 
-def test_skipped_steps_are_counted_in_metrics_that_are_json(run, settings, spoil, tmp_path):
+def test_skipped_steps_are_counted_in_metrics_with_valid_json(run, settings, spoil, tmp_path):
     spoil({2, 8})
     records = run(settings(not_finite="skip", eval_fraction=0.0)).records
     assert [record["skipped"] for record in records] == [0, 1, 0, 0, 1, 0]
@@ -107,11 +107,11 @@ def test_flops_of_a_step_are_reported_with_their_utilisation(run, settings):
     peak = {record["flops_per_s"] / record["mfu"] for record in records}
     assert max(peak) == pytest.approx(min(peak))
     for record in records:
-        # A tiny model: 2 layers of 32 x 32 attention and 48 wide MLPs make some 10,000 elements.
+        # A tiny model: 2 layers with 32 x 32 attention and MLPs of width 48 have about 10,000 elements.
         assert 6 * 10_000 < record["flops_per_s"] / record["tokens_per_s"] < 6 * 100_000
 
 
-def test_steps_that_are_profiled_leave_a_trace_and_a_table(run, settings, tmp_path):
+def test_profiled_steps_write_a_trace_and_a_table(run, settings, tmp_path):
     run(settings(steps=6, profile=2, eval_fraction=0.0))
     assert (tmp_path / "run" / "profile" / "trace.json.gz").stat().st_size > 0
     table = (tmp_path / "run" / "profile" / "kernels.md").read_text()
@@ -208,7 +208,7 @@ def test_a_tracker_that_refuses_is_an_error_with_its_reason(run, settings, monke
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "trackio", "mlflow"])
-def test_a_tracker_that_is_not_there_is_an_error_before_anything_is_loaded(run, settings, monkeypatch, name):
+def test_a_missing_tracker_is_an_error_before_anything_is_loaded(run, settings, monkeypatch, name):
     for module in ("tensorboard", "torch.utils.tensorboard", "wandb", "trackio", "mlflow"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"log needs {name}, which is not installed .*pip install {name}"):
@@ -218,9 +218,9 @@ def test_a_tracker_that_is_not_there_is_an_error_before_anything_is_loaded(run, 
 
 
 @pytest.mark.gpu
-def test_a_step_waits_for_the_gpu_once(start):
+def test_a_step_synchronises_with_the_gpu_once(start):
     run = start(device="cuda", gradient_accumulation=3)
-    for _ in range(3):  # kernels are compiled, and state is made
+    for _ in range(3):  # compiles kernels and creates state
         run.step(1e-3, loop.Signals())
     for _ in range(3):
         with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""The order of rows: mixtures by weight, and a position that any number of processes goes on from."""
+"""Order of rows: mixtures by weight, and positions from which any number of processes can continue."""
 
 import random
 from collections import Counter
@@ -24,7 +24,7 @@ def load(tokenizer_folder, tmp_path):
 
 @pytest.fixture
 def two_files(tmp_path, jsonl):
-    """Short examples and long texts: the share of tokens is not that of documents."""
+    """Files of short examples and of long texts, whose shares of tokens and of documents differ."""
     rng = random.Random(6)
     short = [{"prompt": "ab", "completion": "c " * rng.randint(1, 9)} for _ in range(120)]
     long = [{"text": "de fg " * rng.randint(20, 60)} for _ in range(40)]
@@ -32,7 +32,7 @@ def two_files(tmp_path, jsonl):
 
 
 def pieces_of_parts(documents, rows):
-    """How often each first token of a piece was seen, by part."""
+    """Count how often each piece occurs, by part."""
     seen = [Counter() for _ in documents.parts]
     for piece in (piece for row in rows for piece in row):
         part = sum(piece.start >= base for base in documents.bases[1:-1])
@@ -48,7 +48,7 @@ def inputs_by_part(documents, rows):
 
 
 @pytest.mark.parametrize("weights", [(0.7, 0.3), (1, 9), (0.02, 0.98)])
-def test_weights_are_shares_of_the_tokens(load, two_files, weights):
+def test_weights_are_shares_of_tokens(load, two_files, weights):
     documents = load(*(f"{weight}={name}" for weight, name in zip(weights, two_files, strict=True)))
     plain = load(*two_files)
     stream = Stream(documents, 64, seed=0)
@@ -56,16 +56,16 @@ def test_weights_are_shares_of_the_tokens(load, two_files, weights):
     rows = [row for e in range(epochs) for row in stream.epoch(e)]
     found = inputs_by_part(documents, rows)
     share = weights[0] / sum(weights)
-    # Units are of up to 64 inputs, and one pass more or less over some: two in a hundred.
+    # Units have up to 64 inputs, and some are read once more or less: two percent.
     assert found[0] / sum(found) == pytest.approx(share, abs=0.02)
     whole = sum(inputs_by_part(plain, Stream(plain, 64, 0).epoch(0)))
     assert sum(found) == pytest.approx(epochs * whole, rel=0.02)
 
 
-def test_a_part_of_a_mixture_repeats_nothing_before_all_of_it_was_seen(load, two_files):
+def test_a_part_of_a_mixture_repeats_nothing_before_it_was_read_completely(load, two_files):
     documents = load(f"0.85={two_files[0]}", f"0.15={two_files[1]}")
     stream = Stream(documents, 64, seed=1)
-    assert stream.draws[0] % 120  # epochs do not end with passes
+    assert stream.draws[0] % 120  # the end of an epoch is not the end of a pass
     rows = []
     for epoch in range(3):
         rows += stream.epoch(epoch)
@@ -76,7 +76,7 @@ def test_a_part_of_a_mixture_repeats_nothing_before_all_of_it_was_seen(load, two
     assert min(short) > 3 * 5
 
 
-def test_a_mixture_goes_on_from_any_position_and_follows_its_seed(load, two_files):
+def test_a_mixture_continues_from_any_position_and_depends_on_its_seed(load, two_files):
     documents = load(f"2={two_files[0]}", f"1={two_files[1]}")
     stream = Stream(documents, 64, seed=3)
     first = stream.rows_of(0)
@@ -100,7 +100,7 @@ def test_weights_are_distinguished_from_names():
         split_weights(["0=a.jsonl", "1=b.jsonl"])
 
 
-def test_held_out_documents_of_a_mixture_come_from_each_part(load, two_files):
+def test_held_out_documents_of_a_mixture_come_from_every_part(load, two_files):
     train, held = split(load(f"1={two_files[0]}", f"1={two_files[1]}"), 0.25, seed=0)
     for part in held.parts:
         starts, places = part.corpus.starts, torch.arange(len(part))
@@ -127,7 +127,7 @@ def test_counts_match_the_stream(load, two_files):
         assert stream.efficiency() == sum(inputs_by_part(documents, rows)) / (64 * len(rows))
 
 
-def test_a_run_tells_how_full_its_rows_are(run, settings, capsys):
+def test_a_run_reports_how_full_its_rows_are(run, settings, capsys):
     result = run(settings(eval_fraction=0.0, batch_size=2, gradient_accumulation=1, steps=4))
     before = 0
     for record in result.records:
@@ -150,8 +150,8 @@ def test_a_run_resumed_with_other_weights_is_refused(run, settings, two_files):
         run(settings(resume="auto", steps=2, **mixture(2)))
 
 
-def test_processes_that_come_and_go_see_each_row_once(load, two_files):
-    """What a step gives its ranks, on one process, then two, four, and three."""
+def test_a_changing_number_of_processes_reads_each_row_once(load, two_files):
+    """Rows of the ranks in each step, with one process, then two, four and three."""
     documents = load(*two_files)
     expected = list(Stream(documents, 64, seed=0).epoch(0))
     position, seen = Stream(documents, 64, seed=0).position, []
@@ -167,7 +167,7 @@ def test_processes_that_come_and_go_see_each_row_once(load, two_files):
 
 
 def test_a_run_resumed_with_other_steps_reads_the_rest_of_its_epoch(run, settings, monkeypatch, tmp_path):
-    """As on another number of processes: what a step reads has changed, and what there is to read has not."""
+    """As with another number of processes, a step reads a different number of the same rows."""
     make, read = Documents.batch, []
 
     def train(folder, stop=None, **changes):
@@ -184,10 +184,10 @@ def test_a_run_resumed_with_other_steps_reads_the_rest_of_its_epoch(run, setting
         return run(settings(output=str(tmp_path / folder), **options | changes))
 
     whole = train("whole", gradient_accumulation=1)
-    expected = read[: whole.steps]  # and no more than a step ahead
+    expected = read[: whole.steps]  # at most one step is read ahead
     assert len(read) - 1 <= len(expected) == whole.steps > 12
     with pytest.raises(KeyboardInterrupt):
-        train("run", stop=7, gradient_accumulation=2)  # three steps, and half of a fourth
+        train("run", stop=7, gradient_accumulation=2)  # three and a half steps
     done = read[:6]
     resumed = train("run", gradient_accumulation=3, resume="auto")
     assert resumed.steps == 3 + -(-(len(expected) - 6) // 3)

@@ -1,4 +1,4 @@
-"""Chat templates that never end or fill the memory are stopped, by an error that names their tokenizer."""
+"""Chat templates that never end or fill memory are stopped by an error that names the tokenizer."""
 
 import threading
 
@@ -55,7 +55,7 @@ LARGE = {
 }
 
 
-def refuses(template):
+def assert_refused(template):
     refusal = r"the chat template of there rejects the conversation \(LimitError: it "
     with pytest.raises(DataError, match=refusal):
         ChatTemplate(template, {}, "there").render(TALK, 0, {})
@@ -64,23 +64,23 @@ def refuses(template):
 @pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
 def test_a_template_that_never_ends_is_stopped(template, monkeypatch):
     monkeypatch.setattr(template_limits, "SECONDS", 0.1)
-    refuses(template)
+    assert_refused(template)
 
 
 @pytest.mark.parametrize("template", LARGE.values(), ids=LARGE)
-def test_a_template_that_would_fill_the_memory_is_stopped_before(template, within_a_second):
-    ChatTemplate("{{ messages | length }}", {}, "there").render(TALK[:1], 0, {})  # what is imported late
+def test_a_template_that_would_fill_memory_is_stopped_in_time(template, within_a_second):
+    ChatTemplate("{{ messages | length }}", {}, "there").render(TALK[:1], 0, {})  # triggers lazy imports
     with within_a_second():
-        refuses(template)
+        assert_refused(template)
 
 
-def test_the_limit_holds_in_every_thread_and_each_rendering_has_its_own(monkeypatch):
+def test_the_limit_applies_in_every_thread_and_to_each_rendering(monkeypatch):
     monkeypatch.setattr(template_limits, "SECONDS", 0.1)
     found = []
 
     def run():
         try:
-            refuses(ENDLESS["loops"])
+            assert_refused(ENDLESS["loops"])
         except BaseException as error:
             found.append(error)
 
@@ -92,7 +92,7 @@ def test_the_limit_holds_in_every_thread_and_each_rendering_has_its_own(monkeypa
     assert not found
     loop = "{% for a in range(2000) %}{% endfor %}"
     template = ChatTemplate(f"{{% for m in messages %}}{loop}{{{{ m.content }}}}{{% endfor %}}", {}, "")
-    for _ in range(30):  # longer than one of them may take
+    for _ in range(30):  # longer in total than the limit of one rendering
         assert template.render(TALK, 0, {}).text == "hiho"
 
 

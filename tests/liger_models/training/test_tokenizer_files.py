@@ -1,4 +1,4 @@
-"""Tokenizer folders of every age name the special tokens that transformers reads from them."""
+"""Special tokens are read from tokenizer folders, old and new, as by transformers."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("config", "special"), CASES.values(), ids=CASES)
-def test_special_tokens_are_those_that_transformers_reads(tokenizer_folder, tmp_path, config, special):
+def test_special_tokens_match_transformers(tokenizer_folder, tmp_path, config, special):
     transformers = pytest.importorskip("transformers")
     folder = shutil.copytree(tokenizer_folder, tmp_path / "tokenizer")
     config = {**config, "tokenizer_class": "PreTrainedTokenizerFast"}
@@ -44,7 +44,7 @@ def test_special_tokens_are_those_that_transformers_reads(tokenizer_folder, tmp_
 
 
 @pytest.mark.parametrize("with_default", [False, True])
-def test_chat_templates_by_name_go_along_and_are_chosen_as_by_transformers(
+def test_named_chat_templates_are_copied_and_chosen_as_by_transformers(
     checkpoint, settings, run, tmp_path, with_default
 ):
     transformers = pytest.importorskip("transformers")

@@ -1,4 +1,4 @@
-"""Which answers of a conversation are learned: all, the last alone, or each as when the model is asked."""
+"""Answers of a conversation to learn: all, only the last, or each one as rendered at inference."""
 
 import json
 
@@ -17,18 +17,18 @@ TURNS = (
     "{{ m.content }}</s>{% endfor %}"
 )
 KEEPS = TURNS.replace("SHOWN", "true") + ASKED
-DROPS = TURNS.replace("SHOWN", "loop.last") + ASKED  # earlier reasoning, as many do
+DROPS = TURNS.replace("SHOWN", "loop.last") + ASKED  # drops earlier reasoning, as many templates do
 
 
-def said(text, thought=None):
+def assistant(text, thought=None):
     return {"role": "assistant", "content": text, **({"reasoning_content": thought} if thought else {})}
 
 
-def asked(text):
+def user(text):
     return {"role": "user", "content": text}
 
 
-CHAT = [asked("a"), said("b", "h"), asked("c"), said("d", "i")]
+CHAT = [user("a"), assistant("b", "h"), user("c"), assistant("d", "i")]
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def tokenizer_with(tokenizer_folder, tmp_path):
 
 @pytest.fixture
 def documents_of(tokenizer_with, tmp_path, jsonl):
-    """Of each document of some conversations its text and what of it is learned; and the counts."""
+    """Function that returns the text and learned part of each document of conversations, and the counts."""
 
     def make(template, *chats, **options):
         path = jsonl(tmp_path / "data.jsonl", [{"messages": chat} for chat in chats])
@@ -71,20 +71,20 @@ def test_all_answers_of_the_rendering_are_learned_by_default(documents_of):
     assert counts[LEFT_OUT] == 1
 
 
-def test_the_last_answer_alone_is_learned_with_all_before_it_as_its_prompt(documents_of):
+def test_only_the_last_answer_is_learned_with_everything_before_it_as_prompt(documents_of):
     found, counts = documents_of(DROPS, CHAT, train_on="last")
     assert found == [(WHOLE, "(i)d</s>")]
     assert LEFT_OUT not in counts
 
 
 def test_each_answer_is_learned_with_its_reasoning_as_at_inference(documents_of):
-    found, counts = documents_of(DROPS, CHAT, [*CHAT, asked("e")], train_on="each")
+    found, counts = documents_of(DROPS, CHAT, [*CHAT, user("e")], train_on="each")
     assert found == [("<|user|>a</s><|assistant|>(h)b</s>", "(h)b</s>"), (WHOLE, "(i)d</s>")] * 2
     assert LEFT_OUT not in counts
 
 
-def test_examples_that_begin_with_one_another_are_one(documents_of):
-    """Nothing is computed twice where the template rewrites nothing: each and all are the same."""
+def test_examples_that_are_prefixes_of_one_another_are_merged(documents_of):
+    """If the template rewrites nothing, nothing is computed twice: "each" equals "all"."""
     each, _ = documents_of(KEEPS, CHAT, train_on="each")
     assert each == documents_of(KEEPS, CHAT)[0]
     assert each == [
@@ -94,8 +94,8 @@ def test_examples_that_begin_with_one_another_are_one(documents_of):
 
 @pytest.mark.parametrize("template", [DROPS, KEEPS])
 def test_answers_in_the_prompt_of_a_comparison_are_not_learned(template, tokenizer_with, tmp_path, jsonl):
-    """Also where the template rewrites them."""
-    record = {"prompt": CHAT[:3], "chosen": [said("good", "i")], "rejected": [said("bad")]}
+    """This also holds if the template rewrites them."""
+    record = {"prompt": CHAT[:3], "chosen": [assistant("good", "i")], "rejected": [assistant("bad")]}
     path, tokenizer = jsonl(tmp_path / "data.jsonl", [record]), tokenizer_with(template)
     documents = load_documents([path], tokenizer, seq_len=128, vocab_size=320, form=PAIRS)
     corpus = documents.parts[0].corpus
@@ -105,13 +105,13 @@ def test_answers_in_the_prompt_of_a_comparison_are_not_learned(template, tokeniz
     assert LEFT_OUT not in documents.counts
 
 
-def test_an_example_of_each_answer_has_the_images_before_it():
+def test_each_example_has_the_images_before_its_answer():
     image = {"type": "image"}
     messages = [
         {"role": "user", "content": [image, image, {"type": "text", "text": "a"}]},
-        said("b"),
+        assistant("b"),
         {"role": "user", "content": [{"type": "video"}]},
-        said("d"),
+        assistant("d"),
     ]
     found = Conversation(messages, [1, 2, 3]).examples("each")
     assert [(len(one.messages), one.images, one.given) for one in found] == [

@@ -23,7 +23,7 @@ from liger_models.training.processes.world import World
 
 @pytest.fixture
 def gradients(start):
-    """The gradient, before clipping, and the loss of a run's first step."""
+    """Function that returns the gradient before clipping, and the loss, of a run's first step."""
 
     def compute(**changes):
         run = start(clip=0.0, **changes)
@@ -48,8 +48,8 @@ def test_micro_batches_with_uneven_labels_give_the_gradient_of_one_large_batch(
     parts, parts_loss = gradients(batch_size=batch_size, gradient_accumulation=accumulation)
     assert parts_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in whole.items():
-        # Sums over 6 * 64 tokens in another order: errors of 6e-8 at random, 6e-8 * sqrt(384) = 1.2e-6 of the
-        # largest entry, and the largest of thousands of entries has about three times what is usual.
+        # Sums over 6 * 64 tokens in another order: random errors of 6e-8 * sqrt(384) = 1.2e-6 of the largest
+        # entry, and about three times that for the worst of thousands of entries.
         assert (parts[name] - gradient).abs().max() <= 3.6e-6 * gradient.abs().max(), name
 
 
@@ -58,7 +58,7 @@ def test_the_loss_is_the_mean_over_labels_of_the_models_loss(start):
     rows = loop.Stream(run.documents, 64, run.config.seed).take(6)
     total, count = 0.0, 0
     with torch.no_grad():
-        for row in rows:  # each document alone, so that packing has no part in it
+        for row in rows:  # each document alone, without packing
             for piece in row:
                 labels = run.documents.labels(piece)
                 ids = run.documents.inputs(piece)[None]
@@ -80,14 +80,14 @@ def test_the_held_out_loss_is_the_mean_over_all_labels_whatever_the_batch(settin
 def test_clipping_scales_the_gradient_to_the_given_norm(start):
     run = start(clip=0.01)
     reported = run.step(1e-3, loop.Signals()).norm
-    assert reported > 0.05  # the norm before clipping is the one that tells something
+    assert reported > 0.05  # the norm before clipping, or the test would be trivial
     # After one step the first moment is 1 - beta1 times the gradient.
     moments = [run.optimizer.state[p]["exp_avg"] for p in run.parameters]
     norm = math.sqrt(sum(moment.double().square().sum() for moment in moments)) / (1 - BETAS[0])
     assert norm == pytest.approx(0.01, rel=1e-4)
 
 
-# After a quarter of the way down, a half, and all of it.
+# Values after a quarter of the decay, after half of it, and at its end.
 FALLS = {
     "cosine": (0.5 + math.sqrt(0.5) / 2, 0.5, 0.0),
     "linear": (0.75, 0.5, 0.0),
@@ -98,7 +98,7 @@ FALLS = {
 
 @pytest.mark.parametrize("schedule", FALLS)
 @pytest.mark.parametrize("minimum", [0.0, 0.4])
-def test_the_learning_rate_rises_linearly_and_falls_as_its_schedule_says(schedule, minimum):
+def test_the_learning_rate_warms_up_linearly_and_decays_by_its_schedule(schedule, minimum):
     start, end = (70, 110) if schedule == "wsd" else (10, 110)
     settings = LearningRate(schedule, 2.0, 110, warmup=10, decay=40, minimum=minimum)
     rates = [settings.rate(step) for step in range(111)]
@@ -110,7 +110,7 @@ def test_the_learning_rate_rises_linearly_and_falls_as_its_schedule_says(schedul
     assert all(rate > 0 for rate in rates[:110])
 
 
-def test_warmup_and_decay_may_be_shares_of_the_run():
+def test_warmup_and_decay_may_be_fractions_of_the_run():
     in_shares = LearningRate("wsd", 1.0, 200, warmup=0.05, decay=0.5)
     in_steps = LearningRate("wsd", 1.0, 200, warmup=10, decay=100)
     assert [in_shares.rate(step) for step in range(200)] == [in_steps.rate(step) for step in range(200)]
@@ -124,7 +124,7 @@ def test_a_warmup_longer_than_the_run_is_refused(start):
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor", "sgd"])
-def test_only_matrices_decay(name):
+def test_weight_decay_applies_to_matrices_only(name):
     taps = ShortConvolution(((1, 3),), 2)
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), taps)
     before = [p.detach().clone() for p in model.parameters()]
@@ -138,7 +138,7 @@ def test_only_matrices_decay(name):
         torch.testing.assert_close(new.detach(), old * factor)
 
 
-def test_the_loss_falls_and_the_files_tell_it(run, settings, tmp_path):
+def test_the_loss_decreases_and_is_recorded(run, settings, tmp_path):
     result = run(settings(steps=30, lr=1e-2))
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert records == result.records
@@ -179,16 +179,16 @@ def test_a_preset_takes_vocabulary_and_ids_from_the_tokenizer(
     assert (result.final / "tokenizer.json").is_file()
 
 
-def test_an_unknown_preset_names_the_nearest():
+def test_the_error_for_an_unknown_preset_names_the_nearest():
     with pytest.raises(ConfigError, match=r"did you mean llama-3\.2-1b"):
         preset("llama-3.2-1")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(start, tmp_path):
+def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_change(start, tmp_path):
     run = start()
     before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
     with torch.no_grad():
-        run.model.norm.weight[0] = 3e38  # finite, which the logits are not
+        run.model.norm.weight[0] = 3e38  # finite, but the logits overflow
     with pytest.raises(TrainingError, match=r"step 1: the loss is (nan|inf)"):
         run.train()
     assert (tmp_path / "run" / "checkpoint-0" / "training_state" / "state.json").is_file()
@@ -217,7 +217,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_the_weights_take_harm(st
         ({"data": "a.txt"}, "expected at least one file, as a tuple"),
     ],
 )
-def test_a_setting_that_makes_no_sense_is_named(settings, changes, message):
+def test_an_invalid_setting_is_named(settings, changes, message):
     with pytest.raises(ConfigError, match=message):
         settings(**changes)
 
@@ -242,7 +242,7 @@ train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eva
 """
 
 
-def test_documents_longer_than_the_model_has_positions_are_refused_before_the_first_step(
+def test_documents_longer_than_the_models_positions_are_refused_before_the_first_step(
     run, settings, tmp_path
 ):
     long, short = tmp_path / "long.txt", tmp_path / "short.jsonl"
@@ -250,7 +250,7 @@ def test_documents_longer_than_the_model_has_positions_are_refused_before_the_fi
     short.write_text('{"text": "a few words"}\n' * 40)
     with pytest.raises(ConfigError, match=r"documents of 200 tokens or more.* 128 .*--seq-len 128 or less"):
         run(settings(data=(str(short),), eval_data=(str(long),), eval_fraction=0.0, seq_len=200))
-    # Rows may be longer than the positions, as long as no document is.
+    # Rows may be longer than the number of positions, as long as no document is.
     run(settings(data=(str(short),), seq_len=200, steps=1))
 
 
@@ -261,10 +261,8 @@ def test_a_float16_checkpoint_asks_for_a_dtype(run, settings, tiny_checkpoint):
     run(settings(model=source, dtype="float32", steps=1))
 
 
-def test_two_ranks_train_as_one_process_with_the_same_batch(run, settings, tmp_path):
-    """Two gloo processes under torchrun, each with the whole model and half the rows (DDP): every loss and
-    every gradient's norm.
-    """
+def test_two_ranks_train_like_one_process_with_the_same_batch(run, settings, tmp_path):
+    """Two gloo processes under torchrun (DDP), with half of the rows each, have the same losses and norms."""
     one = run(settings(gradient_accumulation=4, output=str(tmp_path / "one"), save_every=0))
     options = {"output": str(tmp_path / "two"), "save_every": 0, "shard": "none"}
     config = settings(gradient_accumulation=2, **options)
@@ -278,7 +276,7 @@ def test_two_ranks_train_as_one_process_with_the_same_batch(run, settings, tmp_p
     assert len(two) == len(one.records) == 7
     for a, b in zip(one.records, two, strict=True):
         for key in ("step", "tokens", "lr", "loss", "grad_norm", "eval_loss"):
-            # Rounding of the first sums (1e-7) grows as AdamW divides small gradients by their own size.
+            # Rounding of the first sums (1e-7) grows because AdamW divides small gradients by their own size.
             assert a.get(key, 0) == pytest.approx(b.get(key, 0), rel=1e-4), (a["step"], key)
 
 
@@ -287,7 +285,7 @@ def correction_biases(model):
 
 
 @pytest.mark.parametrize("rate", [0.25, 0.0])
-def test_each_step_moves_correction_biases_by_the_rate(rate, start, checkpoint_of_experts):
+def test_each_step_changes_correction_biases_by_the_rate(rate, start, checkpoint_of_experts):
     run = start(model=str(checkpoint_of_experts), bias_update_rate=rate)
     before = correction_biases(run.model)
     for step in range(2):
@@ -299,7 +297,7 @@ def test_each_step_moves_correction_biases_by_the_rate(rate, start, checkpoint_o
         before = after
 
 
-def test_correction_biases_go_on_from_a_checkpoint_as_they_were(run, settings, checkpoint_of_experts, losses):
+def test_correction_biases_are_restored_from_a_checkpoint(run, settings, checkpoint_of_experts, losses):
     options = {
         "model": str(checkpoint_of_experts),
         "bias_update_rate": 0.25,
@@ -315,7 +313,7 @@ def test_correction_biases_go_on_from_a_checkpoint_as_they_were(run, settings, c
     assert losses(resumed)[-1] == losses(whole)[-1]
 
 
-def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
+def test_the_curve_is_drawn_only_if_matplotlib_is_installed(tmp_path, monkeypatch):
     records = [
         {"step": 0, "eval_loss": 3.0},
         {"step": 1, "loss": 3.0},
@@ -329,7 +327,7 @@ def test_the_curve_is_drawn_only_where_matplotlib_is(tmp_path, monkeypatch):
     assert not plot_losses(records, tmp_path / "none.png")
 
 
-def test_an_evaluation_takes_no_more_rows_than_asked(settings):
+def test_an_evaluation_uses_no_more_rows_than_requested(settings):
     run = Run(settings(eval_fraction=0.5, eval_tokens=150), World("cpu"))
     everything = Run(settings(eval_fraction=0.5), World("cpu"))
     rows, all_rows = (list(one.evaluation.rows()) for one in (run, everything))

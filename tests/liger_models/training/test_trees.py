@@ -1,4 +1,4 @@
-"""Examples of one conversation that share what they begin with: it is computed once, to the same numbers."""
+"""The common prefix of examples of one conversation is computed once, with the same results."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ from liger_models.training.data import IGNORE, Documents, Stream, build_corpus, 
 from liger_models.training.data.trees import Branch, trees_of
 from liger_models.training.text.tokenizer import TextTokenizer
 
-# Earlier reasoning is left out, as many templates do: an example differs from later ones from its answer on.
+# Drops earlier reasoning, as many templates do: an example differs from later ones from its answer on.
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>"
     "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}"
@@ -54,7 +54,7 @@ def chats(tmp_path, jsonl):
 
 @pytest.fixture
 def model_of(tmp_path, tokenizer_folder):
-    """The folder of a family's tiny model, all parameters random, with a tokenizer of this template."""
+    """Factory of folders with a family's tiny random model and a tokenizer with this template."""
 
     def make(family, **config):
         folder = tmp_path / family
@@ -86,7 +86,7 @@ def documents_of(model_of, chats):
 
 
 def examples_of(documents, seq_len):
-    """Every example of the first epoch, its ids with their labels, in any order."""
+    """Ids with labels of every example of the first epoch, in any order."""
     found = []
     for row in Stream(documents, seq_len, 0).epoch(0):
         batch = documents.batch([row])
@@ -110,13 +110,13 @@ def test_a_tree_holds_the_examples_with_their_labels_and_repeats_no_prompt(docum
     rows = [*Stream(shared, seq_len, 0).epoch(0)], [*Stream(apart, seq_len, 0).epoch(0)]
     counts = [documents.count(part) for documents, part in zip((shared, apart), rows, strict=True)]
     assert counts[0].labels == counts[1].labels
-    # A branch begins with a copy of a token, and the last token of what precedes it is an input here.
+    # A branch begins with a copy of a token, and the last token before it is an input here.
     branches = shared.parts[0].corpus.branches
     spared = int((branches[:, 1] - 1).sum())
     assert counts[0].inputs == counts[1].inputs - spared < counts[1].inputs
     assert counts[0].inputs == sum(stop - start for row in rows[0] for start, stop in row)
     assert all(sum(stop - start for start, stop in row) <= seq_len for row in rows[0])
-    # The longest example counts, not the tree. Its last token is an input too if a branch comes after it.
+    # The longest example must fit, not the tree. Its last token is an input too if a branch follows it.
     assert shared.longest_piece(seq_len) - apart.longest_piece(seq_len) in (0, 1)
     assert shared.counts["tokens of shared prompts not repeated"] == int(branches[:, 1].sum())
 
@@ -151,9 +151,9 @@ CASES += [("gemma3_text", "checkpoint"), ("gemma3_text", "tiled"), ("mixtral", "
 def test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one(
     family, level, model_of, chats, start, monkeypatch
 ):
-    """One step over all data, in one row each. Windows of gemma3_text are shorter than the prompts."""
+    """Compare a step over all data, in one row each. Windows of gemma3_text are shorter than the prompts."""
     monkeypatch.setattr(tiles, "TILE", 32)
-    monkeypatch.setattr(loop.Run, "_update", lambda run, rate: None)  # the gradients stay
+    monkeypatch.setattr(loop.Run, "_update", lambda run, rate: None)  # keeps the gradients
     folder, found = model_of(family), []
     for shares in (True, False):
         if not shares:
@@ -169,12 +169,14 @@ def test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one(
     assert fewer < more
     assert shared.data.counts.labels == apart.data.counts.labels
     assert shared.loss == pytest.approx(apart.loss, rel=1e-6)
-    for name, grad in expected.items():  # float32, through about a hundred roundings
+    for name, grad in expected.items():  # about a hundred float32 roundings
         assert (grads[name] - grad).norm() <= 1e-5 * grad.norm(), name
 
 
-def test_images_that_several_answers_see_are_computed_once(vision_model, tmp_path, jsonl, start, monkeypatch):
-    """Also in a conversation that begins without one, and next to one that has none."""
+def test_images_shared_by_several_answers_are_computed_once(
+    vision_model, tmp_path, jsonl, start, monkeypatch
+):
+    """Conversations may begin without an image, and be next to one without images."""
     pytest.importorskip("PIL.Image")
     turn = "<|im_start|>{{ m.role }}\n"
     thought = "{% if m.reasoning_content and loop.last %}{{ m.reasoning_content }}{% endif %}"
@@ -225,17 +227,15 @@ def test_images_that_several_answers_see_are_computed_once(vision_model, tmp_pat
         assert (grads[name] - grad).norm() <= 1e-5 * max(grad.norm(), 1.0), name
 
 
-def test_an_example_with_which_another_begins_is_part_of_it():
+def test_an_example_that_is_a_prefix_of_another_is_part_of_it():
     trunk, first = Branch([1, 2, 3, 4], b"\0\0\0\1"), Branch([1, 2], b"\0\1")
     assert trees_of([first, trunk], 9) == [[Branch([1, 2, 3, 4], b"\0\1\0\1")]]
     both = Branch([1, 2, 3, 4], b"\0\1\0\1")
-    assert trees_of([first, both], 9) == [[first], [both]]  # a label that counts twice stays one of two
+    assert trees_of([first, both], 9) == [[first], [both]]  # a label that counts twice stays in both trees
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
-    model_of, chats, settings, losses, tmp_path, monkeypatch
-):
-    """Over more than one epoch, with held-out conversations."""
+def test_a_stopped_run_resumes_with_the_same_bits(model_of, chats, settings, losses, tmp_path, monkeypatch):
+    """The run takes more than one epoch, with held-out conversations."""
     options = {"model": str(model_of("llama")), "data": (chats,), "train_on": "each", "seq_len": 96}
     whole = train(settings(output=tmp_path / "whole", **options))
     make, made = Documents.batch, []
@@ -267,7 +267,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(
     ],
     ids=["a router's loss", "a correction bias", "a backend"],
 )
-def test_where_numbers_would_differ_examples_stand_alone(family, config, options, model_of, chats, start):
+def test_examples_are_separate_where_sharing_would_change_results(
+    family, config, options, model_of, chats, start
+):
     run = start(model=str(model_of(family, **config)), data=(chats,), train_on="each", seq_len=256, **options)
     assert len(run.documents) == sum(len(chat["messages"]) // 2 for chat in CHATS)
 
