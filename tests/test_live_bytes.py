@@ -142,6 +142,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, inputs of each layer": full("gemma4_text", num_kv_shared_layers=0, enable_moe_block=False),
     "full, gated attention": full("qwen3_5_text", ("full_attention",)),
     "full, gated delta rule": full("qwen3_5_text", ("linear_attention",)),
+    "full, gated convolution": full("lfm2", ("conv",)),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
     "LoRA of experts": adapted(
@@ -227,6 +228,7 @@ CHOSEN = {
     "full, norms of heads": ("lean", "offload"),
     "full, gated attention": ("all", "lean", "tiled"),
     "full, gated delta rule": LEVELS,
+    "full, gated convolution": ("all", "lean", "mlp", "tiled"),
     "LoRA, dense": FEW,
     "LoRA of experts": ("lean", "offload"),
     "LoRA with a bias": ("lean",),

@@ -14,8 +14,6 @@ MISSING: dict[str, str] = {
     "granitemoehybrid": f"{_MAMBA_2} next to attention",
     "jamba": f"{_MAMBA} next to attention",
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
-    "lfm2": _CONVOLUTION,
-    "lfm2_moe": _CONVOLUTION,
     "lfm3": _CONVOLUTION,
     "mamba": _MAMBA,
     "mamba2": _MAMBA_2,

@@ -50,6 +50,7 @@ def route(
     group_score: str = "top_2",
     scale: float = 1.0,
     experts: Tensor | None = None,
+    renormalize_eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Choose `top_k` of E experts for every token, and compute their weights.
 
@@ -67,6 +68,7 @@ def route(
         experts: [T, k] int32, an earlier choice of this function, for which only the weights are computed.
             Recomputation in a backward pass then reproduces the same bits, or at least the same experts if
             the logits differ by a rounding.
+        renormalize_eps: added to that sum.
 
     Returns:
         weights [T, k] in float32 (float64 for float64 logits), and experts [T, k], int32, distinct in a row,
@@ -84,11 +86,12 @@ def route(
     if fused and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
         # Softmax over all, divided by the sum over the chosen, is the softmax of the chosen. They differ if a
         # bias selects experts whose probability underflows in float32.
-        plainly = correction_bias is None and top_groups == num_groups
+        plainly = correction_bias is None and top_groups == num_groups and renormalize_eps <= 1e-20
         of_chosen = softmax_after_top_k or (score == "softmax" and renormalize and plainly)
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
         weights, chosen = _Route.apply(
-            as_rows(logits), correction_bias, experts, top_k, score, renormalize, scale, groups
+            *(as_rows(logits), correction_bias, experts, top_k, score, renormalize, scale, renormalize_eps),
+            groups,
         )
         return weights, chosen if experts is None else experts
     plain = route_plain(
@@ -103,6 +106,7 @@ def route(
         group_score=group_score,
         scale=scale,
         experts=experts,
+        renormalize_eps=renormalize_eps,
     )
     return as_once_differentiable(*plain)
 
@@ -120,6 +124,7 @@ def route_plain(
     group_score: str = "top_2",
     scale: float = 1.0,
     experts: Tensor | None = None,
+    renormalize_eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor]:
     """Plain twin of `route`."""
     logits = at_least_float32(logits)
@@ -139,7 +144,7 @@ def route_plain(
         weights = weights.softmax(-1)
     elif renormalize:
         # Sigmoids may all underflow: then the weights are zero, not nan.
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights / (weights.sum(-1, keepdim=True) + renormalize_eps)
     return (weights if scale == 1.0 else weights * scale), experts.int()
 
 
@@ -205,14 +210,14 @@ def check_top_k(top_k: int, num_experts: int) -> None:
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, correction_bias, given, top_k, score, renormalize, scale, groups):
+    def forward(ctx, logits, correction_bias, given, top_k, score, renormalize, scale, eps, groups):
         # Invalid given experts (duplicates, or out of range) leave places unwritten.
         memory = torch.empty if given is None else torch.zeros
         weights = memory(len(logits), top_k, dtype=torch.float32, device=logits.device)
         experts = torch.empty_like(weights, dtype=torch.int32) if given is None else given.contiguous()
         if correction_bias is not None:
             correction_bias = correction_bias.contiguous()
-        ctx.options = score, renormalize, scale
+        ctx.options = score, renormalize, scale, eps
         grouping = dict(zip(("NUM_GROUPS", "TOP_GROUPS", "GROUP_SCORE"), groups, strict=True))
         grouping["GIVEN"] = given is not None
         _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options, **grouping)
@@ -227,14 +232,14 @@ class _Route(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dweights, _):
         if dweights is None:
-            return (None,) * 8
+            return (None,) * 9
         logits, experts = ctx.saved_tensors
         dlogits = contiguous_like(logits)
         _launch(_backward_kernel, logits, dweights.contiguous(), experts, dlogits, *ctx.options)
-        return dlogits, *(None,) * 7
+        return dlogits, *(None,) * 8
 
 
-def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, **grouping):
+def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, eps, **grouping):
     rows, num_experts = logits.shape
     if not rows:
         return
@@ -250,6 +255,7 @@ def _launch(kernel, logits, weights, experts, extra, score, renormalize, scale, 
             rows,
             num_experts,
             scale,
+            eps,
             SCORE=score,
             RENORMALIZE=renormalize,
             TOP_K=experts.shape[1],
@@ -367,6 +373,7 @@ def _forward_kernel(
     rows,
     num_experts,
     scale,
+    eps,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -403,7 +410,7 @@ def _forward_kernel(
     if SCORE == "softmax_of_chosen":
         scores = _scores(tl.where(chosen, x, -float("inf")), SCORE)
     if RENORMALIZE:
-        scores = tl.div_rn(scores, tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + 1e-20)
+        scores = tl.div_rn(scores, tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + eps)
     mine = chosen & (row < rows)
     tl.store(weights + row * TOP_K + rank, scores * scale, mine)
     if not GIVEN:
@@ -420,6 +427,7 @@ def _backward_kernel(
     rows,
     num_experts,
     scale,
+    eps,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -437,7 +445,7 @@ def _backward_kernel(
         x = tl.where(chosen, x, -float("inf"))
     scores = _scores(x, SCORE)
     if RENORMALIZE:
-        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + 1e-20
+        total = tl.sum(tl.where(chosen, scores, 0.0), 1)[:, None] + eps
         mean = tl.div_rn(tl.sum(grad * scores, 1)[:, None], total)
         grad = tl.where(chosen, tl.div_rn(grad - mean, total), 0.0)
     if SCORE == "sigmoid":

@@ -13,12 +13,14 @@ from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
     CrossAttentionSpec,
+    GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
@@ -48,11 +50,13 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     CrossAttentionSpec: CrossAttention,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
+    GatedConvSpec: GatedConvolution,
 }
 
 MIXER_NAMES: dict[type, str] = {
     CrossAttentionSpec: "cross_attn",
     GatedDeltaSpec: "linear_attn",
     SSDSpec: "mamba",
+    GatedConvSpec: "conv",
 }
 """The names of mixers in the module tree; of others "self_attn"."""

@@ -186,6 +186,7 @@ class Router(nn.Module):
             score=spec.score,
             softmax_after_top_k=spec.softmax_after_top_k,
             renormalize=spec.renormalize,
+            renormalize_eps=spec.renormalize_eps,
             correction_bias=self.correction_bias,
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
@@ -261,7 +262,7 @@ class SparseMixerRouter(Router):
 
 _FOR_ROUTE = (
     *("experts_per_token", "score", "softmax_after_top_k", "renormalize", "correction_bias"),
-    *("num_groups", "top_groups", "group_score", "routed_scaling_factor"),
+    *("num_groups", "top_groups", "group_score", "routed_scaling_factor", "renormalize_eps"),
 )
 
 

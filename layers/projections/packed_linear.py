@@ -233,6 +233,24 @@ def name_layers(model: nn.Module, weight_map: WeightMap) -> None:
             packed[path].add_module(name, _Part(name))
 
 
+def name_parts_as_stored(packed: PackedLinear, weight: Expr) -> None:
+    """Give the parts the names of the checkpoint's layers, if each part is one of these.
+
+    Args:
+        packed: the projection.
+        weight: the expression of its weight.
+    """
+    start, stored = 0, []
+    for height in packed.parts.values():
+        stored.append({ref.name for ref in rows_of(weight, start, start + height).refs()})
+        start += height
+    names = [name.split(".")[-2] for held in stored for name in held if name.endswith(".weight")]
+    if len(set(names)) == len(stored) == sum(map(len, stored)):
+        for part in packed.parts:
+            del child_table(packed)[part]
+        packed._name_parts(dict(zip(names, packed.parts.values(), strict=True)))
+
+
 def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
     return len(layers) == 1 and is_in_order(next(iter(layers.values())))
 

@@ -67,12 +67,19 @@ class Recipe:
 
     __slots__ = ("_inputs", "_made", "_make", "_output", "_version", "late")
 
-    def __init__(self, output: Tensor, make: Callable[..., Tensor], inputs: tuple[Tensor, ...], late: bool):
+    def __init__(
+        self,
+        output: Tensor,
+        make: Callable[..., Tensor],
+        inputs: tuple[Tensor, ...],
+        late: bool,
+        deep: bool = False,
+    ):
         forget = functools.partial(_RECIPES.pop, id(output))
         self._output = weakref.ref(output, lambda _: forget(None))
         self._version = output._version
         self._make, self.late = make, late
-        self._inputs = tuple(_Kept(tensor) for tensor in inputs)
+        self._inputs = tuple((_pack if deep else _Kept)(tensor) for tensor in inputs)
         self._made: weakref.ref[Tensor] | None = None
 
     def makes(self, tensor: Tensor) -> bool:
@@ -94,19 +101,24 @@ class Recipe:
 _RECIPES: dict[int, Recipe] = {}
 
 
-def carry_recipe(output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False) -> Tensor:
+def carry_recipe(
+    output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False, deep: bool = False
+) -> Tensor:
     """Record that `make(*inputs)` recomputes `output`, bit for bit. Returns `output`.
 
     `late` marks outputs that a layer's backward pass needs late: a recomputed layer then makes them again
-    instead of holding them.
+    instead of holding them. With `deep` inputs that carry recipes are recomputed too, instead of being held.
     """
     if not torch.compiler.is_compiling() and output.requires_grad:
-        _RECIPES[id(output)] = Recipe(output, make, inputs, late)
+        _RECIPES[id(output)] = Recipe(output, make, inputs, late, deep)
     return output
 
 
 def carry_recipes(
-    outputs: tuple[Tensor, ...], make: Callable[..., tuple[Tensor, ...]], *inputs: Tensor
+    outputs: tuple[Tensor, ...],
+    make: Callable[..., tuple[Tensor, ...]],
+    *inputs: Tensor,
+    deep: bool = False,
 ) -> tuple[Tensor, ...]:
     """The same of several outputs of `make(*inputs)`, which runs once for all that are asked for in a row."""
     waiting: dict[int, Tensor] = {}
@@ -117,7 +129,7 @@ def carry_recipes(
         return waiting.pop(number)
 
     for number, output in enumerate(outputs):
-        carry_recipe(output, functools.partial(made, number), *inputs)
+        carry_recipe(output, functools.partial(made, number), *inputs, deep=deep)
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""Base class of recurrent mixers: a short convolution, then a scan with a state per document."""
+"""Base class of recurrent mixers: a short convolution, mostly followed by a scan with a state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class RecurrentMixer(nn.Module):
     """Convolution and scan over packed documents, trees of documents, the rows of a cache, or a slice of the
     sequence per rank. State and convolution restart at every document.
 
-    A subclass defines `conv1d`, `scan`, `step` and `state_shape`, and calls `mix` between its projections.
+    A subclass defines `conv1d`, and for a scan `scan`, `step` and `state_shape`. It calls `mix` between its
+    projections. Without a scan, the convolution's last inputs are the only state.
 
     Args:
         layer: index of this layer in the model, and in a cache.
@@ -40,7 +41,7 @@ class RecurrentMixer(nn.Module):
         documents: Tensor | None,
         state: Tensor | None,
         share: Share = WHOLE,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the output [T, heads, head_dim], and the state after each document.
 
         Args:
@@ -50,7 +51,7 @@ class RecurrentMixer(nn.Module):
             state: [n, *state_shape], initial states; None for zeros.
             share: (index, count): parts and gates hold this share of the heads.
         """
-        raise NotImplementedError
+        return parts[0], None
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
@@ -59,9 +60,9 @@ class RecurrentMixer(nn.Module):
         raise NotImplementedError
 
     @property
-    def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state of one sequence."""
-        raise NotImplementedError
+    def state_shape(self) -> tuple[int, ...] | None:
+        """Shape of the state of one sequence; None if there is no scan."""
+        return None
 
     def mix(self, channels: Tensor, gates: Sequence[Tensor], sequences: Sequences) -> Tensor:
         """Return the scan's output [T, heads, head_dim].
@@ -116,10 +117,11 @@ class RecurrentMixer(nn.Module):
         states: States | None,
     ) -> tuple[Tensor, States]:
         """Return the output, and the states of convolution and scan after each document."""
-        before, state = (None, None) if states is None else states
+        before, state = (*(states or ()), None, None)[:2]
         parts = self.conv1d(channels, documents, bounds, before)
         output, state = self.scan(parts, gates, documents, state)
-        return output, (self.conv1d.next_state(channels, documents, before), state)
+        inputs = self.conv1d.next_state(channels, documents, before)
+        return output, (inputs,) if state is None else (inputs, state)
 
     def _continue(
         self, channels: Tensor, gates: Sequence[Tensor], documents: Documents, cache: KVCache
@@ -134,8 +136,11 @@ class RecurrentMixer(nn.Module):
             output = padded.index_copy(0, tokens, output)
         elif before is not None and cache.newest == 1 and len(channels) == len(before[0]):
             parts, inputs = self.conv1d.step(channels, before[0])
-            output, state = self.step(parts, gates, before[1])
-            after = inputs, state
+            if len(before) == 1:
+                output, after = parts[0], (inputs,)
+            else:
+                output, state = self.step(parts, gates, before[1])
+                after = inputs, state
         else:
             packed = documents.boundaries(), documents.bounds()
             output, after = self._with_states(channels, gates, *packed, before)
@@ -145,10 +150,12 @@ class RecurrentMixer(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate the convolution's last inputs [batch, K - 1, C], and states [batch, *state_shape] in
-        float32.
+        """Allocate the convolution's last inputs [batch, K - 1, C], and for a scan its states
+        [batch, *state_shape] in float32.
         """
         channels, width = self.conv1d.weight.shape
         inputs = torch.zeros(batch, width - 1, channels, device=device, dtype=dtype)
+        if self.state_shape is None:
+            return (inputs,)
         wide = torch.promote_types(dtype, torch.float32)
         return inputs, torch.zeros(batch, *self.state_shape, device=device, dtype=wide)

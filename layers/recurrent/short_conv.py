@@ -18,7 +18,7 @@ WHOLE: Share = (0, 1)
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution with SiLU, over `channels` that are then split into `heads`.
+    """Causal depthwise convolution, over `channels` that are then split into `heads`.
 
     The weight is [C, K] here and [C, 1, K] in checkpoints, as in torch's convolution.
 
@@ -27,9 +27,9 @@ class ShortConvolution(nn.Module):
         width: number of taps K.
         bias: whether channels have a bias.
         names: of the parts, where checkpoints store the taps of each part as a module of its own.
+        activation: "silu", or None.
     """
 
-    activation = "silu"
     stacked_vectors = ("weight",)  # the taps of each channel
 
     def __init__(
@@ -38,9 +38,10 @@ class ShortConvolution(nn.Module):
         width: int,
         bias: bool = False,
         names: tuple[str, ...] = (),
+        activation: str | None = "silu",
     ):
         super().__init__()
-        self.heads, self.names = heads, names
+        self.heads, self.names, self.activation = heads, names, activation
         channels = sum(number * size for number, size in heads)
         self.weight = nn.Parameter(torch.empty(channels, width))
         self.bias = nn.Parameter(torch.empty(channels)) if bias else None
@@ -87,7 +88,7 @@ class ShortConvolution(nn.Module):
         if state is None:
             make = functools.partial(self._parts, bounds=bounds, share=share)
             operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
-            return carry_recipes(make(*operands), make, *operands)
+            return carry_recipes(make(*operands), make, *operands, deep=True)
         y = short_conv(
             x, self.weight, self.bias, activation=self.activation, cu_seqlens=documents, state=state
         )

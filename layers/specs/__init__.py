@@ -19,7 +19,7 @@ from liger_models.layers.specs.block import BlockSpec, MixerSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
-from liger_models.layers.specs.recurrent import GatedDeltaSpec, RecurrentSpec, SSDSpec
+from liger_models.layers.specs.recurrent import GatedConvSpec, GatedDeltaSpec, RecurrentSpec, SSDSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
     AdapterSpec,
@@ -55,6 +55,7 @@ __all__ = [
     "CrossAttentionSpec",
     "CubicTable",
     "FixedTable",
+    "GatedConvSpec",
     "GatedDeltaSpec",
     "GridPictures",
     "LatentAttentionSpec",

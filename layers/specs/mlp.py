@@ -42,7 +42,7 @@ class MoESpec:
     """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
 
     `bias` applies to the experts' projections, `router_bias` to the router's logits. The fields from `score`
-    to `routed_scaling_factor` are the options of `route` in kernels/experts/moe_routing.py; `sparse_mixer`
+    to `renormalize_eps` are the options of `route` in kernels/experts/moe_routing.py; `sparse_mixer`
     replaces all of them. `weighted` is whether the weights multiply the experts' outputs or their inputs.
     `float32_router` computes the router's logits in float32, whatever the model's dtype. With
     `router_norm_eps` the router's input is normalised (RMSNorm), multiplied by a learned vector and divided
@@ -66,6 +66,7 @@ class MoESpec:
     top_groups: int = 1
     group_score: Literal["top_2", "max"] = "top_2"
     routed_scaling_factor: float = 1.0
+    renormalize_eps: float = 1e-20
     sparse_mixer: SparseMixerSpec | None = None
     weighted: Literal["outputs", "inputs"] = "outputs"
     float32_router: bool = False

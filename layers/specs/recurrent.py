@@ -132,5 +132,40 @@ class SSDSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec | SSDSpec
+@dataclass(frozen=True)
+class GatedConvSpec:
+    """Gated short convolution: a causal depthwise convolution of `channels`, between two products with gates
+    that the layer computes from its input (LFM2: Liquid AI, 2025, arXiv:2511.23404).
+
+    `conv` is the width of the convolution; `bias` applies to it and to both projections.
+    """
+
+    channels: int
+    conv: int = 3
+    bias: bool = False
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.channels, "channels"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if channels are exchanged: the convolution's
+        input and output as they were received.
+        """
+        return 2 * self.channels
+
+    @property
+    def state_flops(self) -> int:
+        """Operations for each token: a product and a sum for each tap, and two gates."""
+        return (2 * self.conv + 2) * self.channels
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """No positions."""
+        return ()
+
+
+RecurrentSpec = GatedDeltaSpec | SSDSpec | GatedConvSpec
 """Mixers that carry a state."""

@@ -14,7 +14,14 @@ from typing import Any
 
 from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerNormSpec, ModelSpec, MoESpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    GatedConvSpec,
+    LatentAttentionSpec,
+    LayerNormSpec,
+    ModelSpec,
+    MoESpec,
+)
 
 FOLDER = Path("tests/architectures/published")
 
@@ -109,6 +116,7 @@ FEATURES: Mapping[str, Any] = {
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
     "layers without positions (NoPE)": lambda spec: any(not m.ropes for b in spec.blocks for m in b.mixers),
+    "gated short convolutions": lambda spec: any(isinstance(b.mixer, GatedConvSpec) for b in spec.blocks),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
     "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),
     **{

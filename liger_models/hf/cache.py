@@ -103,20 +103,23 @@ class TransformersCache(KVCache):
         return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """Return the convolution's last inputs [batch, width - 1, channels] and the recurrent state."""
+        """Return the convolution's last inputs [batch, width - 1, channels], and the recurrent state if there
+        is one.
+        """
         if self.seen == 0:
             return None
         held: Any = self.cache.layers[layer]
         both = held.conv_states, held.recurrent_states
         conv, state = (x[0] if isinstance(x, dict) else x for x in both)  # older transformers have no dict
-        return conv.transpose(1, 2), state
+        return (conv.transpose(1, 2),) if state is None else (conv.transpose(1, 2), state)
 
     def keep_states(self, layer: int, *states: Tensor) -> None:
         """Store the states where transformers' own model keeps them; the convolution's is always complete."""
         cache: Any = self.cache
-        conv, state = states
+        conv, *scanned = states
         cache.update_conv_state(conv.transpose(1, 2), layer)
-        cache.update_recurrent_state(state, layer)
+        for state in scanned:
+            cache.update_recurrent_state(state, layer)
 
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:
         """Return `KVCache.real_tokens`. Calls after the first include padding."""

@@ -75,7 +75,8 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair)
     other["input_ids"][0, :20] = (call["input_ids"][0, :20] + 1) % pair.vocab_size
     with torch.no_grad():
         first, second = (pair.ours(**one, return_logits=True).logits for one in (call, other))
-    assert torch.equal(first[0, 20:], second[0, 20:])
+    apart = (first - second)[0, 20:].norm()  # experts' products have other numbers of rows
+    assert apart <= 1e-6 * first[0, 20:].norm()
     assert not torch.isclose(first[0, :20], second[0, :20]).all()
 
 
@@ -99,15 +100,19 @@ def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_convolution_in_float32_does_not_double_the_model(name):
-    """Nor does A_log."""
+    """Nor does A_log. (The correction of a router's scores is always float32.)"""
     model = liger_models.from_config(find_architecture(name).tiny, device="meta")
-    wide = ("conv1d.weight", ".A_log")
+    wide = ("conv1d.weight", ".conv.conv.weight", ".A_log")
     stored = {
         ref.name: torch.float32 if ref.name.endswith(wide) else torch.bfloat16
         for expr in model.weight_map().values()
         for ref in expr.refs()
     }
-    found = exact_dtypes(model, stored)
+    found = {
+        native: dtype
+        for native, dtype in exact_dtypes(model, stored).items()
+        if not native.endswith(".correction_bias")
+    }
     assert {native for native, dtype in found.items() if dtype == torch.float32} == {
         native for native in found if native.endswith(wide)
     }

@@ -73,7 +73,7 @@ def skip_where_the_reference_fails(way):
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text", "qwen3_next"]
+    "family", ["llama", "gemma2", "gpt_oss", "llama4_text", "mistral4", "gemma4_text", "qwen3_next", "lfm2"]
 )
 def test_tokens_equal_the_references(family, way, make_both, prompts):
     if family == "llama4_text":
@@ -83,7 +83,7 @@ def test_tokens_equal_the_references(family, way, make_both, prompts):
     ids, mask = prompts
     if way == "prompt_lookup":  # accepts a single prompt
         ids, mask = ids[:1], mask[:1]
-        if both.reference._is_stateful:  # transformers cannot roll back a token of such a model
+        if both.ours._is_stateful:  # such models cannot roll back a token
             with pytest.raises(ValueError, match="not supported with stateful models"):
                 generate(both.ours, ids, mask, **WAYS[way])
             return
@@ -115,7 +115,7 @@ def test_an_assistant_changes_no_token(family, make_both, prompts):
 
 
 @pytest.mark.parametrize("padding", [2, 4, 8])
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "lfm2"])
 def test_a_cache_is_filled_call_by_call(family, padding, make_both, prompts):
     """Padding ends in the first call or in the second."""
     both = make_both(family)

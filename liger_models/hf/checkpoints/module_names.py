@@ -27,6 +27,7 @@ from liger_models.convert.checkpoints.expressions import Expr, Stack
 from liger_models.convert.checkpoints.rows import is_one_tensor
 from liger_models.layers.projections.in_place import change_class, child_table
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.packed_linear import PackedLinear, name_parts_as_stored
 
 
 def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:
@@ -65,9 +66,11 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
             table.clear()
             table.update(children[home])
     names = {}
-    for tensor in weight_map:
+    for tensor, expr in weight_map.items():
         path, name = _cut(tensor)
         names[tensor] = _join(homes[path], name)
+        if isinstance(packed := modules[path], PackedLinear) and name == "weight":
+            name_parts_as_stored(packed, expr)
     return names, ambiguous
 
 

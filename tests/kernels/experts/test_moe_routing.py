@@ -325,6 +325,18 @@ def test_experts_stay_distinct_and_in_range_whatever_the_logits_hold(options, in
     assert not weights[0].isnan().any()
 
 
+def test_small_scores_are_divided_by_their_sum_and_the_epsilon(implementation, assert_near):
+    logits = (torch.randn(5, 4) - 14).requires_grad_()  # sigmoids near the epsilon
+    weights, experts = route(logits, 2, score="sigmoid", renormalize_eps=1e-6)
+    scores = logits.sigmoid().gather(1, experts.long())
+    expected = scores / (scores.sum(1, keepdim=True) + 1e-6)
+    assert expected.sum(1).max() < 0.9
+    upstream = torch.randn(5, 2)
+    found, true = (torch.autograd.grad(w, logits, upstream)[0] for w in (weights, expected))
+    assert_near(weights, expected, 1e-6)
+    assert_near(found, true, 1e-6)
+
+
 def test_sigmoids_that_all_underflow_give_zero_weights(implementation):
     logits = torch.full((2, 4), -200.0, requires_grad=True)
     weights, _ = route(logits, 2, score="sigmoid")

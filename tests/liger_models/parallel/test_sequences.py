@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
     "chunks, queries that grow": {"family": "llama4_text", "batch": packed()},
     "norms over all heads": {"family": "olmo2", "batch": rows()},
     "states, documents": {"family": "qwen3_next", "batch": packed()},
+    "gated convolutions, documents": {"family": "lfm2", "batch": packed()},
     "states, level offload": {"family": "qwen3_5_text", "level": "offload", "batch": padded()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
     "level auto": {"family": "llama", "level": "auto", "batch": packed()},
