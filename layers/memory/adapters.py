@@ -15,6 +15,7 @@ from torch import nn
 from liger_models.layers.memory.peft_forward import PEFT_FORWARDS
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
 @dataclass(frozen=True)
@@ -49,15 +50,24 @@ class Work:
             for asked in (True, False)
         )
         forward, begun = tokens * own.forward.size(*size), tokens * own.begun * linear.height
+        kept = tokens * own.kept.size(*size)
         if linear.peft.startswith("dora"):
-            # Elements of W, B A (from a unit matrix) and W + s B A, all in float32: while the norms are
-            # computed, when only the output of W exists, and afterwards.
-            square, matrix = 4 * linear.width**2, 4 * linear.width * linear.height
-            cast = 0 if itemsize > 2 else 4 * tokens * linear.width
-            norms = cast + tokens * itemsize * linear.height + square + 4 * matrix
-            with_input = max(with_input + square + 2 * matrix, begun + norms)
-            forward = max(forward + square + 2 * matrix, norms)
-        return Work(with_input, without, forward, tokens * own.kept.size(*size), begun)
+            cast, dropout = itemsize <= 2, "dropout" in linear.peft
+            row = tokens * linear.height
+            if linear.bias and not dropout:  # the output of W without it
+                forward += row * itemsize
+            # In float32, beyond the unit matrix that gives B A: B A and a copy of W, and while the norms are
+            # computed, when only the output of W exists, also s B A and the sum.
+            matrix = 4 * linear.width * linear.height
+            afterwards, norms = (1 + cast) * matrix, (3 + cast) * matrix
+            norms += tokens * own.forward.per_input * linear.width + row * itemsize
+            # The second run holds the unit matrix and the mask of dropout. It stops before the last product
+            # and sum.
+            held = 4 * linear.width**2 + 4 * tokens * linear.width * dropout
+            with_input = max(with_input, begun + held + max(forward - 8 * row + afterwards, norms))
+            forward = max(forward + afterwards, norms)
+            kept += matrix * (cast and dropout)  # a second product with W
+        return Work(with_input, without, forward, kept, begun)
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class AdapterCosts:
         columns: of the low-rank paths' t = x A^T, kept if the layer is not recomputed.
         last, front, mixer, output: peak of a single linear layer: of the MLP's last product, of its first
             ones, of the mixer's inputs and of its output.
+        later_mixer: of the mixer's inputs but the first, whose backward pass comes last.
         trained: the weight of the last product is trained.
         peft: which of the four have layers that run PEFT's own forward.
         adapted: which of the four have adapters.
@@ -79,6 +90,7 @@ class AdapterCosts:
     last: Work
     front: Work
     mixer: Work
+    later_mixer: Work
     output: Work
     trained: bool
     peft: frozenset[str]
@@ -89,7 +101,7 @@ class AdapterCosts:
     @staticmethod
     def of(layer: nn.Module, step: Step, tokens: int, itemsize: int) -> AdapterCosts:
         """Costs of a layer's adapters, present or planned, for this many tokens."""
-        work = dict.fromkeys(_PLACES, Work())
+        work, later = dict.fromkeys(_PLACES, Work()), Work()
         columns = kept = 0
         trained: set[str] = set()
         peft: set[str] = set()
@@ -109,18 +121,54 @@ class AdapterCosts:
             trained |= here if linear.trained else set()
             adapted |= here if linear.adapted else set()
             columns, kept = columns + linear.rank, kept + own.kept
+            if linear.place == "mixer" and work["mixer"] != Work():
+                later = later.most(own)
             work[linear.place] = work[linear.place].most(own)
         last, front, mixer, output = (work[place] for place in _PLACES)
         places = frozenset(peft), frozenset(adapted), frozenset(keeps_input)
-        return AdapterCosts(columns, last, front, mixer, output, "last" in trained, *places, kept)
+        return AdapterCosts(columns, last, front, mixer, later, output, "last" in trained, *places, kept)
+
+
+@dataclass(frozen=True)
+class PeftMoments:
+    """Bytes of further moments, if some of a layer's linear layers run PEFT's own forward.
+
+    Attributes:
+        at_all: peak at the level `all`, which recomputes nothing.
+        output: peak in the forward pass of attention's output, beyond what `lean` keeps of attention, a
+            norm's output and the stream.
+        forward: peak in the forward pass of the MLP, beyond what `lean` keeps and the norm's output.
+        again: peak when the MLP's first products are recomputed after the backward pass of its last one has
+            begun, beyond what `lean` keeps of attention, the norm's output and the stream's gradient.
+    """
+
+    at_all: int
+    output: int
+    forward: int
+    again: int
+
+    @staticmethod
+    def of(
+        kept: dict[ActivationMemory, int], adapters: AdapterCosts, product: int, stream: int
+    ) -> PeftMoments:
+        last, *others = (
+            work.total() - work.kept
+            for work in (adapters.last, adapters.front, adapters.mixer, adapters.output)
+        )
+        return PeftMoments(
+            kept["all"] + 2 * stream + max(last, max(others) - adapters.last.kept),
+            adapters.output.forward,
+            product + adapters.last.forward,
+            product + adapters.front.forward + adapters.last.begun,
+        )
 
 
 _PLACES = ("last", "front", "mixer", "output")
 
 
 class _Linear(NamedTuple):
-    """A linear layer: whether its weight is trained, the rank of its paths, and the PEFT forward that runs
-    it, if any.
+    """A linear layer: whether its weight is trained, the rank of its paths, the PEFT forward that runs it,
+    if any, and whether it has a bias.
     """
 
     name: str
@@ -131,6 +179,7 @@ class _Linear(NamedTuple):
     rank: int = 0
     peft: str | None = None
     eight_bits: bool = False
+    bias: bool = False
 
     @property
     def place(self) -> str:
@@ -148,7 +197,7 @@ def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
         if hasattr(module, "adapter_costs"):
             inside.add(name)
             sizes, costs = (name, own.in_features, own.out_features), own.adapter_costs()
-            yield _Linear(*sizes, adapted=True, **costs)
+            yield _Linear(*sizes, adapted=True, bias=_has_bias(own), **costs)
         elif isinstance(module, nn.Linear):
             heights = list(module.parts.values()) if isinstance(module, PackedLinear) else [own.out_features]
             if not step.lora_rank:
@@ -156,6 +205,10 @@ def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
                 continue
             of_adapter: dict[str, Any] = {"rank": step.lora_rank, "eight_bits": step.weight_bytes == 1}
             if step.dora:
-                of_adapter = {"peft": "dora"}
+                of_adapter = {"peft": "dora", "bias": _has_bias(own)}
             for height in heights:
                 yield _Linear(name, own.in_features, height, adapted=True, **of_adapter)
+
+
+def _has_bias(linear: nn.Module) -> bool:
+    return getattr(linear, "bias", None) is not None

@@ -64,10 +64,6 @@ class StepMemory:
         """Plan the memory of a step with these levels of all `stages`, within the available bytes."""
         stages = list(zip(self.stages, levels, strict=True))
         kept = [costs.kept[level] for costs, level in stages]
-        begin = len(self.encoder) + self._idle
-        if self._frozen_input and begin < len(levels) and levels[begin] in ("lean", "mlp"):
-            # Without a gradient the first norm's output carries no recipe, and is kept.
-            kept[begin] += self._stream
         moments = [
             *self._frozen_encoder(),
             self._loss(kept, levels),
@@ -158,7 +154,7 @@ class StepMemory:
             room = costs.transient[levels[i]]
             if self._gathered is not None:
                 room += self._gathered.at_layer(i - first - len(self.model.layers))
-            if levels[i] == "offload" and "offload" in levels[:i]:  # the layer's input is fetched
+            if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             found.append((f"backward of {name}", self._parts(left, room, gradients)))
@@ -267,10 +263,6 @@ class StepMemory:
     def _stream(self) -> int:
         """Bytes of the residual stream."""
         return self.step.tokens * self.model.spec.hidden_size * self.itemsize
-
-    @property
-    def _frozen_input(self) -> bool:
-        return self.step.lora_rank > 0 or frozen.begins_without_gradient(self.model, self._idle)
 
     @cached_property
     def _tied(self) -> bool:

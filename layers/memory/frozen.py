@@ -17,12 +17,6 @@ def layers_without_gradient(model: Any) -> int:
     return next((number for number, any_trained in enumerate(trained) if any_trained), len(model.layers))
 
 
-def begins_without_gradient(model: Any, idle: int) -> bool:
-    """Whether the first norm of the layers after these may have an output without a gradient."""
-    of_layer = (p for layer in model.layers[idle : idle + 1] for p in layer.parameters())
-    return not (model.embed_tokens.weight.requires_grad or all(p.requires_grad for p in of_layer))
-
-
 def without_gradient(costs: LayerCosts) -> LayerCosts:
     """Costs of such a layer."""
     nothing = dict.fromkeys(costs.kept, 0)

@@ -15,7 +15,7 @@ from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import Experts, MixtureOfExperts
-from liger_models.layers.memory.adapters import AdapterCosts
+from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.own_parts import whole_bytes
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
@@ -143,6 +143,7 @@ class _Moments:
             attention's backward pass, and all.
         attention: of attention's backward pass.
         tile: of a tile, including the sums; None: the MLP is not tiled.
+        tile_begun: of a tile when its backward pass runs the layer again, see `PeftForward`.
         moved: bytes of sums that are moved.
         accumulates: gradients of an earlier micro-batch exist, to which these are added.
     """
@@ -157,11 +158,12 @@ class _Moments:
     front_norm: int
     experts: bool
     with_norm: bool
-    peft: _PeftMoments | None
+    peft: PeftMoments | None
     pieces: int
     gradients: tuple[int, int, int, int]
     attention: int
     tile: int | None
+    tile_begun: int
     moved: int
     accumulates: bool
 
@@ -182,11 +184,12 @@ class _Moments:
         in_front = (p for m in mixers for name, p in m.named_parameters() if not name.startswith(output))
         of_mlp, whole = (_gradient_bytes(parts, step) for parts in (named.values(), layer.parameters()))
         last = adapters.last.total(product)
-        # The gradients of the input of several layers run by PEFT are summed one after the other.
-        added = ("front" in adapters.peft) * stream
+        # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
+        # bits the last one casts its output's gradient, which is then freed and is larger.
+        added = ("front" in adapters.peft and itemsize > 2) * stream
         front = adapters.front.total(stream) + added
         front_norm = min(stream, front - adapters.front.without - added)
-        experts, tile, moved = isinstance(mlp, MixtureOfExperts), None, 0
+        experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * stream
             last, front, behind = rows + 4 * product, rows + 2 * product + 2 * stream, 0
@@ -201,6 +204,7 @@ class _Moments:
             moments = [2 * wide + of_tile.last.total(wide), 2 * wide + of_tile.front.total()]
             moments += [wide + of_tile.front.forward + of_tile.last.begun, 3 * wide + of_tile.last.forward]
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
+            tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
         return _Moments(
             lean=kept["lean"],
@@ -213,13 +217,14 @@ class _Moments:
             front_norm=front_norm,
             experts=experts,
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
-            peft=_PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
+            peft=PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
             pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
             attention=max(
                 _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
             ),
             tile=tile,
+            tile_begun=tile_begun,
             moved=moved,
             accumulates=step.accumulates,
         )
@@ -235,8 +240,10 @@ class _Moments:
         if self.peft is not None:
             if level == "all":
                 return self.peft.at_all - whole
-            # In a forward pass the stream's sum and its two terms exist.
-            attention = max(attention, without_mlp + self.stream + self.peft.output + self.pieces - whole)
+            # In a forward pass the stream's sum and its two terms exist; at the level `offload`, one of them
+            # in the room for the fetched input of the backward pass. There a tile has begun.
+            more = max(self.tile_begun, 0 if level == "offload" else self.stream)
+            attention = max(attention, without_mlp + more + self.peft.output + self.pieces - whole)
         if level in TILED and self.tile is not None:
             mlp = without_mlp + 2 * self.stream + self.scaled + self.tile - whole
             return max(mlp + self.pieces, attention)
@@ -250,41 +257,9 @@ class _Moments:
         if self.with_norm and not self.experts and level not in RERUN:
             last += self.stream
         front = there + self.front - max(0, self.front_norm - norm)
+        if level == "mlp":  # holds the norm's output, the input that runs again
+            front += self.stream - self.front_norm
         return max(last + behind - whole, front + of_mlp - whole, attention)
-
-
-@dataclass(frozen=True)
-class _PeftMoments:
-    """Bytes of further moments, if some of a layer's linear layers run PEFT's own forward.
-
-    Attributes:
-        at_all: peak at the level `all`, which recomputes nothing.
-        output: peak in the forward pass of attention's output, beyond what `lean` keeps of attention, a
-            norm's output and the stream.
-        forward: peak in the forward pass of the MLP, beyond what `lean` keeps and the norm's output.
-        again: peak when the MLP's first products are recomputed after the backward pass of its last one has
-            begun, beyond what `lean` keeps of attention, the norm's output and the stream's gradient.
-    """
-
-    at_all: int
-    output: int
-    forward: int
-    again: int
-
-    @staticmethod
-    def of(
-        kept: dict[ActivationMemory, int], adapters: AdapterCosts, product: int, stream: int
-    ) -> _PeftMoments:
-        last, *others = (
-            work.total() - work.kept
-            for work in (adapters.last, adapters.front, adapters.mixer, adapters.output)
-        )
-        return _PeftMoments(
-            kept["all"] + 2 * stream + max(last, max(others) - adapters.last.kept),
-            adapters.output.forward,
-            product + adapters.last.forward,
-            product + adapters.front.forward + adapters.last.begun,
-        )
 
 
 def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
@@ -340,7 +315,10 @@ def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts)
     if "mixer" not in adapters.peft:
         return output
     stream = step.tokens * itemsize * layer.hidden_size
-    return max(output, stream + adapters.mixer.total(stream) - done)
+    last = adapters.mixer.total(stream)
+    if mixer is not None and itemsize <= 2:  # the last one casts and frees the gradients of all
+        last -= step.tokens * itemsize * (mixer.q_size + 2 * mixer.kv_size)
+    return max(output, stream + max(last, adapters.later_mixer.total(stream)) - done)
 
 
 def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:

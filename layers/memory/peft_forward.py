@@ -62,12 +62,12 @@ PEFT_FORWARDS = {
         _forward([(False, 12, 0), (True, 8, 8)], (8, 12), (False, 8, 0), 4),
     ),
     "dora": (
-        _forward([(False, 4, 24), (False, 8, 2), (True, 4, 22)], (4, 20), (False, 4, 6), 10),
-        _forward([(False, 8, 4), (False, 12, 0), (True, 0, 20), (True, 4, 4)], (0, 24), (True, 0, 8), 4),
+        _forward([(False, 4, 24), (False, 8, 2)], (4, 18), (False, 4, 6), 10),
+        _forward([(False, 8, 4), (False, 12, 0), (True, 0, 20), (True, 4, 4)], (0, 20), (True, 0, 8), 4),
     ),
     "dora, dropout": (
-        _forward([(False, 8, 26), (False, 16, 2), (True, 12, 24)], (12, 22), (False, 8, 8), 10),
-        _forward([(False, 12, 8), (False, 16, 0), (True, 8, 20)], (8, 24), (False, 8, 8), 4),
+        _forward([(False, 8, 26), (False, 16, 2)], (8, 22), (False, 8, 8), 10),
+        _forward([(False, 12, 8), (False, 16, 0), (True, 8, 20)], (4, 24), (False, 8, 8), 4),
     ),
     "ia3 on inputs": (
         _forward([(False, 16, 0), (True, 10, 0)], (10, 2), (False, 4, 0), 0),

@@ -154,6 +154,7 @@ class Decoder(ActivationLevels):
             inputs_embeds = inputs_embeds * self.spec.input_scale
 
         x, residual = inputs_embeds, None
+        del inputs_embeds  # frozen embeddings are freed after layer 0
         offload = Offload()
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from allocations import peak_of_a_step
@@ -69,7 +71,8 @@ def test_a_layer_that_peft_runs_takes_what_is_counted(kind, name):
     with surroundings():
         layer = adapted(**KINDS[kind])(1).decoder.layers[0].get_submodule(name)
         assert layer.adapter_costs() == {"peft": kind}
-        linear = _Linear(name, layer.in_features, layer.out_features, peft=kind)
+        biased = layer.bias is not None
+        linear = _Linear(name, layer.in_features, layer.out_features, peft=kind, bias=biased)
 
         def counted(tokens: int) -> int:
             return Work.of_peft(linear, tokens, 2).total(2 * tokens * layer.in_features)
@@ -84,7 +87,7 @@ LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 128256,
@@ -99,22 +102,31 @@ ADAPTERS = {
     "LoRA with a bias": peft.LoraConfig(**OF_LORA, lora_bias=True),
     "IA3": peft.IA3Config(target_modules=IA3["target_modules"], feedforward_modules=["down_proj"]),
 }
+LONG = 131_072
 STEPS = [
     *((name, level, 65536) for name in ADAPTERS for level in ("all", "lean", "checkpoint")),
-    *((name, level, 217_088) for name in ("LoRA", "LoRA with a bias") for level in ("tiled", "offload")),
+    *((name, level, LONG) for name in ADAPTERS if name != "IA3" for level in ("tiled", "offload")),
+    *(("DoRA", level, tokens) for level, tokens in (("mlp", 65536), ("checkpoint", 8192))),
     ("LoRA", "mlp", 65536),
-    ("LoRA", "offload", 65536),
 ]
+
+
+@functools.cache
+def adapted_8b(name):
+    """With few layers: memory needed at work counts the more."""
+    model = liger_models.from_config(LLAMA_8B, device="meta", dtype=torch.bfloat16, projections="split")
+    with torch.device("meta"):
+        peft.get_peft_model(model, ADAPTERS[name]).train()
+    return model
 
 
 @pytest.mark.parametrize(("name", "level", "tokens"), STEPS)
 def test_a_plan_with_adapters_is_what_a_step_of_real_widths_allocates(name, level, tokens):
-    """On the meta device, with few layers: what a layer needs at work counts the more."""
-    model = liger_models.from_config(LLAMA_8B, device="meta", dtype=torch.bfloat16, projections="split")
-    with torch.device("meta"):
-        peft.get_peft_model(model, ADAPTERS[name]).train()
+    """On the meta device. (In short sequences, DoRA's norms of whole matrices count.)"""
+    model = adapted_8b(name)
+    model.zero_grad()
     model.set_activation_memory(level)
     weights = sum(p.nbytes for p in model.parameters())
     measured = peak_of_a_step(model, 1, tokens) + weights
-    planned = StepMemory(model, Step(1, tokens, optimizer_bytes=0)).plan([level] * 3).peak
-    assert 0.97 * planned <= measured <= 1.02 * planned
+    planned = StepMemory(model, Step(1, tokens, optimizer_bytes=0)).plan([level] * len(model.layers)).peak
+    assert measured == pytest.approx(planned, rel=0.04 if name == "IA3" else 0.02)
