@@ -34,10 +34,15 @@ if TYPE_CHECKING:
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
     from liger_models.presets import preset
+    from liger_models.training.callbacks import Callback
+    from liger_models.training.config import TrainConfig
+    from liger_models.training.results import TrainingInterrupted, TrainResult
+    from liger_models.training.starting import train
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Callback",
     "CheckpointError",
     "ConfigError",
     "DataError",
@@ -48,6 +53,9 @@ __all__ = [
     "LigerSequenceClassifier",
     "ParallelDims",
     "ScoreOptions",
+    "TrainConfig",
+    "TrainResult",
+    "TrainingInterrupted",
     "UnsupportedModelError",
     "from_config",
     "from_hub",
@@ -55,22 +63,28 @@ __all__ = [
     "list_architectures",
     "parallelize",
     "preset",
+    "train",
     "update_correction_bias",
 ]
 
 # Imported when first used: they bring torch along, for which `liger-models --help` should not wait.
 _HOMES = {
+    "Callback": "training.callbacks",
     "Distillation": "layers.model.distilling",
     "LigerCausalLM": "models.causal_lm",
     "LigerSequenceClassifier": "models.classifier",
     "ParallelDims": "parallel.dims",
     "ScoreOptions": "layers.model.scoring",
+    "TrainConfig": "training.config",
+    "TrainResult": "training.results",
+    "TrainingInterrupted": "training.results",
     "from_config": "models.loading",
     "from_hub": "models.loading",
     "from_pretrained": "models.loading",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
     "preset": "presets",
+    "train": "training.starting",
     "update_correction_bias": "layers.experts.load_balance",
 }
 _PACKAGES = (

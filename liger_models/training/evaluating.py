@@ -16,7 +16,7 @@ from liger_models.training.observing.display import Display
 from liger_models.training.observing.samples import Samples
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
-from liger_models.training.tally import Tally
+from liger_models.training.results import Tally
 
 
 class Evaluation:

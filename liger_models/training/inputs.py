@@ -17,6 +17,7 @@ from liger_models.layers.sequences.tree import check_tree
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.models.loading import from_config, from_hub
 from liger_models.models.quantization import quantise
 from liger_models.presets import PRESETS, preset
 from liger_models.training.config import TrainConfig
@@ -86,8 +87,6 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     Raises:
         ConfigError, UnsupportedModelError: its config.json is unusable.
     """
-    import liger_models
-
     source = _source(config, checkpoint)
     if _is_preset(source) and OBJECTIVES[config.objective].needs_reference:
         raise ConfigError(
@@ -97,17 +96,15 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
     options["labels"] = labels_for(config)
-    return liger_models.from_config(shape, device="meta", **options).spec
+    return from_config(shape, device="meta", **options).spec
 
 
 def find_spec(folder: Path) -> ModelSpec | None:
     """Spec of the model whose config.json is in a folder; None if it is missing or of an unknown type."""
-    import liger_models
-
     if not (folder / "config.json").is_file():
         return None
     try:
-        return liger_models.from_config(folder, device="meta", dropout=0.0).spec
+        return from_config(folder, device="meta", dropout=0.0).spec
     except (ConfigError, UnsupportedModelError):  # a tokenizer may come from any model
         return None
 
@@ -126,8 +123,6 @@ def load_model(
         ConfigError: settings that do not fit the model.
         CheckpointError: a checkpoint that is damaged, or another model's.
     """
-    import liger_models
-
     options: dict[str, Any] = {
         "device": world.device,
         "attention": config.attention,
@@ -150,7 +145,7 @@ def load_model(
     dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     source = _source(config, checkpoint)
     if not _is_preset(source):
-        model = liger_models.from_hub(source, dtype=dtype, **options)
+        model = from_hub(source, dtype=dtype, **options)
         if model.dtype == torch.float16:
             raise ConfigError(
                 f"{config.model} is in float16, whose range gradients exceed; choose --dtype bfloat16 or "
@@ -159,7 +154,7 @@ def load_model(
     else:
         if config.dtype == "auto":
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
-        model = liger_models.from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+        model = from_config(_fresh(config, tokenizer), dtype=dtype, **options)
     if isinstance(model, LigerSequenceClassifier):
         if labels_for(config) is None:
             raise ConfigError(
@@ -326,8 +321,6 @@ def load_second_model(
         ConfigError: its tokenizer is missing or has another vocabulary.
         CheckpointError, HubError: it cannot be loaded.
     """
-    import liger_models
-
     folder = resolve(name)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
@@ -343,7 +336,7 @@ def load_second_model(
         )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = liger_models.from_hub(name, dtype=dtype, **options)
+    model = from_hub(name, dtype=dtype, **options)
     return model.requires_grad_(False).eval()
 
 

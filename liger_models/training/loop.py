@@ -16,9 +16,9 @@ import contextlib
 import math
 import signal
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,11 +27,11 @@ from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
 from liger_models.training.best import BEST_FILE
+from liger_models.training.callbacks import Callback
 from liger_models.training.checkpoints import state as states
-from liger_models.training.checkpoints.run_folder import BEST, locked
+from liger_models.training.checkpoints.run_folder import BEST, checkpoints, locked
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
-from liger_models.training.data import StepData
 from liger_models.training.inputs import with_adapter
 from liger_models.training.observing.display import Display
 from liger_models.training.observing.metrics import (
@@ -47,45 +47,13 @@ from liger_models.training.processes.signals import Signals
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import random_states, restored_random_states
+from liger_models.training.results import Outcome, TrainingInterrupted, TrainResult
 from liger_models.training.run_parts import RunParts
 
 MOST_SKIPPED = 10  # consecutive steps with a non-finite gradient: the run has diverged
 
 
-class TrainingInterrupted(KeyboardInterrupt):
-    """A signal stopped the run; a checkpoint was saved first. `exit_code` is the shell's 128 + signal."""
-
-    def __init__(self, message: str, signum: int) -> None:
-        super().__init__(message)
-        self.exit_code = 128 + signum
-
-
-class Outcome(NamedTuple):
-    """Outcome of a step: the mean loss, the gradient's norm before clipping, whether a rank was asked to
-    stop, and the objective's metrics by name.
-    """
-
-    loss: float
-    norm: float
-    stop: bool
-    data: StepData
-    metrics: dict[str, float | None]
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.norm)
-
-
-@dataclass
-class TrainResult:
-    """Result of a finished run: `final`, the exported checkpoint, and the `records` of metrics.jsonl."""
-
-    final: Path
-    steps: int
-    records: list[dict[str, Any]] = field(repr=False)
-
-
-def train_as(kind: type[Run], config: TrainConfig) -> TrainResult:
+def train_as(kind: type[Run], config: TrainConfig, callbacks: Iterable[Callback] = ()) -> TrainResult:
     """Run `config` to its end as a run of this kind; raises as `train` does (starting.py)."""
     config = with_adapter(config)
     output = local_path(config.output, ConfigError)
@@ -97,7 +65,7 @@ def train_as(kind: type[Run], config: TrainConfig) -> TrainResult:
         World(config.device, *shares) as world,
         restored_random_states(world.device),
         Watch(world, config.hang_timeout) as watch,
-        kind(config, world, watch) as run,
+        kind(config, world, watch, callbacks) as run,
     ):
         result = run.train()
         watch.mark("the end of the run")
@@ -121,7 +89,7 @@ class Run(RunParts):
                 evaluated = self.evaluate(display)
                 if evaluated:
                     self._record({"step": 0, "tokens": 0, **evaluated})
-            while (step := self.progress.step) < self.total and not self._out_of_patience():
+            while (step := self.progress.step) < self.total and not self._stops_early():
                 started = time.perf_counter()
                 rate = self.learning_rate.rate(step)
                 with profiler.step():
@@ -159,7 +127,8 @@ class Run(RunParts):
                 if config.save_every and self.progress.step % config.save_every == 0:
                     self.save(meanwhile=True)
         if step < self.total:
-            world.say(f"stopped early after step {step} of {self.total}: {self.best}")
+            reason = "a callback stopped it" if self.callbacks.stop else self.best
+            world.say(f"stopped early after step {step} of {self.total}: {reason}")
         return self._finish()
 
     def step(self, rate: float, signals: Signals) -> Outcome | None:
@@ -243,6 +212,7 @@ class Run(RunParts):
         """
         self.watch.suspend_deadline(f"saving checkpoint-{self.progress.step}")
         self.saver.wait()  # it may delete files that are read here
+        self.callbacks.written(self.saver)
         if not self._weights_are_finite():
             raise TrainingError(
                 f"step {self.progress.step}: the weights are no longer finite and are not saved; "
@@ -261,6 +231,7 @@ class Run(RunParts):
         )
         # Adapters are small, and written by PEFT.
         self.saver.save(contents, meanwhile=meanwhile and not self.adapters)
+        self.callbacks.writing(contents.target)
         # The source checkpoint may be deleted when newer ones exist: copy its auxiliary files from here,
         # which is in place before the next save.
         if not self.adapters:
@@ -274,9 +245,10 @@ class Run(RunParts):
         notes = {BEST_FILE: self.best.text()}
         best = states.describe_export(self.output / BEST, self._trained(), self.tokenizer.folder, notes)
         self.saver.save(best, meanwhile=not self.adapters)  # adapters are small
+        self.callbacks.writing(best.target)
 
-    def _out_of_patience(self) -> bool:
-        return 0 < self.config.patience <= self.best.since
+    def _stops_early(self) -> bool:
+        return self.callbacks.stop or 0 < self.config.patience <= self.best.since
 
     def _trained(self) -> Trained:
         return Trained(self.adapters.write) if self.adapters else Trained.of_model(self.model)
@@ -305,6 +277,7 @@ class Run(RunParts):
             self.metrics.write(record)
             for tracker in self.trackers:
                 tracker.write(record["step"], numbers_of(record))
+        self.callbacks.recorded(record, self.saver)
 
     def _finish(self) -> TrainResult:
         final = self.output / "final"
@@ -319,15 +292,19 @@ class Run(RunParts):
             records = list(read_metrics(self.metrics.jsonl))
             objective = self.objective
             plot_losses(records, self.output / "loss.png", objective.unit, objective.metrics)
+        self.callbacks.written(self.saver)
         self.world.barrier()
-        return TrainResult(final, self.progress.step, records)
+        best = self.output / BEST if self.config.keep_best and self.best.step else None
+        return TrainResult(final, self.progress.step, records, self.output, checkpoints(self.output), best)
 
     def _export(self, target: Path) -> None:
         self.saver.wait()
         self.saver.save(states.describe_export(target, self._trained(), self.tokenizer.folder))
+        self.callbacks.writing(target)
 
     def _interrupted(self, signals: Signals) -> TrainingInterrupted:
         self.save()
+        self.callbacks.written(self.saver)
         where = self.output / f"checkpoint-{self.progress.step}"
         return TrainingInterrupted(
             f"stopped after step {self.progress.step} of {self.total}; the state is in {where}. "

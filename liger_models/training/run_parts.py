@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -17,6 +18,7 @@ from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.training.best import Best, check_best
+from liger_models.training.callbacks import Callback, Callbacks
 from liger_models.training.checkpoints import state as states
 from liger_models.training.checkpoints.run_folder import BEST, abandon_after
 from liger_models.training.checkpoints.saving import Saver
@@ -43,9 +45,9 @@ from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
 from liger_models.training.random_numbers import seed_generators
 from liger_models.training.reference import add_reference
+from liger_models.training.results import Tally
 from liger_models.training.resuming import check_resumed, find_checkpoint
 from liger_models.training.settings_file import write_settings
-from liger_models.training.tally import Tally
 from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.untrained_rows import untrained_rows_warning
 
@@ -58,9 +60,16 @@ class RunParts:
             used. Nothing is left open.
     """
 
-    def __init__(self, config: TrainConfig, world: World, watch: Watch | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        watch: Watch | None = None,
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
         self.config, self.world = config, world
         self.watch = watch or Watch(world, config.hang_timeout)
+        self.callbacks = Callbacks(callbacks, world, self.watch)
         self.output = local_path(config.output, ConfigError)
         trackers = parse_trackers(config.log)
         checkpoint, resumed = find_checkpoint(config, world, self.output)

@@ -55,6 +55,11 @@ class Saver:
             pending.result()
 
     @property
+    def idle(self) -> bool:
+        """Whether everything has been written, without an error."""
+        return self._pending is None or (self._pending.done() and not self.failed)
+
+    @property
     def failed(self) -> bool:
         """Whether `wait` is already known to raise."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None

@@ -97,6 +97,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
         (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
         *((settings_for(folder / f"{name}_two", **own), 0, 2) for name, own in objectives.items()),
+        (settings_for(folder / "called", **options), -5, 2),
         (settings_for(folder / "muon", **balanced, optimizer="muon"), 0, 2),
         (settings_for(folder / "muon_stopped", **balanced, optimizer="muon"), 1, 2),
         (settings_for(folder / "muon_stopped", **balanced, optimizer="muon", resume="auto"), 0, 2),
@@ -124,6 +125,13 @@ def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
         assert (folder / cut / f"checkpoint-{step}").is_dir()
         assert losses(outcomes[0][stopped + 1]) == losses(outcomes[0][stopped - 1])
         assert_same_bits(folder / whole / "final", folder / cut / "final")
+
+
+def test_a_callback_of_the_first_process_stops_all(runs):
+    folder, outcomes = runs
+    assert [record["step"] for record in outcomes[0][-4]] == [0, 1, 2, 3, 4, 5]
+    assert outcomes[1][-4] == []
+    assert (folder / "called" / "final" / "model.safetensors").is_file()
 
 
 def test_one_process_and_two_write_the_same_files(runs):
