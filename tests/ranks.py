@@ -4,6 +4,8 @@ that has imported the program, itself forked from one that imported torch and li
 found = run_ranks(RANK, tmp_path, "fsdp")                 # in test_NAME.py, RANK being NAME_rank.py
 
 def results(folder, rank, ranks, wrapper): ...            # in NAME_rank.py
+
+`Fork` runs a piece of code in a process that may be killed, from the same server.
 """
 
 from __future__ import annotations
@@ -58,25 +60,40 @@ def run_ranks(
     every rank's stack.
     """
     environment = {**os.environ, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
     complaints = folder / "complaints"
-    run = [environment, str(complaints), time.time() + seconds, str(program), backend, str(folder)]
-    ended = _outputs_of([*run, *arguments], seconds)
-    assert ended == "0", f"{program.name} ended with {ended}\n{complaints.read_text()}"
+    run = [time.time() + seconds, str(program), backend, str(folder), *arguments]
+    all_ranks = Fork("ranks", *run, output=complaints, environment=environment)
+    ended = all_ranks.wait(seconds)
+    assert ended == 0, f"{program.name} ended with {ended}\n{complaints.read_text()}"
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
-def _outputs_of(run: list[Any], seconds: float) -> str:
-    """Return the run's outcome."""
-    server = _server()
-    server.stdin.write(json.dumps(run).encode() + b"\n")
-    number = int(server.stdout.readline())  # process group of all ranks
-    if wait([server.stdout], seconds):
-        return server.stdout.readline().decode().strip()
-    time.sleep(2)  # the ranks print their stacks
-    with contextlib.suppress(ProcessLookupError):  # it may just have ended
-        os.killpg(number, signal.SIGKILL)
-    return f"{server.stdout.readline().decode().strip()}: not done in {seconds:g} s"
+class Fork:
+    """A process forked by the server, one at a time.
+
+    Fork("code", code, *arguments, output=file)     # runs Python code, with sys.argv[1:] as given
+    Fork("ranks", ...)                              # runs all ranks of a program: see `run_ranks`
+    """
+
+    def __init__(
+        self, task: str, *arguments: Any, output: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        environment = dict(os.environ if environment is None else environment)
+        environment["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a GPU's context would not survive a fork
+        self._server = _server()
+        run = json.dumps([environment, str(output), task, *arguments])
+        self._server.stdin.write(run.encode() + b"\n")
+        self.output = output  # of stdout and stderr
+        self.pid = int(self._server.stdout.readline())  # process group of all that it starts
+
+    def wait(self, seconds: float = 120) -> int | str:
+        """Return the exit code, negative after a signal, or a sentence on a timeout."""
+        if wait([self._server.stdout], seconds):
+            return int(self._server.stdout.readline())
+        time.sleep(2)  # the ranks print their stacks
+        with contextlib.suppress(ProcessLookupError):  # it may just have ended
+            os.killpg(self.pid, signal.SIGKILL)
+        return f"{self._server.stdout.readline().decode().strip()}: not done in {seconds:g} s"
 
 
 @functools.cache
@@ -93,20 +110,21 @@ def _serve() -> None:
     sys.modules["ranks"] = sys.modules["__main__"]
     import torch._dynamo  # noqa: F401 - imported by FSDP2
 
-    import liger_models.parallel  # noqa: F401
+    import liger_models.parallel
+    import liger_models.training  # noqa: F401
 
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
-        environment, complaints, *run = json.loads(line)
+        environment, output, task, *arguments = json.loads(line)
         number = os.fork()
         if number == 0:
             os.setsid()
             os.environ.clear()
             os.environ.update(environment)
-            file = os.open(complaints, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            _be_all_ranks(*run)
+            {"ranks": _be_all_ranks, "code": _be_code}[task](*arguments)
         print(number, file=answers, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=answers, flush=True)
 
@@ -121,6 +139,23 @@ def _be_all_ranks(end: float, program: str, backend: str, folder: str, *argument
     finally:
         sys.stderr.flush()
         os._exit(code)
+
+
+def _be_code(code: str, *arguments: str) -> NoReturn:
+    torch.set_num_threads(1)
+    sys.argv = ["-c", *arguments]
+    status: Any = 1
+    try:
+        exec(code, {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status or 0)
 
 
 def _run_all(end: float, program: str, backend: str, folder: Path, *arguments: str) -> int:

@@ -4,13 +4,13 @@ import gzip
 import os
 import random
 import signal
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import Fork
 
 from liger_models.cli import main
 from liger_models.convert.errors import DataError
@@ -349,8 +349,8 @@ def test_a_kill_leaves_the_previous_corpus_or_none(load, tmp_path, jsonl, tokeni
     path = tmp_path / "a.jsonl"
     old = contents(load(jsonl(path, RECORDS[::-1]))) if before else []
     jsonl(path, RECORDS)
-    command = [sys.executable, "-c", KILLED, str(path), str(tokenizer_folder), str(tmp_path / "cache")]
-    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    given = [str(path), str(tokenizer_folder), str(tmp_path / "cache")]
+    assert Fork("code", KILLED, *given, output=tmp_path / "said").wait() == -signal.SIGKILL
     assert [contents(Documents([Part(Corpus(folder))])) for folder in found()] == [old] * before
     assert len(load(path)) == len(RECORDS)
     assert [path for path in (tmp_path / "cache").iterdir() if path.is_dir()] == found()  # without leftovers
@@ -360,10 +360,13 @@ def test_one_of_two_processes_builds_and_the_other_maps_the_same_corpus(
     load, tmp_path, jsonl, tokenizer_folder
 ):
     path = jsonl(tmp_path / "a.jsonl", RECORDS * 50)
-    code = KILLED.replace("== 3", "== 10**9") + "print(len(ended))"
-    command = [sys.executable, "-c", code, path, str(tokenizer_folder), str(tmp_path / "cache")]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert sorted(int(process.communicate(timeout=120)[0]) for process in both) == [0, 200]
+    code = "import os\nchild = os.fork()\n" + KILLED.replace("== 3", "== 10**9")
+    code += "os.write(1, b'%d\\n' % len(ended))\nif child: sys.exit(os.waitpid(child, 0)[1])"
+    process = Fork(
+        "code", code, path, str(tokenizer_folder), str(tmp_path / "cache"), output=tmp_path / "said"
+    )
+    assert process.wait() == 0, process.output.read_text()
+    assert sorted(map(int, process.output.read_text().split())) == [0, 200]
 
 
 def test_shards_and_wide_tokens_are_read_as_one_corpus(tmp_path):
@@ -442,9 +445,10 @@ def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
     rng = random.Random(0)
     records = [{"text": "ab cd ef gh " * rng.randint(1, 100)} for _ in range(1000)]
     files = [jsonl(tmp_path / f"{k}.jsonl", records * k) for k in (1, 6)]
-    command = [sys.executable, "-c", MEASURED, str(tokenizer_folder), *files, str(tmp_path / "cache")]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    more, tokens = map(int, result.stdout.split())
+    given = [str(tokenizer_folder), *files, str(tmp_path / "cache")]
+    process = Fork("code", MEASURED, *given, output=tmp_path / "said")
+    assert process.wait() == 0, process.output.read_text()
+    more, tokens = map(int, process.output.read_text().split())
     assert tokens > 2_000_000
     # Less than a copy of the tokens at four bytes each; a list would take eight.
     assert more < 4 * tokens

@@ -5,12 +5,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 import torch
+from ranks import Fork
 from safetensors.torch import load_file
 
 from liger_models.convert.errors import CheckpointError, ConfigError, DataError
@@ -92,8 +91,8 @@ train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eva
 
 def test_a_run_resumes_after_a_kill_during_a_save(run, settings, losses, unstopped, tmp_path):
     config = settings()
-    killed = subprocess.run([sys.executable, "-c", KILLED, json.dumps(config.to_dict())], timeout=120)
-    assert killed.returncode == -signal.SIGKILL
+    killed = Fork("code", KILLED, json.dumps(config.to_dict()), output=tmp_path / "said")
+    assert killed.wait() == -signal.SIGKILL
     assert newest_checkpoint(config.output).name == "checkpoint-2"  # checkpoint-4 was being written
     result = run(settings(resume="auto"))
     assert losses(result) == losses(unstopped)
@@ -145,16 +144,19 @@ def test_a_run_stopped_before_the_first_step_resumes(run, settings, losses, unst
     assert losses(run(settings(resume="auto"))) == losses(unstopped)
 
 
+COMMAND = "import sys; from liger_models.cli import main; sys.exit(main(sys.argv[1:]))"
+
+
 def test_ctrl_c_ends_the_command_with_130_and_a_state(settings, tmp_path, data, checkpoint):
-    command = [sys.executable, "-m", "liger_models.cli", "train", str(checkpoint), "--data", data]
-    command += ["--output", str(tmp_path / "run"), "--seq-len", "64", "--steps", "100000", "--device", "cpu"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
+    words = ["train", str(checkpoint), "--data", data, "--output", str(tmp_path / "run"), "--seq-len", "64"]
+    words += ["--steps", "100000", "--device", "cpu"]
+    command = Fork("code", COMMAND, *words, output=tmp_path / "said")
+    metrics, end = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < end and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
+    os.kill(command.pid, signal.SIGINT)
+    code, errors = command.wait(60), command.output.read_text()
+    assert code == 130, errors
     saved = newest_checkpoint(tmp_path / "run")
     assert f"the state is in {saved}. Repeat the command with --resume to continue." in errors
     assert "Traceback" not in errors

@@ -8,11 +8,11 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
+import time
 
 import pytest
 import torch
+from ranks import Fork
 from safetensors.torch import load_file, save_file
 
 from liger_models.convert.errors import CheckpointError, ConfigError, TrainingError
@@ -394,18 +394,19 @@ train(TrainConfig(**options | {key: tuple(options[key]) for key in ("data", "eva
 """
 
 
-def test_two_runs_do_not_share_a_folder_and_a_killed_one_leaves_no_lock(run, settings):
+def test_two_runs_do_not_share_a_folder_and_a_killed_one_leaves_no_lock(run, settings, tmp_path):
     config = settings(steps=2)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS, json.dumps(config.to_dict())], stdout=subprocess.PIPE, text=True
-    )
+    process = Fork("code", HOLDS, json.dumps(config.to_dict()), output=tmp_path / "said")
     try:
-        assert process.stdout.readline() == "running\n"
+        end = time.monotonic() + 120
+        while not (process.output.exists() and "running" in process.output.read_text()):
+            assert time.monotonic() < end
+            time.sleep(0.02)
         with pytest.raises(ConfigError, match="another run is writing to"):
             run(config)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        os.kill(process.pid, signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL
     assert run(config).steps == 2
 
 
