@@ -15,6 +15,7 @@ import difflib
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -36,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.parser.error(f"unrecognized arguments: {' '.join(others)}")
     args.others = others  # forwarded by `bench`
     try:
-        return args.run(args) or 0
+        with warnings.catch_warnings():
+            # torch's complaint, when it is imported, about a package that nothing here needs.
+            warnings.filterwarnings("ignore", "Failed to initialize NumPy")
+            return args.run(args) or 0
     except KeyboardInterrupt:
         print(f"liger-models {args.command}: interrupted", file=sys.stderr)
         return 130
