@@ -7,7 +7,7 @@ The model is never shown an answer: its own are checked, and the reward is the s
 are right. Eight answers to each question are sampled, and each is compared with its group.
 """
 
-import sys
+import argparse
 
 import torch
 
@@ -72,7 +72,8 @@ def check(questions: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=150)
+    main(parser.parse_args().steps)

@@ -6,9 +6,9 @@ Pictures of several sizes are drawn, cut into patches and packed one after anoth
 its answer. `out` is a checkpoint that transformers reads; where it is installed, it gives the same answers.
 """
 
+import argparse
 import itertools
 import random
-import sys
 import time
 
 import torch
@@ -164,7 +164,10 @@ def same_in_transformers(out: str, test: dict[str, torch.Tensor], said: list[tup
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, default=500)
+    args = parser.parse_args()
+    main(args.out, args.steps)

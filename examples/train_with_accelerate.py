@@ -3,10 +3,13 @@
     accelerate launch --num_processes 8 examples/train_with_accelerate.py CHECKPOINT data.jsonl out
 
 data.jsonl and `out` are as in train_with_trainer.py.
+
+It needs `pip install 'liger_models[hf]' accelerate`. A checkpoint of a few million parameters, such as
+demo-output/run/final after `make demo`, trains on a CPU in seconds.
 """
 
+import argparse
 import json
-import sys
 
 import accelerate
 import torch
@@ -52,7 +55,9 @@ def main(
 
 
 if __name__ == "__main__":
-    if "--help" in sys.argv:
-        print(__doc__)
-    else:
-        main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in ("checkpoint", "data", "out"):
+        parser.add_argument(name)
+    main(**vars(parser.parse_args()))
