@@ -40,6 +40,7 @@ from liger_models.architectures.common.rotary import (
     rope,
     turning_layers,
 )
+from liger_models.architectures.common.state_space import ssd, time_step_limit
 
 __all__ = [
     "CHUNKED",
@@ -69,6 +70,8 @@ __all__ = [
     "query_scale",
     "rope",
     "share_keys",
+    "ssd",
+    "time_step_limit",
     "turning_layers",
     "unread_keys",
     "windows",

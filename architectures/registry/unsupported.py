@@ -16,7 +16,6 @@ MISSING: dict[str, str] = {
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
     "lfm3": _CONVOLUTION,
     "mamba": _MAMBA,
-    "mamba2": _MAMBA_2,
     "minimax": "lightning linear attention",
     "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",

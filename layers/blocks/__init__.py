@@ -7,6 +7,7 @@ from liger_models.layers.blocks.block import (
     IMAGES,
     Block,
     add_and_norm,
+    joined,
     keys_and_values,
     own_input,
     run_block,
@@ -23,7 +24,16 @@ from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
 from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
 from liger_models.layers.blocks.side_by_side import SideBySideBlock
 
-__all__ = ["BLOCKS", "IMAGES", "Block", "add_and_norm", "keys_and_values", "own_input", "run_block"]
+__all__ = [
+    "BLOCKS",
+    "IMAGES",
+    "Block",
+    "add_and_norm",
+    "joined",
+    "keys_and_values",
+    "own_input",
+    "run_block",
+]
 
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,

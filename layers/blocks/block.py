@@ -29,6 +29,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     CrossAttentionSpec,
     MoESpec,
+    NormSpec,
     RecurrentSpec,
     SharedAttentionSpec,
 )
@@ -107,6 +108,11 @@ class Block(nn.Module):
         """The only token mixer, or the first of two. (Named apart from modules of other libraries.)"""
         return self.mixers[0]
 
+    @property
+    def float32_stream(self) -> bool:
+        """Whether the residual stream is in float32."""
+        return isinstance(self.spec.norm, NormSpec) and self.spec.norm.float32_stream
+
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -139,11 +145,15 @@ class Block(nn.Module):
         Excludes temporary memory of the backward pass, which is needed for one layer at a time.
         """
         if level in RERUN:
-            own = 0 if level == "offload" else itemsize * self.hidden_size
+            own = 0 if level == "offload" else self.stream_bytes(itemsize)
             return own + self._noted_bytes(itemsize) + self._shared_kv_bytes(itemsize)
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
+
+    def stream_bytes(self, itemsize: int) -> int:
+        """Bytes per token of the residual stream."""
+        return (max(4, itemsize) if self.float32_stream else itemsize) * self.hidden_size
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         """Number of tensors [T, H] that the branches keep of their inputs, in addition to the norms' own
@@ -192,9 +202,22 @@ def run_block(
     if layer.activation_memory in RERUN and lean and sequences.cache is None:
         # The sum is taken before the layer, so that one tensor is kept instead of two.
         again = offload.recompute if layer.activation_memory == "offload" else recompute
-        return again(layer, x if residual is None else x + residual, None, sequences, *read)
+        return again(layer, *joined(x, residual, layer.float32_stream), sequences, *read)
     with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
         return layer(x, residual, sequences, *read)
+
+
+def joined(x: Tensor, residual: Tensor | None, float32_stream: bool) -> Streams:
+    """Return the residual stream as its sum and None; a stream in float32 as its sum and zeros of the
+    branches' dtype, which take no memory.
+    """
+    if residual is None:
+        return x, None
+    if not float32_stream or x.dtype == residual.dtype == torch.float32:
+        return x + residual, None
+    branch = min(x, residual, key=lambda term: term.element_size())
+    total = x.to(torch.promote_types(x.dtype, torch.float32)) + residual
+    return total, branch.new_zeros(()).expand_as(total)
 
 
 def add_and_norm(norm: Norm, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -262,7 +262,7 @@ class StepMemory:
     @property
     def _stream(self) -> int:
         """Bytes of the residual stream."""
-        return self.step.tokens * self.model.spec.hidden_size * self.itemsize
+        return self.step.tokens * self.model.layers[0].stream_bytes(self.itemsize)
 
     @cached_property
     def _tied(self) -> bool:

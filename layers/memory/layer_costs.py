@@ -67,7 +67,7 @@ class LayerCosts:
         mixing = _mixing(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
         whole = again + tokens * (2 * (inner + rest) + mixing)
-        stream = tokens * itemsize * layer.hidden_size
+        stream = tokens * layer.stream_bytes(itemsize)
         moments = _Moments.of(layer, kept, step, itemsize, adapters)
         own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
@@ -176,7 +176,7 @@ class _Moments:
         adapters: AdapterCosts,
     ) -> _Moments:
         tokens, mlp = step.tokens, getattr(layer, "mlp", None)
-        stream, product = (tokens * itemsize * width for width in (layer.hidden_size, _inner_width(layer)))
+        stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
         named: dict[str, Tensor] = {} if mlp is None else dict(mlp.named_parameters())
         behind = _gradient_bytes((p for name, p in named.items() if "down_proj" in name), step)
         mixers: Any = layer.mixers

@@ -18,6 +18,7 @@ from liger_models.layers.blocks import (
     IMAGES,
     Block,
     add_and_norm,
+    joined,
     keys_and_values,
     own_input,
     run_block,
@@ -165,7 +166,7 @@ class Decoder(ActivationLevels):
                 x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
                 layer_inputs.update(zip(layer.makes, made, strict=True))
             if inputs_of_layers is not None and number + 1 < len(self.layers):
-                x, residual = x if residual is None else x + residual, None
+                x, residual = joined(x, residual, self.spec.float32_stream)
                 # Without the features that images add, as in transformers.
                 inputs_of_layers.append(sequences.unpack(x))
                 x = sequences.pack(inputs_of_layers[-1])

@@ -16,7 +16,7 @@ from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
 def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
     """Create the norm that the spec describes, over a last dimension of `width`."""
     if isinstance(spec, NormSpec):
-        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast)
+        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast, spec.float32_stream)
     return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset)
 
 
@@ -31,11 +31,20 @@ class LigerRMSNorm(nn.Module):
         eps: added to the mean square.
         offset: added to the weight (Gemma: 1.0). The weight starts at `1 - offset`.
         cast: "llama", "gemma" or "float32": where the result is rounded to the input's dtype.
+        float32_stream: the sum is in float32, and is normalised as rounded to the dtype of x or of the
+            residual, whichever is narrower.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-6, offset: float = 0.0, cast: NormCast = "llama"):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-6,
+        offset: float = 0.0,
+        cast: NormCast = "llama",
+        float32_stream: bool = False,
+    ):
         super().__init__()
-        self.eps, self.offset, self.cast = eps, offset, cast
+        self.eps, self.offset, self.cast, self.float32_stream = eps, offset, cast, float32_stream
         self.weight = nn.Parameter(torch.empty(hidden_size))
         self.reset_parameters()
 
@@ -45,12 +54,20 @@ class LigerRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
+        if residual is None:
+            return self._alone(x)
+        if self.float32_stream and not torch.is_autocast_enabled(x.device.type):
+            branch = min(x.dtype, residual.dtype, key=lambda dtype: dtype.itemsize)
+            total = x.to(torch.promote_types(x.dtype, torch.float32)) + residual
+            return self._alone(total.to(branch)), total
         cast = self._cast_for(x)
         norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
-        if residual is None:
-            return carry_recipe(norm(x, self.weight), norm, x, self.weight, late=True)
         y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
         return carry_recipe(y, norm, total, self.weight, late=True), total
+
+    def _alone(self, x: Tensor) -> Tensor:
+        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=self._cast_for(x))
+        return carry_recipe(norm(x, self.weight), norm, x, self.weight, late=True)
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """Cast to use: a weight wider than the model's matrices would promote the result, which they could

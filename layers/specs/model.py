@@ -51,6 +51,11 @@ class ModelSpec:
         return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.ropes))
 
     @property
+    def float32_stream(self) -> bool:
+        """Whether the residual stream is in float32."""
+        return isinstance(self.norm, NormSpec) and self.norm.float32_stream
+
+    @property
     def is_recurrent(self) -> bool:
         """Whether some layer carries a state from token to token."""
         return any(block.recurrent is not None for block in self.blocks)

@@ -11,12 +11,14 @@ NormCast = Literal["llama", "gemma", "float32"]
 @dataclass(frozen=True)
 class NormSpec:
     """RMSNorm: `x / rms(x) * (offset + weight)`; `cast` defines where the result is rounded (see
-    kernels/norms/rms_norm.py).
+    kernels/norms/rms_norm.py). With `float32_stream` the residual stream is in float32, and norms round it to
+    the model's dtype first.
     """
 
     eps: float = 1e-6
     offset: float = 0.0
     cast: NormCast = "llama"
+    float32_stream: bool = False
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,8 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
             noise = torch.randn(tensor.shape, generator=generator)
             if name.endswith("A_log"):  # states that last for some tokens; most initial decays are too fast
                 tensor.copy_(0.5 * noise - 1.0)
+            elif name.endswith("dt_bias"):  # steps of the order of one; initial ones are much smaller
+                tensor.copy_(0.3 * noise)
             elif tensor.dim() > 1 and not name.endswith("norm.weight"):
                 # scaled to keep activations and scores of order one
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))

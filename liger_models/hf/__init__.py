@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from liger_models.hf.adapters.adapters import load_adapter, save_adapter
+    from liger_models.hf.adapters.state_spaces import get_peft_model
     from liger_models.hf.base_model import LigerModel
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
@@ -27,6 +28,7 @@ __all__ = [
     "LigerForSequenceClassification",
     "LigerModel",
     "classes_of",
+    "get_peft_model",
     "load_adapter",
     "register",
     "save_adapter",
@@ -35,6 +37,7 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(("load_adapter", "save_adapter"), "adapters.adapters"),
+    "get_peft_model": "adapters.state_spaces",
     "CorrectionBiasCallback": "callbacks",
     "LigerModel": "base_model",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification"), "models"),

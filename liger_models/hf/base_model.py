@@ -25,7 +25,7 @@ from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
-from liger_models.hf.cache import TransformersCache, UnfilledCache
+from liger_models.hf.cache import TransformersCache, UnfilledCache, given_cache, tokens_in
 from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices
 from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel
@@ -148,6 +148,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             )
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
         others.pop("logits_to_keep", None)  # TRL's distillation also passes it to the base model
+        past_key_values = given_cache(past_key_values, others)
         sequences, checks = others.pop("sequences", None), others.pop("checks", None)
         groups = groups_of_step(self) if checks is None else checks.groups
         device = exchange_device(self.embed_tokens)
@@ -267,7 +268,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 for name in ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"):
                     others.pop(name, None)  # redundant descriptions of the same documents
             return Sequences.from_call(shape, device, attention_mask, position_ids, bounds, parents)
-        seen = int(past_key_values.get_seq_length())
+        seen = tokens_in(past_key_values)
         if torch.is_grad_enabled() and self.training and self.is_gradient_checkpointing:
             raise ValueError(
                 "gradient checkpointing cannot recompute layers that fill a cache: disable checkpointing, or "

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.cross_attention import VisibleTiles
@@ -23,6 +23,28 @@ def knows_positions(cache: Cache | None) -> bool:
     """Return whether the cache has a position offset, from images that take fewer positions than tokens."""
     _, shift, *_ = getattr(cache, "of_images", None) or (0, None)
     return shift is not None
+
+
+def given_cache(past_key_values: Cache | None, others: dict[str, Any]) -> Cache | None:
+    """Return the cache of a call, which transformers passes to Mamba's models as `cache_params`."""
+    named = others.pop("cache_params", None)
+    return named if past_key_values is None else past_key_values
+
+
+def tokens_in(cache: Cache) -> int:
+    """Return the number of tokens that filled a cache.
+
+    Raises:
+        DataError: it holds states alone, and another model filled it.
+    """
+    if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
+        return int(cache.get_seq_length())
+    if not cache.has_previous_state():
+        return 0
+    tokens = getattr(cache, "tokens_so_far", None)  # states do not tell
+    if tokens is None:
+        raise DataError("the cache was filled by another model; pass the whole text and a new cache")
+    return int(tokens)
 
 
 class UnfilledCache(Cache):
@@ -59,7 +81,7 @@ class TransformersCache(KVCache):
         super().__init__([], shape[0], device)
         self.cache, self.documents, self.attention_mask = cache, documents, attention_mask
         self.shape = shape
-        self.seen = int(cache.get_seq_length())
+        self.seen = tokens_in(cache)
         self.longest, self.newest = self.seen + shape[1], shape[1]
         self._extent: dict[int, tuple[int, int]] = {}  # layer -> (number of tokens returned, first one)
         self._real: tuple[Tensor, Tensor] | None = None
@@ -70,10 +92,11 @@ class TransformersCache(KVCache):
             self._recall()
 
     def keep(self) -> None:
-        """Store the image state that later calls need on the cache."""
+        """Store on the cache what later calls need: the number of its tokens, and the state of images."""
+        kept: Any = self.cache
+        kept.tokens_so_far = self.longest
         if self.seen == 0:
             before = None if self.shift is None else self.shift + self.lengths - self.shape[1]  # of slots
-            kept: Any = self.cache
             kept.of_images = (self.shape[0], before, self.ahead, self.images, self.of_images)
 
     def _recall(self) -> None:

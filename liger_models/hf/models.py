@@ -10,7 +10,7 @@ family's classes from these. The native model's `LMHead` runs the computation.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from transformers.utils.generic import can_return_tuple
 from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.hf.base_model import LigerModel
+from liger_models.hf.cache import given_cache
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (
     batch_shape,
@@ -38,6 +39,14 @@ from liger_models.layers.model.request import Request
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import IGNORE_INDEX
+
+
+@dataclass
+class StateSpaceOutput(CausalLMOutputWithPast):
+    """Output of models without attention, whose cache transformers names `cache_params`."""
+
+    cache_params: Cache | None = None
+
 
 HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
 
@@ -119,6 +128,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if others.get("shift_labels") is not None:
             labels = None  # as in transformers
         request = Request.take(others, labels, others.pop("num_items_in_batch", None))
+        past_key_values = given_cache(past_key_values, others)
         return_logits, skip_logits = others.pop("return_logits", None), others.pop("skip_logits", None)
         if request.teaching is not None:
             sequences = request.teaching.sequences
@@ -174,7 +184,9 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if return_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.logit_form(self.lm_head(hidden[:, kept]))
-        make = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
+        make: Any = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
+        if spec.is_recurrent and all(block.recurrent is not None for block in spec.blocks):
+            make, routers = StateSpaceOutput, {"cache_params": output.past_key_values}
         return make(
             loss=found.get("loss"),
             logits=logits,

@@ -428,7 +428,7 @@ def test_a_text_part_of_another_family_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "part"), [("mamba2", "Mamba 2"), ("rwkv", "recurrence"), ("jamba", "state-space")]
+    ("model_type", "part"), [("zamba2", "Mamba 2"), ("rwkv", "recurrence"), ("jamba", "state-space")]
 )
 def test_a_family_that_is_known_and_not_supported_is_refused_with_what_is_missing(model_type, part):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is known but not supported.*{part}"):

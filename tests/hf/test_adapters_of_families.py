@@ -17,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 IDS = torch.randint(3, 131, (1, 7), generator=torch.Generator().manual_seed(0))
+REFUSED = "falcon_h1", "mamba2", "nemotron_h"  # PEFT: _check_lora_target_modules_mamba
 
 
 def logits(model):
@@ -29,9 +30,13 @@ def tensors(folder):
 
 
 def layers(model):
-    """Return the linear layers without the head and routers, which are parameters in ours."""
+    """Return the linear layers without the head, routers, which are parameters in ours, and those that PEFT
+    refuses in models of Mamba's types.
+    """
     found = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    return {path for path in found if not path.endswith(("lm_head", ".router", ".router.proj", ".gate.wg"))}
+    other = ["lm_head", ".router", ".router.proj", ".gate.wg"]
+    other += [".out_proj"] if model.config.model_type in REFUSED else []
+    return {path for path in found if not path.endswith(tuple(other))}
 
 
 @pytest.mark.supports("PEFT", "every family under the names of transformers' own model")
@@ -77,6 +82,31 @@ def test_adapters_of_every_family_match_the_reference(family, make_both, hf, tmp
     hf.save_adapter(ours, tmp_path / "packed")
     again = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "packed").eval()
     assert relative_distance(logits(again), expected) <= BOUND
+
+
+@pytest.mark.parametrize("family", sorted(set(REFUSED) & set(list_architectures())))
+def test_output_projections_of_state_space_layers_have_adapters(family, make_both, hf, tmp_path):
+    """Which PEFT refuses, because transformers' fused kernel passes them by."""
+    both = make_both(family)
+    without, other = logits(both.ours), type(both.ours).from_pretrained(both.folder).eval()
+    config = peft.LoraConfig(r=3, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="incompatible with Mamba"):
+        peft.get_peft_model(other, config)
+    adapted = randomise_trained(hf.get_peft_model(both.ours, config)).eval()
+    assert adapted.config is both.ours.config
+    assert both.ours.config.model_type == family
+    found = logits(adapted)
+    assert relative_distance(without, found) > BOUND
+    hf.save_adapter(adapted, tmp_path / "adapter")
+    assert any(".out_proj.lora_A" in name for name in tensors(tmp_path / "adapter"))
+    other = type(both.ours).from_pretrained(both.folder)
+    again = hf.load_adapter(other, tmp_path / "adapter").eval()
+    assert relative_distance(logits(again), found) <= BOUND
+    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    hf.unregister()
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    assert type(merged) is type(both.reference)
+    assert relative_distance(logits(merged), found) <= BOUND
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe"])

@@ -136,6 +136,28 @@ def test_a_cache_is_filled_call_by_call(family, padding, make_both, prompts):
     assert relative_distance(found[mask.bool()], whole[mask.bool()]) <= BOUND
 
 
+@pytest.mark.parametrize("way", ["dynamic", "no_cache", "beams"])
+def test_tokens_of_a_model_without_attention_are_those_of_the_reference(way, make_both, prompts):
+    """transformers names its cache `cache_params`."""
+    both = make_both("mamba2")
+    expected, found = (generate(m, *prompts, **WAYS[way]) for m in (both.reference, both.ours))
+    assert_same_tokens(found, expected)
+
+
+def test_a_cache_of_states_alone_is_filled_call_by_call(make_both, prompts):
+    ours = make_both("mamba2").ours
+    ids, mask = prompts
+    with torch.no_grad():
+        whole = ours(ids, attention_mask=mask, use_cache=False).logits
+        first = ours(ids[:, :6], attention_mask=mask[:, :6])
+        rest = ours(ids[:, 6:], attention_mask=mask, cache_params=first.cache_params)
+        found = torch.cat([first.logits, rest.logits], 1)
+        assert relative_distance(found[mask.bool()], whole[mask.bool()]) <= BOUND
+        del first.cache_params.tokens_so_far
+        with pytest.raises(DataError, match="filled by another model"):
+            ours(ids[:, :1], cache_params=first.cache_params)
+
+
 PACKED = [5, 1, 5]
 
 

@@ -98,13 +98,21 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
         _convert(model, config, tensors, bool(options.get("is_trainable")))
         with tempfile.TemporaryDirectory() as converted:
             _write(Path(converted), config, tensors)
-            adapted = peft.PeftModel.from_pretrained(model, converted, **options)
+            adapted = _adapted(model, converted, options)
     else:
-        adapted = peft.PeftModel.from_pretrained(model, folder, **options)
+        adapted = _adapted(model, folder, options)
     expected = peft.get_peft_model_state_dict(adapted, adapter_name=options.get("adapter_name", "default"))
     if wrong := sorted(expected.keys() ^ tensors.keys()):
         raise CheckpointError(f"{folder}: the adapter and the model differ in {wrong[:4]}")
     return adapted
+
+
+def _adapted(model: Any, folder: str | Path, options: dict[str, Any]) -> Any:
+    from peft import PeftModel
+
+    from liger_models.hf.adapters.state_spaces import allowing_output_projections
+
+    return allowing_output_projections(model, lambda: PeftModel.from_pretrained(model, folder, **options))
 
 
 def _is_lora(config: Mapping[str, Any]) -> bool:

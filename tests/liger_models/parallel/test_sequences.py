@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norms over all heads": {"family": "olmo2", "batch": rows()},
     "states, documents": {"family": "qwen3_next", "batch": packed()},
     "gated convolutions, documents": {"family": "lfm2", "batch": packed()},
+    "state space, documents": {"family": "mamba2", "n_groups": 2, "batch": packed()},
     "states, level offload": {"family": "qwen3_5_text", "level": "offload", "batch": padded()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
     "level auto": {"family": "llama", "level": "auto", "batch": packed()},
@@ -151,7 +152,11 @@ def test_two_ranks_equal_one_process(case, results):
 
 @pytest.mark.parametrize(
     ("family", "ranks", "match"),
-    [("llama", 3, "layer 0 has 4 query heads, which 3 ranks"), ("phimoe", 2, "draw experts at random")],
+    [
+        ("llama", 3, "layer 0 has 4 query heads, which 3 ranks"),
+        ("mamba2", 2, "layer 0 has 3 groups of heads, which 2 ranks"),
+        ("phimoe", 2, "draw experts at random"),
+    ],
 )
 def test_the_error_names_heads_that_ranks_cannot_share(family, ranks, match):
     model = liger_models.from_config(find_architecture(family).tiny)

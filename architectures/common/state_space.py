@@ -1,0 +1,99 @@
+"""State space layers of Mamba 2, under the names of keys that each family gives them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from liger_models.architectures.common.mlps import activation
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.config.rope_config import is_finite
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.specs import SSDSpec
+
+MAMBA_KEYS: Mapping[str, str] = {
+    "heads": "mamba_n_heads",
+    "head_dim": "mamba_d_head",
+    "groups": "mamba_n_groups",
+    "state": "mamba_d_state",
+    "conv": "mamba_d_conv",
+    "conv_bias": "mamba_conv_bias",
+    "bias": "mamba_proj_bias",
+    "activation": "hidden_act",
+}
+"""Keys of Bamba, by fields of the spec; later hybrid models have the same."""
+
+
+def ssd(
+    c: HFConfig, size: int, norm_eps: float, keys: Mapping[str, str] = MAMBA_KEYS, **settings: Any
+) -> SSDSpec:
+    """The mixer of Mamba 2.
+
+    Args:
+        size: channels of all heads; the config's number of heads and their width must agree. A width of
+            "auto", or none, follows from it.
+        norm_eps: of the norm of the output.
+        keys: of the config, by fields of the spec and "activation".
+        settings: other fields of the spec.
+
+    Raises:
+        ConfigError: heads that do not have `size` channels, or that are not a multiple of the groups; an
+            activation other than SiLU.
+    """
+    heads, groups, conv = (c.take_count(keys[name]) for name in ("heads", "groups", "conv"))
+    width = c.take(keys["head_dim"], "auto")
+    width = size // heads if width == "auto" else c.take_count(keys["head_dim"])
+    if heads * width != size:
+        raise ConfigError(
+            f"{c.name}: {keys['heads']} is {heads} and {keys['head_dim']} {width}; "
+            f"expected {size} channels, as many as the config gives the state space layers"
+        )
+    if heads % groups or size % groups:
+        raise ConfigError(
+            f"{c.name}: {keys['heads']} is {heads} and {keys['groups']} {groups}; "
+            "the first must be a multiple of the second"
+        )
+    if activation(c, keys["activation"]) != "silu":
+        raise ConfigError(
+            f"{c.name}: {keys['activation']} is {c.take(keys['activation'])!r}; the convolutions of state "
+            "space layers have 'silu' alone"
+        )
+    if not 2 <= conv <= 8:
+        raise ConfigError(f"{c.name}: {keys['conv']} is {conv}; expected 2 to 8")
+    return SSDSpec(
+        heads=heads,
+        head_dim=width,
+        groups=groups,
+        state=c.take_count(keys["state"]),
+        conv=conv,
+        conv_bias=c.take_flag(keys["conv_bias"], True),
+        bias=c.take_flag(keys["bias"], False),
+        norm_eps=norm_eps,
+        **settings,
+    )
+
+
+def time_step_limit(c: HFConfig, key: str = "time_step_limit") -> dict[str, Any]:
+    """Bounds of the time step, as fields of the spec. An infinite one is written as Infinity, or as
+    {"__float__": "Infinity"}.
+
+    Raises:
+        ConfigError: not two numbers in ascending order.
+    """
+    value = c.take(key, (0.0, math.inf))
+    ends = [_number(end) for end in value] if isinstance(value, list | tuple) else []
+    if len(ends) != 2 or not is_finite(ends[0]) or not (ends[1] == math.inf or is_finite(ends[1])):
+        ends = []
+    if not ends or ends[0] > ends[1]:
+        raise ConfigError(
+            f"{c.name}: {key} must be two numbers in ascending order, of which the second may be infinite, "
+            f"found {abbreviate(value)}"
+        )
+    return {"dt_min": float(ends[0]), "dt_max": None if ends[1] == math.inf else float(ends[1])}
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Mapping) and value.keys() == {"__float__"}:
+        value = value["__float__"]
+    return math.inf if value in ("Infinity", "inf") else value
