@@ -74,7 +74,7 @@ TINY = {
 SKIP = {
     "key:use_qk_norm": "models without are refused",
     **{
-        f"field:RopeSpec.{name}": "the norms behind the rotation take a factor out again"
+        f"field:RopeSpec.{name}": "the norms after the rotation cancel a factor"
         for name in ("attention_factor", "mscale", "mscale_all_dim")
     },
     **{f"swap:model.layers.{i}.self_attn.q_norm.weight": "only the product of both counts" for i in range(3)},

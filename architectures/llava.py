@@ -41,7 +41,7 @@ def llava(c: HFConfig) -> ModelSpec:
     known = ("default", "full") if v.model_type == clip.CLIP else ("full",)
     if stated not in known:
         raise ConfigError(
-            f"{c.name}: vision_feature_select_strategy is {stated!r}; beside a {v.model_type} it must be "
+            f"{c.name}: vision_feature_select_strategy is {stated!r}; with a {v.model_type} it must be "
             f"{' or '.join(map(repr, known))}: a feature is made of every patch, and with 'full' of a class "
             "token that there may be"
         )

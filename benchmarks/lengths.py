@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
     if args.gib is not None:
         size = torch.cuda.get_device_properties(device).total_memory / 2**30
         torch.cuda.set_per_process_memory_fraction(min(1.0, args.gib / size), device)
-    beside = [Case(method, 8192, side) for side in SIDES for method in AIMS]
+    with_levels = [Case(method, 8192, side) for side in SIDES for method in AIMS]
     rows: list[dict[str, Any]] = []
-    for case in args.case or [Case(*aim, "checkpoint+master") for aim in AIMS.items()] + beside:
+    for case in args.case or [Case(*aim, "checkpoint+master") for aim in AIMS.items()] + with_levels:
         if time.perf_counter() - begun > args.seconds:
             print(f"no time for {case.name}", flush=True)
             continue

@@ -1,4 +1,4 @@
-"""Opening files that somebody else named: regular ones alone."""
+"""Open files at paths from outside, if they are regular files."""
 
 import errno
 import os

@@ -9,7 +9,7 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# In a checkout the code folders stand beside this one, not in it, and are those of this checkout: without
+# In a checkout the code folders are next to this one, not in it, and belong to this checkout: without
 # this line an editable install of another checkout, in whose place this one was found, would give its own.
 if not (_here := Path(__file__).parent).joinpath("kernels").exists():
     __path__.append(str(_here.parent))

@@ -24,7 +24,7 @@ NAMES = (
     ("patch_embed.", "embeddings.patch_embeddings.projection."),
     ("table.weight", "embeddings.position_embeddings"),
     ("class_token.weight", "embeddings.cls_token"),
-    ("norm_behind.", "layernorm."),
+    ("norm_after.", "layernorm."),
     ("layers.", "encoder.layer."),
     (".input_layernorm.", ".layernorm_before."),
     (".post_attention_layernorm.", ".layernorm_after."),
@@ -88,7 +88,7 @@ def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) 
         image_id,
         position_table=CubicTable(size // patch) if placed else None,
         pictures=SquarePictures(size),
-        norm_behind=LayerNormSpec(eps) if final else None,
+        norm_after=LayerNormSpec(eps) if final else None,
         class_token="first",
     )
 

@@ -23,7 +23,7 @@ NAMES = (
     ("encoder.class_token.weight", "vision_model.class_embedding"),
     ("encoder.table.weight", "vision_model.positional_embedding_vlm"),
     ("encoder.norm_before.", "vision_model.layernorm_pre."),
-    ("encoder.norm_behind.", "vision_model.layernorm_post."),
+    ("encoder.norm_after.", "vision_model.layernorm_post."),
     ("encoder.layers.", "vision_model.model.layers."),
     *LINEAR_NAMES,
     ("projector.fc", "vision_model.vision_adapter.mlp.fc"),
@@ -82,6 +82,6 @@ def vision(v: HFConfig, image_id: int) -> VisionSpec:
         position_table=FixedTable(image // patch),
         pictures=SquarePictures(image),
         norm_before=norm,
-        norm_behind=norm,
+        norm_after=norm,
         class_token="last",
     )

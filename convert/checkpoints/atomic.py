@@ -127,7 +127,7 @@ def _hidden(target: Path, kind: str) -> Path:
 
 
 def _is_hidden(path: Path) -> bool:
-    """Whether `_hidden` could have created this folder, rather than somebody with similar names."""
+    """Whether `_hidden` could have created this folder, and not a program with similar names."""
     made = re.fullmatch(r"\..*\.(tmp|old)-[0-9a-f]{12}", path.name, re.DOTALL) is not None
     return made and path.is_dir() and not path.is_symlink()
 

@@ -217,8 +217,8 @@ def push(
 
 def _looks_like_a_path(name: str) -> bool:
     begin, slash, _ = name.partition("/")  # the name of a repository has an owner and no folder of that name
-    beside = bool(slash) and Path(begin).is_dir()
-    return beside or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.path.isabs(name)
+    in_folder = bool(slash) and Path(begin).is_dir()
+    return in_folder or name.startswith((".", "~", os.sep)) or name.count("/") > 1 or os.path.isabs(name)
 
 
 def _client_errors() -> tuple[type[Exception], ...]:

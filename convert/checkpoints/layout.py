@@ -116,14 +116,14 @@ class Layout:
         """Return the expression of a projection that the checkpoint stores joined with others."""
         path, _, kind = canonical.name.rpartition(".")
         owner, _, projection = path.rpartition(".")
-        beside = f"{owner}." if owner else ""
+        prefix = f"{owner}." if owner else ""
         for joined in self.joined:
             if projection not in joined.parts:
                 continue
             stored = (joined.name,) if isinstance(joined.name, str) else joined.name
-            names = [f"{beside}{module}.{kind}" for module in stored]
+            names = [f"{prefix}{module}.{kind}" for module in stored]
             name = names[0]
-            if missing := [part for part in joined.parts if f"{beside}{part}.{kind}" not in shapes]:
+            if missing := [part for part in joined.parts if f"{prefix}{part}.{kind}" not in shapes]:
                 raise ValueError(
                     f"{name} is to hold {', '.join(joined.parts)}; the model has no {missing[0]}"
                 )
@@ -133,7 +133,7 @@ class Layout:
                     f"{', '.join(canonical.axes) or 'none'}"
                 )
             groups = 1 if joined.by is None else canonical.axes[joined.by]
-            rows = [shapes[f"{beside}{part}.{kind}"][0] for part in joined.parts]
+            rows = [shapes[f"{prefix}{part}.{kind}"][0] for part in joined.parts]
             if any(count % groups for count in rows):
                 raise ValueError(
                     f"{name}: {joined.parts} of {rows} rows cannot be divided into {groups} groups"

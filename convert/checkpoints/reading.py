@@ -126,11 +126,11 @@ class CheckpointReader:
         info = self.tensors[name]
         kept = info.nbytes // info.shape[0] * rows
         self.tensors[name] = replace(info, shape=(rows, *info.shape[1:]), nbytes=kept)
-        behind = (info.shape[0] - rows, *info.shape[1:])
+        rest = (info.shape[0] - rows, *info.shape[1:])
         return replace(
             info,
             name=f"{name}[{rows}:]",
-            shape=behind,
+            shape=rest,
             offset=info.offset + kept,
             nbytes=info.nbytes - kept,
         )

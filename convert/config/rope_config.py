@@ -259,8 +259,8 @@ def _normalise(
             "sqrt(1 + log(factor) / log(original_max_position_embeddings)), then gives it"
         )
     if extra:
-        beside = [key for key in extra if key in rest]
-        out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in beside}
+        given = [key for key in extra if key in rest]
+        out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in given}
     unknown = sorted(set(rest) - _NO_EFFECT)
     if unknown and named and rope_type == "default" and all(key in _SCALING for key in unknown):
         warnings.warn(

@@ -378,12 +378,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     cu, longest = visibility.documents.boundaries(), visibility.documents.max_seqlen
     if visibility.spans is not None and spec.causal:
         raise ValueError("attention='varlen' does not support spans; use 'auto' or 'triton'")
-    before, behind = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
+    left, right = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
     # takes.
     return varlen_attn(  # type: ignore[return-value]  # one tensor: lse is not asked for
-        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(before, behind), **options
+        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(left, right), **options
     )
 
 

@@ -233,9 +233,9 @@ class SparseMixerRouter(Router):
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__(hidden_size, spec)
         plain = MoESpec(spec.num_experts, 2, spec.intermediate_size)
-        beside = [name for name in _FOR_ROUTE if getattr(spec, name) != getattr(plain, name)]
-        if beside or spec.num_experts < 2:
-            found = ", ".join(f"{name}={getattr(spec, name)!r}" for name in beside) or spec.num_experts
+        unsupported = [name for name in _FOR_ROUTE if getattr(spec, name) != getattr(plain, name)]
+        if unsupported or spec.num_experts < 2:
+            found = ", ".join(f"{name}={getattr(spec, name)!r}" for name in unsupported) or spec.num_experts
             raise ValueError(f"sparse_mixer chooses two experts by its own rule; it does not support {found}")
 
     def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -100,8 +100,8 @@ class FittingLevels:
             model.vision.encoder.set_activation_memory(self.plan.encoder_levels)
         if not larger and before is not None and self.plan.levels == before.levels:
             return
-        beside = f" and {shown.tokens:,} of images" if shown.tokens else ""
-        self.say(f"activation memory for {tokens:,} tokens{beside}: {self.plan}")
+        of_images = f" and {shown.tokens:,} of images" if shown.tokens else ""
+        self.say(f"activation memory for {tokens:,} tokens{of_images}: {self.plan}")
         if not self.plan.fits:
             _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
 

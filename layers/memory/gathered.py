@@ -85,6 +85,6 @@ class Gathered:
         process's shard.
         """
         i += len(self.layers)
-        behind = self.gradients[i + 1] if i + 1 < len(self.layers) else self.head[1]
+        after = self.gradients[i + 1] if i + 1 < len(self.layers) else self.head[1]
         layers = sum(self.layers[: i + 1]) if self.once else sum(self.layers[max(0, i - 1) : i + 1])
-        return sum(self.rest) + layers + behind + self.gradients[i] - self.parts[i]
+        return sum(self.rest) + layers + after + self.gradients[i] - self.parts[i]

@@ -60,8 +60,8 @@ class LayerCosts:
             exchanged = tokens * sum(received)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
-        beside = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
-        kept = {level: kept[level] + (level not in RERUN) * beside for level in LEVELS}
+        extra = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
+        kept = {level: kept[level] + (level not in RERUN) * extra for level in LEVELS}
         kept["all"] += adapters.kept - tokens * _unkept(layer, adapters, itemsize)
         inner, last, rest = matrix_elements(layer)
         mixing = _mixing(layer, step.longest or step.seq)
@@ -178,7 +178,7 @@ class _Moments:
         tokens, mlp = step.tokens, getattr(layer, "mlp", None)
         stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
         named: dict[str, Tensor] = {} if mlp is None else dict(mlp.named_parameters())
-        behind = _gradient_bytes((p for name, p in named.items() if "down_proj" in name), step)
+        after = _gradient_bytes((p for name, p in named.items() if "down_proj" in name), step)
         mixers: Any = layer.mixers
         output = "o_proj", "out_proj"
         in_front = (p for m in mixers for name, p in m.named_parameters() if not name.startswith(output))
@@ -192,7 +192,7 @@ class _Moments:
         experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * stream
-            last, front, behind = rows + 4 * product, rows + 2 * product + 2 * stream, 0
+            last, front, after = rows + 4 * product, rows + 2 * product + 2 * stream, 0
             front_norm = stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
@@ -219,7 +219,7 @@ class _Moments:
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
             peft=PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
             pieces=_pieces(layer, step, itemsize, adapters),
-            gradients=(behind, of_mlp, whole - _gradient_bytes(in_front, step), whole),
+            gradients=(after, of_mlp, whole - _gradient_bytes(in_front, step), whole),
             attention=max(
                 _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
             ),
@@ -232,10 +232,10 @@ class _Moments:
     def largest(self, level: ActivationMemory) -> int:
         """Peak bytes, minus gradients not computed yet."""
         there, norm = self.lean + self.stream, self.stream
-        behind, of_mlp, all_behind, whole = self.gradients
+        after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
-            of_mlp, all_behind, whole = of_mlp - behind, 0, 0
-        attention = self.lean - self.mlp + self.attention + all_behind - whole
+            of_mlp, all_after, whole = of_mlp - after, 0, 0
+        attention = self.lean - self.mlp + self.attention + all_after - whole
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":
@@ -259,7 +259,7 @@ class _Moments:
         front = there + self.front - max(0, self.front_norm - norm)
         if level == "mlp":  # holds the norm's output, the input that runs again
             front += self.stream - self.front_norm
-        return max(last + behind - whole, front + of_mlp - whole, attention)
+        return max(last + after - whole, front + of_mlp - whole, attention)
 
 
 def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:

@@ -61,10 +61,10 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
         return NOTHING
     if isinstance(spec, TiledVisionSpec):
         return _tiles(spec, *pictures.ratios.shape)
-    merge, beside = spec.projector.merge, int(spec.class_token is not None)
-    frames, longest = pictures.frames, max(pictures.frames) + beside
+    merge, extra = spec.projector.merge, int(spec.class_token is not None)
+    frames, longest = pictures.frames, max(pictures.frames) + extra
     window = 0 if spec.window is None else min((spec.window * merge) ** 2, longest)
-    tokens = sum(frames) + beside * len(frames)
+    tokens = sum(frames) + extra * len(frames)
     return Shown(tokens, longest, window, sum(frames), sum(pictures.features(merge)))
 
 
@@ -101,7 +101,7 @@ def shown_of_size(
             block = size * merge
             grids = [(1, merge * max(1, round(height / block)), merge * max(1, round(width / block)))] * count
     nothing = torch.empty(0, device="meta")
-    shown = shown_by(spec, Pictures(nothing, grids, len(grids), beside=int(spec.class_feature)))
+    shown = shown_by(spec, Pictures(nothing, grids, len(grids), extra=int(spec.class_feature)))
     return _with_pixels(shown, shown.patches * spec.patches.width)
 
 
@@ -167,7 +167,7 @@ def edges_of(
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
         made = _kept(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made, shown.read * hidden_size * size)
-    norms = [norm for norm in (spec.norm_before, spec.norm_behind) if norm is not None]
+    norms = [norm for norm in (spec.norm_before, spec.norm_after) if norm is not None]
     kept += len(norms) * shown.tokens * (width * size + 8)
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]

@@ -31,7 +31,7 @@ def batch_shape(
         if input_ids is None or input_ids.shape != embeds.shape[:2]:
             raise DataError(
                 "the layers of this model have inputs of their own, looked up by id: give input_ids [batch, "
-                "seq] beside inputs_embeds"
+                "seq] as well as inputs_embeds"
             )
         batch_shape(None, embeds, hidden_size)
     elif (input_ids is None) == (embeds is None):

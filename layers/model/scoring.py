@@ -112,12 +112,12 @@ def refuse_inside_wrapper(model: KnowsItsWrapper, keyword: str) -> None:
     if model._prompted:
         raise RuntimeError(
             "learned prompts were put in front of this model, which only the PeftModel knows: call it, with "
-            f"{keyword} beside input_ids and labels, within its disable_adapter() to do without them"
+            f"{keyword} as well as input_ids and labels, within its disable_adapter() to do without them"
         )
     if model._wrapped and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             "this model is inside DistributedDataParallel, which averages the gradients of its own forward "
-            f"alone: call the wrapper, with {keyword} beside input_ids and labels, or do without gradients"
+            f"alone: call the wrapper, with {keyword} as well as input_ids and labels, or disable gradients"
         )
 
 

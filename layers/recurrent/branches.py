@@ -17,7 +17,7 @@ from liger_models.layers.sequences.tree import Tree
 
 States = tuple[Tensor, ...]
 Run = Callable[[list[Tensor], Tensor, States | None], tuple[Tensor, States]]
-"""`run(operands, cu_seqlens, states)` gives the output of some tokens, and the states behind each segment."""
+"""`run(operands, cu_seqlens, states)` gives the output of some tokens, and the states after each segment."""
 
 
 def over_branches(tree: Tree, operands: list[Tensor], run: Run) -> Tensor:
@@ -34,10 +34,10 @@ def over_branches(tree: Tree, operands: list[Tensor], run: Run) -> Tensor:
         if collected:
             continued = torch.tensor([parent for *_, parent in segments], device=tree.device)
             before = tuple(states[continued] for states in collected)
-        output, behind = run([operand[tokens] for operand in operands], bounds, before)
+        output, after = run([operand[tokens] for operand in operands], bounds, before)
         outputs.append(output)
         order.append(tokens)
-        collected = tuple(map(torch.cat, zip(collected, behind, strict=True))) if collected else behind
+        collected = tuple(map(torch.cat, zip(collected, after, strict=True))) if collected else after
     place = torch.empty_like(together := torch.cat(order))
     place[together] = torch.arange(len(together), device=tree.device)
     return torch.cat(outputs)[place]

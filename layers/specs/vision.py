@@ -208,7 +208,7 @@ class VisionSpec:
     place in its image, with or without rotary positions. Outputs of the encoder layers at `deep` are added to
     its tokens after the first layers of the language model, lowest first, each through its own projector
     (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_before` a norm
-    before the blocks and `norm_behind` one after them. A `class_token` is an additional token of each image,
+    before the blocks and `norm_after` one after them. A `class_token` is an additional token of each image,
     before or after its patches, which the projector receives only with `class_feature`, as an additional
     feature. With `taken` it receives the concatenated outputs of these layers instead of the last block's; 1
     is the first, and 0 its input. Rotary positions of patches start at 1 if the class token is at 0.
@@ -233,7 +233,7 @@ class VisionSpec:
         GridPictures()
     )
     norm_before: NormSpec | LayerNormSpec | None = None
-    norm_behind: NormSpec | LayerNormSpec | None = None
+    norm_after: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None
     class_feature: bool = False
     taken: tuple[int, ...] = ()

@@ -101,7 +101,7 @@ class VisionEncoder(nn.Module):
         if spec.class_token is not None:
             self.class_token = ClassToken(spec.hidden_size, spec.class_token)
         self.table = make_table(spec)
-        self.norm_before = self.norm_behind = None
+        self.norm_before = self.norm_after = None
         if spec.norm_before is not None:
             self.norm_before = make_norm(spec.hidden_size, spec.norm_before)
         layers = [
@@ -109,8 +109,8 @@ class VisionEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
-        if spec.norm_behind is not None:
-            self.norm_behind = make_norm(spec.hidden_size, spec.norm_behind)
+        if spec.norm_after is not None:
+            self.norm_after = make_norm(spec.hidden_size, spec.norm_after)
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """Return the projector's input, [P, D], or wider if it concatenates several layers; and the outputs
@@ -144,8 +144,8 @@ class VisionEncoder(nn.Module):
                 states[number] = x
         if self.spec.taken:
             x = torch.cat([states[state - 1] for state in self.spec.taken], -1)
-        elif self.norm_behind is not None:
-            x = add_and_norm(self.norm_behind, x, residual)[0]
+        elif self.norm_after is not None:
+            x = add_and_norm(self.norm_after, x, residual)[0]
         else:
             x = x if residual is None else x + residual
         made = x, *(states[number] for number in sorted(self.spec.deep))

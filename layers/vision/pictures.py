@@ -26,7 +26,7 @@ class Pictures:
         grids: (t, h, w) of each picture, in patches; the images first, then the videos.
         images: the number of images.
         seconds: duration of a time step of each video.
-        beside: the number of tokens of each picture in addition to its patches'.
+        extra: the number of tokens of each picture in addition to its patches'.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class Pictures:
         grids: list[Grid],
         images: int,
         seconds: list[float] | None = None,
-        beside: int = 0,
+        extra: int = 0,
     ):
-        self.patches, self.grids, self.images, self.beside = patches, grids, images, beside
+        self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property
@@ -52,7 +52,7 @@ class Pictures:
 
     def counts(self, merge: int) -> list[int]:
         """The number of tokens of each picture, one per `merge` times `merge` patches."""
-        return [t * (h // merge) * (w // merge) + self.beside for t, h, w in self.grids]
+        return [t * (h // merge) * (w // merge) + self.extra for t, h, w in self.grids]
 
     def features(self, merge: int) -> tuple[int, int]:
         """The number of tokens of all images, and of all videos."""
@@ -84,4 +84,4 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     patches = like.new_zeros(side**2, spec.patches.width)
     if isinstance(spec.pictures, AnyresPictures):
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
-    return Pictures(patches, [(1, side, side)], images=1, beside=int(spec.class_feature))
+    return Pictures(patches, [(1, side, side)], images=1, extra=int(spec.class_feature))

@@ -79,12 +79,12 @@ class CubicPositions(FixedPositions):
         side = grids[0][1]
         if side == self.side:
             return super().forward(grids, merge)
-        before, patches, behind = at_least_float32(self.weight).split(
+        before, patches, after = at_least_float32(self.weight).split(
             [self.first, self.side**2, len(self.weight) - self.first - self.side**2]
         )
         square = patches.T.unflatten(1, (self.side, self.side))[None]
         stretched = F.interpolate(square, (side, side), mode="bicubic", align_corners=False)[0].flatten(1).T
-        return self._of_pictures(torch.cat([before, stretched, behind]), side, len(grids), merge)
+        return self._of_pictures(torch.cat([before, stretched, after]), side, len(grids), merge)
 
 
 class StretchedPositions(PositionTable):

@@ -175,7 +175,7 @@ def _placed_of_kind(
         filled[: h * w] = torch.stack([column, row], 1)[: len(own)]
         if min(h, w) < 1 or h % merge or w % merge or not torch.equal(filled, own):
             raise DataError(
-                f"{ids}[{i}] must name the patches of {h} rows and {w} columns, row by row, and -1 behind "
+                f"{ids}[{i}] must name the patches of {h} rows and {w} columns, row by row, and -1 after "
                 f"them, rows and columns multiples of {merge}; it does not"
             )
         if max(h, w) > spec.position_table.size:
@@ -209,7 +209,7 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
     if not patches:
         return None
     grids = [(1, side, side)] * len(values)
-    return Pictures(torch.cat(patches), grids, len(values), beside=int(spec.class_feature))
+    return Pictures(torch.cat(patches), grids, len(values), extra=int(spec.class_feature))
 
 
 def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:

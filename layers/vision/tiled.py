@@ -3,7 +3,7 @@ arXiv:2407.21783, section 7).
 
     x = patches @ W^T + tanh(a) * before[ratio, tile];   the class token in front of each tile
     x = norm(x + (1 - tanh(g)) * place + tanh(g) * place_in_tiles[ratio, tile])
-    x = norm(blocks(x)) + tanh(b) * behind[ratio, tile]
+    x = norm(blocks(x)) + tanh(b) * after[ratio, tile]
     features = [global blocks(x), outputs of selected blocks] @ W^T + bias
 
 All tiles of an image attend to one another. Images have the same number of tiles: unused tiles are padding,

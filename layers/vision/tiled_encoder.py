@@ -55,8 +55,8 @@ class TiledEncoder(nn.Module):
         self.class_token = nn.Parameter(torch.empty(width))
         self.before = OfTile(spec, width)
         self.place = PlaceInTiles(spec)
-        self.behind = OfTile(spec, width)
-        self.norm_before, self.norm_behind = (make_norm(width, spec.norm) for _ in range(2))
+        self.after = OfTile(spec, width)
+        self.norm_before, self.norm_after = (make_norm(width, spec.norm) for _ in range(2))
 
         def blocks(specs: Sequence[Any], first: int) -> nn.ModuleList:
             made = [BLOCKS[b.topology](width, b, first + i, attention) for i, b in enumerate(specs)]
@@ -100,9 +100,9 @@ class TiledEncoder(nn.Module):
             if number in spec.taken:
                 x, residual = x if residual is None else x + residual, None
                 taken[number] = x
-        x = self.norm_behind(x if residual is None else x + residual)
-        behind = self.behind(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # its gradient is one sum
-        x, residual = x + behind[order], None
+        x = self.norm_after(x if residual is None else x + residual)
+        after = self.after(ratios).expand(-1, -1, length, -1).flatten(0, 2)  # its gradient is one sum
+        x, residual = x + after[order], None
         for layer in self.overall:
             x, residual = run_block(cast(Any, layer), x, residual, sequences, offload=offload)
         x = x if residual is None else x + residual

@@ -191,7 +191,7 @@ class Vision(nn.Module):
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
                 "images, which have three axes: give cu_seqlens (cu_seq_lens_q in transformers) in their "
-                "place, or [4, batch, seq] with the positions on the axes behind these"
+                "place, or [4, batch, seq] with the positions on the axes after these"
             )
         if positions.axes is not None:  # given by the caller
             if sequences.cache is not None:

@@ -128,8 +128,8 @@ def say(found: Mapping[str, Any]) -> str:
             parts.append(f"{peer}: {next(iter(notes.values()))}")
         else:
             parts += [f"{name}: {note}" for name, note in notes.items()]
-    beside = format_against_peers(found) + (" of the fastest peer" if ratios(found) else "")
-    return f"{shape}, bfloat16, fused AdamW: {beside}. {'; '.join(parts)}"
+    speeds = format_against_peers(found) + (" of the fastest peer" if ratios(found) else "")
+    return f"{shape}, bfloat16, fused AdamW: {speeds}. {'; '.join(parts)}"
 
 
 def _peer_of(provider: str) -> str:

@@ -203,7 +203,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             return vision_inputs
         if vision_inputs.pictures is not None:
             raise DataError(
-                f"got images beside a cache that holds {view.seen} tokens a row: give the whole "
+                f"got images with a cache that already holds {view.seen} tokens a row: give the whole "
                 "conversation, with all of its images, and a new cache"
             )
         return None  # generated tokens are text
@@ -259,7 +259,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if attention_mask is not None and attention_mask.dim() != 2:
             raise ValueError(
                 f"attention_mask must be [batch, seq], 0 at padding; found the shape "
-                f"{tuple(attention_mask.shape)}. Packed documents are told by position_ids or cu_seq_lens_q."
+                f"{tuple(attention_mask.shape)}. Pass position_ids or cu_seq_lens_q for packed documents."
             )
         if past_key_values is None:
             bounds, parents = others.pop("cu_seq_lens_q", None), others.pop("parents", None)

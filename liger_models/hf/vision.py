@@ -31,9 +31,9 @@ PICTURES = (
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
     *("second_per_grid_ts", "aspect_ratio_ids", "aspect_ratio_mask"),
 )
-"""What processors give of pictures, and"""
+"""Outputs of processors for images and videos."""
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
-"""what they give of tokens beside ids and a mask."""
+"""Outputs of processors for tokens, in addition to ids and a mask."""
 
 
 @can_return_tuple
@@ -196,8 +196,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         by_rows = kwargs.get("aspect_ratio_ids") is not None
         if expand_size > 1 and not by_rows and any(kwargs.get(name) is not None for name in PICTURES):
             raise ValueError(
-                f"{expand_size} sequences a prompt (num_beams, num_return_sequences) beside images are not "
-                "supported; repeat the prompts and their images in what the processor is given"
+                f"{expand_size} sequences per prompt (num_beams, num_return_sequences) with images are not "
+                "supported; repeat the prompts and their images in the input of the processor"
             )
         whole: Any = super()
         return whole._expand_inputs_for_generation(expand_size, *args, **kwargs)

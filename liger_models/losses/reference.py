@@ -81,9 +81,9 @@ def reference_log_probs(
     finally:
         model.train(training)
     if path is not None and added:
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        save_file(known, beside)
-        beside.replace(path)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        save_file(known, temporary)
+        temporary.replace(path)
     return found
 
 

@@ -171,9 +171,9 @@ class MedusaModel(nn.Module):
         }
         if dist.is_available() and dist.is_initialized() and dist.get_rank():
             return
-        with atomic_folder(Path(folder), replaces=lambda name: name in (TENSORS, CONFIG)) as beside:
-            save_file(tensors, beside / TENSORS, {"format": "pt"})
-            (beside / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        with atomic_folder(Path(folder), replaces=lambda name: name in (TENSORS, CONFIG)) as new:
+            save_file(tensors, new / TENSORS, {"format": "pt"})
+            (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def load_heads(self, folder: str | Path) -> None:
         """Read the files of `save_heads`.

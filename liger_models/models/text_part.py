@@ -40,12 +40,12 @@ def select_text(
     layout = find_architecture(text.model_type).layouts[0]
     head, embedding = layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
     names = {name: family.name_in_text(name, config.raw) for name in reader.tensors}
-    behind, of_images = [], family.extra_ids if type(vocab_size) is int and vocab_size > 0 else 0
+    rest, of_images = [], family.extra_ids if type(vocab_size) is int and vocab_size > 0 else 0
     for name, new in names.items():
         rows = reader.tensors[name].shape[:1]
         if of_images and new == embedding and rows == (vocab_size + of_images,):
-            behind.append(reader.cut(name, vocab_size))
-    left_out = [*reader.rename(names.get), *behind]
+            rest.append(reader.cut(name, vocab_size))
+    left_out = [*reader.rename(names.get), *rest]
     if text.raw["tie_word_embeddings"] and head in reader.tensors:
         # The reference takes a head that is there for what it is; what is said of it, or meant by saying
         # nothing, is often wrong.

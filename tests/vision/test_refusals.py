@@ -22,9 +22,7 @@ def test_an_encoder_without_a_class_token_has_none_to_leave_out():
     """The reference would leave out the first patch."""
     siglip = {**find_architecture("llava").tiny["vision_config"], "model_type": "siglip_vision_model"}
     config = tiny("llava", vision_config=siglip)
-    with pytest.raises(
-        ConfigError, match="strategy is 'default'; beside a siglip_vision_model it must be 'f"
-    ):
+    with pytest.raises(ConfigError, match="strategy is 'default'; with a siglip_vision_model it must be 'f"):
         find_architecture("llava").spec(config)
 
 

@@ -167,8 +167,8 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
             if isinstance(expr, Stack):  # per-head norms
                 theirs = _common([_cut(ref.name)[0] for ref in expr.refs()])
             elif not is_one_tensor(expr):  # a packed projection goes next to its parts
-                beside = _common([_cut(_cut(ref.name)[0])[0] for ref in expr.refs()])
-                theirs = _join(beside, _cut(path)[1])
+                parent = _common([_cut(_cut(ref.name)[0])[0] for ref in expr.refs()])
+                theirs = _join(parent, _cut(path)[1])
             found[path][theirs] += 1
     holding = set(found)
     wishes: dict[str, str] = {}

@@ -167,13 +167,13 @@ class Documents:
         pieces = [piece for row in rows for piece in row]
         laid = self._laid_out(pieces)
         lengths = torch.tensor([0] + [stop - start for start, stop, *_ in laid])
-        seen = [] if self.vision is None else [self._seen(*document[:3]) for document in laid]
+        conversations = [] if self.vision is None else [self._conversation(*one[:3]) for one in laid]
         parents = torch.tensor([[parent, shared] for *_, parent, shared in laid]).T
         return Batch(
             torch.cat([self.inputs(p) for p in pieces])[None],
             torch.cat([self.labels(p) for p in pieces])[None],
             lengths.cumsum(0).int(),
-            pack_conversations(self.vision, seen),
+            pack_conversations(self.vision, conversations),
             parents if bool((parents[0] >= 0).any()) else None,
         )
 
@@ -209,7 +209,7 @@ class Documents:
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def _seen(self, start: int, stop: int, parent: int) -> VisionConversation:
+    def _conversation(self, start: int, stop: int, parent: int) -> VisionConversation:
         ids, learned = self.read(start, stop)
         corpus, base = self._corpus_at(start)
         return VisionConversation(ids.long(), learned, corpus.images(start - base) if parent < 0 else {})

@@ -66,8 +66,8 @@ class Encoder:
                 yield record
                 continue
             _check_size(record, _characters(record))
-            told = record.content.examples(self.train_on)
-            parts: list[Any] = [one if one.images else self._rendered(record, one) for one in told]
+            examples = record.content.examples(self.train_on)
+            parts: list[Any] = [one if one.images else self._rendered(record, one) for one in examples]
             if not record.images:
                 parts = merged(parts)
             for number, part in enumerate(parts, 1):
@@ -112,9 +112,9 @@ class Encoder:
     def _groups(self, records: list[Record]) -> Iterator[Encoded]:
         """Encode each record's two sequences, concatenated."""
         wanted = [(record, self._answers(record, records)) for record in records]
-        seen = [(r, [p.followed_by(a) for p, a in two]) for r, two in wanted if _have_images(two)]
-        shown = iter(self.pictured.encode(seen))
-        told = iter(
+        with_images = [(r, [p.followed_by(a) for p, a in two]) for r, two in wanted if _have_images(two)]
+        shown = iter(self.pictured.encode(with_images))
+        texts = iter(
             self._encode_answers([(r, *one) for r, two in wanted if not _have_images(two) for one in two])
         )
         for record, two in wanted:
@@ -124,7 +124,7 @@ class Encoder:
                 first, second = made.sequences
                 images = {"images": made.images, "needed": (first.needed, second.needed)}
             else:
-                first, second = next(told), next(told)
+                first, second = next(texts), next(texts)
             good = record.form == PAIRS or record.content[2]
             yield Encoded(
                 record,
@@ -208,9 +208,9 @@ class Encoder:
             [one.text for one in renderings], [one.spans for one in renderings], add_special_tokens=False
         )
 
-    def _rendered(self, record: Record, told: Conversation) -> Rendering:
+    def _rendered(self, record: Record, example: Conversation) -> Rendering:
         try:
-            rendering = self.tokenizer.render(told.messages, told.given, record.options)
+            rendering = self.tokenizer.render(example.messages, example.given, record.options)
         except DataError as error:
             raise DataError(f"{record.where}: {error}") from error
         check_text(record.where, rendering.text)
