@@ -75,8 +75,11 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip)
 
 
-def pytest_collection_finish():
-    """Freeze existing objects, so that later garbage collections, such as accelerate's, skip them."""
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap():
+    """Freeze existing objects, so that garbage collections in a module's tests, such as accelerate's, skip
+    the libraries and cached models of other modules.
+    """
     gc.collect()
     gc.freeze()
 

@@ -87,7 +87,7 @@ def recurrent() -> None:
         backward(kernels.short_conv(operand(16, 256), operand(256, taps)))
         settings = {"activation": "silu", "cu_seqlens": documents}
         backward(kernels.short_conv(operand(16, 256), operand(256, taps), operand(256), **settings))
-    for tokens, key, value in ((16, 96, 64), (4100, 128, 128)):  # the latter has two segments
+    for tokens, key, value in ((16, 64, 64), (4100, 64, 64)):  # the latter has two segments
         settings = {"cu_seqlens": documents, "state": operand(2, 4, key, value, dtype=torch.float32)}
         gates = operand(tokens, 4), operand(tokens, 4), operand(4), operand(4)
         heads = operand(tokens, 2, key), operand(tokens, 2, key), operand(tokens, 4, value)

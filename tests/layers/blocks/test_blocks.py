@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from live_bytes import LiveBytes, as_on_a_gpu
 
-from liger_models.kernels._dispatch import interpret
 from liger_models.layers.blocks import BLOCKS as TOPOLOGIES
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute import activation_memory
@@ -113,7 +113,7 @@ def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
             saved.add(self)
 
     # At these levels the model's own hooks see all that its layers keep, and make _Kept objects of it.
-    with interpret(), pytest.MonkeyPatch.context() as patch:
+    with as_on_a_gpu(), LiveBytes(zero=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_memory, "_Kept", Noted)
         loss = model(ids, labels=ids).loss
     assert loss.requires_grad
