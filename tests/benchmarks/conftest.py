@@ -1,4 +1,4 @@
-"""The benchmarks stand at the top of the repository and are not installed."""
+"""Fixtures for the benchmarks, which are at the top of the repository and not installed."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
-    """The package, its modules imported."""
+    """The package, with its modules imported."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     import benchmarks.__main__
     import benchmarks.bound
@@ -23,7 +23,7 @@ def benchmarks(monkeypatch):
 
 @pytest.fixture
 def build(benchmarks):
-    """build(name, shape, dtype) gives the case of an operation on the CPU."""
+    """build(name, shape, dtype) returns the case of an operation on the CPU."""
 
     def build(name, shape, dtype=torch.bfloat16):
         return benchmarks.operations.REGISTRY[name].build(shape, dtype, torch.device("cpu"))
@@ -33,7 +33,7 @@ def build(benchmarks):
 
 @pytest.fixture
 def check(benchmarks):
-    """check(case, provider, dtype) gives the error, or raises Wrong; and whether operands are overwritten."""
+    """check(case, provider, dtype) returns (error, whether operands are overwritten), or raises Wrong."""
 
     def check(case, provider, dtype=torch.bfloat16):
         bound = benchmarks.bound.Bound(case, provider)

@@ -1,4 +1,4 @@
-"""What is asked for on the command line, and what comes back when it cannot be done."""
+"""Command lines of the benchmarks, and errors for impossible requests."""
 
 import re
 import shlex
@@ -24,7 +24,7 @@ def test_without_a_command_the_operations_are_measured(benchmarks, monkeypatch):
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *ROOT.glob("docs/*.md")], ids=lambda page: page.name)
 def test_every_command_of_a_page_is_understood(page, benchmarks):
-    text = re.sub(r" \\\n +", " ", page.read_text())  # one line each
+    text = re.sub(r" \\\n +", " ", page.read_text())  # one command per line
     for command in re.findall(r"^    (?:python -m benchmarks|liger-models bench)(.*)$", text, re.MULTILINE):
         benchmarks.__main__.parse(shlex.split(command, comments=True))
 
@@ -70,7 +70,7 @@ def test_cases_beyond_the_time_limit_become_notes(benchmarks, tmp_path):
     assert not (tmp_path / "ops.png").exists()
 
 
-def test_liger_models_bench_passes_everything_on_and_returns_the_verdict(monkeypatch):
+def test_liger_models_bench_passes_all_arguments_on_and_returns_the_exit_code(monkeypatch):
     ran = {}
 
     def run(command, env):
@@ -96,7 +96,7 @@ def test_liger_models_bench_without_a_checkout_says_how_to_get_one(monkeypatch, 
     assert "Clone it, and run `pip install -e '.[bench]'`" in capsys.readouterr().err
 
 
-def test_other_commands_still_refuse_arguments_that_they_do_not_know(capsys):
+def test_other_commands_still_refuse_unknown_arguments(capsys):
     with pytest.raises(SystemExit):
         liger_models_main(["list", "--op", "rms_norm"])
     assert "unrecognized arguments: --op rms_norm" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What is compiled before anything is measured."""
+"""Compilation before measurements."""
 
 import multiprocessing
 import os
@@ -35,7 +35,7 @@ def test_compiling_calls_run_longest_first_and_eager_ones_not_at_all(ahead):
 
 def test_jobs_run_in_processes_that_end_and_report_failures(ahead):
     jobs = [("relu2", (4, 8), "ours"), ("softmax", (4,), "ours"), ("swiglu", (4,), "ours")]
-    jobs.append(("relu2", (4, 8), "nobody's"))  # a note when it is measured, and no failure
+    jobs.append(("relu2", (4, 8), "nobody's"))  # becomes a note when measured, not a failure
     said = ahead.compile_ahead(jobs, torch.float32, CPU)
     assert said.startswith("3 of 4 calls compiled in advance in ")
     assert "; 1 failed, the first with swiglu ours: ValueError" in said
@@ -50,8 +50,8 @@ def test_unfinished_compilations_are_left_for_later(ahead):
     assert not multiprocessing.active_children()
 
 
-def test_the_processes_find_the_keys_of_the_measuring_one(benchmarks):
-    """pickle names torch's constants by the first module that has them, and a process has one more."""
+def test_the_processes_use_the_cache_keys_of_the_measuring_one(benchmarks):
+    """pickle names torch's constants by the first module that has them, which differs in such a process."""
     assert not hasattr(benchmarks.__main__, "torch")
 
 

@@ -1,4 +1,4 @@
-"""Every operation is compared with the truth, and the comparison sees a wrong kernel."""
+"""Every operation is compared with the truth, and the comparison detects a wrong kernel."""
 
 import csv
 import signal
@@ -25,7 +25,7 @@ class Changed(torch.autograd.Function):
         return ctx.change(dx), None
 
 
-def test_every_operation_is_right_and_peers_without_a_gpu_become_notes(benchmarks, tmp_path):
+def test_every_operation_is_correct_and_peers_without_a_gpu_become_notes(benchmarks, tmp_path):
     assert benchmarks.__main__.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     with (tmp_path / "ops.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -36,7 +36,7 @@ def test_every_operation_is_right_and_peers_without_a_gpu_become_notes(benchmark
         assert bool(row["error"]) == on_cpu, row
         assert row["failed"] == "False", row
         assert on_cpu or row["note"].startswith(("measured on a GPU only", "has no")), row
-    # Four providers a table: the usual ones in one, those of attention in another.
+    # Two tables of four providers: the usual ones, and those of attention.
     report = (tmp_path / "ops.md").read_text()
     assert report.count("| operation | shape | ours | liger-kernel | torch.compile | eager |") == 3
     assert report.count("| operation | shape | ours | SDPA | FlexAttention | varlen |") == 3
@@ -44,7 +44,7 @@ def test_every_operation_is_right_and_peers_without_a_gpu_become_notes(benchmark
 
 
 def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
-    """Named here are those that are measured under another name or with another, or are torch alone."""
+    """Listed here are operations measured under another name or with another, or in torch only."""
     elsewhere = {
         "split_rotary_qkv",
         "split_norm_rotary_qkv",
@@ -54,9 +54,9 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
         "tree_ranges",
         "log_probs",
     }
-    elsewhere |= {"adamw", "sum_of_squares"}  # by `python -m benchmarks optimizer`
+    elsewhere |= {"adamw", "sum_of_squares"}  # measured by `python -m benchmarks optimizer`
     torch_alone = {"load_balancing_loss", "router_z_loss"}
-    # States, and decoding.
+    # States and decoding.
     torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}
     torch_alone |= {"ssd", "ssd_step"}
     functions = {name for name in kernels.__all__ if name.islower()}
@@ -75,7 +75,7 @@ def test_a_peer_that_is_not_installed_becomes_a_note(benchmarks, monkeypatch, tm
 
 
 def test_a_wrong_kernel_is_reported_and_not_timed(benchmarks, monkeypatch, tmp_path):
-    """A wrong factor of the gradient, in one operand of one operation."""
+    """A single operand's gradient has a wrong factor."""
     right = kernels.rms_norm
 
     def wrong(x, weight, eps):
@@ -94,7 +94,7 @@ def test_a_cross_entropy_whose_gradient_lacks_the_softmax_is_reported(benchmarks
     case = build("cross_entropy", (64, 20_000))
     right = case.provider("eager")
     check(case, right)
-    # The gradient is negative at the label alone.
+    # The gradient is negative at the label only.
     wrong = benchmarks.operations.Provider(
         lambda logits: right.run(Changed.apply(logits, lambda d: d.clamp(max=0)))
     )
@@ -102,12 +102,12 @@ def test_a_cross_entropy_whose_gradient_lacks_the_softmax_is_reported(benchmarks
         check(case, wrong)
 
 
-def test_a_result_of_another_shape_is_reported_and_not_broadcast(benchmarks):
+def test_a_result_with_a_wrong_shape_is_reported_and_not_broadcast(benchmarks):
     with pytest.raises(benchmarks.bound.Wrong, match=r"found \(1, 8\), expected \(4, 8\)"):
         benchmarks.bound.check((torch.ones(1, 8),), (torch.ones(4, 8),), torch.float32)
 
 
-def test_a_case_that_cannot_be_made_ends_in_notes_and_not_the_run(benchmarks, monkeypatch, tmp_path):
+def test_a_case_that_cannot_be_built_becomes_notes_and_the_run_continues(benchmarks, monkeypatch, tmp_path):
     def fail(shape, dtype, device):
         raise torch.OutOfMemoryError("too much")
 
@@ -122,7 +122,7 @@ def test_a_case_that_cannot_be_made_ends_in_notes_and_not_the_run(benchmarks, mo
     assert "| softmax | 64x256 |" in report
 
 
-def test_a_provider_that_overwrites_its_operands_is_noticed(benchmarks, build, check):
+def test_a_provider_that_overwrites_its_operands_is_detected(benchmarks, build, check):
     def kept_and_zeroed(dx):
         kept = dx.clone()
         dx.zero_()
@@ -157,7 +157,7 @@ def test_a_provider_that_does_not_end_is_stopped_and_noted(benchmarks, monkeypat
 
 @pytest.mark.parametrize("summed", [True, False])
 def test_the_truth_in_chunks_equals_the_truth_of_all_rows(benchmarks, summed):
-    """1,500 rows make one whole chunk and a part of one."""
+    """1,500 rows make a full chunk and a partial one."""
     from benchmarks.operations.losses import truth_in_chunks
 
     x, weight = torch.randn(1500, 4), torch.randn(7, 4)
@@ -176,8 +176,8 @@ def test_the_truth_in_chunks_equals_the_truth_of_all_rows(benchmarks, summed):
         torch.testing.assert_close(a, b.detach().float())
 
 
-def test_a_router_has_one_right_choice(build):
-    """With equal logits in a row, providers could choose differently and all be right."""
+def test_a_router_has_a_unique_choice(build):
+    """With ties in a row, providers could choose differently and all be right."""
     (logits,) = build("route", (50, 128, 8)).leaves
     assert all(len(row.unique()) == 128 for row in logits)
 

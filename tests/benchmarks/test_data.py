@@ -1,4 +1,4 @@
-"""Much text on little memory, with little text."""
+"""The benchmark of much text in little memory, run on little text."""
 
 import sys
 

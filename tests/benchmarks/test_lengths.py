@@ -1,9 +1,9 @@
-"""`python -m benchmarks lengths`: every method has a step on both sides, and one that fails is told."""
+"""`python -m benchmarks lengths`: every method runs a step on both sides, and failures are reported."""
 
 import pytest
 
 
-def test_each_method_has_a_step_and_a_line(benchmarks, tmp_path):
+def test_each_method_runs_a_step_and_gets_a_line(benchmarks, tmp_path):
     cases = [part for method in ("dpo", "grpo", "kto") for part in ("--case", f"{method}:32")]
     cases += ["--case", "sft:32:lean+master", "--case", "sft:64"]
     arguments = ["lengths", "--model", "tiny", "--device", "cpu", "--steps", "1", "--out", str(tmp_path)]
@@ -20,7 +20,7 @@ def test_each_method_has_a_step_and_a_line(benchmarks, tmp_path):
 
 
 def test_both_sides_compute_the_same_losses(benchmarks):
-    """From the same weights, in float32: what is measured side by side is one computation."""
+    """Both sides have the same weights, in float32, so that the benchmark compares equal computations."""
     import torch
 
     pytest.importorskip("trl")
@@ -45,8 +45,8 @@ def test_both_sides_compute_the_same_losses(benchmarks):
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_measures_a_case_and_a_peer_is_checked_without_ours(benchmarks):
-    """As on a GPU."""
+def test_a_case_runs_in_its_own_process_and_a_peer_is_checked_without_ours(benchmarks):
+    """Runs as it would on a GPU."""
     pytest.importorskip("trl")
     import argparse
 
@@ -63,8 +63,10 @@ def test_a_process_of_its_own_measures_a_case_and_a_peer_is_checked_without_ours
 
 
 @pytest.mark.slow
-def test_generation_is_measured_apart_and_a_peer_checked_without_ours(benchmarks, tmp_path, monkeypatch):
-    """As on a GPU; a process that breaks down is a note."""
+def test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours(
+    benchmarks, tmp_path, monkeypatch
+):
+    """Runs as it would on a GPU; a process that fails becomes a note."""
     pytest.importorskip("transformers")
     import argparse
 

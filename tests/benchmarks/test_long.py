@@ -44,5 +44,5 @@ def test_adapters_on_quantised_weights_are_planned_and_run(long, tmp_path):
     assert long.run(args) == 0
     with (tmp_path / "long.csv").open() as file:
         (row,) = csv.DictReader(file)
-    assert row["steps"] == "1"  # as many as the seconds allow, but one
+    assert row["steps"] == "1"  # as many as the seconds allow, at least one
     assert float(row["planned"]) > 0

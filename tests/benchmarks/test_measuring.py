@@ -1,4 +1,4 @@
-"""How time is taken, and how the rows become tables and a picture."""
+"""Measurement of time, and the tables and the plot made from rows."""
 
 import dataclasses
 import time
@@ -29,10 +29,10 @@ def test_calls_rotate_through_the_copies_and_overwritten_ones_are_restored_betwe
 def test_a_measurement_takes_five_calls_at_most_where_they_are_slow(benchmarks):
     meter, calls = benchmarks.measure.Meter(torch.device("cpu")), []
     meter.time(lambda i: calls.append(i) or time.sleep(0.08))
-    assert len(calls) <= 5 + 4  # and the first few, which warm up and say how long a call takes
+    assert len(calls) <= 5 + 4  # and the first few, which warm up and show how long a call takes
 
 
-def test_launches_take_turns_and_each_is_timed_by_itself(meter):
+def test_launches_take_turns_and_are_timed_separately(meter):
     order = []
 
     def batch(name, seconds):
@@ -40,12 +40,12 @@ def test_launches_take_turns_and_each_is_timed_by_itself(meter):
 
     found = meter.launch_microseconds({"slow": batch("slow", 0.002), "fast": batch("fast", 0.0)}, 4, 24)
     assert found["slow"] >= 500 > found["fast"]
-    # Once untimed, and once timed, in each of the turns and in two that warm up.
+    # One untimed and one timed call in each turn, including two turns of warm-up.
     assert order == ["slow", "slow", "fast", "fast"] * 26
 
 
 def test_the_time_of_a_launch_is_the_lower_quartile_of_the_turns(meter, monkeypatch):
-    """A host that is disturbed in most of the turns has the time of the others."""
+    """A host that is disturbed in most turns gets the time of the others."""
     clock, calls = [0.0], [0]
 
     def batch():
@@ -57,7 +57,7 @@ def test_the_time_of_a_launch_is_the_lower_quartile_of_the_turns(meter, monkeypa
 
 
 def test_one_backward_pass_goes_through_all_copies(benchmarks, build):
-    """With the gradients that each copy has by itself."""
+    """Each copy gets the gradients that it would get alone."""
     case = build("rms_norm", (4, 8), torch.float32)
     bound = benchmarks.bound.Bound(case, case.provider("eager"), 3)
     alone = [gradient for i in range(3) for gradient in bound.train(i)[1:]]
@@ -76,11 +76,11 @@ def test_a_copy_moves_the_requested_bytes_once_per_run(meter, monkeypatch):
 
     monkeypatch.setattr(meter, "time", noted)
     assert meter.copy_milliseconds(1 << 20) == meter.copy_milliseconds(1 << 20) > 0
-    assert timed == [1 << 19]  # read, and as many written
+    assert timed == [1 << 19]  # as many bytes are read as written
 
 
 def test_a_row_has_the_speed_of_copies_of_its_passes(benchmarks, meter, monkeypatch, build):
-    """Forward one copy, in training one a pass; nothing where matrix products bind."""
+    """A forward pass is compared with one copy, training with one per pass; products have no such figure."""
     monkeypatch.setattr(meter, "copy_milliseconds", lambda num_bytes: 1.0 + num_bytes / 1e6)
     ceilings = benchmarks.measure.Ceilings(1e9, 1e12)  # a byte takes 1e-6 ms
     session = benchmarks.ops.Session(meter, ceilings, torch.bfloat16, ("ours",), time.monotonic(), 60.0)
@@ -157,7 +157,7 @@ def test_the_share_of_the_ceiling_is_by_bytes_or_by_flop(benchmarks):
 
 
 @pytest.mark.parametrize("kept", ["rms_norm", "attention", ""])
-def test_the_picture_is_drawn_with_one_panel_or_two(benchmarks, rows, tmp_path, kept):
+def test_the_plot_has_one_panel_or_two(benchmarks, rows, tmp_path, kept):
     path = tmp_path / "picture.png"
     chosen = [row for row in rows if kept in row.operation]
     note = benchmarks.picture.draw(chosen, "a machine", benchmarks.measure.Ceilings(4e12, 6e14), str(path))

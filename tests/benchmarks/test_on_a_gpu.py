@@ -1,4 +1,4 @@
-"""The measurements themselves, at small sizes on a GPU."""
+"""Measurements at small sizes on a GPU."""
 
 import csv
 
@@ -22,7 +22,7 @@ def test_ours_and_eager_are_timed_with_their_launches_and_memory(benchmarks, tmp
     assert all(float(row["training_copy"]) > 0 for row in timed)
     launches = [row for row in rows_of(tmp_path / "ops.csv") if row["training_launch_us"]]
     assert len(launches) == 4
-    # A kernel's launch takes microseconds, and not the milliseconds of a wait for the device.
+    # A launch takes microseconds, unlike a wait for the device, which takes milliseconds.
     assert all(1 < float(row["training_launch_us"]) < 5000 for row in launches)
 
 

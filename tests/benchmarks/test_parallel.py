@@ -1,4 +1,4 @@
-"""A training step of a model that two processes share."""
+"""Training step of a model sharded over two processes."""
 
 import contextlib
 import csv
@@ -27,7 +27,7 @@ def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tm
     assert float(first["tokens_per_second"]) > 0
     assert first["levels"] == "1 lean, 1 checkpoint"
     assert not failed["tokens_per_second"]
-    assert float(last["tokens_per_second"]) > 0  # by new processes
+    assert float(last["tokens_per_second"]) > 0  # measured by new processes
     report = (tmp_path / "out" / "parallel-tiny.md").read_text()
     assert "failed: ValueError" in report
     said = "Check of tiny, transformers none, 2 x 8 on each of 2 in a process without liger_models: "
@@ -35,19 +35,19 @@ def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tm
 
 
 @pytest.mark.parametrize("text", ["ours", "ours:lean", "theirs:lean:2", "ours:lean:x"])
-def test_a_configuration_that_is_none_is_refused(benchmarks, text):
+def test_an_invalid_configuration_is_refused(benchmarks, text):
     with pytest.raises(SystemExit):
         benchmarks.__main__.main(["parallel", "--configuration", text])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_half_of_the_processes_go_on_from_a_checkpoint_of_all_and_each_reads_its_part(
+def test_half_of_the_processes_resume_from_a_checkpoint_of_all_and_each_reads_its_part(
     benchmarks, tmp_path, monkeypatch
 ):
     @contextlib.contextmanager
     def started(module, task, folder, processes):
-        """Forks, which have ended: the test above starts programs."""
+        """Use forks that have ended; the test above starts programs."""
         run_ranks(Path(__file__).with_name("resume_rank.py"), folder, json.dumps(task), ranks=processes)
         yield []
 
@@ -64,11 +64,11 @@ def test_half_of_the_processes_go_on_from_a_checkpoint_of_all_and_each_reads_its
     assert json.loads(trained["read"]) == json.loads(loaded["read"])
     (alone,) = json.loads(resumed["read"])
     assert 0.98 * int(resumed["nbytes"]) < alone < 1.02 * int(resumed["nbytes"])
-    # In bfloat16, whose unit is 2^-8; the loss is about log(1024).
+    # bfloat16 has a precision of 2^-8; the loss is about log(1024).
     assert float(resumed["loss"]) == pytest.approx(float(trained["loss"]), rel=2**-8)
 
 
-def test_parts_of_a_node_that_fail_have_a_line_and_the_same_command_goes_on(
+def test_failed_parts_of_a_node_get_a_line_and_the_same_command_continues(
     benchmarks, tmp_path, monkeypatch, capsys
 ):
     from benchmarks import node
@@ -94,19 +94,19 @@ def test_parts_of_a_node_that_fail_have_a_line_and_the_same_command_goes_on(
     assert asked == [("auto=100", "shard", 4096), ("auto=100", "experts=2", 4096)]
     assert benchmarks.__main__.main(["node", *arguments]) == 1
     assert asked[-2:] == [("offload", "sequence=2", 262144), ("offload", "sequence=2", 131072)]
-    assert len(asked) == 8  # nothing twice
+    assert len(asked) == 8  # none ran twice
     text = page.read_text()
     for told in ("out of memory", "failed: disk", "2 (experts=2)", "transformers+liger"):
         assert told in text
     assert sum(part.seconds for part in node.PARTS) < 480
 
 
-def test_the_longest_row_takes_the_time_that_it_may(benchmarks):
+def test_the_longest_row_uses_the_allowed_time(benchmarks):
     from benchmarks import node
     from benchmarks.training.shapes import config_of
 
     config = config_of("llama-3-8b")
-    # Attention alone: 3 x 2 L^2 x 4096 x 32 operations of 8 x 130 s x 350e12.
+    # Attention only: 3 x 2 L^2 x 4096 x 32 operations in 8 x 130 s x 350e12.
     assert node.longest(config, 8) in range(500_000, 680_000)
-    # Four times the operations: not quite twice the tokens, but for the strides by which rows are longer.
+    # Four times the operations allow about twice the tokens, rounded to the stride of row lengths.
     assert node.longest(config, 8) <= 2 * node.longest(config, 2) + 2 * node.STRIDE

@@ -1,9 +1,9 @@
-"""Answers that share their prompt, timed beside sequences of their own."""
+"""Answers that share their prompt, timed against separate sequences."""
 
 import csv
 
 
-def test_all_ways_compute_one_loss_of_as_many_tokens_as_they_say(benchmarks, tmp_path):
+def test_all_methods_compute_the_same_loss_over_the_reported_number_of_tokens(benchmarks, tmp_path):
     page = tmp_path / "page.md"
     command = ["prompt", "--model", "tiny", "--layers", "1", "--case", "2x9:3x5", "--steps", "1"]
     assert benchmarks.__main__.main([*command, "--out", str(tmp_path), "--page", str(page)]) == 0

@@ -1,4 +1,4 @@
-"""A training step of models that see: every provider gets the same batch, and the table tells ratios."""
+"""Training step of vision-language models: every provider gets the same batch, and the table has ratios."""
 
 import copy
 
@@ -36,8 +36,8 @@ def test_providers_are_compared_on_images_of_three_sizes(benchmarks, monkeypatch
 
 
 @pytest.mark.parametrize("family", liger_models.list_architectures(vision=True))
-def test_every_family_that_sees_takes_the_images(family, benchmarks, monkeypatch):
-    """Whatever its projector merges."""
+def test_every_vision_language_family_accepts_the_images(family, benchmarks, monkeypatch):
+    """This holds for any number of patches that a projector merges."""
     from benchmarks.training import batches, step
 
     for name, size in (("SMALL", (8, 8)), ("MIDDLE", (10, 16)), ("LARGE", (14, 8))):

@@ -1,4 +1,4 @@
-"""A training step of a whole model: which processes measure it, what is asked for, what its kernels do."""
+"""Training step of a whole model: measuring processes, requested configurations, attribution of kernels."""
 
 import csv
 from dataclasses import replace
@@ -31,9 +31,7 @@ def test_a_report_has_each_configurations_result_or_reason(benchmarks, tmp_path)
     assert theirs["note"] in (tmp_path / "train-tiny.md").read_text()
 
 
-def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
-    benchmarks, tmp_path, monkeypatch
-):
+def test_the_cases_of_a_page_are_updated_with_ratios_and_plot(benchmarks, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     from benchmarks.training import cases
@@ -57,13 +55,14 @@ def test_the_cases_of_a_page_are_renewed_with_their_ratios_and_their_picture(
     assert [row[1] for row in rows[2:]] == [provider for provider, *_ in asked]
     assert [row[2] for row in rows[2:]] == ["lean, packed", "none, padded", "none, packed"]
     ours, padded, _ = (float(row[3].replace(",", "")) for row in rows[2:])
-    assert [row[6] == "-" for row in rows[2:]] == [False, True, True]  # what ours was planned to take
+    assert [row[6] == "-" for row in rows[2:]] == [False, True, True]  # the planned memory of ours
     rounding = 0.5 / ours + 0.5 / padded  # speeds are printed as whole numbers, their ratio to 0.01
     ratio = pytest.approx(ours / padded, rel=1.1 * rounding, abs=0.006)
     assert float(rows[3][4].removesuffix(" x")) == ratio
     assert (tmp_path / cases.PICTURE).read_bytes().startswith(b"\x89PNG")
 
-    # What was measured elsewhere makes the same page, and the README's table with each kind's fastest peer.
+    # Results from another machine make the same page, and the README's table with the fastest peer of each
+    # kind.
     page.write_text(f"{cases.BEGIN}\n{cases.END}\n")
     readme = tmp_path / "README.md"
     readme.write_text(f"# A project\n\n{cases.SUMMARY_MARKS[0]}\n{cases.SUMMARY_MARKS[1]}\n")
@@ -118,7 +117,7 @@ def test_a_peer_is_measured_again_in_a_process_without_ours(benchmarks, capfd):
 
 
 def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatch):
-    """Each document as if it were alone; the kernel is one of a GPU's, and stands here for the formula."""
+    """Each document is computed as if it were alone; the formula replaces the peer's GPU kernel."""
     pytest.importorskip("transformers")
     import torch
     import torch.nn.attention.varlen as varlen
@@ -147,7 +146,7 @@ def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatc
         model = peer.build_peer(config, "LlamaForCausalLM", options, "none", device).eval()
         own = batch if "varlen" in options else {name: batch[name] for name in list(batch)[:3]}
         losses[next(iter(options))] = model(**own).loss.item()
-    assert losses["varlen"] == pytest.approx(losses["sdpa"], rel=2e-2)  # bfloat16, another order of sums
+    assert losses["varlen"] == pytest.approx(losses["sdpa"], rel=2e-2)  # bfloat16, summed in another order
 
 
 def test_a_timeout_stops_a_job_and_the_next_one_runs(benchmarks):
@@ -211,7 +210,7 @@ def test_an_unknown_provider_is_refused(benchmarks, provider):
         check_provider(provider)
 
 
-def test_every_shape_is_a_model_of_ours(benchmarks):
+def test_every_shape_is_a_supported_model(benchmarks):
     import liger_models
     from benchmarks.training.shapes import MODELS, config_of
 
@@ -219,7 +218,7 @@ def test_every_shape_is_a_model_of_ours(benchmarks):
         name: liger_models.from_config(config, device="meta").num_parameters() / 1e9
         for name, config in MODELS.items()
     }
-    assert billions["gemma-3-4b"] == pytest.approx(3.88, abs=0.01)  # 4.3 with what sees
+    assert billions["gemma-3-4b"] == pytest.approx(3.88, abs=0.01)  # 4.3 with the vision part
     assert billions["qwen2-0.5b"] == pytest.approx(0.494, abs=0.001)
     assert billions["deepseek-v3-2"] == pytest.approx(2 * 0.927 + 0.583 + 11.5, abs=0.1)
     assert config_of("llama-3-8b", layers=3)["num_hidden_layers"] == 3

@@ -1,4 +1,4 @@
-"""Tuning changes what a kernel's file chooses, for as long as it is timed, and reads off the fastest."""
+"""Tuning replaces the configuration chosen in a kernel's file during timing, and reports the fastest."""
 
 import csv
 import importlib
@@ -67,7 +67,7 @@ def test_a_configuration_is_changed_in_the_form_that_it_has(benchmarks, part, va
 
 @pytest.fixture
 def fake_timer(benchmarks, monkeypatch):
-    """Times come from the choice of rows and warps: the more, the faster."""
+    """Times depend on the chosen rows and warps: the more, the faster."""
     from benchmarks.measure import Meter, Timing
 
     def time(self, call, copies, restore, sustained):
@@ -78,7 +78,7 @@ def fake_timer(benchmarks, monkeypatch):
     monkeypatch.setattr(Meter, "time", time)
 
 
-def test_the_fastest_comes_first_and_nothing_stays_changed(
+def test_the_fastest_comes_first_and_all_changes_are_undone(
     benchmarks, build, interpreted, fake_timer, monkeypatch, tmp_path, capsys
 ):
     def original(block_width, center):
@@ -101,7 +101,7 @@ def test_the_fastest_comes_first_and_nothing_stays_changed(
 
 
 def test_a_configuration_with_other_results_is_not_timed(benchmarks, build, interpreted, fake_timer):
-    """Fewer programs than rows, as a kernel that does not stride over its tiles would leave them."""
+    """Simulate a kernel that does not stride over its tiles: fewer programs than rows."""
     from benchmarks.measure import Meter
     from benchmarks.tune import Choice, tune
 
@@ -124,7 +124,7 @@ def test_a_configuration_with_other_results_is_not_timed(benchmarks, build, inte
     assert found[2 * chosen].note.startswith("wrong: relative error")
 
 
-def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, build, interpreted):
+def test_a_choice_that_does_not_affect_an_operation_gives_no_trials(benchmarks, build, interpreted):
     from benchmarks.measure import Meter
     from benchmarks.tune import Choice, tune
 
@@ -132,7 +132,7 @@ def test_a_choice_that_has_no_say_in_an_operation_gives_no_trials(benchmarks, bu
     assert tune(choice, build("softmax", (4, 16)), torch.bfloat16, Meter(torch.device("cpu"))) == []
 
 
-def test_the_listing_names_operations_and_where_their_sizes_stand(benchmarks, capsys):
+def test_the_listing_names_operations_and_where_their_sizes_are_defined(benchmarks, capsys):
     assert benchmarks.__main__.main(["tune"]) == 0
     listing = capsys.readouterr().out
     assert "| swiglu, geglu | activations.gated._TILE | elements, warps | (1024, 4) |" in listing

@@ -1,4 +1,4 @@
-"""The model as other people's tools get it: a small one with every parameter random."""
+"""A small model with random parameters, for tests of other tools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from liger_models.models.causal_lm import LigerCausalLM
 
 @pytest.fixture(scope="session")
 def tiny_config() -> dict[str, Any]:
-    """A LLaMA of two layers."""
+    """LLaMA with two layers."""
     return {
         "model_type": "llama",
         "vocab_size": 61,
@@ -33,7 +33,7 @@ def tiny_config() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def make_model(tiny_config) -> Callable[..., LigerCausalLM]:
-    """A factory: `make_model(tie_word_embeddings=False)` is the tiny config with changes."""
+    """Factory: `make_model(tie_word_embeddings=False)` uses the tiny config with changes."""
 
     def make(activation_memory: str = "lean", **changes: Any) -> LigerCausalLM:
         model = liger_models.from_config(tiny_config | changes, activation_memory=activation_memory)

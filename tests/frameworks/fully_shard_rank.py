@@ -1,7 +1,6 @@
 """One rank of test_fully_shard.py: forward and backward over its share of a batch under FSDP2.
 
-task.pt lies in the folder; gives the loss and the gradients by level of activation memory and dtype of
-the parameters.
+The folder has task.pt. The results are losses and gradients by activation-memory level and parameter dtype.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
-"""FSDP2 with the policy that everybody writes (work in bf16, sums in float32) trains like one process.
+"""FSDP2 with the usual policy (compute in bf16, reduce in float32) trains like one process.
 
-The policy casts floating tensors that it finds among the arguments of every layer, but not when a layer runs
-again in the backward pass.
+The policy casts floating-point tensors among the arguments of every layer, but not when a layer is recomputed
+in the backward pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run_alone(model, batch, ranks, num_items):
-    """The shares of all ranks one after another, in a model that is bf16 throughout: losses, and the mean of
-    the gradients in float32.
-    """
+    """Run the shares of all ranks one by one in a bf16 model; return losses and mean float32 gradients."""
     losses, sums = [], {}
     for rank in range(ranks):
         model.zero_grad()
@@ -39,7 +37,7 @@ def run_alone(model, batch, ranks, num_items):
     return losses, sums
 
 
-# Layers that read the keys of earlier ones, have inputs of their own, and experts beside the MLP.
+# Layers that reuse keys of earlier layers, have per-layer inputs, and have experts next to the MLP.
 SHARING = {
     "model_type": "gemma4_text",
     "num_hidden_layers": 4,
@@ -59,7 +57,7 @@ SHARING = {
 def check_ranks(make_model, folder, ranks, device, **changes):
     model = make_model(**changes)
     generator = torch.Generator().manual_seed(0)
-    # Positions of some length: angles in bfloat16 would be off by up to 100 / 256.
+    # Long positions: angles in bfloat16 would be off by up to 100 / 256.
     ids = torch.randint(0, 61, (2, 100), generator=generator)
     labels = ids.clone()
     labels[1, 60:] = -100  # the ranks have different numbers of labels
@@ -74,13 +72,13 @@ def check_ranks(make_model, folder, ranks, device, **changes):
     batch = {name: value.to(device) for name, value in batch.items()}
     model = model.to(device, torch.bfloat16)
     alone = {}
-    for level in LEVELS:  # each rounds in its own places, on a GPU
+    for level in LEVELS:  # on a GPU, each level rounds in different places
         model.set_activation_memory(level)
         alone[level] = run_alone(model, batch, ranks, num_items)
     for (rank, result), case in itertools.product(enumerate(results), CASES):
         losses, gradients = alone[case[0]]
-        # The same operations on the same numbers. What differs is the order of the sum over ranks, and bf16
-        # parameters round their gradient to half of 2^-8.
+        # The same operations on the same numbers. Only the order of the sum over ranks differs, and bf16
+        # parameters round their gradient, by half of 2^-8.
         rtol = 1e-5 if case[1] == torch.float32 else 2**-8
         torch.testing.assert_close(result[case]["loss"], losses[rank], rtol=1e-6, atol=0)
         for name, expected in gradients.items():
@@ -97,7 +95,7 @@ def test_two_ranks_with_mixed_precision_equal_one_process_at_every_level(make_mo
 
 
 @pytest.mark.slow
-def test_what_layers_hand_on_survives_two_ranks_at_every_level(make_model, tmp_path):
+def test_tensors_passed_between_layers_survive_two_ranks_at_every_level(make_model, tmp_path):
     check_ranks(make_model, tmp_path, 2, "cpu", **SHARING)
 
 
@@ -108,7 +106,7 @@ def test_one_rank_on_a_gpu_equals_the_model_alone(changes, make_model, tmp_path)
 
 
 def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):
-    from torch.distributed.utils import _apply_to_tensors  # what FSDP2 casts arguments with
+    from torch.distributed.utils import _apply_to_tensors  # FSDP2 casts arguments with it
 
     model, found = make_model(), []
 
@@ -121,8 +119,8 @@ def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):
     assert found == [(12, 32)] * 3  # the first layer has no residual
 
 
-def test_layers_that_hand_on_another_dtype_than_they_compute_in_are_told(make_model):
-    """As MixedPrecisionPolicy(param_dtype=bfloat16, output_dtype=float32) of FSDP2 makes them."""
+def test_layers_that_return_another_dtype_than_their_compute_dtype_are_refused(make_model):
+    """FSDP2's MixedPrecisionPolicy(param_dtype=bfloat16, output_dtype=float32) makes such layers."""
     model = make_model().bfloat16()
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda _, args: (*(_bfloat16(x) for x in args[:2]), args[2]))

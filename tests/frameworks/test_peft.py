@@ -1,4 +1,4 @@
-"""PEFT's adapters on a native model, the head's too."""
+"""PEFT's adapters on a native model, including the head."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def batch():
 
 @pytest.fixture
 def make_split(make_model):
-    """A factory of models with split projections and the same parameters."""
+    """Factory of models with split projections and the same parameters."""
 
     def make():
         model = make_model(tie_word_embeddings=False)
@@ -72,7 +72,7 @@ def test_an_adapted_head_divides_by_the_given_count(make_model, batch):
     assert model(**nothing, num_items_in_batch=40).loss == 0
 
 
-def test_a_head_that_is_trained_beside_adapters_has_the_same_loss(make_model, batch):
+def test_a_head_trained_together_with_adapters_has_the_same_loss(make_model, batch):
     model = make_model(tie_word_embeddings=False)
     expected = model(**batch).loss
     adapted = peft.get_peft_model(
@@ -82,7 +82,7 @@ def test_a_head_that_is_trained_beside_adapters_has_the_same_loss(make_model, ba
 
 
 def with_pefts_layers(model):
-    """A copy whose LoRA layers are PEFT's own again."""
+    """Copy of the model with PEFT's own LoRA layers."""
     model = copy.deepcopy(model)
     for module in model.modules():
         if isinstance(module, PeftLinear):
@@ -91,7 +91,7 @@ def with_pefts_layers(model):
 
 
 def run(model, batch):
-    """The loss and every gradient, with the same random numbers every time."""
+    """Loss and every gradient, with the same random numbers each time."""
     torch.manual_seed(5)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     loss = model(**batch).loss
@@ -101,7 +101,7 @@ def run(model, batch):
 
 
 def assert_near(found, expected):
-    """Within sums of float32 in another order."""
+    """Assert equality up to float32 sums in another order."""
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -110,7 +110,7 @@ def assert_near(found, expected):
 
 
 def bytes_a_token(model):
-    """What the forward pass keeps for the backward pass."""
+    """Bytes per token that the forward pass keeps for the backward pass."""
     kept = []
     for tokens in (64, 128):
         ids = torch.randint(61, (1, tokens), generator=torch.Generator().manual_seed(0))
@@ -121,7 +121,7 @@ def bytes_a_token(model):
     return (kept[1] - kept[0]) / 64
 
 
-def test_float32_adapters_keep_what_they_keep_in_the_registered_class(make_split, tmp_path):
+def test_float32_adapters_keep_as_much_as_in_the_registered_class(make_split, tmp_path):
     """PEFT's own layers keep a float32 copy of each input."""
     pytest.importorskip("transformers")
     from liger_models.hf import classes_of
@@ -138,15 +138,15 @@ def test_float32_adapters_keep_what_they_keep_in_the_registered_class(make_split
 @pytest.mark.parametrize(
     "settings", [{}, {"lora_dropout": 0.3}, {"use_dora": True}, {"lora_bias": True}], ids=str
 )
-def test_adapters_have_the_numbers_of_pefts_own_layers(settings, make_split, batch):
-    # Dropout only where layers share no input: layers that do are one operation, which draws its masks in
-    # another order than PEFT's layers one after the other.
+def test_adapters_match_pefts_own_layers(settings, make_split, batch):
+    # Dropout only on layers that share no input: layers that do are one operation, which draws its masks in
+    # another order than PEFT's separate layers.
     targets = ("o_proj", "down_proj") if settings.get("lora_dropout") else ALL
     model = adapt(make_split(), *targets, **settings).train()
     assert_near(run(model, batch), run(with_pefts_layers(model), batch))
 
 
-def test_adapters_switch_merge_and_unload_as_pefts(make_split, batch):
+def test_adapters_switch_merge_and_unload_as_in_peft(make_split, batch):
     plain = make_split()
     expected = plain(**batch).loss
     model = adapt(plain, *ALL)
@@ -169,7 +169,7 @@ def test_adapters_switch_merge_and_unload_as_pefts(make_split, batch):
     torch.testing.assert_close(merged.train()(**batch).loss, adapted, rtol=1e-5, atol=0)
 
 
-def test_an_adapter_in_other_layers_runs_as_the_first(make_split):
+def test_a_second_adapter_in_other_layers_runs_like_the_first(make_split):
     model = adapt(make_split(), "q_proj")
     model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["down_proj"]))
     model.train()
@@ -188,7 +188,7 @@ def test_a_file_of_adapters_is_read_back(make_split, batch, tmp_path):
     assert torch.equal(again(**batch).loss, model(**batch).loss)
 
 
-def test_layers_of_other_models_stay_pefts(make_split):
+def test_other_models_keep_pefts_own_layers(make_split):
     adapt(make_split(), *ALL)
     other = peft.get_peft_model(nn.Sequential(nn.Linear(4, 5)), peft.LoraConfig(target_modules=["0"]))
     assert type(other.base_model.model[0]) is PeftLinear

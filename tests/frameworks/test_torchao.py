@@ -1,4 +1,4 @@
-"""8-bit moments: torchao's optimizer on our models as they are. Skipped where torchao is not installed."""
+"""torchao's optimizer with 8-bit moments trains our models unchanged. Skipped if torchao is not installed."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ optim = pytest.importorskip("torchao.optim")
 
 
 @pytest.mark.slow
-def test_bfloat16_weights_learn_with_moments_of_8_bits(make_model):
+def test_bfloat16_weights_learn_with_8_bit_moments(make_model):
     model = make_model(vocab_size=512, hidden_size=64, intermediate_size=128).to(torch.bfloat16)
     optimizer = optim.AdamW8bit(model.parameters(), lr=1e-3, bf16_stochastic_round=True)
     ids = torch.randint(512, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""transformers' Trainer trains a native model as it trains its own."""
+"""transformers' Trainer trains a native model like its own."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ VOCABULARY = 61
 
 @pytest.fixture
 def train(tmp_path):
-    """A function: train a model for two steps of eight rows with plain gradient descent, and give the
-    Trainer.
-    """
+    """Function that trains a model by gradient descent, two steps of eight rows, and returns the Trainer."""
 
     def run(model, batch_size=ROWS, **settings):
         batches = {
@@ -36,7 +34,7 @@ def train(tmp_path):
 
 @pytest.fixture
 def make_both(make_model, tmp_path):
-    """A native model, and transformers' own with its weights."""
+    """Factory of a native model and of transformers' own with its weights."""
 
     def make(**changes):
         model = make_model(**changes)
@@ -51,26 +49,26 @@ def losses(trainer) -> list[float]:
 
 
 def assert_close_parameters(found, expected):
-    # Two steps of float32, whose gradients are sums in another order: see BOUND in tests/architectures.
+    # Two float32 steps with gradients summed in another order: see BOUND in tests/architectures.
     for name, p in expected.named_parameters():
         torch.testing.assert_close(found.get_parameter(name), p, rtol=1e-5, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_accumulation_over_batches_equals_one_batch(batch_size, make_model, train):
-    """Labels are counted over all of them: a mean of means would weigh the rows with few labels more."""
+    """Labels are counted over all batches: a mean of means would give more weight to rows with few labels."""
     whole, parts = make_model(), make_model()
     expected = losses(train(whole))
     assert losses(train(parts, batch_size)) == pytest.approx(expected, rel=1e-5)
     assert_close_parameters(parts, whole)
 
 
-def test_training_equals_that_of_transformers_own_model(make_both, train):
+def test_training_equals_training_of_transformers_own_model(make_both, train):
     model, reference = make_both()
     assert losses(train(model, 2)) == pytest.approx(losses(train(reference, 2)), rel=1e-4)
 
 
-def test_label_smoothing_equals_that_of_transformers_own_model(make_both, train):
+def test_label_smoothing_equals_transformers_own_model(make_both, train):
     model, reference = make_both()
     expected = losses(train(reference, 2, label_smoothing_factor=0.2))
     assert losses(train(model, 2, label_smoothing_factor=0.2)) == pytest.approx(expected, rel=1e-4)
@@ -86,7 +84,7 @@ def test_evaluation_has_the_loss_of_the_model(make_model, train):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
-def test_bf16_trains_as_under_autocast(make_model, train):
+def test_bf16_trains_like_autocast(make_model, train):
     model = make_model()
     batch = {
         name: torch.stack([row[name] for row in make_rows(VOCABULARY)]) for name in ("input_ids", "labels")
@@ -98,7 +96,7 @@ def test_bf16_trains_as_under_autocast(make_model, train):
 
 @pytest.mark.skipif(
     not hasattr(transformers.TrainingArguments, "activation_checkpointing"),
-    reason="this transformers has it under its older name alone",
+    reason="this transformers has it only under its older name",
 )
 def test_checkpointing_is_switched_on_without_a_warning(make_model, train):
     expected, model = make_model(), make_model("mlp")

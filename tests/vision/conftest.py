@@ -1,4 +1,4 @@
-"""Fixtures of the tests of all families that see images: see scenes.py, and tests/architectures/pairs.py."""
+"""Fixtures for the tests of vision-language families: see scenes.py, and tests/architectures/pairs.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def family(request) -> str:
 
 @pytest.fixture(scope="session")
 def make_pair():
-    """A factory: the family's tiny config, with changes of its parts, as a native model and its reference."""
+    """Factory of a native model and its reference from the family's tiny config, with changes to parts."""
     pytest.importorskip("transformers")
     return scenes.make_pair
 
@@ -36,7 +36,7 @@ def pairs_made() -> dict[str, pairs.Pair]:
 
 @pytest.fixture
 def pair(family, make_pair, pairs_made) -> pairs.Pair:
-    """The family's tiny config, made once; a test that changes parameters makes its own."""
+    """Pair of the family's tiny config, shared; a test that changes parameters makes its own."""
     if family not in pairs_made:
         pairs_made[family] = make_pair(family)
     torch.manual_seed(0)
@@ -45,16 +45,16 @@ def pair(family, make_pair, pairs_made) -> pairs.Pair:
 
 @pytest.fixture
 def projections() -> str:
-    """Pairs of the models that `hf` registers; a test file may define its own."""
+    """Form of projections that `hf` registers; a test file may define its own."""
     return "fused"
 
 
 @pytest.fixture
 def hf(request, projections):
-    """liger_models.hf, whose models the Auto classes give until the test is over."""
+    """liger_models.hf, with its models registered in the Auto classes during the test."""
     import liger_models.hf
 
-    if "pair" in request.fixturenames:  # whose reference is transformers' own, with all of its parts
+    if "pair" in request.fixturenames:  # its reference must be transformers' own
         request.getfixturevalue("pair")
     liger_models.hf.register(projections)
     yield liger_models.hf
@@ -63,7 +63,7 @@ def hf(request, projections):
 
 @pytest.fixture
 def both(pair, hf, tmp_path):
-    """transformers' own model, and ours that was read from its files."""
+    """transformers' own model, and ours loaded from its files."""
     import transformers
 
     theirs = copy.deepcopy(pair.reference)

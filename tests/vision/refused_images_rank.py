@@ -1,7 +1,7 @@
-"""One rank of test_ranks.py: the last has images that do not fit its text. Gives the error by family, wrapper
-and fault.
+"""One rank of test_ranks.py: the last rank has images that do not match its text.
 
-task.pt lies in the folder. The models are ours ("native"), or ours in transformers.
+The folder has task.pt. Models are native, or ours in transformers. The results are errors by family, wrapper
+and fault.
 """
 
 from pathlib import Path

@@ -28,7 +28,7 @@ TWO: list[Document] = [
 OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
 
 
-class SeeingPair(pairs.Pair):
+class VisionPair(pairs.Pair):
     """A native vision-language model and its reference."""
 
     def batch(self, rows: int = 2, length: int = 19) -> dict[str, Tensor]:
@@ -36,18 +36,19 @@ class SeeingPair(pairs.Pair):
         return self.rows_of_one_length(TWO)
 
     def rows_of_one_length(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """Filled up with text."""
+        """Pad documents with text to rows of one length."""
         known = [self._known_to_reference(document) for document in documents]
         return self.clear(lambda: self.scenes.make_even(known))
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
-        """A call of a batch whose rows are these documents, with images for videos where none are known."""
+        """Call with these documents as rows; videos become images in families that have none."""
         known = [self._known_to_reference(document) for document in documents]
         return self.clear(lambda: self.scenes.make(known, padding))
 
     def _known_to_reference(self, document: Document) -> Document:
-        """Skip cases that transformers before 5.23 computes differently: seconds of videos are whole numbers
-        there, and Gemma 4 has another form of videos.
+        """Skip cases that transformers before 5.23 computes differently.
+
+        There, seconds of videos are whole numbers, and Gemma 4 has another form of videos.
         """
         if not older_transformers():
             return document
@@ -64,7 +65,7 @@ class SeeingPair(pairs.Pair):
         return self.ours.spec.vision
 
     def pack(self, calls: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """Calls of one row each as one of all documents in one row."""
+        """Combine calls of one row each into a call with all documents in one row."""
         tiled = isinstance(self.vision, TiledVisionSpec)
         packed = {
             name: torch.cat(
@@ -83,21 +84,21 @@ class SeeingPair(pairs.Pair):
 
 
 def older_transformers() -> bool:
-    """Whether it is one before 5.23: 5.17 is the oldest that is known."""
+    """Return whether transformers is older than 5.23; 5.17 is the oldest supported version."""
     import transformers
 
     return tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 
 
-def make_pair(family: str, changes: Mapping[str, Any] | None = None, **options: Any) -> SeeingPair:
-    """`changes` of keys, or of keys within "text_config" and "vision_config"."""
+def make_pair(family: str, changes: Mapping[str, Any] | None = None, **options: Any) -> VisionPair:
+    """`changes` are of keys, or of keys within "text_config" and "vision_config"."""
     changes = copy.deepcopy(dict(changes or {}))
     tiny = pairs.find_architecture(family).tiny
-    if family == "paligemma" and older_transformers():  # which does not cap PaliGemma 2's logits
+    if family == "paligemma" and older_transformers():  # does not cap PaliGemma 2's logits
         changes.setdefault("text_config", {}).setdefault("final_logit_softcapping", None)
     for part in ("text_config", "vision_config"):
         if part in changes:
             changes[part] = pairs.changed(tiny[part], changes[part])
-    made = pairs.make_pair(family, changes, kind=SeeingPair, **options)
-    assert isinstance(made, SeeingPair)
+    made = pairs.make_pair(family, changes, kind=VisionPair, **options)
+    assert isinstance(made, VisionPair)
     return made

@@ -1,5 +1,6 @@
-"""Adapters of PEFT on each part of a model that sees: those of transformers' own model, in every number and
-in every file, on quantised weights too.
+"""PEFT's adapters on each part of a vision-language model match transformers' own in every number and file.
+
+This also holds on quantised weights.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def compare(theirs, ours, call):
     ("family", "part"),
     [("qwen2_5_vl", "language"), ("qwen2_5_vl", "tower"), *((name, "all") for name in SEVERAL)],
 )
-def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, tmp_path):
+def test_adapters_match_transformers_own_model(family, part, pair, both, tmp_path):
     theirs, ours = both
     call = pair.scene(*DOCUMENTS.values())
     config = peft.LoraConfig(r=3, target_modules=PARTS[part], exclude_modules=r".*patch_embed.*")
@@ -69,8 +70,8 @@ def test_adapters_are_those_of_transformers_own_model(family, part, pair, both, 
     ("family", "part"),
     [("qwen2_5_vl", "visual"), ("llama4", "multi_modal_projector"), ("mistral3", "patch_merger")],
 )
-def test_a_part_that_peft_trains_as_a_whole_is_the_one_that_runs(family, part, pair, both, tmp_path):
-    """Its copy, which PEFT puts around it, whatever the wiring reads that stands within or holds it."""
+def test_a_part_that_peft_trains_in_full_is_the_one_that_runs(family, part, pair, both, tmp_path):
+    """The model runs the copy in PEFT's wrapper, even if its code refers to modules in or above the part."""
     call = pair.scene(*DOCUMENTS.values())
     config = peft.LoraConfig(r=3, target_modules=r".*language_model.*q_proj", modules_to_save=[part])
     theirs, ours = (randomise_trained(peft.get_peft_model(model, config)) for model in both)
@@ -94,7 +95,7 @@ def test_a_part_that_peft_trains_as_a_whole_is_the_one_that_runs(family, part, p
 
 
 @pytest.mark.parametrize("family", ["gemma4"])
-def test_what_is_merged_stays_where_transformers_own_model_has_it(family, both, tmp_path):
+def test_merged_weights_have_the_names_of_transformers_own_model(family, both, tmp_path):
     """Gemma 4's clipped projections are layers inside other layers."""
     from safetensors import safe_open
 
@@ -108,7 +109,7 @@ def test_what_is_merged_stays_where_transformers_own_model_has_it(family, both, 
 
 @pytest.mark.supports("vision-language models", "bitsandbytes, QLoRA on tower and language model")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_adapters_on_quantised_weights_are_those_of_transformers_own(family, pair, both, hf, tmp_path):
+def test_adapters_on_quantised_weights_match_transformers_own(family, pair, both, hf, tmp_path):
     pytest.importorskip("bitsandbytes")
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True,

@@ -1,5 +1,7 @@
-"""Two answers to a prompt with images, as `train` reads them of a corpus: in every family that sees their
-scores are those of each answer with its prompt by itself, whether the prompt is computed once or twice.
+"""Scores of two answers to a prompt with images, as `train` reads them from a corpus.
+
+In every vision-language family they equal the scores of separate sequences, with the prompt computed once or
+twice.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ LENGTHS = (4, 7)
 
 
 def sequences_of(pair):
-    """The two sequences of each prompt; and a pair whose second answer contains an image."""
+    """The two sequences of each prompt, and a pair whose second answer contains an image."""
     found = []
     for prompt in PROMPTS:
         call = pair.scene(prompt)
@@ -52,7 +54,7 @@ def sequences_of(pair):
 
 
 def written(folder, found, form):
-    """The corpus of these groups, and a row of all of them."""
+    """Write a corpus of these groups; return it, and a row with all of them."""
     with written_corpus(folder, 200, 1 << 20, form) as writer:
         for two in found:
             for one in two:
@@ -64,14 +66,14 @@ def written(folder, found, form):
 
 
 def alone(pair, one):
-    """The score of a sequence in a call by itself."""
+    """Score of a sequence in a separate call."""
     labels = one.ids.where(one.learned, -100)[None]
     images = pack_conversations(pair.vision, [one])
     return pair.ours.score(one.ids[None], labels=labels, **images).log_probs.sum()
 
 
 @torch.no_grad()
-def test_scores_are_those_of_each_sequence_by_itself(pair, tmp_path, monkeypatch):
+def test_scores_equal_those_of_separate_sequences(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "SPARED", 0.0)
     found = sequences_of(pair)
     expected = torch.stack([alone(pair, two[side]) for side in (0, 1) for two in found])
@@ -81,7 +83,7 @@ def test_scores_are_those_of_each_sequence_by_itself(pair, tmp_path, monkeypatch
         documents.shares = shares
         batch = documents.batch([row])
         prompts = [len(two[0].ids) - LENGTHS[0] for two in found[:3]]
-        spared = sum(prompts) - 3 if shares else 0  # but for each one's last token
+        spared = sum(prompts) - 3 if shares else 0  # except for the last token of each
         assert batch.input_ids.numel() == corpus.starts[-1] - spared
         scores = score_rows(pair.ours, batch).log_probs.sum(1)
         torch.testing.assert_close(scores, expected, rtol=1e-4, atol=1e-4)
@@ -92,7 +94,7 @@ def test_scores_are_those_of_each_sequence_by_itself(pair, tmp_path, monkeypatch
 
 
 @torch.no_grad()
-def test_halves_of_what_is_labelled_are_calls_by_themselves(pair, tmp_path):
+def test_labelled_answers_are_split_into_separate_calls(pair, tmp_path):
     found = sequences_of(pair)
     corpus, row = written(tmp_path / "labelled", found, LABELLED)
     batch = groups.Groups([Part(corpus)], pair.vision).batch([row])

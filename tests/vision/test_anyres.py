@@ -1,6 +1,4 @@
-"""The tokens of images of any size are those of the reference, whatever their proportions; test_parity.py has
-only some.
-"""
+"""Tokens of images of any size and aspect ratio match the reference; test_parity.py has only some sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from liger_models.layers.vision.packing import VisionConversation, pack_conversa
 RESOLUTIONS = [(h, w) for h in (10, 20, 30) for w in (10, 20, 40)]
 
 
-def test_the_tokens_of_every_size_are_the_references(make_pair):
+def test_tokens_of_images_of_every_size_match_the_reference(make_pair):
     pytest.importorskip("transformers")
     changes = {"image_grid_pinpoints": [list(r) for r in RESOLUTIONS], "vision_aspect_ratio": "anyres_max_3"}
     model = make_pair("llava_onevision", changes).reference.model
@@ -39,7 +37,7 @@ def test_videos_of_several_lengths_are_packed_frame_by_frame(make_pair):
     calls = [pair.scene(document) for document in ([3, Video(2, 4, 4), 4], [2, Video(3, 4, 4), 5], [6])]
     seen = []
     for call in calls:
-        call.pop("batch_num_images", None)  # of no image
+        call.pop("batch_num_images", None)  # there are no images
         images = {name: x for name, x in call.items() if name not in OF_TOKENS}
         seen.append(VisionConversation(call["input_ids"][0], call["labels"][0] != -100, images))
     packed = pack_conversations(pair.vision, seen)

@@ -52,7 +52,7 @@ GRIDS = torch.tensor([[1, 6, 10], [1, 4, 4]])
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES)
-def test_pictures_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+def test_mismatched_pictures_are_refused(change, message, make_pair, pairs_made):
     pair = pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
     call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
     assert pair.ours(**call).loss.isfinite()
@@ -88,7 +88,7 @@ OF_PADDED = {
 
 
 @pytest.mark.parametrize(("change", "message"), OF_PADDED.values(), ids=OF_PADDED)
-def test_padded_images_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+def test_mismatched_padded_images_are_refused(change, message, make_pair, pairs_made):
     pair = pairs_made.setdefault("mistral3", make_pair("mistral3"))
     call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
     assert pair.ours(**call).loss.isfinite()
@@ -127,7 +127,7 @@ OF_ANYRES = {
 
 
 @pytest.mark.parametrize(("change", "message"), OF_ANYRES.values(), ids=OF_ANYRES)
-def test_tiles_of_any_number_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+def test_mismatched_anyres_tiles_are_refused(change, message, make_pair, pairs_made):
     family = "llava_onevision"
     pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
     call = pair.scene([1, Image(6, 10), 2, Video(3, 4, 4), 3])
@@ -163,7 +163,7 @@ OF_SQUARES = {
 
 
 @pytest.mark.parametrize(("family", "change", "message"), OF_SQUARES.values(), ids=OF_SQUARES)
-def test_square_images_that_do_not_fit_are_refused(family, change, message, make_pair, pairs_made):
+def test_mismatched_square_images_are_refused(family, change, message, make_pair, pairs_made):
     pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
     call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
     assert pair.ours(**call).loss.isfinite()
@@ -199,7 +199,7 @@ ODD = (torch.arange(96) >= 12)[:, None]
 
 
 @pytest.mark.parametrize(("change", "message"), OF_PLACED.values(), ids=OF_PLACED)
-def test_patches_in_other_places_are_refused(change, message, make_pair, pairs_made):
+def test_misplaced_patches_are_refused(change, message, make_pair, pairs_made):
     pair = pairs_made.get("gemma4") or pairs_made.setdefault("gemma4", make_pair("gemma4"))
     call = pair.scenes.make([[1, Image(6, 10), 2, Video(2, 4, 4), 3]], "right")
     assert pair.ours(**call).loss.isfinite()
@@ -245,7 +245,7 @@ OF_TILES = {
 
 
 @pytest.mark.parametrize(("change", "message"), OF_TILES.values(), ids=OF_TILES)
-def test_tiles_that_do_not_fit_are_refused(change, message, make_pair, pairs_made):
+def test_mismatched_tiles_are_refused(change, message, make_pair, pairs_made):
     pair = pairs_made.setdefault("mllama", make_pair("mllama"))
     call = pair.scene([1, Image(6, 6), 2, Image(4, 4), 3])
     assert pair.ours(**call).loss.isfinite()
@@ -254,19 +254,19 @@ def test_tiles_that_do_not_fit_are_refused(change, message, make_pair, pairs_mad
 
 
 def test_two_pictures_need_text_between_them(make_pair, pairs_made):
-    """As in the reference, which takes the two for one."""
+    """As in the reference, adjacent pictures would be treated as one."""
     pair = pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
     with pytest.raises(DataError, match="with text between them"):
         pair.ours(**pair.scene([1, Image(4, 4), Image(4, 4), 3]))
 
 
-def test_a_keyword_that_is_not_known_is_refused(pair):
+def test_an_unknown_keyword_is_refused(pair):
     with pytest.raises(TypeError, match="of_no_meaning"):
         pair.ours(**pair.scene([1, Image(4, 4), 2], [1, Video(1, 4, 4), 2]), of_no_meaning=torch.ones(1))
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mllama", "qwen2_5_vl"])
-def test_no_teacher_is_asked_about_images_that_it_does_not_see(family, make_pair, pairs_made):
+def test_a_teacher_without_vision_is_refused_for_images(family, make_pair, pairs_made):
     pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
     call = pair.scene([1, Image(4, 4), 3])
     assert pair.ours.distill(pair.ours, **pair.scene([9])).loss.isfinite()

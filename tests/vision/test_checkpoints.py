@@ -1,5 +1,6 @@
-"""Checkpoints of families that see come in whole and go out byte for byte, in every layout in which they are
-found; what we write the reference reads.
+"""Checkpoints of vision-language families are loaded in full and saved byte for byte, in every known layout.
+
+The reference can read our files.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from liger_models.models.verification import verify_numbers
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The folder of a family's checkpoint as the reference itself writes it, in several files."""
+    """Function that returns the folder of a family's checkpoint, saved by the reference in several files."""
     made = {}
 
     def get(pair):
@@ -37,7 +38,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte_and_gives_its_logits(pair, written, tmp_path):
+def test_a_checkpoint_of_the_reference_is_saved_byte_for_byte_and_gives_its_logits(pair, written, tmp_path):
     folder = written(pair)
     assert len(list(folder.glob("*.safetensors"))) > 1
     model = liger_models.from_hub(folder)
@@ -50,7 +51,7 @@ def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte_and_gives_its_lo
 
 
 def test_the_reference_reads_what_we_write(pair, written, tmp_path):
-    """After training, that is: with other values than those that came in."""
+    """The model is trained first, so that values differ from the loaded ones."""
     model = liger_models.from_hub(written(pair))
     randomise(model, torch.Generator().manual_seed(2))
     model.save_pretrained(tmp_path / "out")
@@ -70,8 +71,8 @@ def test_the_reference_reads_what_we_write(pair, written, tmp_path):
         for number in range(len(find_architecture(family).layouts))
     ],
 )
-def test_every_layout_comes_back_byte_for_byte(family, number, pair, written, tmp_path):
-    """Mixed dtypes, in files with one tensor each."""
+def test_every_layout_is_saved_byte_for_byte(family, number, pair, written, tmp_path):
+    """The files have one tensor each, in mixed dtypes."""
     model = liger_models.from_hub(written(pair))
     model.layout, model.source = pair.architecture.layouts[number], None
     model.save_pretrained(tmp_path / "as_laid_out")
@@ -99,13 +100,13 @@ def test_every_layout_comes_back_byte_for_byte(family, number, pair, written, tm
         liger_models.from_hub(source)
 
 
-def test_a_head_in_the_files_counts_whatever_the_config_says(pair, written, tmp_path):
-    """As in the reference: what a config means by saying nothing is often wrong."""
+def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp_path):
+    """The reference does so too, since configs that omit the key often mean the opposite of its default."""
     source = tmp_path / "source"
     shutil.copytree(written(pair), source)
     tied = pair.ours.spec.tie_word_embeddings
     model = liger_models.from_hub(source)
-    if tied:  # a head of its own beside the embedding
+    if tied:  # a separate head next to the embedding
         tensors = {name: tensor.contiguous() for name, tensor in model.checkpoint_tensors()}
         tensors[model.layout.name("lm_head.weight")] = torch.rand_like(model.embed_tokens.weight)
         for path in (*source.glob("*.safetensors"), source / "model.safetensors.index.json"):
@@ -121,7 +122,7 @@ def test_a_head_in_the_files_counts_whatever_the_config_says(pair, written, tmp_
     assert files(tmp_path / "out") == files(source)
 
 
-def test_the_text_part_alone_is_still_a_language_model(pair, written):
+def test_the_text_part_can_be_loaded_as_a_language_model(pair, written):
     with pytest.warns(UserWarning, match="only the text part"):
         text = liger_models.from_hub(written(pair), text_only=True)
     assert text.spec.vision is None

@@ -1,4 +1,4 @@
-"""Documents of one row meet their own images alone: no attention is computed between others."""
+"""Documents in a row attend to their own images only; no other attention is computed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from liger_models.layers.attention import cross_attention
 
 @pytest.fixture
 def packed(make_pair):
-    """A pair, its documents in one row, where they end, and how many images each has."""
+    """A pair, its documents in one row, their ends, and the number of images of each."""
     pair = make_pair("mllama")
     alone = [pair.scene(document) for document in DOCUMENTS.values()]
     lengths = [call["input_ids"].shape[1] for call in alone]
@@ -24,7 +24,7 @@ def packed(make_pair):
 
 
 def scores(pair, call, monkeypatch) -> list[list[int]]:
-    """The number of products that each layer with cross-attention computes for one head."""
+    """Number of scores that each cross-attention layer computes for one head."""
     counts: list[list[int]] = []
     attend = torch.nn.functional.scaled_dot_product_attention
 
@@ -45,12 +45,12 @@ def scores(pair, call, monkeypatch) -> list[list[int]]:
     return counts[1::2]
 
 
-def test_each_document_meets_its_own_images_alone(packed, monkeypatch):
+def test_each_document_attends_to_its_own_images_only(packed, monkeypatch):
     pair, call, lengths, images = packed
     keys = pair.vision.tiles * ((pair.vision.image_size // pair.vision.patches.size) ** 2 + 1)
     expected = [length * count * keys for length, count in zip(lengths, images, strict=True) if count]
-    assert scores(pair, call, monkeypatch) == [expected] * 2  # of two layers
-    # An image that nobody is shown leaves it open whose it is: then all tokens meet all images.
+    assert scores(pair, call, monkeypatch) == [expected] * 2  # for two layers
+    # If no token attends to an image, its document is unknown: then all tokens are scored with all images.
     unseen = call["cross_attention_mask"].clone()
     first = unseen[0, :, 0].nonzero()[:, 0]
     unseen[0, first, 0] = 0
@@ -61,6 +61,6 @@ def test_each_document_meets_its_own_images_alone(packed, monkeypatch):
 def test_an_image_that_another_document_names_is_refused(packed):
     pair, call, lengths, _ = packed
     mask = call["cross_attention_mask"].clone()
-    mask[0, sum(lengths[:2]), -1] = 1  # the last document's, shown to the one before, which has none
+    mask[0, sum(lengths[:2]), -1] = 1  # the last document's image, visible to the previous one
     with pytest.raises(DataError, match="to another document than the one whose text names it"):
         pair.ours(**call | {"cross_attention_mask": mask})

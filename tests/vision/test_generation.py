@@ -9,8 +9,8 @@ from scenes import DOCUMENTS, Image
 from liger_models.generating.generation import generate
 
 
-def test_the_tokens_are_those_of_the_reference(pair):
-    """Rows of several lengths, with images, videos and none, padded on the left for the reference."""
+def test_tokens_equal_the_references(pair):
+    """Rows have several lengths, with images, videos or none, padded on the left for the reference."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")
     del call["labels"]
     reference = pair.reference.eval()
@@ -20,7 +20,7 @@ def test_the_tokens_are_those_of_the_reference(pair):
         )
     found = generate(pair.ours, **call, max_new_tokens=6)
     reference.train()
-    # One that names a picture where none is goes on from nothing that a processor would give.
+    # A generated image token without an image continues from inputs that no processor would produce.
     named = sum(expected == id for id in (pair.vision.image_id, getattr(pair.vision, "video_id", None)) if id)
     before = call["input_ids"].shape[1]
     known = named[:, before:].cumsum(1) - named[:, before:] == 0
@@ -28,7 +28,7 @@ def test_the_tokens_are_those_of_the_reference(pair):
     assert torch.equal(found[:, before:][known], expected[:, before:][known])
 
 
-def test_a_keyword_that_is_not_known_is_refused(pair):
+def test_an_unknown_keyword_is_refused(pair):
     call = pair.scene([1, Image(4, 4), 2])
     del call["labels"]
     with pytest.raises(TypeError, match="of_no_meaning"):

@@ -1,4 +1,4 @@
-"""Positions that a caller gives are the positions, where those of images have three axes too."""
+"""Positions given by the caller are used, also in families whose image positions have three axes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_AXES = [family for family in list_architectures(vision=True) if with_axes(fam
 
 
 def given(kind, ids):
-    """Positions that the model would not choose by itself."""
+    """Positions that differ from the model's own."""
     rows, length = ids.shape
     counted = torch.arange(length).expand(rows, -1)
     axes = torch.stack([counted // 2 + 1, counted % 7, 3 + counted // 3])
@@ -31,7 +31,7 @@ def given(kind, ids):
 
 @pytest.mark.parametrize("kind", ["counted", "of one row", "on axes", "counted and on axes"])
 @pytest.mark.parametrize("family", OF_AXES)
-def test_given_positions_are_taken_as_the_reference_takes_them(kind, family, pair):
+def test_given_positions_are_used_as_in_the_reference(kind, family, pair):
     for call in (pair.batch(), pair.scene([21], [21])):
         call["position_ids"] = given(kind, call["input_ids"])
         expected = pair.run_reference(**call)
@@ -39,22 +39,22 @@ def test_given_positions_are_taken_as_the_reference_takes_them(kind, family, pai
 
 
 @pytest.mark.parametrize("family", OF_AXES)
-def test_given_positions_beside_padding(family, pair):
+def test_given_positions_work_with_padding(family, pair):
     call = pair.scene(*DOCUMENTS.values(), padding="left")
     call["position_ids"] = given("on axes", call["input_ids"])
     expected = pair.run_reference(**call)
     assert not beyond_bound(pair.run_ours(**call).distances(expected, call["attention_mask"].bool()))
 
 
-def test_axes_that_a_model_does_not_have_are_refused(make_pair, pairs_made):
+def test_axes_that_a_model_lacks_are_refused(make_pair, pairs_made):
     for family, positions in (("gemma3", torch.zeros(3, 1, 8)), ("qwen2_5_vl", torch.zeros(2, 1, 8))):
         pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
         with pytest.raises(DataError, match="position_ids"):
             pair.ours(torch.full((1, 8), 20), position_ids=positions.long())
 
 
-def test_documents_that_begin_anew_say_their_images_positions(make_pair, pairs_made):
-    """Positions that count the tokens of packed documents are not those of images."""
+def test_packed_documents_with_images_need_positions_on_all_axes(make_pair, pairs_made):
+    """Positions that restart in packed documents cannot be those of images."""
     pair = pairs_made.get("qwen2_5_vl") or pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
     alone = [pair.scene([1, Image(6, 10), 2]), pair.scene([5, Image(4, 4), 3])]
     lengths, call = [one["input_ids"].shape[1] for one in alone], pair.pack(alone)
@@ -73,10 +73,8 @@ def test_documents_that_begin_anew_say_their_images_positions(make_pair, pairs_m
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl"])
 @pytest.mark.parametrize("way", ["as the model counts", "given"])
-def test_what_follows_a_cache_with_images_goes_on_behind_them(way, family, pair, hf, tmp_path):
-    """In transformers: the second half of a conversation on the first's cache equals a pass without a
-    cache.
-    """
+def test_tokens_after_a_cache_with_images_continue_from_them(way, family, pair, hf, tmp_path):
+    """In transformers, the second half of a conversation on the first's cache equals a pass without cache."""
     import transformers
 
     pair.reference.save_pretrained(tmp_path)

@@ -1,6 +1,4 @@
-"""On a GPU: models that see are as near to the truth as the reference, in bfloat16 at the widths of published
-models.
-"""
+"""On a GPU: vision-language models in bfloat16 at published widths are as accurate as the reference."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from scenes import SeeingPair, older_transformers
+from scenes import VisionPair, older_transformers
 from wide import (  # noqa: F401  (fixtures among them)
     batches_of,
     emptied,
@@ -21,28 +19,28 @@ from liger_models.images.scenes import Image, Video
 
 pytestmark = pytest.mark.gpu
 
-# Sides that all projectors merge: by two, three or four patches.
+# Sides that all projectors can merge, by two, three or four patches.
 DOCUMENTS = [
     [60, Image(24, 36), 200, Video(2, 12, 24), 100],
     [Image(36, 12), 100, Image(12, 12), 60],
 ]
 
 
-def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family, emptied):  # noqa: F811
-    """Logits, loss and every gradient, of encoder, projector and language model."""
+def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied):  # noqa: F811
+    """Compare logits, loss and every gradient of encoder, projector and language model."""
 
     def batches(pair):
         torch.manual_seed(0)
         return [pair.rows_of_one_length(DOCUMENTS) for _ in range(batches_of(pair.ours.spec))]
 
     config = wide_config(family)
-    if family == "paligemma" and older_transformers():  # which does not cap PaliGemma 2's logits
+    if family == "paligemma" and older_transformers():  # does not cap PaliGemma 2's logits
         config["text_config"]["final_logit_softcapping"] = None
-    assert not farther_than_reference(family, config, batches, SeeingPair)
+    assert not farther_than_reference(family, config, batches, VisionPair)
 
 
-def test_packed_documents_with_tiles_are_as_where_all_tokens_meet_all_images(make_pair):
-    """Whose are whose is known where the mask is on the host, as a training run leaves it."""
+def test_packed_documents_with_tiles_equal_scoring_all_tokens_with_all_images(make_pair):
+    """Owners of images are known if the mask is on the host, as in training runs."""
     pair = make_pair("mllama")
     alone = [
         pair.scene(document) for document in ([2, Image(6, 10), 5], [21], [Image(2, 4), 5, Image(4, 4), 3])

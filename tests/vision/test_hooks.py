@@ -1,4 +1,4 @@
-"""Hooks run on each part of a model that sees, or whoever puts one there is told that it will not."""
+"""Hooks run on each part of a vision-language model, or a warning says that they will not."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def changed(module, inputs, output):
 
 
 @FAMILIES
-def test_a_hook_on_a_part_changes_what_the_part_gives(family, pair):
+def test_a_hook_on_a_part_changes_its_output(family, pair):
     model, call = copy.deepcopy(pair.ours), pair.batch()
     with torch.no_grad():
         plain = model(**call).loss
@@ -34,7 +34,7 @@ def test_a_hook_on_a_part_changes_what_the_part_gives(family, pair):
 
 @FAMILIES
 def test_backward_hooks_on_the_tower_are_run(family, pair):
-    """With the gradient of what it gives, and what they make of it."""
+    """They get the gradient of its output, and their changes take effect."""
     model, seen = copy.deepcopy(pair.ours), []
     model.vision.encoder.register_full_backward_pre_hook(lambda _, g: (seen.append(g), [0 * x for x in g])[1])
     model(**pair.batch()).loss.backward()
@@ -44,7 +44,7 @@ def test_backward_hooks_on_the_tower_are_run(family, pair):
 
 
 @FAMILIES
-def test_modules_that_only_hold_others_say_that_no_hook_is_run(family, pair, hf, tmp_path):
+def test_hooks_on_modules_that_only_hold_others_raise_a_warning(family, pair, hf, tmp_path):
     pair.reference.save_pretrained(tmp_path)
     model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path)
     holder = model.model.language_model

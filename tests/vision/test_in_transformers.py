@@ -1,6 +1,4 @@
-"""Vision-language models as transformers' models: compared with transformers' own, they compute the same,
-read and write the same files, and generate the same tokens.
-"""
+"""Our vision-language models in transformers match transformers' own in results, files and generation."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from liger_models.architectures import list_architectures
 
 transformers = pytest.importorskip("transformers")
 
-# No image is made: what its token would stand for differs between versions.
+# No image token is generated: its meaning differs between versions.
 EOS = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None, "suppress_tokens": [3, 4]}
 
 
@@ -29,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("hf")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """The folder of a family's checkpoint, as transformers' own model writes it."""
+    """Function that returns the folder of a family's checkpoint, written by transformers' own model."""
     made = {}
 
     def get(pair):
@@ -49,7 +47,7 @@ def models():
 
 @pytest.fixture
 def ours(pair, folders, models):
-    """Ours of the pair, read by an Auto class; a test that changes it makes a copy."""
+    """Our model of the pair, loaded by an Auto class; a test that changes it makes a copy."""
     name = pair.architecture.model_type
     if name not in models:
         models[name] = transformers.AutoModelForImageTextToText.from_pretrained(folders(pair))
@@ -57,7 +55,7 @@ def ours(pair, folders, models):
 
 
 def by_checkpoint_names(model) -> dict[str, torch.Tensor]:
-    """Gradients, under the names of transformers' own modules."""
+    """Gradients under the names of transformers' own modules."""
     own, found = dict(model.named_parameters()), {}
     for name, expr in model.weight_map(model.model.own_layout).items():
         if name in own and own[name].grad is not None:
@@ -73,8 +71,8 @@ def run(model, **call) -> Run:
 
 
 @pytest.mark.supports("vision-language models", "loss and gradients")
-def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
-    """Images of several sizes, videos and none, padded, with another divisor of the loss."""
+def test_logits_loss_and_every_gradient_match_the_reference(pair, ours):
+    """The batch has images of several sizes, videos, padding, and another divisor of the loss."""
     assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
     assert isinstance(ours, liger_models.hf.LigerForConditionalGeneration)
     call = pair.scene(*DOCUMENTS.values())
@@ -84,7 +82,7 @@ def test_logits_loss_and_every_gradient_are_the_references(pair, ours):
 
 
 @pytest.mark.supports("vision-language models", "checkpoints byte for byte, to native models and back")
-def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp_path):
+def test_files_equal_the_references_and_the_native_models(pair, ours, folders, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     name = "model.safetensors"
     assert (tmp_path / "ours" / name).read_bytes() == (folders(pair) / name).read_bytes()
@@ -102,8 +100,8 @@ def test_files_are_the_references_and_the_native_models(pair, ours, folders, tmp
 
 
 @pytest.mark.supports("vision-language models", "generate")
-def test_what_is_generated_is_what_the_reference_generates(pair, ours):
-    """Rows of several lengths, with images, videos and none."""
+def test_generated_tokens_equal_the_references(pair, ours):
+    """Rows have several lengths, with images, videos or none."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")
     del call["labels"]
     training = pair.reference.training
@@ -113,14 +111,14 @@ def test_what_is_generated_is_what_the_reference_generates(pair, ours):
     gc.collect()
 
 
-def test_modules_bear_the_names_of_transformers_own(pair, ours):
-    """All that tools look for by name: layers, with the packed projections split."""
+def test_modules_have_the_names_of_transformers_own(pair, ours):
+    """Tools look up layers by name; packed projections are split."""
     split = copy.deepcopy(ours)
     split.split_projections()
     theirs = {name for name, m in pair.reference.named_modules() if isinstance(m, torch.nn.Linear)}
     found = {name for name, m in split.named_modules() if isinstance(m, torch.nn.Linear)}
-    # Routers are parameters in our models, Llama 4's layer over patches has the form of the others', and what
-    # Gemma 4 clips is a layer within another.
+    # Routers are parameters in our models, Llama 4's patch embedding has the form of the others', and Gemma
+    # 4's clipped layers are inside other layers.
     known = ("router", ".gate", "patch_embedding", "patch_embedder")
     differ = {name.removesuffix(".linear") for name in theirs} ^ {
         name.removesuffix(".linear") for name in found
@@ -129,8 +127,8 @@ def test_modules_bear_the_names_of_transformers_own(pair, ours):
 
 
 @pytest.mark.parametrize("family", ["llama4", "gemma3"])
-def test_a_model_with_split_projections_takes_its_own_state(family, pair, ours, folders):
-    """Also if transformers' own model has the decoder's modules at the top level."""
+def test_a_model_with_split_projections_loads_its_own_state(family, pair, ours, folders):
+    """This also holds if transformers' own model has the decoder's modules at the top level."""
     model = copy.deepcopy(ours)
     model.split_projections()
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
@@ -140,9 +138,9 @@ def test_a_model_with_split_projections_takes_its_own_state(family, pair, ours, 
     assert given == set(safetensors.safe_open(folders(pair) / "model.safetensors", "pt").keys())
 
 
-def test_hidden_states_are_those_of_the_reference(pair, ours):
+def test_hidden_states_match_the_reference(pair, ours):
     if not hasattr(pair.reference, "model"):
-        pytest.skip("the reference tells the hidden states of its language model alone")
+        pytest.skip("the reference returns the hidden states of its language model only")
     call = pair.batch()
     del call["labels"]
     with torch.no_grad():
@@ -156,8 +154,8 @@ PARTS = ("vision", "projector", "language")
 
 
 @pytest.mark.parametrize("frozen", [*itertools.combinations(PARTS, 1), *itertools.combinations(PARTS, 2), ()])
-def test_parts_that_train_are_those_of_the_native_model(frozen, pair, ours):
-    """For any module of transformers' own model that holds a part's layers."""
+def test_trainable_parts_match_the_native_model(frozen, pair, ours):
+    """A part may be given by any module of transformers' own model that holds its layers."""
     native, layout = copy.deepcopy(pair.ours), ours.model.own_layout
     found = []
     for model in (ours, native):
@@ -171,8 +169,8 @@ def test_parts_that_train_are_those_of_the_native_model(frozen, pair, ours):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "llava_onevision"])
-def test_what_nothing_reads_needs_no_gradient(family, pair, folders):
-    """For which DDP would wait; nor when parts are chosen that train."""
+def test_unused_parameters_need_no_gradient(family, pair, folders):
+    """DDP would wait for such gradients; choosing the parts to train does not enable them either."""
     model = transformers.AutoModelForImageTextToText.from_pretrained(folders(pair))
     assert model.model.unread
     for parts in ((), ("language",), ("vision", "projector")):
@@ -184,7 +182,7 @@ def test_what_nothing_reads_needs_no_gradient(family, pair, folders):
         assert not [n for n, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
 
 
-def test_a_keyword_that_the_family_does_not_know_is_refused_by_name(pair, ours):
+def test_a_keyword_unknown_to_the_family_is_refused_by_name(pair, ours):
     call = pair.scene([1, Image(4, 4), 2])
     unknown = next(
         name for name in ("aspect_ratio_ids", "video_position_ids") if name not in call and "grid" not in name
@@ -199,7 +197,7 @@ FEW = pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 
 
 @FEW
-def test_checkpointing_frozen_parts_and_copies(family, pair, ours):
+def test_checkpointing_works_with_frozen_parts_and_copies(family, pair, ours):
     call = pair.scene(*DOCUMENTS.values())
     expected = run(ours, **call)
     model = copy.deepcopy(ours).train()
@@ -219,7 +217,9 @@ def test_checkpointing_frozen_parts_and_copies(family, pair, ours):
 
 
 @FEW
-def test_fresh_weights_base_models_pickles_and_layers_on_disk(family, pair, ours, folders, hf, tmp_path):
+def test_fresh_weights_base_models_pickles_and_offloaded_layers_work(
+    family, pair, ours, folders, hf, tmp_path
+):
     fresh = transformers.AutoModelForImageTextToText.from_config(ours.config)
     assert all(p.isfinite().all() for p in fresh.parameters())
     call = pair.scene(*DOCUMENTS.values())
@@ -232,7 +232,7 @@ def test_fresh_weights_base_models_pickles_and_layers_on_disk(family, pair, ours
     with torch.no_grad():
         expected = ours.eval()(**call).logits
         for model in (pickle.loads(pickle.dumps(ours)), on_disk.eval()):
-            # Not to the bit: copies of tensors of a mapped file are aligned in another way.
+            # Not bit for bit: copies of tensors of a mapped file are aligned differently.
             assert relative_distance(model(**call).logits, expected) <= BOUND
     base = transformers.AutoModel.from_pretrained(folders(pair)).eval()
     with torch.no_grad():
@@ -246,7 +246,7 @@ def test_fresh_weights_base_models_pickles_and_layers_on_disk(family, pair, ours
 
 
 @FEW
-def test_several_sequences_a_prompt_are_refused_beside_images(family, pair, ours):
+def test_several_sequences_per_prompt_are_refused_with_images(family, pair, ours):
     call = pair.scene([1, Image(4, 4), 2])
     del call["labels"]
     with pytest.raises(ValueError, match="repeat the prompts and their images"):
@@ -256,7 +256,7 @@ def test_several_sequences_a_prompt_are_refused_beside_images(family, pair, ours
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
-def test_resized_vocabularies(family, pair, ours):
+def test_resized_vocabularies_match_the_reference(family, pair, ours):
     call = pair.scene(*DOCUMENTS.values())
     theirs, model = copy.deepcopy(pair.reference), copy.deepcopy(ours)
     for each in (theirs, model):
@@ -269,7 +269,7 @@ def test_resized_vocabularies(family, pair, ours):
     assert model.get_input_embeddings().num_embeddings == 140
 
 
-def test_all_families_that_see_are_registered(hf):
+def test_all_vision_language_families_are_registered(hf):
     for name in list_architectures(vision=True):
         found = hf.classes_of(name).causal_lm
         assert issubclass(found, hf.LigerForConditionalGeneration)

@@ -1,4 +1,4 @@
-"""A plan counts what an encoder of images and its way into the language model keep."""
+"""A plan counts the memory kept by an image encoder and its projector."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from liger_models.layers.vision.tiled_encoder import TiledImages
 
 
 def pictures_for(spec):
-    """Two, of different sizes where the family has them."""
+    """Two pictures, of different sizes if the family supports that."""
     patches = spec.patches
     if isinstance(spec, TiledVisionSpec):
         pixels = torch.randn(1, 1, spec.tiles, patches.channels, spec.image_size, spec.image_size)
@@ -62,16 +62,16 @@ def test_a_class_token_that_makes_a_feature_is_counted():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("family", ["gemma3", "llava", "mllama"])
-def test_it_is_what_autograd_saves(family, monkeypatch):
+def test_the_plan_equals_the_bytes_that_autograd_saves(family, monkeypatch):
     model = liger_models.from_config(find_architecture(family).tiny, device="cpu")
     pictures = pictures_for(model.spec.vision)
     memory = StepMemory(model, Step(1, 64, shown=shown_by(model.spec.vision, pictures)))
     edges = memory._edges
     planned = sum(costs.kept["lean"] for costs in memory.encoder) + edges.encoder + edges.projector
-    # The layers' own hooks are for whoever has set none.
+    # Layers use their own hooks only if none are set.
     monkeypatch.setattr(activation_memory, "_callers_hooks", lambda _: None)
     found = kept_bytes(model, pictures)
-    # Some inputs are counted twice, of a norm and of what is in front of it; some statistics are not counted.
+    # Some inputs are counted twice, by a norm and by the module before it; some statistics are not counted.
     assert 0.97 * planned <= found <= 1.003 * planned
 
 
@@ -100,7 +100,7 @@ def config_file(tmp_path_factory):
     return str(file)
 
 
-def test_the_command_counts_images_and_what_is_frozen_keeps_nothing(config_file, capsys):
+def test_the_command_counts_images_and_frozen_parts_keep_nothing(config_file, capsys):
     command = [
         "plan",
         config_file,
@@ -124,7 +124,7 @@ def test_the_command_counts_images_and_what_is_frozen_keeps_nothing(config_file,
     assert shown["image_tokens"] == 4 * 37 * 37
     assert shown["encoder_levels"] == ["lean"] * 4
     assert frozen["encoder_levels"] == both["encoder_levels"] == []
-    # Of 4 images of 74 * 74 patches in bfloat16: at the least each layer's input, and gate and up.
+    # At least each layer's input, and gate and up, for 4 images of 74 * 74 patches in bfloat16.
     least = 4 * 74**2 * 2 * 4 * (1280 + 2 * 3420)
     assert shown["parts"]["activations"] - frozen["parts"]["activations"] > least
     assert without["parts"]["activations"] < both["parts"]["activations"] < frozen["parts"]["activations"]
@@ -148,7 +148,7 @@ def test_levels_are_chosen_for_the_encoder_too(config_file):
     assert "in the encoder's layers 0 to" in str(chosen)
 
 
-def test_auto_chooses_when_images_are_there_and_again_for_more():
+def test_auto_chooses_at_the_first_images_and_again_for_more():
     model = liger_models.from_config(find_architecture("gemma3").tiny, device="cpu")
     model.set_activation_memory("auto", "2MiB")
     image, size = model.spec.vision.image_id, model.spec.vision.pictures.size

@@ -1,4 +1,4 @@
-"""The parity comparison notices another value of any field that concerns images in the spec of a family."""
+"""The parity comparison detects another value of any image-related field in the spec of a family."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mutations import is_noticed, unnoticed_fields
 from liger_models.layers.specs import RopeSpec
 
 
-def test_another_value_of_any_field_is_noticed(pair):
+def test_another_value_of_any_field_is_detected(pair):
     assert not is_noticed(pair)
     skip = {field.removeprefix("field:") for field in pair.architecture.skip} | OF_OTHER_ROPES
     if getattr(pair.vision, "window", None) is None:
         skip |= {"VisionSpec.window", "VisionSpec.windowed"}
     if 2 not in pair.scenes.kinds(pair.batch()["input_ids"]):
-        skip |= {"VisionSpec.video_id"}  # which no token has
+        skip |= {"VisionSpec.video_id"}  # no token has it
     if getattr(pair.vision, "spans", None) is None:
         skip |= {"AttentionSpec.whole_spans", "AttentionSpec.sees_spans", "SharedAttentionSpec.sees_spans"}
     if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.ropes):
-        skip |= {"VisionSpec.positions"}  # of axes that nothing reads
+        skip |= {"VisionSpec.positions"}  # axes that nothing reads
     faults = list(unnoticed_fields(pair, of_images=True, skip=skip))
-    if getattr(pair.vision, "positions", None) is None:  # then those of text have one axis
+    if getattr(pair.vision, "positions", None) is None:  # then text positions have one axis
         faults = [fault for fault in faults if not re.match(r"blocks\..*\.(axes|frequencies|halves):", fault)]
-    # Angles of one layer say little, of a few patches: they are to be noticed in some layer.
+    # Angles of a single layer matter little with few patches: they must be detected in some layer.
     layers = Counter(re.sub(r"^vision\.blocks\.\d+", "a layer", fault) for fault in faults)
     most = len(set(pair.vision.blocks)) - 1
     assert not [fault for fault, count in layers.items() if not fault.startswith("a layer") or count > most]
 
 
-# What the rotary settings of an encoder do not use.
+# Rotary settings that an encoder does not use.
 OF_OTHER_ROPES = {
     f"RopeSpec.{field.name}"
     for field in dataclasses.fields(RopeSpec)

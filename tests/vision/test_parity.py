@@ -1,5 +1,7 @@
-"""Every family that sees computes what its reference in transformers does: logits, loss and the gradient of
-every parameter, of encoder, projector and language model, under the checkpoint's names.
+"""Every vision-language family matches its reference in transformers.
+
+Logits, loss and the gradient of every parameter of encoder, projector and language model are compared, under
+the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -26,24 +28,24 @@ def compare(pair, call, positions=None):
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-def test_images_of_several_sizes_videos_and_none_in_one_batch(pair, padding):
+def test_a_batch_may_mix_images_of_several_sizes_videos_and_text(pair, padding):
     call = pair.scene(*DOCUMENTS.values(), padding=padding)
     assert not compare(pair, call, call["attention_mask"].bool())
 
 
-def test_rows_without_padding(pair):
+def test_rows_without_padding_match_the_reference(pair):
     assert not compare(pair, pair.batch())
 
 
-def test_text_alone_trains_the_language_model_alone(pair):
+def test_text_only_batches_train_the_language_model_only(pair):
     call = pair.scene([21], [21])
     ours = pair.run_ours(**call)
     assert not beyond_bound(ours.distances(pair.run_reference(**call)))
     assert not any("vis" in name for name in ours.gradients)
 
 
-def test_packed_documents_are_as_documents_alone(pair):
-    """Each with its own positions and images: as one row, and as rows that end within a document."""
+def test_packed_documents_equal_separate_documents(pair):
+    """Each document has its own positions and images, in one row, and in rows that end within a document."""
     documents = list(DOCUMENTS.values())
     alone, results = [pair.scene(document) for document in documents], []
     labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in alone)
@@ -63,7 +65,7 @@ def test_packed_documents_are_as_documents_alone(pair):
 
 @pytest.mark.parametrize("more", [0, 3], ids=["a whole prompt", "the first tokens of a document"])
 def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
-    """Compared with each answer and its prompt as a document by itself; `more` follows the prompt."""
+    """Compare with each answer and its prompt as a separate document; `more` follows the prompt."""
     if getattr(pair.vision, "spans", None) == "prefix":
         call = pair.scene([Image(4, 4), 6])
         ends = torch.tensor([0, 5, call["input_ids"].shape[1]])
@@ -78,18 +80,18 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
         parents += [-1, len(parents), len(parents)]
         continued += [0, len(prompt), len(prompt)]
 
-        def behind_it(length, prompt=prompt, images=images):
-            """Tokens, what they see of the images, and what they and the prompt see."""
+        def after_prompt(length, prompt=prompt, images=images):
+            """Tokens, their cross-attention masks, and those of the prompt and the tokens."""
             tokens, mask = torch.randint(10, 40, (length,)), {}
-            if (seen := images.get("cross_attention_mask")) is not None:  # what is said last sees all images
+            if (seen := images.get("cross_attention_mask")) is not None:  # the last attend to all images
                 mask["cross_attention_mask"] = seen[:, -1:].expand(-1, length, -1, -1)
             return tokens, mask, {name: torch.cat([images[name], x], 1) for name, x in mask.items()}
 
-        tokens, _, both = behind_it(more)
+        tokens, _, both = after_prompt(more)
         nothing = torch.zeros(len(prompt) + more).bool()
         shared.append(VisionConversation(torch.cat([prompt, tokens]), nothing, images | both))
         for length in (7, 4):
-            answer, mask, both = behind_it(length)
+            answer, mask, both = after_prompt(length)
             learned = torch.arange(length) > 0
             shared.append(VisionConversation(answer, learned, mask))
             learned = torch.cat([nothing[: len(prompt)], learned])
@@ -124,14 +126,14 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
 @pytest.mark.parametrize(
     "family", [f for f in list_architectures(vision=True) if "video_token_id" in find_architecture(f).tiny]
 )
-def test_a_long_video_in_slow_steps(family, pair):
-    """Whose positions run ahead of the number of its tokens."""
+def test_a_long_video_with_slow_frames_matches_the_reference(family, pair):
+    """Its positions run ahead of the number of its tokens."""
     assert not compare(pair, pair.scene([2, Video(5, 2, 2, 4.4), 3]))
 
 
 @pytest.mark.parametrize("side", [6, 8, 19])
-def test_squares_of_another_size_stand_at_stretched_positions(side, make_pair):
-    """13 pixels make 4 times 4 patches, one too few for another; smaller and larger images."""
+def test_square_images_of_another_size_get_interpolated_positions(side, make_pair):
+    """13 pixels make 4 times 4 patches, with pixels left over; images are smaller and larger than trained."""
     pair = make_pair("internvl")
     vision = replace(pair.vision, pictures=SquarePictures(side))
     scenes = Scenes(replace(pair.ours.spec, vision=vision), pair.config)

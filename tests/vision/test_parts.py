@@ -1,4 +1,4 @@
-"""Parts of a model that sees are frozen by name."""
+"""Parts of a vision-language model are frozen by name."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from scenes import Image
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
-def test_what_is_frozen_does_not_train_and_the_rest_does_as_before(part, pair):
+def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     call = pair.scene([1, Image(4, 4), 3], [2, Image(4, 4), 2])
     whole = pair.run_ours(**call)
     pair.ours.freeze(part)
@@ -46,6 +46,6 @@ def test_a_frozen_encoder_keeps_nothing(pair):
     assert all(x.requires_grad for x in features)
 
 
-def test_a_part_that_is_not_there_is_named(pair):
+def test_the_error_names_a_missing_part(pair):
     with pytest.raises(ValueError, match=r"'audio'.*language, vision, projector"):
         pair.ours.freeze("audio")

@@ -1,4 +1,4 @@
-"""Pictures become patches as processors make them, and stand where they should."""
+"""Pictures are cut into the same patches as by processors, in the right places."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from liger_models.layers.vision.patch_order import cut, places_of, windows_of
 
 
 @pytest.mark.parametrize("size", [(28, 56), (84, 28)])
-def test_a_picture_is_cut_as_the_processor_of_qwen_does(size):
+def test_a_picture_is_cut_as_by_qwens_processor(size):
     pil = pytest.importorskip("PIL.Image", reason="pillow is not installed")
     module = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     processor = module.Qwen2VLImageProcessorPil()
@@ -24,7 +24,7 @@ def test_a_picture_is_cut_as_the_processor_of_qwen_does(size):
     torch.testing.assert_close(patches, theirs["pixel_values"], rtol=1e-5, atol=1e-5)
 
 
-def test_frames_of_a_video_fill_patches_and_the_last_one_is_repeated():
+def test_frames_of_a_video_fill_patches_and_the_last_frame_is_repeated():
     video = torch.randn(3, 3, 8, 4)
     spec = PatchSpec(2, frames=2)
     patches, grid = cut(video, spec, merge=2)
@@ -32,14 +32,14 @@ def test_frames_of_a_video_fill_patches_and_the_last_one_is_repeated():
     padded = torch.cat([video, video[-1:]])
     expected = torch.cat([cut(padded[i : i + 2], spec, merge=2)[0] for i in (0, 2)])
     assert torch.equal(patches, expected)
-    weight = torch.randn(5, 3, 2, 2, 2)  # as a convolution goes over it
+    weight = torch.randn(5, 3, 2, 2, 2)  # order of a convolution
     result = torch.nn.functional.conv3d(padded.transpose(0, 1)[None], weight, stride=2)[0].permute(1, 2, 3, 0)
     row, column = places_of([grid], 2)
     time = torch.arange(2).repeat_interleave(8)
     torch.testing.assert_close(patches @ weight.flatten(1).T, result[time, row, column], rtol=1e-5, atol=1e-5)
 
 
-def test_a_picture_that_makes_no_whole_tokens_is_refused():
+def test_a_picture_that_does_not_make_whole_tokens_is_refused():
     with pytest.raises(DataError, match="multiples of 28"):
         cut(torch.zeros(3, 28, 42), PatchSpec(14, frames=2), merge=2)
 

@@ -21,8 +21,8 @@ from liger_models.layers.vision.packing import VisionConversation, pack_conversa
 Image = pytest.importorskip("PIL.Image")
 transformers = pytest.importorskip("transformers")
 
-# Of each family its processor, that of images, their settings, and the names of its tokens in the order of
-# their ids, from that of images on.
+# For each family: its processor, its image processor, their settings, and the names of its tokens in order of
+# id, beginning with the image token.
 QWEN = {"patch_size": 3, "temporal_patch_size": 2, "merge_size": 2, "min_pixels": 64, "max_pixels": 2048}
 FAMILIES = {
     "qwen3_vl": ("Qwen3VL", "Qwen2VL", QWEN, {}, ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]),
@@ -91,7 +91,7 @@ IN_TEXT = {"gemma3": "<boi>", "qwen3_vl": "<|vision_start|><|image_pad|>"}
 
 @pytest.fixture(params=FAMILIES)
 def vision_model(request, tmp_path):
-    """A preprocessor over files made here, its model, and the placeholder of an image in text."""
+    """A preprocessor over generated files, its model, and the placeholder of an image in text."""
     family = request.param
     if family == "mistral3" or (family == "gemma4" and transformers.__version__ < "5.23"):
         pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
@@ -138,7 +138,7 @@ def conversation(preprocessor, place, answer, *images):
     return preprocessor(asked + answer, [(len(asked), len(asked + answer))], images)
 
 
-def test_packed_conversations_are_what_each_is_alone(vision_model):
+def test_packed_conversations_equal_separate_ones(vision_model):
     preprocessor, model, place = vision_model
     red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
     text = VisionConversation(torch.tensor([1, 20, 21, 22]), torch.tensor([False, False, True, True]), {})
@@ -160,11 +160,11 @@ def test_packed_conversations_are_what_each_is_alone(vision_model):
         options = {"labels": labels, "cu_seqlens": bounds, "num_items_in_batch": 7}
         return model(ids, **options, **call).loss
 
-    # The same products over other shapes, in float32.
+    # The same float32 products in other shapes.
     torch.testing.assert_close(losses(seen), sum(losses([one]) for one in seen), rtol=1e-5, atol=1e-6)
 
 
-def test_images_that_do_not_fit_their_text_are_refused(vision_model):
+def test_images_that_do_not_match_their_text_are_refused(vision_model):
     preprocessor, _, place = vision_model
     image = png((24, 24), (9, 9, 9))
     for text, images in ((f"{place}{place}what?", [image]), ("what?", [image])):
@@ -175,8 +175,8 @@ def test_images_that_do_not_fit_their_text_are_refused(vision_model):
         preprocessor(place, [], [png((too_small, 30), (9, 9, 9))])
 
 
-def test_images_that_the_next_conversation_shows_again_are_processed_once(vision_model, monkeypatch):
-    """As two answers to a prompt show them; others are not."""
+def test_images_repeated_in_the_next_conversation_are_processed_once(vision_model, monkeypatch):
+    """Two answers to a prompt share images in this way; other images are not cached."""
     preprocessor, _, place = vision_model
     red, blue = png((31, 22), (250, 3, 3)), png((20, 25), (3, 3, 250))
     afresh = Preprocessor(preprocessor.folder, preprocessor.spec)
@@ -198,7 +198,7 @@ def test_images_that_the_next_conversation_shows_again_are_processed_once(vision
     assert all(torch.equal(other.images[name], x) for name, x in expected.images.items())
 
 
-def test_kinds_of_tokens_are_those_of_the_processor(vision_model):
+def test_token_types_match_the_processor(vision_model):
     preprocessor, _, place = vision_model
     if not isinstance(preprocessor.spec.vision, VisionSpec) or preprocessor.spec.vision.kinds is None:
         pytest.skip("this family needs none")
@@ -221,8 +221,8 @@ VIDEOS = {
 }
 
 
-def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(vision_model, request):
-    """Next to an image, and packed after another conversation."""
+def test_frames_of_videos_match_the_familys_processor(vision_model, request):
+    """The video is next to an image, and packed after another conversation."""
     family = request.node.callspec.params["vision_model"]
     preprocessor, model, place = vision_model
     frames = [png((24, 18), (60 * i, 3, 3)) for i in range(4)]
@@ -242,13 +242,13 @@ def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(vision_mo
         return
     image = png((20, 25), (3, 3, 250))
     text = f"<s>{place}what?{video_place}what?red"
-    if family == "gemma4" and transformers.__version__ < "5.23":  # whose videos have another form
+    if family == "gemma4" and transformers.__version__ < "5.23":  # its videos have another form
         with pytest.raises(DataError, match="without num_frames_per_video"):
             preprocessor(text, [], [image, video])
         return
     made = preprocessor(text, [(len(text) - 3, len(text))], [image, video])
     assert made.trained.tolist() == [False] * (len(made.ids) - 1) + [True]
-    # That of Gemma 4 wants to hear, too.
+    # Gemma 4's AutoProcessor also needs an audio feature extractor.
     load = load_processor if family == "gemma4" else transformers.AutoProcessor.from_pretrained
     options = {"videos": True} if family == "gemma4" else {}
     given = load(preprocessor.folder, **options)(
@@ -263,7 +263,7 @@ def test_frames_of_videos_are_what_the_familys_processor_makes_of_them(vision_mo
     )
     assert torch.equal(made.ids, given["input_ids"][0])
     for name, tensor in made.images.items():
-        if name != "pixel_values":  # of which the form for Pillow rounds otherwise
+        if name != "pixel_values":  # the Pillow backend rounds differently
             torch.testing.assert_close(tensor, torch.as_tensor(given[name]).to(tensor.dtype))
     other = preprocessor(f"<s>{video_place}what?", [], [Video(frames[:2], 2.0)])
     call = pack_conversations(model.spec.vision, [VisionConversation(*other), VisionConversation(*made)])

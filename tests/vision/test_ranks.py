@@ -13,14 +13,15 @@ from scenes import Image, Video
 from liger_models.architectures import list_architectures
 from liger_models.layers.specs import VisionSpec
 
-RANK = Path(__file__).with_name("sight_rank.py")
+RANK = Path(__file__).with_name("images_rank.py")
 REFUSING = Path(__file__).with_name("refused_images_rank.py")
 FAMILIES = ("gemma3", "mllama", "qwen2_5_vl", "qwen3_vl")
 
 
-def test_a_process_without_images_goes_along(make_pair, tmp_path):
-    """As one process with all rows, under DDP and FSDP2; nothing waits for ever, nor where the encoder is not
-    trained, or nothing is.
+def test_a_process_without_images_takes_part(make_pair, tmp_path):
+    """Under DDP and FSDP2, training equals one process with all rows.
+
+    No process hangs, even if the encoder, or everything, is frozen.
     """
     task, expected, counts = {}, {}, {}
     for family in FAMILIES:
@@ -41,7 +42,7 @@ def test_a_process_without_images_goes_along(make_pair, tmp_path):
         for wrapper in ("ddp", "fsdp"):
             for rank in (0, 1):
                 loss, own = found[rank][family, wrapper]
-                assert loss == pytest.approx(2 * losses[rank].item(), rel=1e-5)  # of the step's mean
+                assert loss == pytest.approx(2 * losses[rank].item(), rel=1e-5)  # two shares of the mean
                 alone = losses[rank].item() * labels / counts[family][rank]
                 assert found[rank][family, wrapper, "judged"] == pytest.approx(alone, rel=1e-5)
                 for name, gradient in gradients.items():
@@ -59,7 +60,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("kind", ["native", pytest.param("transformers", marks=pytest.mark.slow)])
 def test_images_that_one_process_refuses_are_refused_by_all(kind, make_pair, tmp_path):
-    """None waits for the others, under DDP and FSDP2."""
+    """No process waits for the others, under DDP and FSDP2."""
     task = {}
     for family in ("qwen2_5_vl", "mllama"):
         pair = make_pair(family)
@@ -74,7 +75,7 @@ def test_images_that_one_process_refuses_are_refused_by_all(kind, make_pair, tmp
             "pixels alone": {name: call[name] for name in ("input_ids", "labels", "pixel_values")},
             "nothing": call,
         }
-        if family == "mllama":  # whose mask names images, too
+        if family == "mllama":  # its mask names images, too
             faults["pixels of one image"] |= {kinds: call[kinds][:, :, :1]}
         pair.reference.config.save_pretrained(tmp_path / family)
         task[family] = (pair.config, tmp_path / family, call, faults)
@@ -92,13 +93,13 @@ def test_images_that_one_process_refuses_are_refused_by_all(kind, make_pair, tmp
 OF_TOKENS = [
     family
     for family in list_architectures(vision=True)
-    if isinstance(spec_of(family).vision, VisionSpec)  # whose features stand among the tokens
+    if isinstance(spec_of(family).vision, VisionSpec)  # features are among the tokens
 ]
 
 
 @pytest.mark.parametrize("family", OF_TOKENS)
-def test_a_process_without_images_goes_through_all_of_the_encoder(family, pair, monkeypatch):
-    """Which then is of no effect: its gradients are there, and zero."""
+def test_a_process_without_images_runs_the_whole_encoder(family, pair, monkeypatch):
+    """The encoder then has no effect: its gradients exist and are zero."""
     call = pair.scene([12])
     alone = pair.run_ours(**call)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -110,9 +111,10 @@ def test_a_process_without_images_goes_through_all_of_the_encoder(family, pair, 
     assert all(gradient is not None and not gradient.any() for gradient in of_images)
 
 
-def test_seconds_of_videos_reach_the_hooks_of_the_model_as_numbers(make_pair):
-    """Mixed precision of FSDP2 rounds tensors in such a hook. A process with a video then refused its batch,
-    and the others waited for it.
+def test_seconds_of_videos_reach_hooks_as_numbers(make_pair):
+    """FSDP2's mixed precision rounds tensors in such a hook.
+
+    With tensors, a process with a video would refuse its batch, and the others would wait for it.
     """
     pair = make_pair("qwen2_5_vl")
     call = pair.scene([1, Video(3, 4, 2, 1.7), 2])

@@ -18,15 +18,15 @@ def tiny(family: str, **changes: object) -> HFConfig:
     return HFConfig.load({**find_architecture(family).tiny, **changes})
 
 
-def test_an_encoder_without_a_class_token_has_none_to_leave_out():
-    """The reference would leave out the first patch."""
+def test_dropping_the_class_token_of_an_encoder_without_one_is_refused():
+    """The reference would drop the first patch."""
     siglip = {**find_architecture("llava").tiny["vision_config"], "model_type": "siglip_vision_model"}
     config = tiny("llava", vision_config=siglip)
     with pytest.raises(ConfigError, match="strategy is 'default'; with a siglip_vision_model it must be 'f"):
         find_architecture("llava").spec(config)
 
 
-def test_a_class_token_whose_patches_are_merged_makes_no_feature():
+def test_a_class_feature_with_merged_patches_is_refused():
     spec = find_architecture("internvl").spec(tiny("internvl"))
     vision = dataclasses.replace(spec.vision, class_feature=True)
     with pytest.raises(ValueError, match="whose projector merges no patches"), torch.device("meta"):
@@ -34,8 +34,8 @@ def test_a_class_token_whose_patches_are_merged_makes_no_feature():
 
 
 @pytest.mark.parametrize("family", ["internvl", "gemma3", "llava", "paligemma", "llama4"])
-def test_tiles_have_the_size_that_the_encoder_was_trained_with(family, make_pair):
-    """Positions are stretched to no other size, but to squares of whole blocks of patches for InternVL."""
+def test_tiles_must_have_the_size_that_the_encoder_was_trained_with(family, make_pair):
+    """Positions are not interpolated to other sizes, except to squares of whole patch blocks in InternVL."""
     pair = make_pair(family)
     call = pair.scene([1, Image(4, 4), 2])
     call["pixel_values"] = torch.nn.functional.pad(call["pixel_values"], (0, 3, 0, 3))

@@ -1,4 +1,4 @@
-"""Models that see in transformers, divided over two processes by FSDP2, with mixed precision too."""
+"""Our vision-language models in transformers, sharded over two processes by FSDP2, with mixed precision."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from scenes import Image, Video
 
 transformers = pytest.importorskip("transformers")
 
-RANK = Path(__file__).with_name("shared_sight_rank.py")
+RANK = Path(__file__).with_name("sharded_images_rank.py")
 FAMILIES = ("qwen2_5_vl", "gemma3")
 
 
 @pytest.mark.slow
 @pytest.mark.supports("vision-language models", "FSDP2, with a bfloat16 policy")
-def test_two_ranks_train_as_one(make_pair, tmp_path):
-    """One has images and a video, whose seconds the policy must not round; the other text alone."""
+def test_two_ranks_train_like_one(make_pair, tmp_path):
+    """One rank has images and a video, whose seconds the policy must not round; the other has only text."""
     import liger_models.hf
 
     task, expected = {}, {}
@@ -47,14 +47,14 @@ def test_two_ranks_train_as_one(make_pair, tmp_path):
     liger_models.hf.unregister()
     found = run_ranks(RANK, tmp_path)
     for (family, dtype), (gradients, losses, of_text) in expected.items():
-        # The same roundings of parameters and activations; what differs is where sums are rounded.
+        # The same roundings of parameters and activations; only the rounding of sums differs.
         bound = 1e-5 if dtype == "float32" else 0.05
         for rank in (0, 1):
             loss, own, of_text_alone = found[rank][family, dtype]
-            assert of_text_alone == of_text  # a step of text alone has no gradient in the encoder
+            assert of_text_alone == of_text  # a text-only step has no gradients in the encoder
             assert loss == pytest.approx(2 * losses[rank].item(), rel=bound)
             assert own.keys() == gradients.keys()
             for name, gradient in gradients.items():
-                if ".k_proj.bias" not in name and "qkv_proj.bias" not in name:  # of keys it is rounding alone
+                if ".k_proj.bias" not in name and "qkv_proj.bias" not in name:  # for keys only rounding
                     distance = relative_distance(own[name], gradient, least_size=1e-2)
                     assert distance <= bound, (family, dtype, name)

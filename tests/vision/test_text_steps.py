@@ -1,4 +1,4 @@
-"""A step in which no process has an image changes nothing that reads images, as in one process."""
+"""A step without images in any process changes no parameter of the vision part, as in one process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ranks import run_ranks
 from scenes import Image
 
 RANK = Path(__file__).with_name("text_steps_rank.py")
-FAMILIES = ("gemma3", "mllama")  # features among the tokens, and read by layers of the language model
-# Unlike AdamW it makes no large step of a gradient's rounding; a gradient of zero moves parameters as well.
+FAMILIES = ("gemma3", "mllama")  # features among the tokens, and in cross-attention
+# Unlike AdamW, SGD does not amplify rounding; with it, a gradient of zero would still move parameters.
 OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 
 
 def steps_of(pair):
-    """[(micro-batches, each with the call of each rank; labels of the step)]"""
+    """Steps: (micro-batches, each with a call for each rank; labels of the step)."""
     words = [iter(range(5, 40)) for _ in range(2)]
 
     def text(rank):
@@ -37,9 +37,10 @@ def steps_of(pair):
     ]
 
 
-def test_steps_of_text_leave_the_parts_that_read_images_as_they_are(make_pair, tmp_path):
-    """After five steps under DDP and FSDP2, with accumulation, the parameters of one process with all rows.
-    Gradients of zero would decay them, and move them by their momentum.
+def test_text_only_steps_do_not_change_the_vision_part(make_pair, tmp_path):
+    """After five accumulated steps under DDP and FSDP2, parameters equal those of one process with all rows.
+
+    With gradients of zero instead of none, weight decay and momentum would change them.
     """
     task, expected = {}, {}
     for family in FAMILIES:
@@ -65,5 +66,5 @@ def test_steps_of_text_leave_the_parts_that_read_images_as_they_are(make_pair, t
                 for name, parameter in expected[family].items():
                     moved = (parameter - before[name]).norm()
                     distance = (found[rank][family, wrapper][name] - parameter).norm()
-                    # Of float32 sums in another order, through five steps; a decay alone is 5e-3 of it.
+                    # Float32 sums in another order, through five steps; weight decay alone would change 5e-3.
                     assert distance <= 1e-4 * max(moved, 1e-2 * parameter.norm()), (family, wrapper, name)

@@ -21,7 +21,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture
 def ours(family, pair, hf, folders, tmp_path_factory):
-    """Ours, from the files of transformers' own model, `pair.reference`."""
+    """Our model, loaded from the files of transformers' own, `pair.reference`."""
     if family not in folders:
         folders[family] = tmp_path_factory.mktemp(family)
         pair.reference.save_pretrained(folders[family])
@@ -32,20 +32,20 @@ def ours(family, pair, hf, folders, tmp_path_factory):
 @pytest.mark.parametrize(
     ("family", "way"),
     [(family, "assistant") for family in FEW]
-    # Prompt lookup fails where an image's token has no logit, in transformers' own models too (Mllama).
+    # Prompt lookup fails if the image token has no logit, also in transformers' own models (Mllama).
     + [(family, "prompt_lookup") for family in FEW if family != "mllama"],
 )
-def test_drafts_change_no_token_beside_images(family, way, pair, ours):
+def test_drafts_change_no_token_with_images(family, way, pair, ours):
     call = pair.scene(DOCUMENTS["two images"])
     del call["labels"]
     ids = call["input_ids"]
     first = int((ids[0] == ours.model.spec.vision.image_id).nonzero()[0])
-    ids[:, -1] = ids[:, first - 1]  # as before the image, whose tokens prompt lookup then drafts
+    ids[:, -1] = ids[:, first - 1]  # the token before the image, whose tokens prompt lookup then drafts
     expected = ours.generate(**call, max_new_tokens=8, **GREEDY)
     options = {"prompt_lookup_num_tokens": 3}
     if way == "assistant":
         assistant = type(ours).from_pretrained(ours.name_or_path).eval()
-        with torch.no_grad():  # one that is often wrong
+        with torch.no_grad():  # an assistant that is often wrong
             head = assistant.get_output_embeddings().weight
             head.add_(0.05 * torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
         options = {"assistant_model": assistant}
@@ -53,7 +53,7 @@ def test_drafts_change_no_token_beside_images(family, way, pair, ours):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "llava_onevision", "mistral3", "qwen3_vl"])
-def test_features_of_images_are_the_references(family, pair, ours):
+def test_image_features_match_the_reference(family, pair, ours):
     call = pair.scene(DOCUMENTS["two images"], DOCUMENTS["an image first"])
     given = {name: x for name, x in call.items() if name.startswith(("pixel_values", "image_"))}
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_features_of_images_are_the_references(family, pair, ours):
 
 @pytest.mark.parametrize("family", GRIDS)
 @pytest.mark.parametrize("padding", ["left", "right"])
-def test_positions_of_images_are_the_references(family, padding, pair, ours):
+def test_image_positions_match_the_reference(family, padding, pair, ours):
     call = pair.scene(*DOCUMENTS.values(), padding=padding)
     expected, deltas = pair.reference.model.get_rope_index(**call)
     found, ours_deltas = ours.model.get_rope_index(**call)
@@ -91,7 +91,7 @@ def test_positions_of_images_are_the_references(family, padding, pair, ours):
 def test_the_decoder_is_the_language_model(family, pair, ours):
     decoder = ours.get_decoder()
     assert decoder is ours.model.get_decoder()
-    if family == "gemma4":  # where a module of its own has the name
+    if family == "gemma4":  # another module has the name there
         assert decoder is ours.model
         return
     found = {id(p) for p in decoder.parameters()}

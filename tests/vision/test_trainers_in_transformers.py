@@ -1,4 +1,4 @@
-"""Trainer, and trainers of TRL, train a model that sees as they train transformers' own."""
+"""Trainer and TRL's trainers train a vision-language model like transformers' own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("accelerate")
 
 SETTINGS = {
     "max_steps": 2,
-    "learning_rate": 0.3,  # parameters change by percents, so that rounding is far below
+    "learning_rate": 0.3,  # parameters change by percents, far more than rounding
     "lr_scheduler_type": "constant",
     "optim": "sgd",
     "report_to": "none",
@@ -31,8 +31,9 @@ IMAGE = "@"
 
 
 def compare(trainers, folder, train_again):
-    """The losses that were logged, and every parameter, in files of the same names. `train_again` trains
-    transformers' own model once more: in other orders of sums, if the bound is missed.
+    """Compare logged losses and every parameter, in files with the same names.
+
+    `train_again` trains transformers' own model once more, with sums in other orders, if the bound is missed.
     """
     expected = results(trainers[0], folder / "0")
 
@@ -68,7 +69,7 @@ def read(folder):
 @pytest.mark.supports("vision-language models", "Trainer, train, evaluate, resume")
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
-    """With several images in a row, some rows without, and gradients of two batches added up."""
+    """Some rows have several images, some none, and gradients of two batches are accumulated."""
     rows = [pair.scene(*row) for row in ([[1, Image(4, 4), 3], [9]], [[2, Image(6, 4), 1, Image(2, 4), 2]])]
     data = {"train_dataset": rows, "eval_dataset": rows[:1], "data_collator": lambda one: one[0]}
 
@@ -76,7 +77,7 @@ def test_trainer_trains_evaluates_and_resumes(family, pair, both, tmp_path):
         arguments = transformers.TrainingArguments(
             str(tmp_path / name),
             per_device_train_batch_size=1,
-            # Where theirs takes no count of labels, it gives each batch the same weight.
+            # If theirs accepts no label count, it gives each batch the same weight.
             gradient_accumulation_steps=2 if getattr(both[0], "accepts_loss_kwargs", True) else 1,
             eval_strategy="steps",
             eval_steps=1,
@@ -113,7 +114,7 @@ def make_processor(pair: Any) -> Any:
 
 
 class Processor(transformers.ProcessorMixin):
-    """Makes a token of each letter, and of "@" as many as its image has."""
+    """Make one token of each letter, and as many of "@" as its image has."""
 
     chat_template = None
 
@@ -154,7 +155,7 @@ class Processor(transformers.ProcessorMixin):
 
 
 def pixels_of(image: str) -> torch.Tensor:
-    """A drawing of noise, of this side."""
+    """Noise image of this side."""
     return 0.1 * torch.randn(3, int(image), int(image), generator=torch.Generator().manual_seed(0))
 
 
@@ -163,7 +164,7 @@ def pixels_of(image: str) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["SFT", "DPO"])
 def test_trl_trains_with_images(way, family, pair, both, tmp_path):
     trl = pytest.importorskip("trl", reason="trl is not installed")
-    datasets = pytest.importorskip("datasets", reason="datasets, which trl stands on, is not installed")
+    datasets = pytest.importorskip("datasets", reason="datasets, which trl requires, is not installed")
     sides = ["12", "24", "12", "18"] if family == "qwen2_5_vl" else ["16"] * 4
     texts = {"prompt": ["a@bc", "@d", "ef@gh", "i@j"]}
     if way == "SFT":
@@ -181,7 +182,7 @@ def test_trl_trains_with_images(way, family, pair, both, tmp_path):
         more = {}
         if way == "DPO":
             more["ref_model"] = copy.deepcopy(model)
-            with torch.no_grad():  # of another model than the one that is trained
+            with torch.no_grad():  # of a reference that differs from the trained model
                 more["ref_model"].get_output_embeddings().weight.mul_(0.9)
         trainer = make(model, args=arguments, train_dataset=rows, processing_class=processor, **more)
         trainer.train()

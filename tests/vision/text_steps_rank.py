@@ -1,6 +1,6 @@
-"""One rank of test_text_steps.py: some of the steps are text alone, in every process and micro-batch.
+"""One rank of test_text_steps.py: some steps have only text, in every process and micro-batch.
 
-task.pt lies in the folder; gives the parameters after all steps, by family and wrapper.
+The folder has task.pt. The results are the parameters after all steps, by family and wrapper.
 """
 
 from contextlib import nullcontext

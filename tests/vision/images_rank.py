@@ -1,6 +1,6 @@
-"""One rank of test_ranks.py: the first has rows with pictures, the others text alone.
+"""One rank of test_ranks.py: the first rank has rows with pictures, the others have only text.
 
-task.pt lies in the folder; gives the loss and the gradients by wrapper.
+The folder has task.pt. The results are losses and gradients by wrapper.
 """
 
 from pathlib import Path

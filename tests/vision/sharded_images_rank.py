@@ -1,6 +1,6 @@
-"""One rank of test_shards_in_transformers.py: models that see in transformers, divided by FSDP2.
+"""One rank of test_shards_in_transformers.py: our vision-language models in transformers, sharded by FSDP2.
 
-task.pt lies in the folder: by family, where the checkpoint is, a call for each rank, and what to divide by.
+The folder has task.pt, with the checkpoint's folder, a call for each rank and the divisor, by family.
 """
 
 from pathlib import Path
@@ -27,7 +27,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             loss.backward()
             gradients = {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
             model.zero_grad()
-            model(**calls[1], num_items_in_batch=labels / ranks).loss.backward()  # text, in all processes
+            model(**calls[1], num_items_in_batch=labels / ranks).loss.backward()  # text in all processes
             of_text = {n for n, p in model.named_parameters() if p.grad is not None}
             found[family, name] = (loss.item(), gradients, of_text)
     return found
