@@ -10,7 +10,7 @@ from liger_models.convert.errors import DataError
 from liger_models.images import Preprocessor
 from liger_models.images.processor import Shown
 from liger_models.training import loop
-from liger_models.training.data import groups
+from liger_models.training.data import Stream, groups
 from liger_models.training.data.pictured import part_images
 
 pytest.importorskip("PIL.Image")
@@ -144,7 +144,7 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     with torch.no_grad():  # so that the policy differs from its reference
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    rows = list(loop.Stream(run.documents, 400, config.seed).epoch(0))
+    rows = list(Stream(run.documents, 400, config.seed).epoch(0))
     assert [len(rows), sum(map(len, rows))] == [config.gradient_accumulation, 8]
     expected = expected_loss(name, run, liger_models.from_hub(vision_model, device="cpu"), rows)
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))

@@ -13,7 +13,7 @@ from liger_models.cli import main
 from liger_models.cli.shared.data_options import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
-from liger_models.training.data import groups, load_documents
+from liger_models.training.data import Stream, groups, load_documents
 from liger_models.training.objectives import OBJECTIVES, options_of
 from liger_models.training.observing.metrics import Speeds
 from liger_models.training.text.tokenizer import TextTokenizer
@@ -129,7 +129,7 @@ def test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches(
     with torch.no_grad():  # so that the policy differs from its reference
         for parameter in run.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    stream = loop.Stream(run.documents, 96, run.config.seed)
+    stream = Stream(run.documents, 96, run.config.seed)
     expected, metrics = expected_of(name, run, reference, stream.take(4))
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))
     kept = []
@@ -199,7 +199,7 @@ def test_reference_scores_are_cached_by_weights(start, cache, tiny_checkpoint, c
     corpus = run.documents.parts[0].corpus
     (kept,) = cache.glob("reference-*")
     assert "taken from" not in capsys.readouterr().err
-    for row in loop.Stream(run.documents, 96, 0).take(2):
+    for row in Stream(run.documents, 96, 0).take(2):
         for (two, _), place in zip(sequences(run, [row]), run.documents.documents_of([row]), strict=True):
             with torch.no_grad():
                 alone = [log_probs_of(run.model, *one)[0].sum() for one in two]
@@ -448,7 +448,7 @@ def test_a_reward_step_minimises_the_bradley_terry_loss_over_all_pairs(start):
     run = start("reward", {"margin": 0.2, "centering": 0.1}, gradient_accumulation=3, clip=0.0)
     with torch.no_grad():
         run.model.lm_head.weight.mul_(30)  # since a fresh head gives rewards near zero
-    rows = loop.Stream(run.documents, 96, run.config.seed).take(3)
+    rows = Stream(run.documents, 96, run.config.seed).take(3)
     rewards = rewards_of(run.model, run, rows)
     expected = of.reward_loss(*rewards.T, torch.tensor(0.2), centering=0.1).loss
     gradients = torch.autograd.grad(expected, list(run.model.parameters()))

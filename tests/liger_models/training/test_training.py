@@ -14,6 +14,7 @@ from liger_models.convert.errors import ConfigError, DataError, TrainingError
 from liger_models.layers.recurrent.short_conv import ShortConvolution
 from liger_models.presets import PRESETS, preset
 from liger_models.training import loop
+from liger_models.training.data import Stream
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
 from liger_models.training.observing.metrics import COLUMNS, plot_losses
@@ -55,7 +56,7 @@ def test_micro_batches_with_uneven_labels_give_the_gradient_of_one_large_batch(
 
 def test_the_loss_is_the_mean_over_labels_of_the_models_loss(start):
     run = start(batch_size=6, gradient_accumulation=1)
-    rows = loop.Stream(run.documents, 64, run.config.seed).take(6)
+    rows = Stream(run.documents, 64, run.config.seed).take(6)
     total, count = 0.0, 0
     with torch.no_grad():
         for row in rows:  # each document alone, without packing
