@@ -42,10 +42,13 @@ def granitemoe(c: HFConfig) -> ModelSpec:
 @register("granitemoeshared", reference="GraniteMoeSharedForCausalLM", layouts=LAYOUTS, defaults=DEFAULTS)
 def granitemoeshared(c: HFConfig) -> ModelSpec:
     """Granite 3 with experts, one of them shared (IBM, 2025): a shared expert next to the chosen ones."""
-    moe = experts(c)
-    if size := c.take_count("shared_intermediate_size", 0, least=0):
-        moe = replace(moe, shared_expert=MLPSpec(size, activation(c)))
-    return multiplied(c, moe)
+    return multiplied(c, with_shared(c, experts(c)))
+
+
+def with_shared(c: HFConfig, moe: MoESpec, size: int = 0) -> MoESpec:
+    """Add the shared expert; `size` is the default of its width."""
+    size = c.take_count("shared_intermediate_size", size, least=0)
+    return replace(moe, shared_expert=MLPSpec(size, activation(c))) if size else moe
 
 
 def experts(c: HFConfig) -> MoESpec:

@@ -43,6 +43,7 @@ INITIALISATION = (
         "state_size": 128,
         "expand": 2,
         "conv_kernel": 4,
+        "use_conv_bias": True,
         "hidden_act": "silu",
         "initializer_range": 0.1,
     },

@@ -40,7 +40,7 @@ from liger_models.architectures.common.rotary import (
     rope,
     turning_layers,
 )
-from liger_models.architectures.common.state_space import ssd, time_step_limit
+from liger_models.architectures.common.state_space import hybrid_types, ssd, time_step_limit
 
 __all__ = [
     "CHUNKED",
@@ -60,6 +60,7 @@ __all__ = [
     "expert_layouts",
     "experts_and_chosen",
     "gated_delta",
+    "hybrid_types",
     "layer_sizes",
     "layer_types",
     "local_rope",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from liger_models.architectures.common.linear_attention import LINEAR
 from liger_models.architectures.common.mlps import activation
+from liger_models.architectures.common.model import FULL
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
@@ -67,11 +69,40 @@ def ssd(
         groups=groups,
         state=c.take_count(keys["state"]),
         conv=conv,
-        conv_bias=c.take_flag(keys["conv_bias"], True),
+        conv_bias=c.take_flag(keys["conv_bias"], False),
         bias=c.take_flag(keys["bias"], False),
         norm_eps=norm_eps,
         **settings,
     )
+
+
+def hybrid_types(c: HFConfig, default: Callable[[int], str]) -> list[str]:
+    """Type of each layer, LINEAR or FULL, under the names of older and newer configs.
+
+    Args:
+        default: type of a layer if the config has no types.
+
+    Raises:
+        ConfigError: not one type per layer, or an unknown type.
+    """
+    count = c.take_count("num_hidden_layers")
+    types = c.take_one_of("layer_types", "layers_block_type", default=None)
+    if types is None:
+        types = [default(i) for i in range(count)]
+    found = [_TYPES.get(kind) if isinstance(kind, str) else None for kind in _listed(types)]
+    if len(found) != count or None in found:
+        raise ConfigError(
+            f"{c.name}: layer_types must name {LINEAR} or {FULL} for each of the {count} layers, "
+            f"found {abbreviate(types)}"
+        )
+    return [kind for kind in found if kind is not None]
+
+
+_TYPES = {LINEAR: LINEAR, "mamba": LINEAR, FULL: FULL, "attention": FULL}
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def time_step_limit(c: HFConfig, key: str = "time_step_limit") -> dict[str, Any]:

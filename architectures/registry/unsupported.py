@@ -11,7 +11,6 @@ MISSING: dict[str, str] = {
     "falcon_mamba": _MAMBA,
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
-    "granitemoehybrid": f"{_MAMBA_2} next to attention",
     "jamba": f"{_MAMBA} next to attention",
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
     "lfm3": _CONVOLUTION,
