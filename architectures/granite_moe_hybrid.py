@@ -19,6 +19,17 @@ DENSE = (
 )
 """Names of the shared expert, in models without others."""
 
+STATES = {
+    "hidden_act": "silu",
+    "mamba_n_heads": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 256,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+}
+"""Defaults of the state space layers."""
+
 PACKED = (*WHOLE, "*.mlp.gate_up_proj.*")
 
 
@@ -28,13 +39,7 @@ PACKED = (*WHOLE, "*.mlp.gate_up_proj.*")
     layouts=(Layout(DENSE + ON_DISK, PACKED), Layout(DENSE + IN_BLOCKS, PACKED)),
     defaults={
         **DEFAULTS,
-        "hidden_act": "silu",
-        "mamba_n_heads": 128,
-        "mamba_n_groups": 1,
-        "mamba_d_state": 256,
-        "mamba_d_conv": 4,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
+        **STATES,
     },
     fixed={"normalization_function": "rmsnorm"},
     unread={
@@ -59,6 +64,18 @@ def granitemoehybrid(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
+TINY_STATES = {
+    "mamba_n_heads": 12,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 10,
+    "mamba_d_head": 8,
+    "mamba_d_conv": 3,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "time_step_limit": [0.0, math.inf],
+}
+
 for_tests(
     "granitemoehybrid",
     tiny={
@@ -73,15 +90,7 @@ for_tests(
         "num_hidden_layers": 2,
         "layer_types": [LINEAR, FULL],
         "position_embedding_type": "rope",
-        "mamba_n_heads": 12,
-        "mamba_n_groups": 3,
-        "mamba_d_state": 10,
-        "mamba_d_head": 8,
-        "mamba_d_conv": 3,
-        "mamba_expand": 2,
-        "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
-        "time_step_limit": [0.0, math.inf],
+        **TINY_STATES,
     },
     variants={
         "no_positions": {"position_embedding_type": None},

@@ -6,7 +6,6 @@ _CONVOLUTION = "gated short convolutions as mixers"
 
 MISSING: dict[str, str] = {
     "bailing_hybrid": "lightning linear attention",
-    "bamba": f"{_MAMBA_2} next to attention",
     "falcon_h1": f"{_MAMBA_2} in parallel with attention",
     "falcon_mamba": _MAMBA,
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
