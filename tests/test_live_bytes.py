@@ -143,6 +143,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, gated attention": full("qwen3_5_text", ("full_attention",)),
     "full, gated delta rule": full("qwen3_5_text", ("linear_attention",)),
     "full, gated convolution": full("lfm2", ("conv",)),
+    "full, gates of heads": full("lfm3", ("full_attention",)),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
     "LoRA of experts": adapted(
@@ -229,6 +230,7 @@ CHOSEN = {
     "full, gated attention": ("all", "lean", "tiled"),
     "full, gated delta rule": LEVELS,
     "full, gated convolution": ("all", "lean", "mlp", "tiled"),
+    "full, gates of heads": ("all", "lean"),
     "LoRA, dense": FEW,
     "LoRA of experts": ("lean", "offload"),
     "LoRA with a bias": ("lean",),

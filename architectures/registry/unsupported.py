@@ -2,7 +2,6 @@
 
 _MAMBA = "state-space layers (Mamba)"
 _MAMBA_2 = "state-space layers (Mamba 2)"
-_CONVOLUTION = "gated short convolutions as mixers"
 
 MISSING: dict[str, str] = {
     "bailing_hybrid": "lightning linear attention",
@@ -12,7 +11,6 @@ MISSING: dict[str, str] = {
     "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "jamba": f"{_MAMBA} next to attention",
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
-    "lfm3": _CONVOLUTION,
     "mamba": _MAMBA,
     "minimax": "lightning linear attention",
     "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",

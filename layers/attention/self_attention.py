@@ -2,6 +2,7 @@
 
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
+    or, with a gate per head, g = x @ W_g^T:    the same
 
 Norms of queries and keys: layers/attention/qk_norm.py. Query, key and value are one matrix product, with
 weights concatenated by rows in this order, in whole heads.
@@ -69,6 +70,8 @@ class Attention(nn.Module):
             parts["v_proj"] = spec.kv_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
+        if spec.head_gates:
+            self.g_proj = Linear(hidden_size, spec.num_attention_heads, bias=False)
         self.o_proj = linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -84,6 +87,7 @@ class Attention(nn.Module):
         """
         sequences = sequences.on(x.device)
         qkv, gate = self._without_gate(self.qkv_proj(x))
+        gate = self.g_proj(x) if self.spec.head_gates else gate
         q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is not None:
@@ -93,7 +97,7 @@ class Attention(nn.Module):
             groups = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
-                gates = gate.split([piece.shape[1] for piece in pieces], dim=-1)
+                gates = gate.tensor_split(len(pieces), dim=-1)
                 pieces = [_gated(piece, own) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
@@ -150,8 +154,9 @@ class Attention(nn.Module):
         kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
         if spec.qk_norm is not None:
             kept += norm_bytes(spec, itemsize)
-        if spec.gated:
-            kept += itemsize * spec.q_size * (2 if level == "all" else 1)
+        if spec.gated or spec.head_gates:
+            gates = spec.q_size if spec.gated else spec.num_attention_heads
+            kept += itemsize * (gates + (spec.q_size if level == "all" else 0))
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(
@@ -175,8 +180,13 @@ class Attention(nn.Module):
 
 
 def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    """The output of attention times the sigmoid of a gate, [T, q_size] each."""
+    """The output of attention [T, q_size] times the sigmoid of a gate, [T, q_size] or [T, heads]."""
     if gate is None:
         return out
     open_by = gate.sigmoid()
-    return carry_recipe(out * open_by, torch.mul, out, open_by)
+    return carry_recipe(_by_head(out, open_by), _by_head, out, open_by)
+
+
+def _by_head(out: Tensor, factors: Tensor) -> Tensor:
+    """[T, q_size] times [T, q_size] or [T, heads]."""
+    return (out.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(1)

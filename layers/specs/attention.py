@@ -46,13 +46,14 @@ class AttentionSpec(_Heads):
     """Attention with grouped key/value heads: `causal`, or bidirectional within documents.
 
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
-    all preceding). `chunk` splits documents into pieces of that many tokens, and a query sees only its own
-    piece. `rope` is None for a layer without positions. `softcap` bounds the scores: softcap * tanh(score /
-    softcap). With `sinks` each head learns a logit that takes a share of the weights and contributes no
-    value. `query_scale` scales the queries by position after their rotation. With `gated` the query
-    projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid multiplies the
-    head's output. With `values_are_keys` one projection computes both: values are the keys before norm and
-    rotation. Spans of tokens that all see one another (`Visibility.spans`) are limited by the window, unless
+    all preceding). `chunk` splits documents into pieces of that many tokens, and a query sees only its
+    own piece. `rope` is None for a layer without positions. `softcap` bounds the scores: softcap *
+    tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
+    contributes no value. `query_scale` scales the queries by position after their rotation. With `gated`
+    the query projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid
+    multiplies the head's output; with `head_gates` a projection computes one number per head instead.
+    With `values_are_keys` one projection computes both: values are the keys before norm and rotation.
+    Spans of tokens that all see one another (`Visibility.spans`) are limited by the window, unless
     `whole_spans` is set. Without `sees_spans` spans are ignored. `clipped` projections clamp to stored
     bounds: layers/projections/clipped_linear.py.
     """
@@ -76,6 +77,7 @@ class AttentionSpec(_Heads):
     sees_spans: bool = True
     clipped: bool = False
     gated: bool = False
+    head_gates: bool = False
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -32,6 +32,7 @@ from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.merged import merged_tensors
 from liger_models.hf.checkpoints.module_names import refuse_ambiguous
 from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
+from liger_models.hf.checkpoints.renaming import CheckpointRenaming
 from liger_models.hf.checkpoints.unread import leave_unread, unread_in
 from liger_models.hf.checkpoints.weights import (
     CheckpointConverter,
@@ -170,8 +171,10 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """Ignore the loader's record of conversions; the layouts read are recorded already."""
 
     def _conversions(self, groups: Groups) -> list[WeightConverter | WeightRenaming]:
-        """Entries of transformers' mapping. Quantised layers have none: they match the checkpoint already."""
-        return [CheckpointConverter(type(self).__name__, groups)]
+        """Entries of transformers' mapping. Quantised layers are at most renamed."""
+        name, quantised = type(self).__name__, is_quantised(self.config)
+        renaming = [CheckpointRenaming(f"{name} renamed", groups)] if quantised else []
+        return [*renaming, CheckpointConverter(name, groups, quantised=quantised)]
 
     def split_projections(self) -> None:
         """Split packed projections into query, key, value, gate and up layers under the usual names, which

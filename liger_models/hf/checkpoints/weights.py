@@ -19,12 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter, dot_natural_key
+from transformers.core_model_loading import (
+    ConversionOps,
+    WeightConverter,
+    dot_natural_key,
+)
 
 from liger_models.convert.checkpoints.expressions import Expr, Ref, write
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.weight_map import connected
 from liger_models.convert.errors import CheckpointError
+from liger_models.hf.checkpoints.renaming import prefixes_of, renamed
 
 
 @dataclass(frozen=True)
@@ -113,20 +118,25 @@ def groups_of(model: Any) -> Groups:
 
 
 class CheckpointConverter(WeightConverter):
-    """Entry of a model in transformers' mapping, from checkpoint to native names or back."""
+    """Entry of a model in transformers' mapping, from checkpoint to native names or back.
 
-    __slots__ = ("backwards", "groups", "pattern")
+    In a `quantised` model it passes over tensors that are only renamed: see renaming.py.
+    """
 
-    def __init__(self, pattern: str, groups: Groups, backwards: bool = False):
+    __slots__ = ("backwards", "groups", "pattern", "quantised")
+
+    def __init__(self, pattern: str, groups: Groups, backwards: bool = False, quantised: bool = False):
         operation = WriteGroups(groups) if backwards else ReadGroups(groups)
         super().__init__([pattern], [pattern], [operation])
-        self.pattern, self.groups, self.backwards = pattern, groups, backwards
+        self.pattern, self.groups, self.backwards, self.quantised = pattern, groups, backwards, quantised
 
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return (the first target name of the key's group, the pattern that identifies this entry)."""
         known = self.groups.of_native if self.backwards else self.groups.of_checkpoint
-        for prefix in self._prefixes():
+        for prefix in prefixes_of(self, self.groups):
             name = source_key.removeprefix(prefix)
+            if self.quantised and renamed(self.groups, name, self.backwards) is not None:
+                continue
             if source_key.startswith(prefix) and name in known:
                 self._was_used = True
                 if not self.backwards:
@@ -140,13 +150,6 @@ class CheckpointConverter(WeightConverter):
             return next(iter(known[name][0].natives)), self.pattern
         return source_key, None
 
-    def _prefixes(self) -> tuple[str, ...]:
-        """Possible prefixes of this model's names; for a submodel, its path in the whole model."""
-        if self.scope_prefix is None:
-            return "", self.groups.prefix
-        base, scope = (f"{part}." if part else "" for part in (self.base_model_prefix, self.scope_prefix))
-        return base + scope, scope
-
     def reverse_transform(self) -> CheckpointConverter:
         return self._with_direction(not self.backwards)
 
@@ -155,7 +158,7 @@ class CheckpointConverter(WeightConverter):
         return self._with_direction(self.backwards)
 
     def _with_direction(self, backwards: bool) -> CheckpointConverter:
-        other = CheckpointConverter(self.pattern, self.groups, backwards)
+        other = CheckpointConverter(self.pattern, self.groups, backwards, self.quantised)
         other.scope_prefix, other.base_model_prefix = self.scope_prefix, self.base_model_prefix
         return other
 
