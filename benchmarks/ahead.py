@@ -24,6 +24,7 @@ from benchmarks.operations.core import liger_function
 
 # The longest first, so that no core starts a long one last.
 COMPILING = ("FlexAttention", "torch.compile", "ours", "liger-kernel")
+_SPAWN = multiprocessing.get_context("spawn")  # a GPU's context does not survive a fork
 _FEWEST = 16  # below, starting processes takes longer than compiling
 _MOST_PROCESSES = 14  # each takes half a GiB of a GPU, and a core
 _SECONDS = 75.0
@@ -51,10 +52,9 @@ def compile_ahead(
     if len(jobs) < _FEWEST or processes < 2:
         return "nothing compiled in advance"
     done, late, errors = 0, 0, []
-    # A GPU's context does not survive a fork. (`benchmarks.__main__` must have no global name `torch`: the
-    # keys of torch.compile's cache would begin with `__mp_main__.torch` here, and never be found.)
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(processes, _prepare) as pool:  # terminated at its end, whatever still runs
+    # `benchmarks.__main__` must have no global name `torch`: the
+    # keys of torch.compile's cache would begin with `__mp_main__.torch` here, and never be found.
+    with _SPAWN.Pool(processes, _prepare) as pool:  # terminated at its end, whatever still runs
         results = [pool.apply_async(_call_once, (*job, dtype, str(device))) for job in jobs]
         _import_peers()  # they take seconds as well
         for result in results:

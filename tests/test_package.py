@@ -1,6 +1,8 @@
 """Checks of the whole package: import layers, import cost, contents and forbidden content."""
 
 import ast
+import functools
+import json
 import os
 import re
 import shutil
@@ -64,8 +66,26 @@ def built_on(name):
 ALL_MODULES = sorted(module_name(path) for part in MAY_IMPORT for path in sources(part))
 
 
-def imported(path, nodes):
-    """Return the full names of the modules in these import statements."""
+@functools.cache
+def tree(path):
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def imported(path, top=False):
+    """Return the full names of the modules that a file imports: at its `top`, or anywhere."""
+    nodes = tree(path).body if top else statements(tree(path))
+    return list(names_imported(path, nodes))
+
+
+def statements(node):
+    for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, part, ()):
+            yield child
+            yield from statements(child)
+
+
+def names_imported(path, nodes):
     package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -90,7 +110,7 @@ def test_imports_never_point_up(part):
     wrong = [
         f"{path.relative_to(ROOT)} imports {name}"
         for path in sources(part)
-        for name in imported(path, ast.walk(ast.parse(path.read_text())))
+        for name in imported(path)
         if part_of(name) not in {None, part} | MAY_IMPORT[part]
     ]
     assert not wrong, wrong
@@ -101,7 +121,7 @@ def test_the_code_folders_are_never_imported_by_their_bare_names():
         f"{path.relative_to(ROOT)} imports {name}"
         for part in [*MAY_IMPORT, "tests", "examples", "benchmarks"]
         for path in sources(part)
-        for name in imported(path, ast.walk(ast.parse(path.read_text())))
+        for name in imported(path)
         if name.split(".")[0] in MAY_IMPORT.keys() - {"liger_models"}
     ]
     assert not wrong, wrong
@@ -111,7 +131,7 @@ def test_modules_import_only_hard_dependencies_at_their_top():
     wrong = []
     for part in MAY_IMPORT:
         for path in sources(part):
-            for name in imported(path, ast.parse(path.read_text()).body):
+            for name in imported(path, top=True):
                 first = name.split(".")[0]
                 allowed = HARD_DEPENDENCIES | {"liger_models", built_on(module_name(path))}
                 if first not in sys.stdlib_module_names | allowed:
@@ -124,7 +144,7 @@ def test_what_is_made_of_another_librarys_classes_is_imported_by_nothing_else():
         f"{path.relative_to(ROOT)} imports {name}"
         for part in MAY_IMPORT
         for path in sources(part)
-        for name in imported(path, ast.walk(ast.parse(path.read_text())))
+        for name in imported(path)
         if any(name.startswith(f"{package}.") for package in BUILT_ON)
         and not module_name(path).startswith(tuple(BUILT_ON))
         and module_name(path) not in ON_REQUEST
@@ -137,7 +157,7 @@ def imports_between(files):
     graph = {}
     for name, path in files.items():
         graph[name] = set()
-        for wanted in imported(path, ast.walk(ast.parse(path.read_text()))):
+        for wanted in imported(path):
             while wanted and wanted not in files:  # a class or function of a module, or somebody else's
                 wanted = wanted.rpartition(".")[0]
             graph[name] |= {wanted} - {"", name}
@@ -172,7 +192,7 @@ def test_every_folder_says_what_lives_there(part):
     silent = [
         str(path.relative_to(ROOT))
         for path in sources(part)
-        if path.name == "__init__.py" and not ast.get_docstring(ast.parse(path.read_text()))
+        if path.name == "__init__.py" and not ast.get_docstring(tree(path))
     ]
     assert not silent, silent
 
@@ -184,7 +204,7 @@ def test_every_folder_says_what_may_be_imported_there(part):
         for path in sources(part)
         if path.name == "__init__.py"
         and path.parent != ROOT / "liger_models"  # which offers names of all the others
-        and not re.search(r"\b[Ii]mports?\b", ast.get_docstring(ast.parse(path.read_text())) or "")
+        and not re.search(r"\b[Ii]mports?\b", ast.get_docstring(tree(path)) or "")
     ]
     assert not silent, silent
 
@@ -230,22 +250,54 @@ def run_python(code, cwd, **env):
     )
 
 
-def test_importing_loads_nothing_beyond_torch_and_triton(tmp_path):
-    """An import costs what it loads. A clock would measure how busy the machine is, and how cold its disk."""
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory):
+    """Results of imports in a fresh process, which imports torch once, started from the root of a second
+    checkout.
+    """
+    folder = tmp_path_factory.mktemp("checkout")
+    for part in MAY_IMPORT:
+        (folder / part).symlink_to(ROOT / part)
     done = run_python(
-        """
-        import sys, torch
-        before = set(sys.modules)
+        f"""
+        import importlib.util, json, os, sys, torch
+
+        def tell(name, found):
+            with open(name + ".json", "w") as file:
+                json.dump(found, file)
+
+        if (child := os.fork()) == 0:
+            before = set(sys.modules)
+            import liger_models
+            liger_models.from_hub, liger_models.LigerCausalLM
+            tell("loaded", sorted(set(sys.modules) - before))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         import liger_models
-        liger_models.from_hub, liger_models.LigerCausalLM
-        loaded = set(sys.modules) - before
-        packages = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
-        compiler = {"torch._dynamo", "torch._inductor"} & loaded
-        print(*sorted(compiler), *sorted(name for name in packages if not name.startswith("_sysconfigdata")))
+        named = [liger_models.losses.__name__, liger_models.images.Preprocessor.__name__]
+        tell("named", [*named, liger_models.models.MedusaModel.__name__])
+        if importlib.util.find_spec("peft"):
+            assert all(getattr(liger_models.hf, name) for name in liger_models.hf.__all__)
+        for name in {ALL_MODULES}:
+            if not name.endswith("__main__"):
+                importlib.import_module(name)
+        ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "liger_models"]
+        tell("files", [module.__file__ for module in ours])
         """,
-        tmp_path,
+        folder,
     )
-    assert done.stdout == "liger_models triton\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return folder, {
+        name: json.loads((folder / f"{name}.json").read_text()) for name in ("loaded", "named", "files")
+    }
+
+
+def test_importing_loads_nothing_beyond_torch_and_triton(fresh):
+    """An import costs what it loads. A clock would measure how busy the machine is, and how cold its disk."""
+    loaded = set(fresh[1]["loaded"])
+    packages = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+    assert {name for name in packages if not name.startswith("_sysconfigdata")} == {"liger_models", "triton"}
+    assert not {"torch._dynamo", "torch._inductor"} & loaded  # the compiler
 
 
 def test_help_and_list_do_not_wait_for_torch(tmp_path):
@@ -270,18 +322,8 @@ def test_the_package_offers_what_it_lists():
         _ = liger_models.from_the_hub
 
 
-def test_packages_that_the_docs_name_are_attributes(tmp_path):
-    pytest.importorskip("peft")
-    done = run_python(
-        """
-        import liger_models
-        print(liger_models.losses.__name__, liger_models.images.Preprocessor.__name__)
-        print(liger_models.models.MedusaModel.__name__)
-        assert all(getattr(liger_models.hf, name) for name in liger_models.hf.__all__)
-        """,
-        tmp_path,
-    )
-    assert done.stdout.split() == ["liger_models.losses", "Preprocessor", "MedusaModel"], done.stderr
+def test_packages_that_the_docs_name_are_attributes(fresh):
+    assert fresh[1]["named"] == ["liger_models.losses", "Preprocessor", "MedusaModel"]
 
 
 def test_every_module_imports_without_triton_and_the_extras(tmp_path):
@@ -303,22 +345,11 @@ def test_every_module_imports_without_triton_and_the_extras(tmp_path):
     assert "NumPy" not in done.stderr
 
 
-def test_a_checkout_imports_no_part_of_another(tmp_path):
+def test_a_checkout_imports_no_part_of_another(fresh):
     """Started from the root of a second checkout, Python finds that one first: and then all of it."""
-    for part in MAY_IMPORT:
-        (tmp_path / part).symlink_to(ROOT / part)
-    done = run_python(
-        f"""
-        import importlib, sys
-        for name in {ALL_MODULES}:
-            if not name.endswith("__main__"):
-                importlib.import_module(name)
-        ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "liger_models"]
-        print(sorted(m.__file__ for m in ours if not m.__file__.startswith({str(tmp_path)!r})), len(ours))
-        """,
-        tmp_path,
-    )
-    assert done.stdout.split() == ["[]", str(len(ALL_MODULES) - 1)], done.stdout + done.stderr
+    folder, found = fresh
+    assert [file for file in found["files"] if not file.startswith(str(folder))] == []
+    assert len(found["files"]) == len(ALL_MODULES) - 1
 
 
 @pytest.fixture(scope="module")

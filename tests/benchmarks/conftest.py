@@ -1,15 +1,54 @@
-"""Fixtures for the benchmarks, which are at the top of the repository and not installed."""
+"""Fixtures for the benchmarks, which are at the top of the repository and not installed.
 
+Their processes are forks unless a test needs a new program: importing torch and transformers would take most
+of the time.
+"""
+
+import contextlib
+import functools
+import json
+import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import Fork
+
+ROOT = Path(__file__).parents[2]
+COMMAND = """
+import runpy, sys
+sys.path.insert(0, {root!r})
+runpy.run_module("benchmarks", run_name="__main__")
+"""
+# All ranks of a module that `benchmarks.ranks.started` starts.
+RANKS = """
+import importlib, json, os, runpy, sys, traceback
+sys.path.insert(0, {root!r})
+module, processes, *sys.argv[1:] = sys.argv[1:]
+importlib.import_module(module)
+for rank in range(int(processes)):
+    if os.fork() == 0:
+        os.environ |= {{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}}
+        os.environ["LOCAL_WORLD_SIZE"] = processes
+        code = 1
+        try:
+            runpy.run_module(module, run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(processes))))
+"""
 
 
 @pytest.fixture(autouse=True)
 def benchmarks(monkeypatch):
     """The package, with its modules imported."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    monkeypatch.syspath_prepend(str(ROOT))
     import benchmarks.__main__
     import benchmarks.bound
     import benchmarks.measure
@@ -40,3 +79,53 @@ def check(benchmarks):
         return benchmarks.bound.check(bound.results(), case.truth(), dtype), bound.altered()
 
     return check
+
+
+@pytest.fixture
+def forked_command(tmp_path):
+    """Stands in for the module `subprocess`: runs `python -m benchmarks ...` in a fork."""
+
+    def run(command, env=None, **_):
+        assert command[:3] == [sys.executable, "-m", "benchmarks"]
+        code = COMMAND.format(root=str(ROOT))
+        fork = Fork("code", code, *command[3:], output=tmp_path / "output", environment=env)
+        return subprocess.CompletedProcess(command, fork.wait(300))
+
+    return SimpleNamespace(run=run, DEVNULL=None)
+
+
+@pytest.fixture
+def forked_ranks(tmp_path):
+    """Stands in for `benchmarks.ranks.started`: the ranks are forks, and have ended."""
+
+    @contextlib.contextmanager
+    def started(module, task, folder, processes):
+        given = [module, str(processes), json.dumps(task), str(folder)]
+        Fork("code", RANKS.format(root=str(ROOT)), *given, output=tmp_path / "output").wait(300)
+        yield []
+
+    return started
+
+
+@functools.cache
+def fork_server():
+    """Context whose processes are forks of one that has imported what jobs need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "torch._inductor.compile_fx",
+            "liger_models.models.loading",
+            "transformers.models.auto.modeling_auto",
+        ]
+    )
+    return context
+
+
+@pytest.fixture
+def forked_jobs(benchmarks, monkeypatch):
+    """Jobs run in forks."""
+    import benchmarks.ahead
+    import benchmarks.training.pool
+
+    for module in (benchmarks.ahead, benchmarks.training.pool):
+        monkeypatch.setattr(module, "_SPAWN", fork_server())

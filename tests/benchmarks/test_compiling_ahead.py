@@ -33,7 +33,7 @@ def test_compiling_calls_run_longest_first_and_eager_ones_not_at_all(ahead):
     ]
 
 
-def test_jobs_run_in_processes_that_end_and_report_failures(ahead):
+def test_jobs_run_in_processes_that_end_and_report_failures(ahead, forked_jobs):
     jobs = [("relu2", (4, 8), "ours"), ("softmax", (4,), "ours"), ("swiglu", (4,), "ours")]
     jobs.append(("relu2", (4, 8), "nobody's"))  # becomes a note when measured, not a failure
     said = ahead.compile_ahead(jobs, torch.float32, CPU)
@@ -42,7 +42,7 @@ def test_jobs_run_in_processes_that_end_and_report_failures(ahead):
     assert not multiprocessing.active_children()
 
 
-def test_unfinished_compilations_are_left_for_later(ahead):
+def test_unfinished_compilations_are_left_for_later(ahead, forked_jobs):
     start = time.monotonic()
     said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
     assert said.startswith("0 of 1 calls compiled in advance")

@@ -1,5 +1,7 @@
 """`python -m benchmarks lengths`: every method runs a step on both sides, and failures are reported."""
 
+from types import SimpleNamespace
+
 import pytest
 
 
@@ -45,12 +47,18 @@ def test_both_sides_compute_the_same_losses(benchmarks):
 
 
 @pytest.mark.slow
-def test_a_case_runs_in_its_own_process_and_a_peer_is_checked_without_ours(benchmarks):
-    """Runs as it would on a GPU."""
+def test_a_case_runs_in_its_own_command_and_a_peer_is_checked_without_ours(benchmarks, monkeypatch):
+    """Runs as it would on a GPU, but for the command, which runs in this process, where TRL is imported."""
     pytest.importorskip("trl")
     import argparse
 
-    from benchmarks import lengths
+    from benchmarks import apart, lengths
+
+    def run(command, **_):
+        assert command[1:3] == ["-m", "benchmarks"]
+        return SimpleNamespace(returncode=benchmarks.__main__.main(command[3:]))
+
+    monkeypatch.setattr(apart, "subprocess", SimpleNamespace(run=run))
 
     parser = argparse.ArgumentParser()
     lengths.add_arguments(parser)
@@ -64,7 +72,7 @@ def test_a_case_runs_in_its_own_process_and_a_peer_is_checked_without_ours(bench
 
 @pytest.mark.slow
 def test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours(
-    benchmarks, tmp_path, monkeypatch
+    benchmarks, monkeypatch, forked_command
 ):
     """Runs as it would on a GPU; a process that fails becomes a note."""
     pytest.importorskip("transformers")
@@ -72,6 +80,7 @@ def test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours(
 
     from benchmarks import apart, generate
 
+    monkeypatch.setattr(apart, "subprocess", forked_command)
     parser = argparse.ArgumentParser()
     generate.add_arguments(parser)
     sizes = ["--prompt", "4", "--new", "2", "--runs", "1", "--batch", "1"]

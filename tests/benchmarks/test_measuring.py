@@ -165,10 +165,11 @@ def test_the_plot_has_one_panel_or_two(benchmarks, rows, tmp_path, kept):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_each_provider_is_measured_in_a_process_of_its_own(benchmarks, tmp_path):
+def test_each_provider_is_measured_in_a_process_of_its_own(benchmarks, tmp_path, monkeypatch, forked_command):
     from benchmarks import ops
     from benchmarks.row import ROWS, read_rows, write_rows
 
+    monkeypatch.setattr(ops, "subprocess", forked_command)
     args = benchmarks.__main__.parse(["ops", "--op", "swiglu", "--device", "cpu", "--out", str(tmp_path)])
     rows, ceilings = ops.measure_apart(args, ["ours", "eager"], time.monotonic())
     assert [(row.operation, row.provider) for row in rows] == [("swiglu", "ours"), ("swiglu", "eager")]

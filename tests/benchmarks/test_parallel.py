@@ -1,19 +1,26 @@
 """Training step of a model sharded over two processes."""
 
-import contextlib
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_processes_measure_a_model_and_report_what_is_missing(benchmarks, tmp_path, monkeypatch):
+def test_two_processes_measure_a_model_and_report_what_is_missing(
+    benchmarks, tmp_path, monkeypatch, forked_ranks
+):
+    """Processes that need one without our package are programs; the others are forks."""
+    from benchmarks import parallel
+
+    def started(module, *given):
+        return (forked_ranks if module == "benchmarks.parallel" else program)(module, *given)
+
+    program = parallel.started
+    monkeypatch.setattr(parallel, "started", started)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -43,15 +50,10 @@ def test_an_invalid_configuration_is_refused(benchmarks, text):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_half_of_the_processes_resume_from_a_checkpoint_of_all_and_each_reads_its_part(
-    benchmarks, tmp_path, monkeypatch
+    benchmarks, tmp_path, monkeypatch, forked_ranks
 ):
-    @contextlib.contextmanager
-    def started(module, task, folder, processes):
-        """Use forks that have ended; the test above starts programs."""
-        run_ranks(Path(__file__).with_name("resume_rank.py"), folder, json.dumps(task), ranks=processes)
-        yield []
-
-    monkeypatch.setattr("benchmarks.resume.started", started)
+    monkeypatch.setattr("benchmarks.resume.started", forked_ranks)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     asked = ["--model", "tiny", "--seq", "32", "--processes", "2", "--out", str(tmp_path)]
     assert benchmarks.__main__.main(["resume", *asked]) == 0

@@ -15,7 +15,7 @@ def job(provider="ours", memory="lean", **others):
     return Job("tiny", config, provider, memory, batch=1, seq=8, warmup=1, steps=1, **others)
 
 
-def test_a_report_has_each_configurations_result_or_reason(benchmarks, tmp_path):
+def test_a_report_has_each_configurations_result_or_reason(benchmarks, forked_jobs, tmp_path):
     pytest.importorskip("transformers")
     arguments = ["--model", "tiny", "--seq", "16", "--warmup", "1", "--steps", "2", "--device", "cpu"]
     asked = ["--configuration", "ours:lean:2", "--configuration", "transformers+flash:none:2"]
@@ -31,7 +31,7 @@ def test_a_report_has_each_configurations_result_or_reason(benchmarks, tmp_path)
     assert theirs["note"] in (tmp_path / "train-tiny.md").read_text()
 
 
-def test_the_cases_of_a_page_are_updated_with_ratios_and_plot(benchmarks, tmp_path, monkeypatch):
+def test_the_cases_of_a_page_are_updated_with_ratios_and_plot(benchmarks, forked_jobs, tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("matplotlib")
     from benchmarks.training import cases
@@ -86,7 +86,7 @@ def test_each_configuration_of_the_cases_is_measured_once_and_cases_can_be_chose
     assert [(model, seq) for model, seq, _ in chosen] == [(cases.SMALL, 2048), (cases.SMALL, 4096)]
 
 
-def test_every_job_is_measured_in_a_process_of_its_own(benchmarks, monkeypatch):
+def test_every_job_is_measured_in_a_process_of_its_own(benchmarks, forked_jobs, monkeypatch):
     from benchmarks.training import pool
 
     processes, do = [], pool.Worker.do
@@ -149,15 +149,15 @@ def test_packed_documents_run_without_padding_in_the_peer(benchmarks, monkeypatc
     assert losses["varlen"] == pytest.approx(losses["sdpa"], rel=2e-2)  # bfloat16, summed in another order
 
 
-def test_a_timeout_stops_a_job_and_the_next_one_runs(benchmarks):
+def test_a_timeout_stops_a_job_and_the_next_one_runs(benchmarks, forked_jobs):
     from benchmarks.training.pool import measure_all
 
     slow, fast = replace(job(), steps=10**5), job()
-    (stopped, note), (after, result) = measure_all([[slow, fast]], ["cpu"], time_limit=8, ahead=False)
-    assert (stopped, note) == (slow, {"note": "stopped after 8 s"})
+    (stopped, note), (after, result) = measure_all([[slow, fast]], ["cpu"], time_limit=4, ahead=False)
+    assert (stopped, note) == (slow, {"note": "stopped after 4 s"})
     assert after == fast
     assert result["tokens_per_second"] > 0
-    ((_, late),) = measure_all([[fast]], ["cpu"], time_limit=8, ahead=False, within=0)
+    ((_, late),) = measure_all([[fast]], ["cpu"], time_limit=4, ahead=False, within=0)
     assert late == {"note": "no time was left for it"}
 
 
