@@ -83,7 +83,7 @@ def adapt(model, way):
     return adapted.eval()
 
 
-@pytest.mark.supports("vLLM", "the same with adapters of PEFT merged into them")
+@pytest.mark.supports("vLLM", "the same with PEFT adapters merged into them")
 @pytest.mark.parametrize("way", WAYS)
 def test_adapters_are_merged_into_them_without_changing_the_model(way, make_both, batch, tmp_path):
     family = "qwen3_moe" if way == "experts" else "qwen2" if way == "bias" else "llama"
@@ -139,7 +139,7 @@ def sync_weights():
     return sync
 
 
-@pytest.mark.supports("vLLM", "what TRL sends it")
+@pytest.mark.supports("vLLM", "weights that TRL sends")
 def test_trl_sends_vllm_the_tensors_of_the_checkpoint(make_both, sync_weights, tmp_path):
     """TRL's own iterator suffices for split projections without experts; other models need ours."""
     both = make_both("llama", projections="split")

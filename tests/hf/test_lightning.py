@@ -115,7 +115,7 @@ def test_its_precisions_mean_autocast_and_bfloat16_parameters(kind, precision, m
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.model.state_dict().items())
 
 
-@pytest.mark.supports("Lightning", "checkpoint", "resume to the bit")
+@pytest.mark.supports("Lightning", "checkpoint", "bit-exact resuming")
 @pytest.mark.parametrize("kind", ["native", "hf"])
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_a_resumed_run_equals_an_uninterrupted_one(family, kind, make_both, fit, tmp_path):

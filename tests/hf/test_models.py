@@ -281,7 +281,7 @@ def test_noise_on_embeddings_gets_batched_embeddings(make_both, batch):
     assert relative_distance(both.ours(**batch).loss, both.reference(**batch).loss) <= BOUND
 
 
-@pytest.mark.supports("transformers", "embeddings in place of ids")
+@pytest.mark.supports("transformers", "embeddings instead of ids")
 def test_embeddings_may_replace_ids(make_both, batch):
     both = make_both("gemma2")
     embeds = torch.randn(2, 13, both.ours.config.hidden_size)

@@ -48,7 +48,7 @@ def test_a_plugin_switches_axolotl_to_our_models(adapter, names, load, hf):
     assert hasattr(model.model.layers[0].self_attn.get_submodule(names), "weight")
 
 
-@pytest.mark.supports("Axolotl, LLaMA-Factory, ms-swift, oumi", "oumi's file of imports")
+@pytest.mark.supports("Axolotl, LLaMA-Factory, ms-swift, oumi", "oumi's import file")
 def test_a_file_that_oumi_imports_switches_it_to_our_models(load, hf, tmp_path, monkeypatch):
     registry = pytest.importorskip("oumi.core.registry.registry", reason="oumi is not installed")
     switch = tmp_path / "switch_to_liger_models.py"

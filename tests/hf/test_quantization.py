@@ -135,7 +135,7 @@ def check_model(both, batch):
     assert not beyond_bound({name: ours[name] for name in some}, of_reference)
 
 
-@pytest.mark.supports("bitsandbytes", "experts, which stay as they are")
+@pytest.mark.supports("bitsandbytes", "experts, which are not quantised")
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2"])
 def test_experts_are_not_quantised(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)

@@ -20,7 +20,7 @@ def read(folder, **options):
     ).train()
 
 
-@pytest.mark.supports("torchao", "weights of 8 bits", "saving and loading them", "LoRA on them")
+@pytest.mark.supports("torchao", "8-bit weights", "saving and loading them", "LoRA on them")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_eight_bit_weights_match_the_reference(family, make_both, batch, hf, tmp_path):
     both = make_both(family, projections="split")

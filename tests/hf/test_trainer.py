@@ -168,7 +168,7 @@ def test_metrics_get_the_logits_and_the_loss_matches_the_reference(make_both, ma
     assert make_trainer(both.ours).evaluate()["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
 
 
-@pytest.mark.supports("Trainer", "resume to the bit")
+@pytest.mark.supports("Trainer", "bit-exact resuming")
 @pytest.mark.parametrize(
     ("family", "projections"),
     [("qwen3_moe", "fused"), ("qwen3_moe", "split"), *((family, "split") for family in ODD)],
@@ -186,7 +186,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(family, projections, make_bot
         assert torch.equal(resumed.model.get_parameter(name), p), name
 
 
-@pytest.mark.supports("PEFT", "resume to the bit")
+@pytest.mark.supports("PEFT", "bit-exact resuming")
 def test_a_resumed_run_of_an_adapter_equals_an_uninterrupted_one(make_both, make_trainer):
     peft = pytest.importorskip("peft")
     settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -225,7 +225,7 @@ def test_the_best_model_is_loaded_at_the_end(make_both, make_trainer):
     assert trainer.evaluate()["eval_loss"] == pytest.approx(min(evaluated), rel=1e-6)
 
 
-@pytest.mark.supports("Trainer", "load of experts balanced by correction biases")
+@pytest.mark.supports("Trainer", "load balancing by correction biases")
 def test_the_callback_moves_the_correction_bias_against_the_load_of_a_step(make_both, make_trainer, hf):
     model = make_both("deepseek_v3").ours
     routers = [m for m in model.modules() if hasattr(m, "correction_bias")]

@@ -202,7 +202,7 @@ def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
 
 
 # Families with capped logits, and with router losses, which TRL's trainers request by default.
-@pytest.mark.supports("TRL", "capped logits", "losses of routers")
+@pytest.mark.supports("TRL", "capped logits", "router losses")
 @pytest.mark.parametrize("way", ["completions", "bfd", "dpo", "grpo"])
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
 def test_training_of_other_families_matches_the_reference_too(family, way, train_both):
