@@ -53,6 +53,8 @@ class TrainConfig:
     columns            names of the data's columns where they are not those of the fields, as in
                        "prompt=question,completion=answer"
     split              split of the hub data sets in `data` that name none: "train[:90%]", "train+test"
+    streaming          read, tokenize and pack `data` as they come, block by block; requires steps
+    shuffle_buffer     records of a block of streamed data, within which documents are shuffled
     data_cache         folder of tokenized data; default: liger_models/data in the user's cache folder
     verify_data        verify the digests of tokenized data before training on them
     output             folder of metrics, checkpoint-N folders and the final export
@@ -137,6 +139,8 @@ class TrainConfig:
     sample_prompts: str | None = None
     columns: str | None = None
     split: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
     data_cache: str | None = None
     verify_data: bool = False
     tokenizer: str | None = None
@@ -213,7 +217,7 @@ class TrainConfig:
         if self.eval_data and self.eval_fraction:
             raise ConfigError("got both eval_data and eval_fraction; pass one of them")
         ranks = ("sequence_parallel", "expert_parallel")
-        for name in ("seq_len", "batch_size", "gradient_accumulation", "log_every", *ranks):
+        for name in ("seq_len", "batch_size", "gradient_accumulation", "shuffle_buffer", "log_every", *ranks):
             check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
         for name in (
             "warmup",
@@ -284,6 +288,8 @@ class TrainConfig:
                 f"expert_parallel is {self.expert_parallel}, but with this shard each process has the whole "
                 "model: expected shard 'full' or 'hybrid'"
             )
+        if self.streaming:
+            self._check_streaming()
         check("train_on", self.train_on in TRAIN_ON, f"one of {', '.join(TRAIN_ON)}")
         check("seed", abs(self.seed) < 2**63, "a 64-bit integer")
         make_objective(self.objective, self.objective_options)
@@ -297,6 +303,21 @@ class TrainConfig:
                 f"sequence_parallel is {self.sequence_parallel}, but only objective sft supports it; found "
                 f"{self.objective}; omit it"
             )
+
+    def _check_streaming(self) -> None:
+        reference = OBJECTIVES[self.objective].needs_reference
+        for problem, reason in (
+            (self.steps is None, "needs steps: how many records an epoch has is unknown"),
+            (self.eval_fraction, "cannot hold out an eval_fraction; pass eval_data, such as another split"),
+            (
+                reference,
+                f"does not serve objective {self.objective}, whose reference scores all data before the run; "
+                "omit streaming, or choose orpo or simpo",
+            ),
+            (self.objective == "grpo", "does not serve objective grpo; omit it"),
+        ):
+            if problem:
+                raise ConfigError(f"streaming {reason}")
 
     def _check_library_optimizer(self, check: Callable[[str, bool, str], None]) -> None:
         """Refuse settings that only AdamW has, and adapters under Muon."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,17 @@ from liger_models.models.loading import from_config, from_hub
 from liger_models.models.quantization import quantise
 from liger_models.presets import PRESETS, preset
 from liger_models.training.config import TrainConfig
-from liger_models.training.data import Documents, describe, load_documents, split
+from liger_models.training.data import (
+    BlockRequest,
+    Documents,
+    describe,
+    load_documents,
+    split,
+    stream_documents,
+    stream_folder,
+)
+from liger_models.training.data.reading.sources import with_split
+from liger_models.training.data.tokenizing import default_cache, limits_of
 from liger_models.training.lora import Adapters, LoraSettings, import_peft
 from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.observing.flops import StepFlops
@@ -202,9 +213,14 @@ def can_share_prompts(spec: ModelSpec, config: TrainConfig) -> bool:
 
 
 def load_data(
-    config: TrainConfig, world: World, spec: ModelSpec, tokenizer: TextTokenizer
+    config: TrainConfig,
+    world: World,
+    spec: ModelSpec,
+    tokenizer: TextTokenizer,
+    resumed: dict[str, Any] | None = None,
 ) -> tuple[Documents, Documents | None]:
-    """Load the documents to train on, and the held-out ones, if any.
+    """Load the documents to train on, and the held-out ones, if any. Streamed ones begin where the state of a
+    checkpoint, `resumed`, says.
 
     Raises:
         ConfigError: documents longer than the model's positions.
@@ -230,8 +246,13 @@ def load_data(
             split=split,
         )
 
-    documents, held_out = load(config.data, config.split), None
-    world.say(f"data: {describe(documents.counts)}")
+    held_out: Documents | None = None
+    if config.streaming:
+        documents = _stream_data(config, world, spec, tokenizer, resumed)
+        world.say(f"data: a stream, whose first block has {describe(documents.counts)}")
+    else:
+        documents = load(config.data, config.split)
+        world.say(f"data: {describe(documents.counts)}")
     if config.eval_data:
         held_out = load(config.eval_data)
         if any(part.weight is not None for part in held_out.parts):
@@ -253,6 +274,41 @@ def load_data(
             f"{limit} positions (max_position_embeddings); choose --seq-len {limit} or less"
         )
     return documents, held_out
+
+
+def _stream_data(
+    config: TrainConfig,
+    world: World,
+    spec: ModelSpec,
+    tokenizer: TextTokenizer,
+    resumed: dict[str, Any] | None,
+) -> Documents:
+    if spec.vision is not None:
+        raise ConfigError(
+            f"{config.model} is multimodal, and images are not streamed; pass text_only, or omit streaming"
+        )
+    if spec.position_limit is not None and config.seq_len > spec.position_limit:
+        raise ConfigError(
+            f"seq_len is {config.seq_len}, but {config.model} was trained for {spec.position_limit} "
+            "positions (max_position_embeddings), and the longest document of a stream is unknown; choose "
+            f"--seq-len {spec.position_limit} or less"
+        )
+    form = OBJECTIVES[config.objective].form
+
+    def request(names: list[str]) -> BlockRequest:
+        return BlockRequest(
+            *(with_split(names, config.split), tokenizer, limits_of(spec.vocab_size, config.seq_len, form)),
+            config.truncate,
+            form=form,
+            train_on=config.train_on,
+            share=can_share_prompts(spec, config),
+            columns=config.columns,
+        )
+
+    cache = local_path(config.data_cache, DataError) if config.data_cache else default_cache()
+    name = world.once(lambda: secrets.token_hex(8))
+    folder = stream_folder(cache, local_path(config.output), name)
+    return stream_documents(config.data, request, size=config.shuffle_buffer, folder=folder, resumed=resumed)
 
 
 def _source(config: TrainConfig, checkpoint: Path | None) -> str:

@@ -226,6 +226,7 @@ class Run(RunParts):
             self.progress,
             config=self.config.to_dict(),
             data=self.data,
+            stream=self.stream_state(),
             tokenizer=self.tokenizer.folder,
             keep=self.config.keep if keep is None else keep,
         )

@@ -76,9 +76,9 @@ def check_resumed(
             )
     if state["data"] != data:
         raise DataError(
-            f"{checkpoint} was trained on other tokens than these: a data file, its weight, the "
-            "tokenizer, --truncate, --train-on or --eval-fraction has changed; restore it, or start a new "
-            "run from these weights without --resume"
+            f"{checkpoint} was trained on other tokens than these: a data file, its weight, the tokenizer, "
+            "--truncate, --train-on, --eval-fraction, --streaming or --shuffle-buffer has changed; "
+            "restore it, or start a new run from these weights without --resume"
         )
     for name, (then, now) in changed.items():
         if name not in PLACES:

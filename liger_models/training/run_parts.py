@@ -24,7 +24,7 @@ from liger_models.training.checkpoints.run_folder import BEST, abandon_after
 from liger_models.training.checkpoints.saving import Saver
 from liger_models.training.checkpoints.state import Progress
 from liger_models.training.config import TrainConfig
-from liger_models.training.data import Groups, Stream, ahead, read_steps
+from liger_models.training.data import BlockStream, Groups, Stream, ahead, read_steps
 from liger_models.training.evaluating import Evaluation
 from liger_models.training.inputs import (
     can_share_prompts,
@@ -74,7 +74,9 @@ class RunParts:
         trackers = parse_trackers(config.log)
         checkpoint, resumed = find_checkpoint(config, world, self.output)
         with ExitStack() as opened:
-            self._read_inputs(checkpoint)
+            self._read_inputs(checkpoint, resumed)
+            if self.documents.blocks is not None:
+                opened.callback(self.documents.blocks.close)
             opened.callback(self._forget_model)
             self._load_model(checkpoint)
             self._make_objective(checkpoint)
@@ -95,14 +97,14 @@ class RunParts:
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
 
-    def _read_inputs(self, checkpoint: Path | None) -> None:
+    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
         """Read the tokenizer, the model's config and the data, and fail fast if they are unusable, before any
         device is touched.
         """
         self.tokenizer = TextTokenizer(tokenizer_folder(self.config, checkpoint))
         spec = read_spec(self.config, self.tokenizer, checkpoint)
         self.samples = self._read_samples(spec)
-        self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer)
+        self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer, resumed)
 
     def _read_samples(self, spec: ModelSpec) -> Samples | None:
         config, world = self.config, self.world
@@ -171,12 +173,16 @@ class RunParts:
     def _read_steps(self, opened: ExitStack) -> None:
         """Begin to read the rows of steps, in a thread that runs ahead."""
         config, world = self.config, self.world
-        self.stream = Stream(self.documents, config.seq_len, config.seed, self.progress.position)
+        blocks = self.documents.blocks
+        kind = Stream if blocks is None else BlockStream
+        self.stream = kind(self.documents, config.seq_len, config.seed, self.progress.position)
         self.rows_per_step = world.data_size * config.gradient_accumulation * config.batch_size
         share = world.data_rank, world.data_size, world.device
         steps = read_steps(self.stream, config.batch_size, config.gradient_accumulation, *share)
         self.steps = ahead(steps)
         opened.callback(self.steps.close)
+        if blocks is not None:
+            opened.callback(blocks.closed.set)  # before the thread that may wait for a block is joined
         # Earlier steps may have had another size, with more or fewer processes.
         self.total = config.steps or self.progress.step + math.ceil(
             self.stream.rows_left(config.epochs or 0) / self.rows_per_step
@@ -184,6 +190,13 @@ class RunParts:
         self.learning_rate = LearningRate(
             config.schedule, config.lr, self.total, config.warmup, config.decay, config.min_lr
         )
+
+    def stream_state(self) -> dict[str, Any] | None:
+        """State of the reader of streamed data before the block of the run's position."""
+        if self.documents.blocks is None:
+            return None
+        assert isinstance(self.stream, BlockStream)
+        return self.stream.state(self.progress.position)
 
     def _find_best(self) -> None:
         """Take up the best evaluation where the checkpoint left it."""

@@ -41,7 +41,7 @@ class SamplingRun(Run):
 
     documents: Any
 
-    def _read_inputs(self, checkpoint: Path | None) -> None:
+    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
         config = self.config
         objective = make_objective(config.objective, config.objective_options)
         assert isinstance(objective, GRPO)

@@ -109,6 +109,20 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         help="held-out data for evaluation, never trained on, in place of --eval-fraction",
     )
     add(
+        "--streaming",
+        action="store_true",
+        help="read, tokenize and pack the data as they come, for data that do not fit on the disk; needs "
+        "--steps",
+    )
+    add(
+        "--shuffle-buffer",
+        type=int,
+        default=10_000,
+        metavar="N",
+        help="records of a block of streamed data, within which documents are shuffled "
+        "(default: %(default)s)",
+    )
+    add(
         "--eval-tokens",
         type=int,
         default=0,

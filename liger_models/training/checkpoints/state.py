@@ -94,11 +94,13 @@ def describe_state(
     data: str,
     tokenizer: Path,
     keep: int,
+    stream: dict[str, Any] | None = None,
 ) -> Contents:
     """Contents of output/checkpoint-<step>; when complete, all but the newest `keep` are deleted if that is
     above 0.
 
-    `trained` is the trained part of the model; `data` its fingerprint.
+    `trained` is the trained part of the model; `data` is the data's fingerprint, and `stream` the state of
+    their reader, if they are streamed.
     """
     target = output / f"checkpoint-{progress.step}"
     tensors, numbers = _optimizer_state(model, optimizer)
@@ -112,6 +114,7 @@ def describe_state(
         "config": config,
         "optimizer": numbers,
         "python_random": random.getstate(),
+        "stream": stream,
     }
     text = json.dumps(state, indent=1)
     files = TensorFiles.single("tensors.safetensors", tensors)

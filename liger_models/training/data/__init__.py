@@ -15,6 +15,7 @@ from liger_models.training.data.reading.records import TRAIN_ON
 from liger_models.training.data.reading.schema import LABELLED, PAIRS
 from liger_models.training.data.steps import StepData, read_steps
 from liger_models.training.data.stream import START, Position, Stream
+from liger_models.training.data.streaming import BlockRequest, BlockStream, stream_documents, stream_folder
 from liger_models.training.data.tokenizing import build_corpus, load_documents
 
 __all__ = [
@@ -23,6 +24,8 @@ __all__ = [
     "PAIRS",
     "START",
     "TRAIN_ON",
+    "BlockRequest",
+    "BlockStream",
     "Counts",
     "Documents",
     "GroupBatch",
@@ -42,4 +45,6 @@ __all__ = [
     "preview_rows",
     "read_steps",
     "split",
+    "stream_documents",
+    "stream_folder",
 ]

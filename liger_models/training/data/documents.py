@@ -116,8 +116,11 @@ class Part:
 class Documents:
     """Parts with tokens numbered consecutively. `counts` are the statistics of reading them.
 
-    `vision` is the spec of the model's vision part.
+    `vision` is the spec of the model's vision part, and `blocks` reads further parts of streamed data
+    (streaming.py).
     """
+
+    blocks: Any = None
 
     def __init__(self, parts: Sequence[Part], vision: Any = None) -> None:
         self.parts, self.vision = list(parts), vision
@@ -134,6 +137,15 @@ class Documents:
 
     def __len__(self) -> int:
         return sum(map(len, self.parts))
+
+    def append(self, part: Part) -> None:
+        """Add a part after the others."""
+        self.parts.append(part)
+        self.bases.append(self.bases[-1] + part.corpus.manifest["tokens"])
+
+    def drop_first(self) -> None:
+        """Remove the first part. The tokens of the others keep their numbers."""
+        del self.parts[0], self.bases[0]
 
     def longest_piece(self, seq_len: int) -> int:
         """Longest piece of one document in a row, or longest example of those that share tokens."""
@@ -206,6 +218,8 @@ class Documents:
 
     def fingerprint(self) -> str:
         """Digest of the data, tokenizer and options."""
+        if self.blocks is not None:
+            return str(self.blocks.fingerprint())
         parts = [[p.corpus.digest, p.weight, p.order, p.first, p.count] for p in self.parts]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

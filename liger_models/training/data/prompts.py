@@ -62,6 +62,8 @@ class Prompts:
         DataError: unusable data, with file and line.
     """
 
+    blocks = None  # read at once, not streamed
+
     def __init__(
         self,
         names: Sequence[str],

@@ -198,6 +198,10 @@ def _made_before(
     return corpus
 
 
+class NothingToTrain(DataError):
+    """The data have no document with a trained token."""
+
+
 class Request:
     """Request for a corpus of all sources that `names` match."""
 
@@ -248,7 +252,7 @@ class Request:
             return Corpus(folder)
 
     def build(self, folder: Path, shard_tokens: int = SHARD_TOKENS) -> None:
-        identities = [source.identity() for source in self.sources]
+        identities = self._identities()
         # Ids of special tokens may exceed the vocabulary size that a tokenizer reports.
         size = max(self.tokenizer.vocab_size, (self.tokenizer.eos_id or 0) + 1)
         with (
@@ -262,12 +266,17 @@ class Request:
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
             writer.counts = read + writer.counts
-            for source, identity in zip(self.sources, identities, strict=True):
+            for source, identity in zip(self.sources, identities, strict=False):
                 if source.identity(identity) != identity:
                     raise DataError(f"{source.name} changed while it was read; tokenize it again")
             if writer.documents == 0:
-                raise DataError(f"nothing to train on in {', '.join(self.names)}: {describe(writer.counts)}")
+                raise NothingToTrain(
+                    f"nothing to train on in {', '.join(self.names)}: {describe(writer.counts)}"
+                )
             writer.about = {**self._about(), "sources": identities, "image files": pictured.files()}
+
+    def _identities(self) -> list[dict[str, Any]]:
+        return [source.identity() for source in self.sources]
 
     def _about(self) -> dict[str, Any]:
         return {

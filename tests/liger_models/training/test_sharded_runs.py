@@ -81,6 +81,9 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         objectives[name] = own = options | few | {"objective": name} | own
         alone = own | {"gradient_accumulation": 4, "shard": None, "data_cache": str(folder / "cache")}
         train(settings_for(folder / f"{name}_one", **alone))
+    streamed = few | {"streaming": True, "shuffle_buffer": 9, "eval_fraction": 0.0, "eval_every": 0}
+    streamed |= {"data_cache": str(folder / "cache"), "gradient_accumulation": 2}
+    train(settings_for(folder / "streamed_one", **streamed | {"gradient_accumulation": 4}))
     (folder / "begun_by_one").mkdir()
     (folder / "begun_by_one" / "checkpoint-4").symlink_to(folder / "one" / "checkpoint-4")
     planned = [
@@ -97,6 +100,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         (settings_for(folder / "sent", **balanced, expert_parallel=2), 1, 2),
         (settings_for(folder / "sent", **balanced, resume="auto"), 0, 2),
         *((settings_for(folder / f"{name}_two", **own), 0, 2) for name, own in objectives.items()),
+        (settings_for(folder / "streamed_two", **streamed), 0, 2),
         (settings_for(folder / "called", **options), -5, 2),
         (settings_for(folder / "muon", **balanced, optimizer="muon"), 0, 2),
         (settings_for(folder / "muon_stopped", **balanced, optimizer="muon"), 1, 2),
@@ -125,6 +129,15 @@ def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
         assert (folder / cut / f"checkpoint-{step}").is_dir()
         assert losses(outcomes[0][stopped + 1]) == losses(outcomes[0][stopped - 1])
         assert_same_bits(folder / whole / "final", folder / cut / "final")
+
+
+def test_ranks_share_the_rows_of_a_stream(runs):
+    folder, outcomes = runs
+    lines = (folder / "streamed_one" / "metrics.jsonl").read_text().splitlines()
+    for one, two in zip(map(json.loads, lines), outcomes[0][-5], strict=True):
+        assert two["tokens"] == one["tokens"]
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert not list((folder / "cache" / "streams").glob("*/*"))
 
 
 def test_a_callback_of_the_first_process_stops_all(runs):

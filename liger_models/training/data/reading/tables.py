@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -109,30 +108,69 @@ def commit_of(name: str) -> str:
         ) from error
 
 
-def read_hub(name: str, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise DataError(f"{name} needs datasets: pip install 'liger_models[data]'") from error
-    repository, config, split = hub_parts(name)
-    try:
-        rows = itertools.chain.from_iterable(
-            _undecoded(data) for data in _opened(load_dataset, repository, config, split, commit_of(name))
-        )
-    except Exception as error:
-        raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
-    number = 0
-    while True:
+class HubRows:
+    """Iterator over the rows of a hub data set.
+
+    Args:
+        name: `hf:OWNER/NAME[:CONFIG[:SPLIT]]`.
+        commit: its commit; default: the newest.
+        state: where to begin, an earlier `state()`.
+
+    Raises:
+        DataError: datasets is not installed, or the data set cannot be opened or read.
+    """
+
+    def __init__(self, name: str, commit: str | None = None, state: dict[str, Any] | None = None) -> None:
         try:
-            row = next(rows)
+            from datasets import load_dataset
+        except ImportError as error:
+            raise DataError(f"{name} needs datasets: pip install 'liger_models[data]'") from error
+        self.name, self.number, self.part = name, 0, 0
+        repository, config, split = hub_parts(name)
+        try:
+            opened = _opened(load_dataset, repository, config, split, commit or commit_of(name))
+            self.parts = [_undecoded(data) for data in opened]
+            if state is not None:
+                self.number, self.part = state["rows"], state["part"]
+                if state["data"] is not None:
+                    self.parts[self.part].load_state_dict(state["data"])
+        except Exception as error:
+            raise DataError(f"{name} cannot be opened ({type(error).__name__}: {error})") from error
+        self._rows = self._iterate()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            row = next(self._rows)
         except StopIteration:
-            return
+            raise
         except Exception as error:
             raise DataError(
-                f"{name}, row {number + 1}: cannot be read ({type(error).__name__}: {error})"
+                f"{self.name}, row {self.number + 1}: cannot be read ({type(error).__name__}: {error})"
             ) from error
-        number += 1
-        where = f"{name}, row {number}"
+        self.number += 1
+        return row
+
+    def state(self) -> dict[str, Any]:
+        """The place after the last row, for JSON: the part of the split, the rows before, and datasets' own
+        state.
+        """
+        return {"part": self.part, "rows": self.number, "data": self.parts[self.part].state_dict()}
+
+    def _iterate(self) -> Iterator[Any]:
+        for self.part in range(self.part, len(self.parts)):  # noqa: B020 (goes on from the state's part)
+            yield from self.parts[self.part]
+
+
+def read_hub(
+    name: str, counts: Counter[str], advance: Advance, schema: Schema, rows: HubRows | None = None
+) -> Iterator[Record]:
+    rows = rows or HubRows(name)
+    repository = hub_parts(name)[0]
+    for row in rows:
+        where = f"{name}, row {rows.number}"
         yield parse_row(where, _with_bytes(where, row, repository), counts, schema)._replace(folder=None)
         advance(1)
 
