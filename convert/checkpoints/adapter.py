@@ -28,6 +28,7 @@ from liger_models.convert.json_file import read_json
 
 PREFIX = "base_model.model."  # of names in PEFT's files
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".lora_magnitude_vector.weight")
+ROWS = ".token_adapter.trainable_tokens_delta"  # trained rows themselves, in spite of the name
 # Settings with another meaning than that of the formulas above, and the values without effect.
 _REFUSED = ("fan_in_fan_out", "lora_bias", "alpha_pattern", "alora_invocation_tokens", "layer_replication")
 
@@ -95,6 +96,20 @@ class LowRankAdapter:
             return None
         return next((int(x.shape[0]) for name, x in self.tensors().items() if name == "score.weight"), None)
 
+    def trained_rows(self, layer: str) -> list[int]:
+        """The rows of an embedding or a head whose values are trained (PEFT's `trainable_token_indices`)."""
+        stated = self.config.get("trainable_token_indices") or {}
+        if isinstance(stated, list):
+            return stated
+        return next((rows for name, rows in stated.items() if f".{layer}".endswith(f".{name}")), [])
+
+    @property
+    def tokens(self) -> list[int]:
+        """All ids with trained rows, in order."""
+        stated = self.config.get("trainable_token_indices") or {}
+        lists = [stated] if isinstance(stated, list) else stated.values()
+        return sorted({row for rows in lists for row in rows})
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors by their names in the file, without PEFT's prefix."""
         with CheckpointReader(self.folder) as reader:
@@ -126,7 +141,9 @@ class LowRankAdapter:
         whole: dict[str, Tensor] = {}
         for name, tensor in self.tensors().items():
             layer, part = _split(name)
-            if part:
+            if name.endswith(ROWS):
+                layers.setdefault(f"{name.removesuffix(ROWS)}.weight", {})[ROWS] = tensor
+            elif part:
                 layers.setdefault(f"{layer}.weight", {})[part] = tensor
             elif "lora_" not in name:
                 whole[name] = tensor  # a layer that was trained in full
@@ -168,6 +185,11 @@ class LowRankAdapter:
             self._check_shape(name, whole, weight.shape)
             return whole.to(weight)
         assert parts is not None
+        if ROWS in parts:
+            rows = self.trained_rows(name.removesuffix(".weight"))
+            self._check_shape(name, parts[ROWS], (len(rows), *weight.shape[1:]))
+            at = torch.tensor(rows, device=weight.device)
+            return weight.index_copy(0, at, parts[ROWS].to(weight))
         if not {".lora_A.weight", ".lora_B.weight"} <= parts.keys() or weight.dim() != 2:
             raise CheckpointError(
                 f"{self.folder}: the adapter of {name!r} has the parts {sorted(parts)} for a weight of shape "

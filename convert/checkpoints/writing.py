@@ -143,7 +143,8 @@ def plan_checkpoint(
     index = None
     if source is not None and limit is None:
         names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
-        if all(outputs[name].dtype == info.dtype for name, info in source.tensors.items()):
+        stated = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
+        if all((outputs[name].dtype, outputs[name].shape) == both for name, both in stated.items()):
             index = source.index
     else:
         names = _divide(outputs, parse_size("5GB") if limit is None else limit)

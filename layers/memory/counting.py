@@ -116,6 +116,7 @@ class StepMemory:
         step, spec = self.step, self.model.spec
         head: Any = getattr(self.model, "lm_head", self.model.embed_tokens)
         trained = step.lora_rank == 0 and head.weight.requires_grad
+        trained = trained or getattr(head, "trained_rows", None) is not None
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
         room = working_bytes(*sizes, trained, step.labelled)
         gradients = self.gradients if step.accumulates else 0

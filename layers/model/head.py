@@ -19,6 +19,7 @@ from liger_models.kernels import (
     log_probs,
 )
 from liger_models.layers.model.scoring import ScoreOptions
+from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.linear import Linear, as_wide_as
 from liger_models.layers.recompute.activation_memory import recompute
 from liger_models.layers.sequences.documents import IGNORE_INDEX
@@ -49,6 +50,7 @@ class LMHead(Linear):
 
     def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False):
         super().__init__(hidden_size, vocab_size, bias=bias)
+        self.trained_rows: TrainedRows | None = None  # while the others are frozen
 
     def forward(  # type: ignore[override]
         self,
@@ -75,11 +77,14 @@ class LMHead(Linear):
             TypeError: hidden and the weight differ in dtype, without autocast.
         """
         _check_dtypes(hidden, self.weight)
+        weight = self.weight if self.trained_rows is None else self.trained_rows.within(self.weight)
         if within is not None:
-            return within(hidden, self.weight, as_wide_as(self.weight, self.bias))
-        if labels is None:
+            return within(hidden, weight, as_wide_as(weight, self.bias))
+        if labels is None and self.trained_rows is None:
             return super().forward(hidden)
-        operands = hidden, self.weight, labels, as_wide_as(self.weight, self.bias)
+        if labels is None:
+            return nn.functional.linear(hidden, weight, as_wide_as(weight, self.bias))
+        operands = hidden, weight, labels, as_wide_as(weight, self.bias)
         options: Any = {"num_valid": num_valid, "logit_scale": form.scale, "softcap": form.softcap}
         if score is None:
             return linear_cross_entropy(*operands, num_items=num_items, **options)

@@ -9,6 +9,39 @@ import torch
 from torch import Tensor, nn
 
 
+class TrainedRows(nn.Module):
+    """Rows of a frozen table that are trained, in float32: those of new tokens below adapters.
+
+    PEFT's switch of adapters, `_disable_adapters`, restores the rows of the table.
+
+    Args:
+        table: [V, H], with the initial values.
+        rows: of the table.
+    """
+
+    merged = False
+
+    def __init__(self, table: Tensor, rows: range):
+        super().__init__()
+        self.first, self._disable_adapters = rows.start, False
+        self.weight = nn.Parameter(table.detach()[rows.start : rows.stop].float().clone())
+
+    def looked_up(self, ids: Tensor, x: Tensor) -> Tensor:
+        """ids [...] and their rows of the table [..., H] -> rows [..., H], with the trained ones."""
+        if self._disable_adapters:
+            return x
+        own, count = ids - self.first, len(self.weight)
+        rows = nn.functional.embedding(own.clamp(0, count - 1), self.weight).to(x.dtype)
+        return torch.where(((own >= 0) & (own < count))[..., None], rows, x)
+
+    def within(self, table: Tensor) -> Tensor:
+        """The table [V, H] with the trained rows, a copy."""
+        if self._disable_adapters:
+            return table
+        rows = self.weight.to(table.dtype)
+        return torch.cat([table[: self.first], rows, table[self.first + len(rows) :]])
+
+
 class TokenEmbedding(nn.Embedding):
     """Embeddings of ids.
 
@@ -16,15 +49,21 @@ class TokenEmbedding(nn.Embedding):
         scale: multiplies the embeddings. It is first rounded to their dtype, as in the training of the models
             that have one (Gemma): in bfloat16 the square root of 3072 is 55.5.
         padding_idx: row without a gradient.
+
+    Attributes:
+        trained_rows: rows that are trained while the others are frozen, if any.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None):
         super().__init__(vocab_size, hidden_size, padding_idx)
+        self.trained_rows: TrainedRows | None = None
         self.embed_scale = scale  # PEFT looks for this name to scale an adapter's output
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
         x, scale = super().forward(ids), self.embed_scale
+        if self.trained_rows is not None:
+            x = self.trained_rows.looked_up(ids, x)
         return x if scale == 1.0 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def extra_repr(self) -> str:

@@ -189,7 +189,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
 
     import liger_models
     from liger_models.convert.errors import ConfigError
-    from liger_models.training.inputs import freeze, split_patterns
+    from liger_models.training.trained_part import freeze, split_patterns
 
     config = _config(args)
     if args.quantize and args.lora is None:

@@ -45,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from liger_models.cli.shared.checkpoints import latest_in_run
     from liger_models.convert.errors import ConfigError
     from liger_models.training import TrainConfig, TrainingInterrupted, train
-    from liger_models.training.inputs import split_patterns
     from liger_models.training.processes.world import World
+    from liger_models.training.trained_part import split_patterns
 
     if args.eval_every and not (args.eval_data or args.eval_fraction or args.sample_prompts):
         raise ConfigError("--eval-every needs held-out data: pass --eval-data or --eval-fraction")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     of_objective = {name: value for name, value in of_objective.items() if value is not None}
     names = [f.name for f in fields(TrainConfig) if f.name not in ("objective_options", "adapter")]
     options = {name: getattr(args, name) for name in names} | {"objective_options": of_objective}
-    options |= {name: split_patterns(getattr(args, name)) for name in ("freeze", "train_only")}
+    options |= {name: split_patterns(getattr(args, name)) for name in ("freeze", "train_only", "add_tokens")}
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
     options["model"] = latest_in_run(args.model)
     if args.base is not None:

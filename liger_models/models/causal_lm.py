@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.shards import checkpoint_tensors
@@ -28,6 +28,7 @@ from liger_models.generating.generation import generate
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec
+from liger_models.models.vocabulary import resize
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -114,6 +115,29 @@ class LigerCausalLM(CausalLM):
     @property
     def dtype(self) -> torch.dtype:
         return self.embed_tokens.weight.dtype
+
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None
+    ) -> nn.Embedding:
+        """Give the vocabulary another size, in place: the embedding, a language model's head, and the
+        config's `vocab_size`. Returns the embedding. Parameters are new: create the optimizer afterwards.
+
+        Old rows keep their bits, and tied weights stay tied. Each new row is the mean of the old ones, so
+        that new tokens take at most their share of the probability from the old (Hewitt, 2021:
+        convert/checkpoints/new_rows.py).
+
+        Args:
+            new_num_tokens: the number of tokens. Default: as many as there are.
+            pad_to_multiple_of: round the number up to a multiple, such as 64, for faster products.
+
+        Raises:
+            ConfigError: the model cannot have this vocabulary, or it is sharded over processes, or wrapped by
+                adapters.
+        """
+        size = self.spec.vocab_size if new_num_tokens is None else new_num_tokens
+        multiple = pad_to_multiple_of or 1
+        resize(self, -(-size // multiple) * multiple)
+        return self.embed_tokens
 
     def save_pretrained(
         self,

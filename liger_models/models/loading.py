@@ -16,6 +16,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture
+from liger_models.convert.checkpoints.new_rows import ReaderWithNewRows
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.config.hf_config import HFConfig
@@ -32,6 +33,7 @@ from liger_models.models.classifier import (
 )
 from liger_models.models.matching import exact_dtypes, find_layout, has_own_head
 from liger_models.models.text_part import select_text, text_config_of, warn_of
+from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
 
 Projections = Literal["fused", "split"]
@@ -57,6 +59,7 @@ class LoadOptions:
     labels: int | None = None
     dropout: float | None = None
     ignore_config_keys: tuple[str, ...] = ()
+    new_tokens: range | None = None
 
     def __post_init__(self) -> None:
         parse_device(self.device)
@@ -86,6 +89,7 @@ def from_hub(
     labels: int | None = None,
     dropout: float | None = None,
     ignore_config_keys: tuple[str, ...] = (),
+    new_tokens: range | None = None,
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
 
@@ -118,6 +122,9 @@ def from_hub(
         dropout: 0.0 trains without the dropout that a config asks for. None refuses such a config, since
             dropout is not supported. It makes no difference to a model that is not trained.
         ignore_config_keys: unknown keys of config.json that are known not to matter.
+        new_tokens: ids of tokens that the checkpoint was not trained with: range(old, new). The vocabulary
+            grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
+            before them, as by the model's `resize_token_embeddings`, which no sharded model has.
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
@@ -140,14 +147,20 @@ def from_hub(
         labels,
         dropout,
         ignore_config_keys,
+        new_tokens,
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
     if adapter and labels is None:
         options = replace(options, labels=adapter.labels)
     config = options.read(folder)
-    with CheckpointReader(folder) as reader:
+    with ReaderWithNewRows(folder) as reader:
         choice = _choose(config, options, reader)
+        size = choice.architecture.spec(choice.config).vocab_size
+        if adapter is not None and max(adapter.tokens, default=0) >= size and not options.new_tokens:
+            options = replace(options, new_tokens=range(size, adapter.tokens[-1] + 1))
+        if options.new_tokens:
+            choice = _with_new_rows(choice, options.new_tokens, reader)
         model = _skeleton(choice, options)
         source = find_layout(model, reader, choice.fresh)
         _lay_out(model, options, _dtype_of_files(model, reader, choice.fresh))
@@ -262,6 +275,23 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
         read.most_layers = min(read.most_layers, len(reader.tensors))
         untied = architecture.vision and has_own_head(architecture, reader)
     return _Choice(read, architecture, left_out, ("lm_head.weight",) if fresh else (), untied)
+
+
+def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) -> _Choice:
+    """The choice with a vocabulary that has new tokens, whose rows the reader makes."""
+    config, architecture = choice.config, choice.architecture
+    size = architecture.spec(config).vocab_size
+    check_vocabulary(architecture.spec(config), max(size, tokens.stop))
+    if tokens.step != 1 or not 0 < tokens.start <= size:
+        raise ConfigError(f"new_tokens is {tokens}; expected a range that begins at 1 to {size}")
+    if tokens.stop > size:
+        choice = choice._replace(config=config.with_raw(with_vocab_size(config.raw, tokens.stop)))
+    tables = ("embed_tokens", "lm_head") if labels_of(config.raw) is None else ("embed_tokens",)
+    names = [f"{table}.{kind}" for table in tables for kind in ("weight", "bias")]
+    found = {layout.name(name) for name in names for layout in architecture.layouts}
+    for name in found & reader.tensors.keys():
+        reader.renew(name, tokens)
+    return choice
 
 
 def _dtype_of_files(

@@ -97,6 +97,8 @@ class TrainConfig:
                        are frozen and get no adapters; or parts of a vision-language model: "vision",
                        "projector", "language" (see the model's `freeze`)
     train_only         such patterns: all other weights are frozen
+    add_tokens         special tokens to add to the tokenizer, with rows in the embedding and the head, which
+                       are trained, with lora too; tokens that the tokenizer has already change nothing
     dropout            0.0: train without the config's dropout; None: require that the config has none
     lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora" or "rslora", too, any subset of these, or "" (see training/lora.py)
@@ -171,6 +173,7 @@ class TrainConfig:
     text_only: bool = False
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    add_tokens: tuple[str, ...] = ()
     dropout: float | None = None
     lora: str | None = None
     adapter: str | None = None
@@ -257,8 +260,8 @@ class TrainConfig:
         check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
         if self.memory_budget is not None and self.activation_memory != "auto":
             raise ConfigError("memory_budget requires activation_memory 'auto'")
-        for name in ("freeze", "train_only"):
-            check(name, not isinstance(getattr(self, name), str), "a tuple of patterns")
+        for name in ("freeze", "train_only", "add_tokens"):
+            check(name, not isinstance(getattr(self, name), str), "a tuple of texts")
         check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.lora is not None:
             LoraSettings.parse(self.lora)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.models.loading import from_config, from_hub
 from liger_models.models.quantization import quantise
+from liger_models.models.vocabulary import check_vocabulary
 from liger_models.presets import PRESETS, preset
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
@@ -39,6 +40,13 @@ from liger_models.training.observing.flops import StepFlops
 from liger_models.training.optimizer import optimizer_memory
 from liger_models.training.processes.world import World
 from liger_models.training.text.tokenizer import TextTokenizer
+from liger_models.training.trained_part import (
+    check_new_rows_are_trained,
+    freeze,
+    freezing_divide,
+    is_frozen,
+    new_rows,
+)
 
 
 class LoadedModel(NamedTuple):
@@ -107,7 +115,11 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
     options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
     options["labels"] = labels_for(config)
-    return from_config(shape, device="meta", **options).spec
+    spec = from_config(shape, device="meta", **options).spec
+    if (size := _new_rows(config, source, tokenizer).stop) > spec.vocab_size:
+        check_vocabulary(spec, size)
+        spec = replace(spec, vocab_size=size)
+    return spec
 
 
 def find_spec(folder: Path) -> ModelSpec | None:
@@ -141,7 +153,7 @@ def load_model(
         "text_only": config.text_only,
         "labels": labels_for(config),
         "dropout": config.dropout,
-        "shard": _divide(config, world),
+        "shard": freezing_divide(config, world),
     }
     if config.lora is not None:
         if _is_preset(config.model):
@@ -155,7 +167,9 @@ def load_model(
         options["device"] = "cpu"  # each layer is quantised on its way to the device
     dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     source = _source(config, checkpoint)
+    new = _new_rows(config, source, tokenizer)
     if not _is_preset(source):
+        options["new_tokens"] = new or None
         model = from_hub(source, dtype=dtype, **options)
         if model.dtype == torch.float16:
             raise ConfigError(
@@ -176,14 +190,16 @@ def load_model(
         if getattr(settings, "pad_token_id", None) is None:
             settings.pad_token_id = tokenizer.pad_id
     freeze(model, config.freeze, config.train_only)
-    frozen = {path for path, module in model.named_modules() if _is_frozen(module)}
+    if new and config.lora is None:
+        check_new_rows_are_trained(model)
+    frozen = {path for path, module in model.named_modules() if is_frozen(module)}
     size, flops = model.num_parameters(), StepFlops(model)
     adapters: Adapters | None = None
     if config.quantize:
         quantise(model, config.quantize, world.device)
     if config.lora is not None:
         settings = LoraSettings.parse(config.lora)
-        adapters = Adapters(model, settings, config.model, config.seed, frozen)
+        adapters = Adapters(model, settings, config.model, config.seed, frozen, new)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
         if origin := checkpoint or config.adapter:
             adapters.read(Path(origin))
@@ -311,6 +327,13 @@ def _stream_data(
     return stream_documents(config.data, request, size=config.shuffle_buffer, folder=folder, resumed=resumed)
 
 
+def _new_rows(config: TrainConfig, source: str, tokenizer: TextTokenizer) -> range:
+    """Ids of the tokens that are new to the source of a run's model."""
+    if source != config.model or _is_preset(source):
+        return range(0)  # a checkpoint of the run, or of the tokenizer's size
+    return new_rows(config, lambda: tokenizer_folder(config, None), tokenizer)
+
+
 def _source(config: TrainConfig, checkpoint: Path | None) -> str:
     """Origin of the model. A checkpoint of adapters does not contain it."""
     return str(checkpoint) if checkpoint and config.lora is None else config.model
@@ -319,52 +342,6 @@ def _source(config: TrainConfig, checkpoint: Path | None) -> str:
 def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
     """Config of a preset, with the tokenizer's ids."""
     return preset(config.model, vocab_size=tokenizer.vocab_size, bos=tokenizer.bos_id, eos=tokenizer.eos_id)
-
-
-def split_patterns(text: str) -> tuple[str, ...]:
-    """The patterns in a text, separated by commas."""
-    return tuple(filter(None, (pattern.strip() for pattern in text.split(","))))
-
-
-def freeze(model: LigerCausalLM, patterns: Sequence[str], train_only: Sequence[str] = ()) -> None:
-    """Freeze some of a model's parameters: see its `freeze`. Projections are split if these divide them.
-
-    Raises:
-        ConfigError: a pattern that matches nothing or only some of one parameter's tensors, or nothing is
-            left to train.
-    """
-    if not (patterns or train_only):
-        return
-    asked = f"--freeze {','.join(patterns)}" if patterns else ""
-    asked += f"{' ' * bool(asked)}--train-only {','.join(train_only)}" if train_only else ""
-    try:
-        if model.freezing_divides_projections(*patterns, train_only=train_only):
-            model.split_projections()
-        model.freeze(*patterns, train_only=train_only)
-    except ValueError as error:
-        raise ConfigError(f"{asked}: {error}") from error
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError(f"{asked}: nothing is left to train; freeze fewer parts")
-
-
-def _divide(config: TrainConfig, world: World) -> Callable[[LigerCausalLM], object] | None:
-    """Function that divides a model over the processes. It freezes first, since this may split projections,
-    which a divided model cannot.
-    """
-    divide = world.divide
-    if divide is None or not (config.freeze or config.train_only):
-        return divide
-
-    def frozen_and_divided(model: LigerCausalLM) -> None:
-        freeze(model, config.freeze, config.train_only)
-        divide(model)
-
-    return frozen_and_divided
-
-
-def _is_frozen(module: torch.nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not any(p.requires_grad for p in own)
 
 
 def load_second_model(

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.adapter import LowRankAdapter, absolute_if_folder
+from liger_models.convert.checkpoints.adapter import ROWS, LowRankAdapter, absolute_if_folder
 from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.in_place import change_class
 from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
@@ -119,6 +120,7 @@ class Adapters:
         base: name of the model, for the adapter's config.
         seed: of the initial weights.
         frozen: names of layers that get no adapters.
+        new: ids of new tokens, whose rows of the embedding and the head are trained, too.
 
     Raises:
         ConfigError: PEFT is not installed, or the model lacks a target.
@@ -131,12 +133,14 @@ class Adapters:
         base: str,
         seed: int,
         frozen: Collection[str] = (),
+        new: range = range(0),
     ) -> None:
         peft = import_peft()
         self.model, self._peft = model, peft
         # A classification head is trained in full, and saved with the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
         self.names, parameters = _targets(model, settings, frozen)
+        self.new, self.tables = new, _tables(model, self.names, frozen) if new else {}
         whole = {path: name for path, name in self.names.items() if path not in parameters}
         last = {_leaf(name) for name in whole.values()}
         self.config = peft.LoraConfig(
@@ -150,6 +154,7 @@ class Adapters:
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=absolute_if_folder(base),
+            trainable_token_indices={_leaf(name): list(new) for name in self.tables} or None,
         )
         model.requires_grad_(False)
         seed_generators(seed, next(model.parameters()).device)
@@ -158,6 +163,7 @@ class Adapters:
             "target_modules": "|".join(map(re.escape, self.names)),
             "target_parameters": None,
             "modules_to_save": None,
+            "trainable_token_indices": None,
         }
         here = peft.LoraConfig(**{**self._options(), **own})
         config = model.config
@@ -172,6 +178,10 @@ class Adapters:
             assert parameter.requires_grad is (".lora_" in name)
         if self.head is not None:
             self.head.requires_grad_(True)
+        for table in self.tables.values():
+            table.trained_rows = TrainedRows(table.weight, new)
+        if self.tables and model.spec.tie_word_embeddings:
+            model.lm_head.trained_rows = model.embed_tokens.trained_rows
 
     def write(self, folder: Path) -> None:
         """Write the adapter as PEFT does, under checkpoint names, to an empty folder, with the generation
@@ -219,6 +229,10 @@ class Adapters:
             layer.fan_in_fan_out = layer.is_target_conv_1d_layer = False
             layer.merge(safe_merge=False)
             self.model.set_submodule(path, layer.base_layer)
+        for table in self.tables.values():
+            table.weight.copy_(table.trained_rows.within(table.weight))
+        for owner in (self.model.embed_tokens, self.model.lm_head):
+            setattr(owner, "trained_rows", None)  # noqa: B010
         self.model.requires_grad_(True)
 
     def _options(self) -> dict[str, Any]:
@@ -232,6 +246,8 @@ class Adapters:
         for name, tensor in own.items():
             path, point, rest = name.partition(".lora_")
             usual[f"base_model.model.{self.names[path]}{point}{rest}"] = tensor
+        for name, table in self.tables.items():
+            usual[f"base_model.model.{name}{ROWS}"] = table.trained_rows.weight
         if self.head is not None:
             usual[f"base_model.model.{HEAD}weight"] = self.head.weight
         return usual
@@ -293,6 +309,28 @@ def _targets(
         chosen |= fitting
     named = {path: name for path, name in named.items() if path in chosen}
     return named, {path: name for path, name in parameters.items() if path in named}
+
+
+def _tables(model: LigerCausalLM, adapted: Collection[str], frozen: Collection[str]) -> dict[str, Any]:
+    """The embedding, and a language model's own head, by their names in the checkpoint.
+
+    Raises:
+        ConfigError: their rows cannot be trained below adapters.
+    """
+    weight_map, tables = model.weight_map(), ["embed_tokens"]
+    if not (model.spec.tie_word_embeddings or isinstance(model, LigerSequenceClassifier)):
+        tables.append("lm_head")
+    if taken := [table for table in tables if table in adapted or table in frozen]:
+        raise ConfigError(
+            f"add_tokens trains rows of {taken[0]}, which is frozen or has an adapter; leave it out of both"
+        )
+    if model.spec.head_bias:
+        raise ConfigError(
+            "add_tokens with lora needs a head without a bias, which PEFT leaves out of a head with trained "
+            "rows; train all weights (omit lora)"
+        )
+    names = {table: next(weight_map[f"{table}.weight"].refs()).name for table in tables}
+    return {name.removesuffix(".weight"): model.get_submodule(table) for table, name in names.items()}
 
 
 def _is_no_parameter_of_peft(model: LigerCausalLM, path: str, settings: LoraSettings) -> bool:

@@ -61,6 +61,7 @@ def check_resumed(
         "optimizer",
         "freeze",
         "train_only",
+        "add_tokens",
         "weights",
         "moments",
         "lora",

@@ -6,6 +6,7 @@ If a stage fails, everything that earlier ones opened is closed, as at the end o
 from __future__ import annotations
 
 import math
+import tempfile
 import warnings
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -48,6 +49,7 @@ from liger_models.training.reference import add_reference
 from liger_models.training.results import Tally
 from liger_models.training.resuming import check_resumed, find_checkpoint
 from liger_models.training.settings_file import write_settings
+from liger_models.training.text.added_tokens import write_with_tokens
 from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.untrained_rows import untrained_rows_warning
 
@@ -74,6 +76,7 @@ class RunParts:
         trackers = parse_trackers(config.log)
         checkpoint, resumed = find_checkpoint(config, world, self.output)
         with ExitStack() as opened:
+            self._read_tokenizer(checkpoint, opened)
             self._read_inputs(checkpoint, resumed)
             if self.documents.blocks is not None:
                 opened.callback(self.documents.blocks.close)
@@ -97,11 +100,16 @@ class RunParts:
     def __exit__(self, *error: Any) -> None:
         self._opened.__exit__(*error)
 
-    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
-        """Read the tokenizer, the model's config and the data, and fail fast if they are unusable, before any
-        device is touched.
-        """
+    def _read_tokenizer(self, checkpoint: Path | None, opened: ExitStack) -> None:
         self.tokenizer = TextTokenizer(tokenizer_folder(self.config, checkpoint))
+        if self.config.add_tokens:  # saving copies the files from the temporary folder
+            folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="liger-models-tokenizer-")))
+            self.tokenizer = write_with_tokens(self.tokenizer, self.config.add_tokens, folder)
+
+    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
+        """Read the model's config and the data, and fail fast if they are unusable, before any device is
+        touched.
+        """
         spec = read_spec(self.config, self.tokenizer, checkpoint)
         self.samples = self._read_samples(spec)
         self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer, resumed)

@@ -26,12 +26,11 @@ from liger_models.layers.attention.backends import WITH_TREES
 from liger_models.layers.sequences.tree import check_tree
 from liger_models.training.data import describe
 from liger_models.training.data.prompts import Prompts
-from liger_models.training.inputs import read_spec, tokenizer_folder
+from liger_models.training.inputs import read_spec
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
 from liger_models.training.objectives import make_objective
 from liger_models.training.objectives.grpo import GRPO
-from liger_models.training.text.tokenizer import TextTokenizer
 
 COMPLETIONS = "completions.jsonl"
 
@@ -64,7 +63,6 @@ class SamplingRun(Run):
                 "beta needs a model for its KL term: pass --reference MODEL, or train with --lora"
             )
         self.rewards = [load_reward(name) for name in objective.reward.split("+")]
-        self.tokenizer = TextTokenizer(tokenizer_folder(config, checkpoint))
         spec = read_spec(config, self.tokenizer, checkpoint)
         try:
             check_tree(spec, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +25,11 @@ def untrained_rows_warning(
     embedding, head = model.embed_tokens.weight, model.lm_head.weight
     # Embedding rows of image and video placeholders are unused.
     replaced = {getattr(model.spec.vision, name, None) for name in ("image_id", "video_id")}
-    tables = [("embedding", embedding, learned.seen - replaced)]
+    new: Any = getattr(model.embed_tokens, "trained_rows", None)
+    added = set() if new is None else set(range(new.first, new.first + len(new.weight)))
+    tables = [("embedding", embedding, learned.seen - replaced - added)]
     if head is not embedding and not hasattr(model.lm_head, "base_layer"):  # no adapter
-        tables.append(("head", head, learned.last | learned.within))
+        tables.append(("head", head, (learned.last | learned.within) - added))
     found = {name: rows for name, table, ids in tables if (rows := _near_zero(table, ids))}
     if not found:
         return None

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import liger_models
 from liger_models.architectures import find_architecture
-from liger_models.convert.errors import CheckpointError
+from liger_models.convert.errors import CheckpointError, ConfigError
 
 
 def results(folder: Path, rank: int, ranks: int) -> None:
@@ -42,6 +42,13 @@ def results(folder: Path, rank: int, ranks: int) -> None:
     for name in FRESH:
         torch.manual_seed(0)
         liger_models.from_config(fresh_config(name), shard=shard).save_pretrained(folder / f"fresh_{name}")
+    source = folder / names[0] / "source"
+    model = liger_models.from_hub(source, new_tokens=NEW_TOKENS, shard=shard)
+    model.save_pretrained(folder / "new_tokens")
+    try:
+        model.resize_token_embeddings(200)
+    except ConfigError as error:
+        (folder / f"resized{rank}").write_text(str(error))
     (folder / f"bytes{rank}.json").write_text(json.dumps(counts))
     try:
         model.save_pretrained(folder / "taken")  # by a file, which only the first rank notices
@@ -50,6 +57,7 @@ def results(folder: Path, rank: int, ranks: int) -> None:
 
 
 FRESH = ("llama", "gpt_oss")
+NEW_TOKENS = range(129, 137)
 
 
 def fresh_config(family: str) -> dict[str, Any]:

@@ -61,6 +61,17 @@ def test_two_ranks_read_their_rows_and_save_the_bytes_of_the_whole_model(name, f
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_two_ranks_read_rows_of_new_tokens(folder, tmp_path):
+    first = min(path.name for path in folder.iterdir() if (path / "source").is_dir())
+    whole = liger_models.from_hub(folder / first / "source", new_tokens=program["NEW_TOKENS"], device="cpu")
+    whole.save_pretrained(tmp_path)
+    assert files_of(folder / "new_tokens") == files_of(tmp_path)
+    for rank in range(2):
+        assert "is sharded over processes (FSDP2)" in (folder / f"resized{rank}").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_all_ranks_raise_if_the_first_cannot_write(folder):
     for rank in range(2):
         assert f"{folder / 'taken'}" in (folder / f"error{rank}").read_text()

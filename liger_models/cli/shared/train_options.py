@@ -74,6 +74,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--base", metavar="MODEL", help="base model of an adapter (default: the one that it names)")
     add("--tokenizer", metavar="FOLDER", help="folder with tokenizer.json (default: the model's own)")
+    add(
+        "--add-tokens",
+        default="",
+        metavar="TOKENS",
+        help="special tokens to add to the tokenizer and the model, separated by commas: <|think|>,<|tool|>; "
+        "their rows of the embedding and the head are trained, with --lora too",
+    )
     add("--text-only", action="store_true", help="train only the language model of a multimodal checkpoint")
     add(
         "--freeze",

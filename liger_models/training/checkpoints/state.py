@@ -357,7 +357,7 @@ def _lay_out(trained: Trained, folder: Path, tokenizer: Path) -> None:
     templates = sorted((tokenizer / CHAT_TEMPLATES).glob("*.jinja"))
     for name in (*FILES, *(f"{CHAT_TEMPLATES}/{path.name}" for path in templates)):
         source = tokenizer / name
-        if source.is_file() and not (folder / name).exists() and belongs_to(source, tokenizer):
+        if source.is_file() and belongs_to(source, tokenizer):  # instead of the base model's
             (folder / name).parent.mkdir(exist_ok=True)
             with naming(folder / name):
                 shutil.copyfile(source, folder / name)

@@ -23,7 +23,7 @@ def results(folder: Path, rank: int, ranks: int) -> list[Any]:
     outcomes: list[Any] = []
     for options, stop_at, node in json.loads((folder / "runs.json").read_text()):
         os.environ["LOCAL_WORLD_SIZE"] = str(node)
-        options |= {key: tuple(options[key]) for key in ("data", "eval_data", "train_only")}
+        options |= {key: tuple(options[key]) for key in ("data", "eval_data", "freeze", "add_tokens")}
         torch.use_deterministic_algorithms(options["device"] == "cuda", warn_only=True)
         Run._update = stopping_at(stop_at if rank == 1 else 0)
         try:

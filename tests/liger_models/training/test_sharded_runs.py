@@ -71,8 +71,13 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         "kto": {"data": (judged["labelled"],), "shard": "full"},
         "reward": {"data": (judged["pairs"],), "shard": "full"},
         "distill": {"shard": "full", "objective_options": {"teacher": str(experts)}},
-        # A fused projection of which a part is trained: split before the model is divided.
-        "frozen": {"objective": "sft", "shard": "full", "train_only": ("layers.*.q_proj", "*norm*")},
+        # A fused projection of which a part is frozen, split before the model is divided; and a new token.
+        "frozen": {
+            "objective": "sft",
+            "shard": "full",
+            "freeze": ("layers.*.q_proj",),
+            "add_tokens": ("<|new|>",),
+        },
     }
     if importlib.util.find_spec("peft"):
         objectives["adapters"] = {"objective": "sft", "shard": "none", "lora": "r=4"}

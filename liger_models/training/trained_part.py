@@ -1,0 +1,105 @@
+"""The trained part of a model: frozen weights, and the rows of new tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from liger_models.convert.checkpoints.adapter import LowRankAdapter
+from liger_models.convert.errors import ConfigError
+from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.training.config import TrainConfig
+from liger_models.training.processes.world import World
+from liger_models.training.text.added_tokens import rows_of
+from liger_models.training.text.tokenizer import TextTokenizer
+
+
+def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTokenizer) -> range:
+    """Ids of the tokens that are new to the model from which a run begins.
+
+    Args:
+        origin: the folder of that model's tokenizer.
+        tokenizer: the run's.
+
+    Raises:
+        ConfigError: new tokens for an adapter that is trained further.
+    """
+    if config.adapter:
+        ids = LowRankAdapter.open(Path(config.adapter), config.model).tokens
+        rows = range(ids[0], ids[-1] + 1) if ids else range(0)
+        if config.add_tokens or ids != list(rows):
+            found = f"add_tokens {config.add_tokens}" if config.add_tokens else f"trained rows of {ids[:8]}"
+            raise ConfigError(
+                f"{config.adapter} is trained further, with {found}, but the new tokens of an adapter can be "
+                "neither more nor apart; merge it (liger-models merge) and train new adapters"
+            )
+        return rows
+    if not config.add_tokens:
+        return range(0)
+    return rows_of(config.add_tokens, TextTokenizer(origin()), tokenizer)
+
+
+def check_new_rows_are_trained(model: LigerCausalLM) -> None:
+    """Refuse frozen rows of new tokens, of which the model could learn little.
+
+    Raises:
+        ConfigError: the embedding or the head is frozen.
+    """
+    tables: dict[str, Any] = {"embedding": model.embed_tokens}
+    if not isinstance(model, LigerSequenceClassifier):
+        tables |= {"head": model.lm_head}
+    for name, table in tables.items():
+        if not table.weight.requires_grad:
+            raise ConfigError(
+                f"add_tokens adds rows to the {name}, which freeze or train_only freezes; train it, too"
+            )
+
+
+def split_patterns(text: str) -> tuple[str, ...]:
+    """The patterns in a text, separated by commas."""
+    return tuple(filter(None, (pattern.strip() for pattern in text.split(","))))
+
+
+def freeze(model: LigerCausalLM, patterns: Sequence[str], train_only: Sequence[str] = ()) -> None:
+    """Freeze some of a model's parameters: see its `freeze`. Projections are split if these divide them.
+
+    Raises:
+        ConfigError: a pattern that matches nothing or only some of one parameter's tensors, or nothing is
+            left to train.
+    """
+    if not (patterns or train_only):
+        return
+    asked = f"--freeze {','.join(patterns)}" if patterns else ""
+    asked += f"{' ' * bool(asked)}--train-only {','.join(train_only)}" if train_only else ""
+    try:
+        if model.freezing_divides_projections(*patterns, train_only=train_only):
+            model.split_projections()
+        model.freeze(*patterns, train_only=train_only)
+    except ValueError as error:
+        raise ConfigError(f"{asked}: {error}") from error
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError(f"{asked}: nothing is left to train; freeze fewer parts")
+
+
+def freezing_divide(config: TrainConfig, world: World) -> Callable[[LigerCausalLM], object] | None:
+    """Function that divides a model over the processes. It freezes first, since this may split projections,
+    which a divided model cannot.
+    """
+    divide = world.divide
+    if divide is None or not (config.freeze or config.train_only):
+        return divide
+
+    def frozen_and_divided(model: LigerCausalLM) -> None:
+        freeze(model, config.freeze, config.train_only)
+        divide(model)
+
+    return frozen_and_divided
+
+
+def is_frozen(module: torch.nn.Module) -> bool:
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(p.requires_grad for p in own)
