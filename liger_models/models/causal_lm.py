@@ -56,6 +56,7 @@ class LigerCausalLM(CausalLM):
     loss_type = "ForCausalLM"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    tables_of_vocabulary: tuple[str, ...] = ("embed_tokens", "lm_head")  # with a row for each token
 
     def __init__(
         self,

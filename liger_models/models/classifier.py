@@ -61,6 +61,7 @@ class LigerSequenceClassifier(LigerCausalLM):
     one from a classifier's config, or with `labels=`.
     """
 
+    tables_of_vocabulary = ("embed_tokens",)
     loss_type = "ForSequenceClassification"  # Trainer counts all labels: these are not shifted
 
     def __init__(

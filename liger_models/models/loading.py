@@ -59,7 +59,6 @@ class LoadOptions:
     labels: int | None = None
     dropout: float | None = None
     ignore_config_keys: tuple[str, ...] = ()
-    new_tokens: range | None = None
 
     def __post_init__(self) -> None:
         parse_device(self.device)
@@ -147,7 +146,6 @@ def from_hub(
         labels,
         dropout,
         ignore_config_keys,
-        new_tokens,
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
@@ -157,10 +155,10 @@ def from_hub(
     with ReaderWithNewRows(folder) as reader:
         choice = _choose(config, options, reader)
         size = choice.architecture.spec(choice.config).vocab_size
-        if adapter is not None and max(adapter.tokens, default=0) >= size and not options.new_tokens:
-            options = replace(options, new_tokens=range(size, adapter.tokens[-1] + 1))
-        if options.new_tokens:
-            choice = _with_new_rows(choice, options.new_tokens, reader)
+        if adapter is not None and max(adapter.tokens, default=0) >= size and not new_tokens:
+            new_tokens = range(size, adapter.tokens[-1] + 1)
+        if new_tokens:
+            choice = _with_new_rows(choice, new_tokens, reader)
         model = _skeleton(choice, options)
         source = find_layout(model, reader, choice.fresh)
         _lay_out(model, options, _dtype_of_files(model, reader, choice.fresh))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,6 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.specs import ModelSpec
-
-if TYPE_CHECKING:
-    from liger_models.models.causal_lm import LigerCausalLM
 
 
 def check_vocabulary(spec: ModelSpec, size: int) -> None:
@@ -58,19 +55,14 @@ def with_vocab_size(config: Mapping[str, Any], size: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def resize(model: LigerCausalLM, size: int) -> None:
-    """Change the number of rows of a model's embedding and head in place: see `resize_token_embeddings`.
+def resize(model: Any, size: int) -> None:
+    """Change the number of rows of a LigerCausalLM's tables in place: see `resize_token_embeddings`.
 
     Raises:
         ConfigError: the model cannot have this vocabulary, is sharded, or is wrapped by adapters.
     """
-    from liger_models.models.classifier import LigerSequenceClassifier
-
     check_vocabulary(model.spec, size)
-    embedding, head = model.embed_tokens, model.lm_head
-    tables: list[tuple[str, nn.Module]] = [("embed_tokens", embedding)]
-    if not isinstance(model, LigerSequenceClassifier):
-        tables.append(("lm_head", head))
+    tables: list[tuple[str, Any]] = [(name, getattr(model, name)) for name in model.tables_of_vocabulary]
     for name, table in tables:
         if any(is_sharded(p) for p in table.parameters()):
             raise ConfigError(
@@ -92,9 +84,8 @@ def resize(model: LigerCausalLM, size: int) -> None:
             forms = model._canonical_forms
             if (form := forms.get(path := f"{name}.{kind}")) is not None:
                 forms[path] = form.with_refs(lambda ref: replace(ref, shape=(size, *ref.shape[1:])))
-    embedding.num_embeddings = size
-    if len(tables) > 1:
-        head.out_features = size
+    for name, table in tables:
+        setattr(table, "num_embeddings" if name == "embed_tokens" else "out_features", size)
     model.spec = replace(model.spec, vocab_size=size)
     vars(model.config).update(with_vocab_size(model.config.to_dict(), size))
 

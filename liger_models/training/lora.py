@@ -317,9 +317,9 @@ def _tables(model: LigerCausalLM, adapted: Collection[str], frozen: Collection[s
     Raises:
         ConfigError: their rows cannot be trained below adapters.
     """
-    weight_map, tables = model.weight_map(), ["embed_tokens"]
-    if not (model.spec.tie_word_embeddings or isinstance(model, LigerSequenceClassifier)):
-        tables.append("lm_head")
+    weight_map = model.weight_map()
+    own = model.tables_of_vocabulary
+    tables = own[:1] if model.spec.tie_word_embeddings else own
     if taken := [table for table in tables if table in adapted or table in frozen]:
         raise ConfigError(
             f"add_tokens trains rows of {taken[0]}, which is frozen or has an adapter; leave it out of both"

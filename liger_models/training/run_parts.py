@@ -51,7 +51,7 @@ from liger_models.training.resuming import check_resumed, find_checkpoint
 from liger_models.training.settings_file import write_settings
 from liger_models.training.text.added_tokens import write_with_tokens
 from liger_models.training.text.tokenizer import TextTokenizer
-from liger_models.training.untrained_rows import untrained_rows_warning
+from liger_models.training.trained_part import untrained_rows_warning
 
 
 class RunParts:

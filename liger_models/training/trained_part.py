@@ -1,21 +1,25 @@
-"""The trained part of a model: frozen weights, and the rows of new tokens."""
+"""The trained part of a model: frozen weights, rows of new tokens, and rows that it can hardly learn."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from liger_models.convert.checkpoints.adapter import LowRankAdapter
+from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import ConfigError
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.training.config import TrainConfig
+from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.processes.world import World
 from liger_models.training.text.added_tokens import rows_of
 from liger_models.training.text.tokenizer import TextTokenizer
+
+NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by factors of a few
 
 
 def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTokenizer) -> range:
@@ -49,13 +53,11 @@ def check_new_rows_are_trained(model: LigerCausalLM) -> None:
     Raises:
         ConfigError: the embedding or the head is frozen.
     """
-    tables: dict[str, Any] = {"embedding": model.embed_tokens}
-    if not isinstance(model, LigerSequenceClassifier):
-        tables |= {"head": model.lm_head}
-    for name, table in tables.items():
+    for name in model.tables_of_vocabulary:
+        table: Any = model.get_submodule(name)
         if not table.weight.requires_grad:
             raise ConfigError(
-                f"add_tokens adds rows to the {name}, which freeze or train_only freezes; train it, too"
+                f"add_tokens adds rows to {name}, which freeze or train_only freezes; train it, too"
             )
 
 
@@ -103,3 +105,41 @@ def freezing_divide(config: TrainConfig, world: World) -> Callable[[LigerCausalL
 def is_frozen(module: torch.nn.Module) -> bool:
     own = list(module.parameters(recurse=False))
     return bool(own) and not any(p.requires_grad for p in own)
+
+
+def untrained_rows_warning(
+    model: LigerCausalLM, learned: LearnedTokens, tokenizer: TextTokenizer
+) -> str | None:
+    """Warning for data whose tokens have frozen rows near zero in the embedding or the head, as with
+    adapters; None if there are none.
+    """
+    embedding, head = model.embed_tokens.weight, model.lm_head.weight
+    # Embedding rows of image and video placeholders are unused.
+    replaced = {getattr(model.spec.vision, name, None) for name in ("image_id", "video_id")}
+    new: Any = getattr(model.embed_tokens, "trained_rows", None)
+    added = set() if new is None else set(range(new.first, new.first + len(new.weight)))
+    tables = [("embedding", embedding, learned.seen - replaced - added)]
+    if head is not embedding and not hasattr(model.lm_head, "base_layer"):  # no adapter
+        tables.append(("head", head, (learned.last | learned.within) - added))
+    found = {name: rows for name, table, ids in tables if (rows := _near_zero(table, ids))}
+    if not found:
+        return None
+    tokens = sorted({token for rows in found.values() for token in rows})
+    names = ", ".join(str(tokenizer.backend.id_to_token(token)) for token in tokens[:8])
+    return (
+        f"the data have the tokens {names}{', ...' if len(tokens) > 8 else ''}, whose rows of the "
+        f"{' and the '.join(found)} are near zero and frozen, so the model can learn little about them. This "
+        "happens where a base model is trained with a chat template; use the instruct version of the model, "
+        "a template of tokens that the model knows, or train all weights (without --lora)"
+    )
+
+
+@torch.no_grad()
+def _near_zero(table: Tensor, ids: Collection[int]) -> list[int]:
+    """Tokens whose rows of a frozen table are far smaller than others."""
+    if table.requires_grad or is_sharded(table) or not ids:
+        return []
+    norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)
+    within = [token for token in sorted(ids) if token < len(norms)]
+    small = norms[within] <= NEAR_ZERO * norms.median()
+    return [token for token, is_small in zip(within, small.tolist(), strict=True) if is_small]

@@ -202,7 +202,7 @@ def test_the_reference_of_new_adapters_has_the_rows_as_they_began(
 
 def test_rows_that_would_stay_frozen_are_refused(tmp_path, settings, run, thoughts):
     options = {"data": (thoughts,), "add_tokens": TOKENS, "eval_fraction": 0.0}
-    with pytest.raises(ConfigError, match="adds rows to the embedding, which freeze or train_only freezes"):
+    with pytest.raises(ConfigError, match="adds rows to embed_tokens, which freeze or train_only freezes"):
         run(settings(output=tmp_path / "a", freeze=("embed_tokens",), **options))
     pytest.importorskip("peft")
     with pytest.raises(ConfigError, match="trains rows of embed_tokens, which is frozen or has an adapter"):
