@@ -36,7 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add = parser.add_argument
     add("data", nargs="+", metavar="DATA", help="sources as for `train --data`")
-    add("--model", required=True, help="hub id of a model, or a folder with tokenizer.json")
+    add("--model", required=True, help="hub id of a model, folder with tokenizer.json, or run")
     add("--examples", type=int, default=3, metavar="N", help="records to show (default: %(default)s)")
     add(
         "--rows",
@@ -64,9 +64,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> None:
     from collections import Counter
-    from pathlib import Path
 
-    from liger_models.convert.checkpoints.hub import local_path, resolve
+    from liger_models.cli.shared.checkpoints import find_tokenizer
+    from liger_models.convert.checkpoints.hub import local_path
     from liger_models.convert.errors import ConfigError
     from liger_models.images import Preprocessor
     from liger_models.training.data import describe, load_documents, preview_records, preview_rows
@@ -79,8 +79,7 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) < least:
             raise ConfigError(f"{name} is {getattr(args, name)}; expected a whole number of {least} or more")
     use_max_image_pixels(args)
-    folder = Path(args.model).expanduser()
-    tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.model))
+    tokenizer = TextTokenizer(find_tokenizer(args.model))
     spec = find_spec(tokenizer.folder)
     options: dict[str, Any] = {
         "train_on": args.train_on,

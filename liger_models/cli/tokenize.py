@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("tokenizer", help="hub id of a model, or a folder with tokenizer.json")
+    add("tokenizer", help="hub id of a model, folder with tokenizer.json, or run")
     add_sources(parser)
     add_data(parser)
     add("--output", metavar="FOLDER", help="write the corpus to this folder, for --data")
@@ -53,9 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    from pathlib import Path
-
-    from liger_models.convert.checkpoints.hub import resolve
+    from liger_models.cli.shared.checkpoints import find_tokenizer
     from liger_models.convert.errors import ConfigError
     from liger_models.images import Preprocessor
     from liger_models.training.config import TrainConfig
@@ -67,8 +65,7 @@ def run(args: argparse.Namespace) -> None:
     if args.seq_len < 1:
         raise ConfigError(f"seq_len is {args.seq_len}; expected a whole number of 1 or more")
     use_max_image_pixels(args)
-    folder = Path(args.tokenizer).expanduser()
-    tokenizer = TextTokenizer(folder if (folder / "tokenizer.json").is_file() else resolve(args.tokenizer))
+    tokenizer = TextTokenizer(find_tokenizer(args.tokenizer))
     # `train` checks that the model has embeddings for its ids.
     options: dict[str, Any] = {"seq_len": args.seq_len, "vocab_size": 1 << 31, "truncate": args.truncate}
     options |= {"train_on": args.train_on, "columns": args.columns}

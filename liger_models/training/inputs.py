@@ -277,6 +277,12 @@ def load_data(
         documents, held_out = split(documents, config.eval_fraction, config.seed)
     if held_out:
         world.say(f"held out: {describe(held_out.counts)}")
+        tokens, others = held_out.counts["tokens"], documents.counts["tokens"]
+        if config.eval_fraction and not 0.5 < tokens / (config.eval_fraction * others) < 2:
+            world.say(
+                f"that is {tokens / others:.2%} of the tokens instead of {config.eval_fraction:.2%}, since "
+                "documents are held out whole; divide long texts into documents, or pass --eval-data"
+            )
     if config.sequence_parallel > 1 and any(part.corpus.has_images for part in documents.parts):
         raise ConfigError(
             f"sequence_parallel is {config.sequence_parallel}, but the data have images, whose tokens cannot "

@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -106,8 +105,6 @@ def _score(
             total=len(corpus),
             unit="group",
             disable=not world.main,
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
-            dynamic_ncols=True,
         ) as bar,
     ):
         while taken := list(itertools.islice(rows, at_once)):

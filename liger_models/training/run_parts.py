@@ -53,6 +53,8 @@ from liger_models.training.text.added_tokens import write_with_tokens
 from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.trained_part import untrained_rows_warning
 
+FEW_STEPS = 20  # fewer hardly train a model
+
 
 class RunParts:
     """The parts of one run in one process, a context manager that closes them.
@@ -280,6 +282,11 @@ class RunParts:
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
         )
+        if self.config.epochs and self.total < FEW_STEPS:
+            self.world.say(
+                f"only {self.total} steps, which hardly train a model: more --epochs, a shorter --seq-len or "
+                "fewer rows a step give more"
+            )
         default = dict.fromkeys(self.config.defaulted, " (default)")
         self.world.say(
             f"optimizer: {self.config.optimizer}, learning rate {self.config.lr:g}{default.get('lr', '')}, "

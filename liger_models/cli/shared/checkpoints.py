@@ -31,6 +31,18 @@ def latest_in_run(name: str) -> str:
     return name
 
 
+def find_tokenizer(name: str) -> Path:
+    """Folder of a tokenizer's files, given the folder, a training run's folder, or a hub id.
+
+    Raises:
+        CheckpointError, HubError: it does not exist or cannot be downloaded.
+    """
+    from liger_models.convert.checkpoints.hub import local_path, resolve
+
+    folder = local_path(latest_in_run(name))
+    return folder if (folder / "tokenizer.json").is_file() else resolve(name)
+
+
 def add_base(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--base", metavar="MODEL", help="base model of an adapter (default: the one that it names)"

@@ -5,6 +5,7 @@ Batches keep the tokenizer's threads busy, and their size is bounded to limit me
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -24,6 +25,8 @@ from liger_models.training.text.tokenizer import TextTokenizer
 
 BATCH_RECORDS = 1024  # enough to keep the tokenizer's threads busy
 BATCH_CHARACTERS = 1 << 22
+CHECKED = 64  # texts
+SHARED_TOKEN = f"answers whose first token includes the end of the prompt (of the first {CHECKED})"
 IMAGE_CHARACTERS = BATCH_CHARACTERS // 32  # a processed image takes some 20 MB
 
 
@@ -42,13 +45,19 @@ class Encoded(NamedTuple):
 
 
 class Encoder:
-    """Encodes records to ids and loss marks, in batches."""
+    """Encodes records to ids and loss marks, in batches.
+
+    Attributes:
+        counts: answers of the first `CHECKED` texts that share a token with their prompt.
+    """
 
     def __init__(
         self, tokenizer: TextTokenizer, pictured: PicturedEncoder, train_on: str = TRAIN_ON[0]
     ) -> None:
         self.tokenizer, self.pictured, self.train_on = tokenizer, pictured, train_on
         self.last_answer: Any = None  # of labelled records
+        self.counts: Counter[str] = Counter()
+        self._unchecked = CHECKED
 
     def encode(self, records: Iterator[Record]) -> Iterator[list[Encoded]]:
         for batch in _batches(self._examples(records)):
@@ -172,9 +181,7 @@ class Encoder:
         found = []
         for kind in (True, False):
             chosen = [i for i, is_it in enumerate(is_text) if is_it is kind]
-            encoded = self.tokenizer.encode_spans(
-                [texts[i] for i in chosen], [spans[i] for i in chosen], add_special_tokens=kind
-            )
+            encoded = self._encode_spans([texts[i] for i in chosen], [spans[i] for i in chosen], kind)
             found += list(zip(chosen, encoded, strict=True))
         encoded = [one for _, one in sorted(found, key=lambda pair: pair[0])]
         for (ids, trained), is_it in zip(encoded, is_text, strict=True):
@@ -201,12 +208,30 @@ class Encoder:
         # Encoded as one text: some tokenizers would prepend a space to a separate completion.
         texts = ["".join(record.content) for record in records]
         spans = [[(len(r.content[0]), len(text))] for r, text in zip(records, texts, strict=True)]
-        return self.tokenizer.encode_spans(texts, spans, add_special_tokens=True)
+        return self._encode_spans(texts, spans, True)
 
     def _encode_talks(self, renderings: list[Rendering]) -> list[tuple[list[int], list[bool]]]:
-        return self.tokenizer.encode_spans(
-            [one.text for one in renderings], [one.spans for one in renderings], add_special_tokens=False
-        )
+        return self._encode_spans([one.text for one in renderings], [one.spans for one in renderings], False)
+
+    def _encode_spans(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]], special: bool
+    ) -> list[tuple[list[int], list[bool]]]:
+        """Encode texts with answers at `spans`, and count answers that begin within a token: asked with the
+        prompt alone, the model sees other tokens than in training.
+        """
+        encoded = self.tokenizer.encode_spans(texts, spans, add_special_tokens=special)
+        for text, mine, (ids, _) in zip(texts, spans, encoded, strict=True):
+            if not self._unchecked:
+                break
+            if mine and mine[0][0] > 0:
+                self._unchecked -= 1
+                [(prompt, _)] = self.tokenizer.encode_spans(
+                    [text[: mine[0][0]]], [[]], add_special_tokens=special
+                )
+                if prompt[-1:] == [self.tokenizer.eos_id]:  # some tokenizers append it
+                    prompt = prompt[:-1]
+                self.counts[SHARED_TOKEN] += ids[: len(prompt)] != prompt
+        return encoded
 
     def _rendered(self, record: Record, example: Conversation) -> Rendering:
         try:

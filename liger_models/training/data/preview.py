@@ -54,6 +54,7 @@ def preview_records(
         for batch in encoder.encode(itertools.islice(read, records)):
             for encoded in batch:
                 yield from _sequences(encoded)
+    counts += encoder.counts
 
 
 def preview_rows(documents: Documents, seq_len: int, seed: int, rows: int) -> Iterator[list[Shown]]:

@@ -11,7 +11,6 @@ import fcntl
 import hashlib
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -265,7 +264,7 @@ class Request:
             builder = CorpusBuilder(self.tokenizer, self.limits, self.length, writer, self.trees)
             for batch in ahead(encoder.encode(self._records(read, advance))):
                 builder.add(batch)
-            writer.counts = read + writer.counts
+            writer.counts = read + writer.counts + encoder.counts
             for source, identity in zip(self.sources, identities, strict=False):
                 if source.identity(identity) != identity:
                     raise DataError(f"{source.name} changed while it was read; tokenize it again")
@@ -323,8 +322,6 @@ class Request:
             unit="B" if files else "row",
             unit_scale=True,
             delay=1,
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,  # in a log file every redraw is a line
-            dynamic_ncols=True,
         ) as bar:
             yield bar.update
 

@@ -39,7 +39,6 @@ class Display:
             total=self.total,
             initial=self.first - 1,
             disable=not (self.shown and self.terminal),
-            mininterval=0.2,
             bar_format=layout,
         )
         return self
@@ -67,7 +66,7 @@ class Display:
         count, said = 0, time.monotonic()
         shown = self.shown and self.terminal
         with ProgressBar(
-            total=batches, desc="evaluation", unit="batch", leave=False, disable=not shown, mininterval=0.2
+            total=batches, desc="evaluation", unit="batch", leave=False, disable=not shown
         ) as bar:
 
             def advance() -> None:

@@ -97,6 +97,10 @@ def _encode(asked: Any, tokenizer: TextTokenizer) -> SamplePrompt:
     return SamplePrompt(shown, ids)
 
 
+def _shortened(text: str, most: int = 240) -> str:
+    return repr(text if len(text) <= most else f"{text[:most]}...")
+
+
 class Samples:
     """Prompts, and the file of the answers.
 
@@ -142,7 +146,7 @@ class Samples:
                 end = next((n for n, token in enumerate(answer) if token in ends), len(answer))
                 text = self.tokenizer.decode(answer[:end])
                 records.append({"step": step, "time": timestamp(), "prompt": prompt.text, "completion": text})
-                say(f"sample at step {step}: {prompt.text!r} -> {text!r}")
+                say(f"sample at step {step}: {_shortened(prompt.text)} -> {_shortened(text)}")
         self._write(records, "a")
 
     def _write(self, records: list[dict[str, Any]], mode: str) -> None:

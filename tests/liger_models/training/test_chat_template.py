@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors, trainers
 
 from liger_models.convert.errors import DataError
 from liger_models.training.data import load_documents
+from liger_models.training.data.encoding import SHARED_TOKEN
 from liger_models.training.text.chat_template import ChatTemplate
 from liger_models.training.text.tokenizer import TextTokenizer
 
@@ -293,6 +294,27 @@ def test_answers_without_an_end_token_are_counted(tokenizer_folder, tmp_path, js
     jsonl(tmp_path / "data.jsonl", [{"messages": [*CHAT, {"role": "user", "content": "h"}]}])
     documents = load_documents([str(tmp_path / "data.jsonl")], tokenizer, seq_len=200, vocab_size=320)
     assert documents.counts["answers without a token that ends them"] == unended
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "shared"), [("a ", "bc", 1), ("a", " bc", 0), ("a b", "c", 1), ("a b", " c", 0)]
+)
+def test_answers_that_begin_within_a_token_are_counted(tmp_path, jsonl, prompt, completion, shared):
+    """Such as a space at the end of a prompt, which belongs to the answer's first word."""
+    backend = Tokenizer(models.BPE(unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.train_from_iterator(
+        ["a bc"] * 9,
+        trainers.BpeTrainer(special_tokens=["<s>"], initial_alphabet=list("abc"), show_progress=False),
+    )
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)  # which hides the space
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<s>"}')
+    tokenizer = TextTokenizer(tmp_path)
+    jsonl(tmp_path / "data.jsonl", [{"prompt": prompt, "completion": completion}])
+    documents = load_documents([str(tmp_path / "data.jsonl")], tokenizer, seq_len=200, vocab_size=320)
+    assert documents.counts[SHARED_TOKEN] == shared
+    assert len(tokenizer.encode("a bc")) < len(tokenizer.encode("a ")) + len(tokenizer.encode("bc"))
 
 
 @pytest.mark.parametrize(

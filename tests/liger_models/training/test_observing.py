@@ -133,13 +133,14 @@ def test_an_evaluation_takes_no_more_batches_than_asked(settings):
 def test_a_log_file_has_a_line_with_the_time_every_few_steps(run, settings, capsys, monkeypatch):
     monkeypatch.setattr(display, "INTERVAL", 0.0)
     run(settings(steps=5, log_every=2, eval_every=5))
-    lines = capsys.readouterr().err.splitlines()
+    shown = capsys.readouterr().err
+    lines = shown.splitlines()
     steps = [line for line in lines if re.match(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ step ", line)]
     assert [line.split()[2] for line in steps] == ["1", "2", "4", "5"]
     assert all("loss" in line for line in steps)
     assert [" of 5, 0:00:0" in line for line in steps] == [False, True, True, False]
     assert any(re.search(r"Z evaluation: 2 of \d+ batches$", line) for line in lines)
-    assert "\r" not in "".join(lines)
+    assert "\r" not in shown
 
 
 class Terminal(io.StringIO):
@@ -157,6 +158,16 @@ def test_a_terminal_shows_bars_of_steps_and_of_evaluations(run, settings, monkey
     bars = [line.removesuffix("\x1b[A") for line in shown if "|" in line]  # and the cursor back up
     assert max(map(len, bars)) <= 49
     assert not any(" step 1 of" in line for line in shown)
+
+
+def test_a_bar_is_lines_in_a_file():
+    with ProgressBar(total=2, file=(file := io.StringIO()), desc="reading", mininterval=0.0) as bar:
+        bar.update()
+        bar.update()
+    assert "\\r" not in file.getvalue()
+    assert [line.split("|")[0] for line in file.getvalue().splitlines()] == [
+        f"reading: {percent:3d}%" for percent in (0, 50, 100, 100)
+    ]
 
 
 def test_a_bar_fits_a_terminal_that_does_not_know_its_width(monkeypatch):

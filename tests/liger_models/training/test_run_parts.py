@@ -7,6 +7,7 @@ import pytest
 
 from liger_models.training import run_parts
 from liger_models.training.observing import trackers
+from liger_models.training.processes.world import World
 
 STAGES = ("_make_objective", "_make_optimizer", "_restore", "_read_steps", "_join_processes", "_open_outputs")
 
@@ -65,6 +66,21 @@ def all_are_closed(opened, failed):
         and all(steps.gi_frame is None for steps in opened["steps"])
         and all(model() is None for model in opened["models"])
     )
+
+
+@pytest.mark.parametrize(("epochs", "few"), [(1, True), (3, False)])
+def test_a_run_of_few_steps_says_so(settings, opened, capsys, monkeypatch, epochs, few):
+    monkeypatch.setattr(run_parts, "FEW_STEPS", 60)
+    with run_parts.RunParts(settings(steps=None, epochs=epochs, eval_fraction=0.0), World("cpu")) as parts:
+        assert (parts.total < 60) == few
+    assert ("which hardly train a model" in capsys.readouterr().err) == few
+
+
+@pytest.mark.parametrize(("fraction", "apart"), [(0.001, True), (0.2, False)])
+def test_held_out_data_far_from_the_fraction_are_pointed_out(settings, opened, capsys, fraction, apart):
+    with run_parts.RunParts(settings(eval_fraction=fraction), World("cpu")):
+        pass
+    assert ("of the tokens instead of 0.10%, since documents" in capsys.readouterr().err) == apart
 
 
 @pytest.mark.parametrize("stage", STAGES)
