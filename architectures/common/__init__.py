@@ -40,7 +40,7 @@ from liger_models.architectures.common.rotary import (
     rope,
     turning_layers,
 )
-from liger_models.architectures.common.state_space import hybrid_types, ssd, time_step_limit
+from liger_models.architectures.common.state_space import hybrid_types, part_types, ssd, time_step_limit
 
 __all__ = [
     "CHUNKED",
@@ -68,6 +68,7 @@ __all__ = [
     "mixers",
     "mlp",
     "padding_row",
+    "part_types",
     "query_scale",
     "rope",
     "share_keys",

@@ -76,6 +76,13 @@ def ssd(
     )
 
 
+MLP, EXPERTS = "mlp", "moe"
+"""Types of layers of one part, in addition to LINEAR and FULL."""
+
+_TYPES = {LINEAR: LINEAR, "mamba": LINEAR, FULL: FULL, "attention": FULL}
+_LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
+
+
 def hybrid_types(c: HFConfig, default: Callable[[int], str]) -> list[str]:
     """Type of each layer, LINEAR or FULL, under the names of older and newer configs.
 
@@ -85,24 +92,34 @@ def hybrid_types(c: HFConfig, default: Callable[[int], str]) -> list[str]:
     Raises:
         ConfigError: not one type per layer, or an unknown type.
     """
-    count = c.take_count("num_hidden_layers")
     types = c.take_one_of("layer_types", "layers_block_type", default=None)
     if types is None:
-        types = [default(i) for i in range(count)]
-    found = [_TYPES.get(kind) if isinstance(kind, str) else None for kind in _listed(types)]
-    if len(found) != count or None in found:
+        types = [default(i) for i in range(c.take_count("num_hidden_layers"))]
+    return _known(c, types, _TYPES)
+
+
+def part_types(c: HFConfig) -> list[str]:
+    """Type of each layer of one part: LINEAR, FULL, MLP or EXPERTS. The config has names, or letters.
+
+    Raises:
+        ConfigError: an unknown type, or not as many as `num_hidden_layers`, where that is given.
+    """
+    types = c.take_one_of("layers_block_type", "layer_types", default=None)
+    letters = c.take("hybrid_override_pattern", None)
+    if types is None and isinstance(letters, str):
+        return _known(c, list(letters), _LETTERS)
+    return _known(c, types, {**_TYPES, MLP: MLP, EXPERTS: EXPERTS})
+
+
+def _known(c: HFConfig, types: Any, names: Mapping[str, str]) -> list[str]:
+    listed = types if isinstance(types, list) else []
+    found = [names[kind] for kind in listed if isinstance(kind, str) and kind in names]
+    count = c.take_count("num_hidden_layers", len(listed))
+    if not found or not len(found) == len(listed) == count:
         raise ConfigError(
-            f"{c.name}: layer_types must name {LINEAR} or {FULL} for each of the {count} layers, "
-            f"found {abbreviate(types)}"
+            f"{c.name}: the types of the {count} layers must be {', '.join(names)}, found {abbreviate(types)}"
         )
-    return [kind for kind in found if kind is not None]
-
-
-_TYPES = {LINEAR: LINEAR, "mamba": LINEAR, FULL: FULL, "attention": FULL}
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return found
 
 
 def time_step_limit(c: HFConfig, key: str = "time_step_limit") -> dict[str, Any]:

@@ -13,7 +13,6 @@ MISSING: dict[str, str] = {
     "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
     "mamba": _MAMBA,
     "minimax": "lightning linear attention",
-    "nemotron_h": f"{_MAMBA_2}, and layers of one mixer alone",
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",

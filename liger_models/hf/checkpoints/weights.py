@@ -214,7 +214,8 @@ class WriteGroups(ConversionOps):
         if shapes != [tuple(tensor.shape) for tensor in tensors]:
             found = [tuple(tensor.shape) for tensor in tensors]
             raise CheckpointError(
-                f"{', '.join(group.natives)}: found tensors of the shapes {found} to save, expected {shapes}"
+                f"{', '.join(group.natives)}: found {found} to save, expected {shapes}; "
+                "quantised layers that have other names in checkpoints cannot be saved; save their adapters"
             )
         written = group.write(dict(zip(group.natives, tensors, strict=True)))
         return {prefix + name: tensor for name, tensor in written.items()}
