@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -233,10 +234,11 @@ def load_data(
     world: World,
     spec: ModelSpec,
     tokenizer: TextTokenizer,
-    resumed: dict[str, Any] | None = None,
+    resumed: dict[str, Any] | None,
+    opened: ExitStack,
 ) -> tuple[Documents, Documents | None]:
     """Load the documents to train on, and the held-out ones, if any. Streamed ones begin where the state of a
-    checkpoint, `resumed`, says.
+    checkpoint, `resumed`, says; `opened` closes their stream.
 
     Raises:
         ConfigError: documents longer than the model's positions.
@@ -265,6 +267,7 @@ def load_data(
     held_out: Documents | None = None
     if config.streaming:
         documents = _stream_data(config, world, spec, tokenizer, resumed)
+        opened.callback(documents.blocks.close)
         world.say(f"data: a stream, whose first block has {describe(documents.counts)}")
     else:
         documents = load(config.data, config.split)

@@ -79,9 +79,7 @@ class RunParts:
         checkpoint, resumed = find_checkpoint(config, world, self.output)
         with ExitStack() as opened:
             self._read_tokenizer(checkpoint, opened)
-            self._read_inputs(checkpoint, resumed)
-            if self.documents.blocks is not None:
-                opened.callback(self.documents.blocks.close)
+            self._read_inputs(checkpoint, resumed, opened)
             opened.callback(self._forget_model)
             self._load_model(checkpoint)
             self._make_objective(checkpoint)
@@ -108,13 +106,17 @@ class RunParts:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="liger-models-tokenizer-")))
             self.tokenizer = write_with_tokens(self.tokenizer, self.config.add_tokens, folder)
 
-    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
+    def _read_inputs(
+        self, checkpoint: Path | None, resumed: dict[str, Any] | None, opened: ExitStack
+    ) -> None:
         """Read the model's config and the data, and fail fast if they are unusable, before any device is
         touched.
         """
         spec = read_spec(self.config, self.tokenizer, checkpoint)
         self.samples = self._read_samples(spec)
-        self.documents, self.held_out = load_data(self.config, self.world, spec, self.tokenizer, resumed)
+        self.documents, self.held_out = load_data(
+            self.config, self.world, spec, self.tokenizer, resumed, opened
+        )
 
     def _read_samples(self, spec: ModelSpec) -> Samples | None:
         config, world = self.config, self.world

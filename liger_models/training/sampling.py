@@ -40,7 +40,9 @@ class SamplingRun(Run):
 
     documents: Any
 
-    def _read_inputs(self, checkpoint: Path | None, resumed: dict[str, Any] | None) -> None:
+    def _read_inputs(
+        self, checkpoint: Path | None, resumed: dict[str, Any] | None, opened: ExitStack
+    ) -> None:
         config = self.config
         objective = make_objective(config.objective, config.objective_options)
         assert isinstance(objective, GRPO)

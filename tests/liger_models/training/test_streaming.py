@@ -173,6 +173,13 @@ def test_a_streamed_run_resumes_to_the_bit(run, settings, losses, data, tmp_path
         run(settings(resume=str(whole.checkpoints[0]), **options | {"shuffle_buffer": 6}))
 
 
+def test_a_run_that_fails_before_its_first_step_leaves_no_blocks(run, settings, data, tmp_path):
+    options = {"streaming": True, "shuffle_buffer": 5, "eval_fraction": 0.0, "data_cache": str(tmp_path)}
+    with pytest.raises(DataError, match="nowhere"):
+        run(settings(eval_data=(str(tmp_path / "nowhere.jsonl"),), **options))
+    assert not list((tmp_path / "streams").glob("*/*"))
+
+
 @pytest.mark.parametrize(
     ("options", "error"),
     [
