@@ -73,6 +73,7 @@ class Fork:
 
     Fork("code", code, *arguments, output=file)     # runs Python code, with sys.argv[1:] as given
     Fork("ranks", ...)                              # runs all ranks of a program: see `run_ranks`
+    Fork("launch", imports, code, ranks, *arguments, output=file)  # runs code in ranks, as torchrun does
     """
 
     def __init__(
@@ -124,7 +125,7 @@ def _serve() -> None:
             file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
             os.dup2(file, 1)
             os.dup2(file, 2)
-            {"ranks": _be_all_ranks, "code": _be_code}[task](*arguments)
+            {"ranks": _be_all_ranks, "code": _be_code, "launch": _launch}[task](*arguments)
         print(number, file=answers, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=answers, flush=True)
 
@@ -156,6 +157,37 @@ def _be_code(code: str, *arguments: str) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status or 0)
+
+
+def _launch(imports: str, code: str, ranks: int, *arguments: str) -> NoReturn:
+    """Run code in ranks with torchrun's environment, forked after the imports."""
+    # As torchrun does, so that no other test takes the port between its choice and its use.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    status = 1
+    try:
+        exec(imports, {})
+        children = set()
+        for rank in range(ranks):
+            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if (child := os.fork()) == 0:
+                _be_code(code, *arguments)
+            children.add(child)
+        status = 0
+        while children:
+            child, ended = os.wait()
+            children.remove(child)
+            if ended and not status:
+                status = 1
+                for other in children:  # they may wait for it
+                    os.kill(other, signal.SIGKILL)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _run_all(end: float, program: str, backend: str, folder: Path, *arguments: str) -> int:

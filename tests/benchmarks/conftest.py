@@ -23,26 +23,6 @@ import runpy, sys
 sys.path.insert(0, {root!r})
 runpy.run_module("benchmarks", run_name="__main__")
 """
-# All ranks of a module that `benchmarks.ranks.started` starts.
-RANKS = """
-import importlib, json, os, runpy, sys, traceback
-sys.path.insert(0, {root!r})
-module, processes, *sys.argv[1:] = sys.argv[1:]
-importlib.import_module(module)
-for rank in range(int(processes)):
-    if os.fork() == 0:
-        os.environ |= {{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes}}
-        os.environ["LOCAL_WORLD_SIZE"] = processes
-        code = 1
-        try:
-            runpy.run_module(module, run_name="__main__")
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-sys.exit(max(os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(int(processes))))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +80,10 @@ def forked_ranks(tmp_path):
 
     @contextlib.contextmanager
     def started(module, task, folder, processes):
-        given = [module, str(processes), json.dumps(task), str(folder)]
-        Fork("code", RANKS.format(root=str(ROOT)), *given, output=tmp_path / "output").wait(300)
+        imports = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {module}"
+        code = f"import runpy; runpy.run_module({module!r}, run_name='__main__')"
+        given = [imports, code, processes, json.dumps(task), str(folder)]
+        Fork("launch", *given, output=tmp_path / "output").wait(300)
         yield []
 
     return started

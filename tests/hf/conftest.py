@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import Fork
+from registering import search_after_imports_only
 from torch import Tensor
 
 from liger_models.architectures import find_architecture
@@ -31,12 +33,20 @@ def own_choices() -> Iterator[None]:
             del os.environ[name]
 
 
+@pytest.fixture(autouse=True)
+def no_model_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save adapters without PEFT's model cards, which take most of the time."""
+    if "peft" in sys.modules:
+        monkeypatch.setattr(sys.modules["peft"].PeftModel, "create_or_update_model_card", lambda *_: None)
+
+
 @pytest.fixture
 def hf() -> Iterator[Any]:
     """Provide liger_models.hf, and restore the Auto classes after the test."""
     pytest.importorskip("transformers")
     import liger_models.hf
 
+    search_after_imports_only()
     yield liger_models.hf
     liger_models.hf.unregister()
 
@@ -107,6 +117,14 @@ def run_ranks() -> Callable[..., list[dict[str, Any]]]:
         script = Path(__file__).with_name("sharded_rank.py")
         environment |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         own = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "FSDP_"))}
+        if device == "cpu" and "DS_ACCELERATOR" not in environment:  # without torchrun, which imports again
+            imports = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import sharded_rank"
+            code = "import pathlib, sharded_rank, sys; sharded_rank.main(pathlib.Path(sys.argv[1]), 'cpu')"
+            given = [imports, code, ranks, str(folder)]
+            fork = Fork("launch", *given, output=folder / "output", environment={**own, **environment})
+            ended = fork.wait(500)
+            assert ended == 0, f"{ended}: {fork.output.read_text()[-9000:]}"
+            return [torch.load(folder / f"results{rank}.pt") for rank in range(ranks)]
         done = subprocess.run(
             [sys.executable, "-m", *launch, str(script), str(folder), device],
             env={**own, **environment},

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import Fork
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("peft")
@@ -63,19 +61,14 @@ def test_an_example_trains_a_checkpoint_that_transformers_reads(example, task, h
 def test_the_example_for_several_gpus_trains_on_two_processes(task, tmp_path):
     both, data, out = task
     settings = "epochs=4, learning_rate=0.01, batch_size=4"
-    call = f"import json, train_on_eight_gpus as t; l = t.main({str(both.folder)!r}, {str(data)!r}, "
-    call += f"{str(out)!r}, {settings}); open({str(tmp_path / 'losses')!r} + str(t.dist.get_rank()), 'w')"
-    call += ".write(json.dumps(l)); t.dist.destroy_process_group()"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, "--no-python", sys.executable, "-c", call],
-        cwd=EXAMPLES,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[:9000]
+    imports = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import train_on_eight_gpus"
+    code = "import json, train_on_eight_gpus as t; "
+    code += f"losses = t.main({str(both.folder)!r}, {str(data)!r}, {str(out)!r}, {settings}); "
+    code += f"open({str(tmp_path / 'losses')!r} + str(t.dist.get_rank()), 'w').write(json.dumps(losses)); "
+    code += "t.dist.destroy_process_group()"
+    fork = Fork("launch", imports, code, 2, output=tmp_path / "output")
+    ended = fork.wait(300)
+    assert ended == 0, f"{ended}: {fork.output.read_text()[-9000:]}"
     check(json.loads((tmp_path / "losses0").read_text()), both, out, "train_on_eight_gpus")
 
 
@@ -88,7 +81,7 @@ def check(losses, both, out, example):
     assert not torch.equal(before, after)
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.name_or_path)
     assert tokenizer("say b").input_ids
-    assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 60
+    assert len((EXAMPLES / f"{example}.py").read_text().splitlines()) < 70
 
 
 def test_the_vision_example_exports_a_checkpoint_that_transformers_reads(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from registering import search_after_imports_only
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "architectures")]
 
@@ -54,6 +55,7 @@ def hf(request, projections):
     """liger_models.hf, with its models registered in the Auto classes during the test."""
     import liger_models.hf
 
+    search_after_imports_only()
     if "pair" in request.fixturenames:  # its reference must be transformers' own
         request.getfixturevalue("pair")
     liger_models.hf.register(projections)
