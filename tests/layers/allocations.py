@@ -33,7 +33,7 @@ def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: flo
             sequences = sequences.divided(_FirstOf(ranks))
         hidden = model.hidden_states(sequences, ids)
         targets = torch.empty(len(hidden), dtype=torch.long, device="meta")
-        valid = min(math.ceil(labels * len(hidden)), len(hidden) - batch)  # a row's last has none
+        valid = min(math.ceil(labels * len(hidden)), len(hidden) - batch)  # the last token of a row has none
         loss = model.lm_head(hidden, targets, num_valid=valid, form=model.logit_form)
         del hidden
         loss.backward()

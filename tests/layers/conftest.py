@@ -25,7 +25,7 @@ from liger_models.layers.specs import (
     RopeSpec,
 )
 
-sys.path.append(str(Path(__file__).parent))  # for what lies beside it
+sys.path.append(str(Path(__file__).parent))  # for helper modules in this folder
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER = 61, 32, 4, 2, 16, 40
 

@@ -20,7 +20,7 @@ from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
 
 ROWS, LENGTH, DIM = 2, 13, 8
-PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one of one token, one over two rows
+PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one with one token, one over two rows
 
 
 def heads(
@@ -74,7 +74,7 @@ def random_sinks(spec: AttentionSpec) -> torch.Tensor | None:
 @pytest.mark.parametrize("extras", [(None, False), (1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize(("groups", "new"), [(1, 1), (4, 1), (2, 3)])
-def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, window, extras):
+def test_new_tokens_attend_to_the_same_keys_as_in_a_full_pass(groups, new, window, extras):
     torch.manual_seed(0)
     spec, lengths = heads(groups, window, *extras), [9, 3]
     sinks = random_sinks(spec)
@@ -82,7 +82,7 @@ def test_new_tokens_see_what_a_whole_pass_lets_the_last_tokens_see(groups, new, 
     cache.lengths, cache.longest = torch.tensor(lengths) - 1, 11
     cache.reserve(torch.ones(2, dtype=torch.long), 1)
     mask = cache.mask(0, window)
-    for before in range(1, new):  # of a new token but the last as of the last, one place to the left
+    for before in range(1, new):  # earlier new tokens have the mask of the last one, shifted to the left
         earlier = mask[:, -1:].roll(-before, 2)
         earlier[..., -before:] = False
         mask = torch.cat([earlier, mask], 1)
@@ -108,7 +108,7 @@ def pieces(sequences: Sequences, chunk: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("chunk", [1, 4, 13, 14])
 @pytest.mark.parametrize("form", ["rows", "packed", "padded"])
-def test_a_query_sees_its_own_chunk_alone(form, chunk, window, extras):
+def test_a_query_attends_to_its_own_chunk_only(form, chunk, window, extras):
     torch.manual_seed(0)
     spec = dataclasses.replace(heads(2, window, *extras), chunk=chunk)
     sequences, sinks = sequences_of(form), random_sinks(spec)
@@ -143,7 +143,7 @@ def look_ahead(sequences: Sequences) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(("window", "whole"), [(None, False), (2, False), (2, True)])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("form", ["rows", "packed", "padded"])
-def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, whole, extras):
+def test_a_query_attends_to_all_of_its_span_or_document(form, causal, window, whole, extras):
     torch.manual_seed(0)
     if not causal and window is not None:
         window = None
@@ -176,23 +176,23 @@ def test_a_query_sees_all_of_its_span_or_of_its_document(form, causal, window, w
         torch.testing.assert_close(gradient, truth, rtol=1e-11, atol=1e-12)
 
 
-def test_chunks_that_divide_the_rows_are_rows_without_a_mask():
+def test_chunks_that_divide_the_rows_need_no_mask():
     spec = dataclasses.replace(heads(2, None), chunk=4)
     sequences = Sequences.from_call((2, 12), torch.device("cpu"))
     _, qkv = random_qkv(24, spec)
-    found = attend(*qkv, spec, sequences, "sdpa")  # which takes neither boundaries nor masks
+    found = attend(*qkv, spec, sequences, "sdpa")  # supports neither boundaries nor masks
     torch.testing.assert_close(found, attend_plain(*qkv, spec, sequences), rtol=1e-12, atol=1e-12)
 
 
-def test_no_query_sees_nothing():
+def test_every_query_attends_to_a_key():
     """A row without a visible key would be a softmax over nothing: NaN."""
     for form in ("rows", "packed", "padded"):
         assert visible(heads(1, window=1), sequences_of(form).visibility).sum(1).eq(1).all()
 
 
-@pytest.mark.parametrize("rows", [1, 13])  # of the mask: one for all queries, or one for each
-@pytest.mark.parametrize("most", [1, 40, 16 * 12])  # a query at a time, 2 of 13 at a time, 12 of 13
-def test_masks_of_more_scores_than_a_kernel_counts_are_split_by_queries(rows, most, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 13])  # rows of the mask: one for all queries, or one for each
+@pytest.mark.parametrize("most", [1, 40, 16 * 12])  # 1, 2 or 12 of 13 queries at a time
+def test_masks_with_too_many_scores_for_a_kernel_are_split_by_queries(rows, most, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64, generator=generator) for n in (13, 11, 11))
     mask = torch.rand(2, 1, rows, 11, generator=generator) < 0.5
@@ -213,13 +213,13 @@ def test_masks_of_more_scores_than_a_kernel_counts_are_split_by_queries(rows, mo
     monkeypatch.setattr(fused, "_MOST_SCORES", most)
     monkeypatch.setattr(F, "scaled_dot_product_attention", counted)
     for found, whole in zip(results(), expected, strict=True):
-        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)  # float64, in another order of sums
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12)  # float64, sums in another order
     assert sum(sizes) == 13
-    assert max(sizes) == max(most // 16, 1)  # rows of 11 keys are 16 apart
+    assert max(sizes) == max(most // 16, 1)  # rows of 11 keys have a stride of 16
 
 
 @pytest.mark.parametrize(("form", "window"), [("packed", None), ("padded", None), ("rows", 12)])
-def test_sdpa_refuses_what_it_cannot_do(form, window):
+def test_sdpa_refuses_unsupported_inputs(form, window):
     spec, sequences = heads(1, window), sequences_of(form)
     _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match="use 'auto'"):
@@ -245,14 +245,14 @@ def test_backends_without_soft_cap_and_sinks_refuse_them(extras, backend):
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_sinks_that_the_spec_does_not_know_are_refused_and_missing_ones_too(sinks):
+def test_unexpected_and_missing_sinks_are_refused(sinks):
     spec, sequences = heads(1, None, sinks=sinks), sequences_of("rows")
     _, qkv = random_qkv(sequences.documents.num_tokens, spec)
     with pytest.raises(ValueError, match=f"the spec says sinks={sinks}"):
         attend(*qkv, spec, sequences, "auto", None if sinks else torch.zeros(4))
 
 
-# What is asked, and what answers it on a GPU with Triton.
+# Requests, and the backend chosen on a GPU with Triton.
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 CHOICES = [
     ("rows", {}, BF16, "sdpa"),
@@ -288,14 +288,14 @@ def choice(spec, dtype, form, value_dim=None):
 
 
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
-def test_auto_chooses_by_what_is_asked(form, asked, dtype, backend, monkeypatch):
+def test_auto_chooses_by_the_request(form, asked, dtype, backend, monkeypatch):
     monkeypatch.setattr(backends, "use_triton", lambda q: q.dtype != F64)
     monkeypatch.setattr(backends, "_cudnn_takes", lambda *_: False)
     assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
 
 
 @pytest.mark.parametrize("cudnn", [False, True])
-def test_values_of_another_size_go_to_cudnn_where_it_takes_them(cudnn, monkeypatch):
+def test_values_of_another_size_go_to_cudnn_if_it_supports_them(cudnn, monkeypatch):
     monkeypatch.setattr(backends, "use_triton", lambda q: True)
     monkeypatch.setattr(backends, "_cudnn_takes", lambda *_: cudnn)
     spec = dataclasses.replace(heads(1, None), head_dim=192)
@@ -303,7 +303,7 @@ def test_values_of_another_size_go_to_cudnn_where_it_takes_them(cudnn, monkeypat
     assert choice(spec, BF16, "packed", 128) == "triton"
     monkeypatch.setattr(backends, "use_triton", lambda q: False)
     assert choice(spec, BF16, "rows", 128) == "sdpa"
-    assert choice(spec, BF16, "packed", 128) == "masked"  # varlen takes none
+    assert choice(spec, BF16, "packed", 128) == "masked"  # varlen does not support them
 
 
 WITHOUT_TRITON = [
@@ -317,7 +317,7 @@ WITHOUT_TRITON = [
 
 
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), WITHOUT_TRITON)
-def test_auto_takes_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
+def test_auto_chooses_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
     form, asked, dtype, backend, monkeypatch
 ):
     """As under torch.compile."""
@@ -347,7 +347,7 @@ def test_packed_documents_on_a_cpu_cost_the_sum_of_their_squares(window, monkeyp
 @pytest.mark.parametrize("form", ["rows", "packed"])
 def test_it_compiles_without_a_graph_break_to_the_same_values(form, window, chunk, extras):
     torch.manual_seed(0)
-    torch.compiler.reset()  # one function is compiled again only so often
+    torch.compiler.reset()  # a function is recompiled only a limited number of times
     spec = dataclasses.replace(heads(2, window, *extras), chunk=chunk)
     _, qkv = random_qkv(ROWS * LENGTH, spec)
     sinks = random_sinks(spec)
@@ -374,7 +374,7 @@ def prepared(layer: Attention, shape: tuple[int, int], **options) -> Sequences:
     return sequences
 
 
-def test_a_layer_learns_its_sinks_and_heeds_its_soft_cap():
+def test_a_layer_trains_its_sinks_and_applies_its_soft_cap():
     layer = layer_with_everything()
     x = torch.randn(26, 24, dtype=torch.float64)
     sequences = prepared(layer, (ROWS, LENGTH), cu_seqlens=PACKED)
@@ -391,7 +391,7 @@ def test_a_layer_learns_its_sinks_and_heeds_its_soft_cap():
 
 
 @pytest.mark.parametrize("changes", [{}, {"chunk": 3}, {"chunk": 6, "window": None}], ids=str)
-def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives(changes):
+def test_a_layer_with_a_cache_equals_a_full_pass(changes):
     layer = layer_with_everything(**changes)
     x = torch.randn(7, 24, dtype=torch.float64)
     expected = layer(x, prepared(layer, (1, 7)))
@@ -404,14 +404,14 @@ def test_a_layer_with_a_cache_gives_what_a_whole_pass_gives(changes):
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_weight_map_has_the_sinks_where_there_are_some():
+def test_the_weight_map_includes_sinks_if_the_layer_has_them():
     forms = canonical_forms(layer_with_everything())
     assert set(forms) == {name for name, _ in layer_with_everything().named_parameters()}
     assert forms["sinks"].name == "sinks"
     assert not any("sinks" in name for name in canonical_forms(Attention(24, heads(1, None))))
 
 
-def test_a_model_has_its_sinks_in_the_weight_map_and_makes_fresh_ones():
+def test_a_model_maps_and_initialises_its_sinks():
     attention = dataclasses.replace(heads(2, 4, 1.5, True), rope=RopeSpec(DIM))
     block = BlockSpec(attention, MLPSpec(40), NormSpec())
     model = CausalLM(ModelSpec(61, 24, (block, block), NormSpec(), initializer_range=0.3))
@@ -420,5 +420,5 @@ def test_a_model_has_its_sinks_in_the_weight_map_and_makes_fresh_ones():
     with torch.no_grad():
         model.layers[0].self_attn.sinks.fill_(float("nan"))
     model.reset_parameters(torch.Generator().manual_seed(0))
-    # Four normal numbers of standard deviation 0.3
+    # Four normal numbers with a standard deviation of 0.3
     assert 0 < model.layers[0].self_attn.sinks.abs().max() < 5 * 0.3

@@ -13,11 +13,11 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
-REAL = [5, 8, 1]  # of 8 tokens a row
+REAL = [5, 8, 1]  # of 8 tokens per row
 
 
 @pytest.mark.skipif(not interpreted, reason="on a GPU tests/vision/test_gpu.py runs the kernel itself")
-def test_ranges_of_keys_are_as_a_mask_of_all_pairs():
+def test_key_ranges_equal_a_full_mask():
     spec = AttentionSpec(2, 2, 16, 0.25, causal=False)
     torch.manual_seed(0)
     given = torch.randn(3, 24, 2, 16), torch.randn(24, 2, 16)
@@ -38,7 +38,7 @@ def test_ranges_of_keys_are_as_a_mask_of_all_pairs():
         torch.testing.assert_close(ours, exact)
 
 
-def test_padding_sees_all_that_is_not_padding():
+def test_padding_attends_to_all_tokens():
     sequences = Sequences.from_call((3, 8), torch.device("cpu"))
     padding = (torch.arange(8) >= torch.tensor(REAL)[:, None]).flatten()
     sequences.visibility = Visibility(sequences.documents, padding=padding)

@@ -22,7 +22,7 @@ from liger_models.layers.specs import AttentionSpec
 
 CPU = torch.device("cpu")
 ROWS, LENGTH, DIM = 2, 13, 8
-PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one of one token
+PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one with one token
 
 
 def one_document(q, k, v, scale, causal, window, sinks):
@@ -120,7 +120,7 @@ def operands(tokens: int, kv_heads: int = 2, dim: int = DIM, value_dim: int = DI
     ({"chunk": 3}, 2), ({"chunk": 4, "window": 2}, 2),
 ])  # fmt: skip
 @pytest.mark.parametrize("form", ["rows", "packed", "padded"])
-def test_the_package_is_asked_for_what_the_plain_twin_computes(form, limits, kv_heads, sinks, library):
+def test_the_package_is_called_for_what_the_plain_twin_computes(form, limits, kv_heads, sinks, library):
     torch.manual_seed(0)
     spec = AttentionSpec(4, kv_heads, DIM, 0.3, sinks=sinks, **limits)
     sequences = sequences_of(form)
@@ -138,7 +138,7 @@ def test_the_package_is_asked_for_what_the_plain_twin_computes(form, limits, kv_
     assert len(library.calls) == 1
 
 
-def test_a_window_that_hides_nothing_is_not_asked_for(library):
+def test_a_window_without_effect_is_not_passed(library):
     """It would be another kernel, and another compilation."""
     for form, longest in (("rows", 13), ("packed", 14)):
         sequences = sequences_of(form)
@@ -166,7 +166,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("what", "asked", "sizes"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_it_does_not_do_is_refused_by_name(what, asked, sizes, library):
+def test_unsupported_options_are_refused_by_name(what, asked, sizes, library):
     sequences = spans(sequences_of("rows")) if what == "spans" else sequences_of("rows")
     with pytest.raises(ValueError, match=rf"'flash' does not take {what}.*use 'auto' or 'triton'"):
         attend(*operands(26, **sizes), replace(SPEC, **asked), sequences, "flash")
@@ -218,7 +218,7 @@ def test_compiled_models_call_it_outside_of_the_graph(library):
     assert len(library.calls) == 1
 
 
-def test_no_choice_of_auto_depends_on_what_is_installed(library):
+def test_the_choice_of_auto_does_not_depend_on_installed_packages(library):
     for form in ("rows", "packed", "padded"):
         sequences = sequences_of(form)
         attend(*operands(sequences.documents.num_tokens), SPEC, sequences, "auto")
@@ -244,7 +244,7 @@ def test_a_model_has_the_gradients_of_the_plain_twin_at_every_level_of_activatio
     assert len(library.calls) >= 2
 
 
-def test_the_plan_knows_its_sums_in_float32():
+def test_the_plan_counts_its_float32_sums():
     """With 32 + 8 heads of 128 and 32,768 tokens it took 1,420 MiB in addition to the operands on an H200, 12
     of them for three rows of statistics per query head.
     """

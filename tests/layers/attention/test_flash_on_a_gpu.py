@@ -23,8 +23,8 @@ pytestmark = [
 ]
 
 ROWS, LENGTH = 2, 640
-PACKED = torch.tensor([0, 300, 300, 301, 1001, 1280])  # an empty document, one of one token
-# Heads of queries and of keys, their size, that of values; what is asked.
+PACKED = torch.tensor([0, 300, 300, 301, 1001, 1280])  # an empty document, one with one token
+# (query heads, key heads, head size, value size), and options.
 CASES = {
     "8/2 of 128": ((8, 2, 128, 128), {}),
     "a window": ((8, 2, 128, 128), {"window": 100}),
@@ -78,7 +78,7 @@ def distance(found: torch.Tensor, true: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("form", ["rows", "packed"])
 @pytest.mark.parametrize("case", CASES)
-def test_it_is_as_near_to_the_truth_as_the_plain_twin_and_the_same_bits_again(case, form):
+def test_it_is_as_accurate_as_the_plain_twin_and_deterministic(case, form):
     truth = results(case, form, attend_plain, torch.float64)
     plain = results(case, form, attend_plain)
     found = results(case, form, flash)

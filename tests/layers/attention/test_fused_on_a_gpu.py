@@ -69,13 +69,13 @@ def neighbour(first: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_attention_of_another_model_takes_the_same_kernels_after_ours():
+def test_another_models_attention_uses_the_same_kernels_after_ours():
     alone, after = neighbour("nothing"), neighbour("ours")
-    # torch itself sets the order of preference at a process's first scaled_dot_product_attention on a GPU.
+    # torch itself sets the priority order at the first scaled_dot_product_attention of a process on a GPU.
     assert set(after["changed"]) <= {"_get_sdp_priority_order"}
     assert after["flags"] == alone["flags"]
     assert after["kernels"] == alone["kernels"]
-    assert alone["kernels"], "no kernel of attention was seen"
+    assert alone["kernels"], "no attention kernel was recorded"
     if torch.cuda.get_device_capability() == (9, 0):
         assert alone["kernels"] == ["cudnn"]
 
@@ -103,7 +103,7 @@ def assert_no_worse(found, torchs, truth):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 2, 128), (4, 4, 64), (4, 2, 256), (4, 1, 80)])
-def test_unmasked_attention_is_as_close_to_the_truth_as_torchs(heads, kv_heads, dim, causal):
+def test_unmasked_attention_is_as_accurate_as_torchs(heads, kv_heads, dim, causal):
     leaves = operands(heads, kv_heads, dim=dim)
 
     def theirs(q, k, v):
@@ -114,8 +114,8 @@ def test_unmasked_attention_is_as_close_to_the_truth_as_torchs(heads, kv_heads, 
 
 
 @pytest.mark.parametrize("keys", [300, 304, 1])
-@pytest.mark.parametrize("dim", [128, 80, 36])  # the last is for no fused kernel
-def test_masked_attention_is_as_close_to_the_truth_as_torchs(keys, dim):
+@pytest.mark.parametrize("dim", [128, 80, 36])  # no fused kernel supports the last
+def test_masked_attention_is_as_accurate_as_torchs(keys, dim):
     leaves = operands(4, 4, keys=keys, dim=dim)
     mask = torch.rand(2, 1, 300, keys, device="cuda", generator=torch.Generator("cuda").manual_seed(1)) < 0.5
     mask[..., 0] = True
@@ -127,7 +127,7 @@ def test_masked_attention_is_as_close_to_the_truth_as_torchs(keys, dim):
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         torchs = results(theirs, leaves)
     truth = results(theirs, [x.double() for x in leaves])
-    if keys == 1:  # its weight is one whatever the score: only rounding is left of these gradients
+    if keys == 1:  # its weight is always one: these gradients are only rounding
         for of_scores in (*found[1:3], *torchs[1:3]):
             assert of_scores.abs().max() <= 2**-8
         found, torchs, truth = ([of[0], of[3]] for of in (found, torchs, truth))
@@ -139,7 +139,7 @@ def plain_attention(q, k, v, mask):
     return scores.softmax(-1).to(q.dtype) @ v
 
 
-def test_autocast_casts_the_operands_as_it_does_for_torch():
+def test_autocast_casts_the_operands_as_for_torch():
     leaves = operands(dtype=torch.float32)
     with torch.autocast("cuda", torch.bfloat16):
         found = unmasked_attention(*leaves, 0.1, True)
@@ -160,7 +160,7 @@ def test_a_kernel_that_the_user_disabled_does_not_run():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_mask_of_more_than_two_to_the_32_scores_hides_what_it_says(dtype):
+def test_a_mask_of_more_than_two_to_the_32_scores_is_applied_correctly(dtype):
     """torch's memory-efficient kernel, not split, takes the masks of rows 2^32 / 66,000 before for the last
     922 queries.
     """
@@ -168,7 +168,7 @@ def test_a_mask_of_more_than_two_to_the_32_scores_hides_what_it_says(dtype):
     leaves = [x[:1].requires_grad_() for x in operands(1, 1, length, length, 64, dtype)]
     place = torch.arange(length, dtype=torch.int32, device="cuda")
     before = place[:, None] - place
-    mask = (before >= 0) & (before < 512)  # so that those other rows see none of the same keys
+    mask = (before >= 0) & (before < 512)  # so that those other rows share no keys with these
     del before
     out = masked_attention(*leaves, mask, 0.1)
     weights = torch.randn(1, 1, 500, 64, device="cuda", dtype=dtype)
@@ -185,14 +185,14 @@ def test_a_mask_of_more_than_two_to_the_32_scores_hides_what_it_says(dtype):
     for ours, same_dtype, truth in zip(found, plain(dtype), plain(torch.float64), strict=True):
         size = truth.norm()
         ours, same_dtype = (((x.double() - truth).norm() / size).item() for x in (ours, same_dtype))
-        # In float32 the kernel may round the operands of its products to TF32, 2^-11, twice in a row.
+        # In float32 the kernel may round the operands of its products to TF32 (2^-11), twice in a row.
         assert ours <= max(1.1 * same_dtype, 2**-10 if dtype == torch.float32 else 0), (ours, same_dtype)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("length", [64, 576, 704, 640])
-def test_gradients_without_a_mask_are_finite_where_every_score_is_far_below_zero(length, dim, causal):
+def test_gradients_without_a_mask_are_finite_if_every_score_is_far_below_zero(length, dim, causal):
     """For lengths 64 beyond a multiple of 128, cuDNN's masked backward returns NaN: it treats the padding of
     its last tile as scores of zero, and exp(0 - log-sum-exp) overflows float32 if that is below -88.7
     (pytorch 196678). Here it is about -115.
@@ -206,13 +206,13 @@ def test_gradients_without_a_mask_are_finite_where_every_score_is_far_below_zero
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=dim**-0.5)
 
     def plain(q, k, v):
-        seen = torch.ones(length, length, dtype=torch.bool, device="cuda")
-        scores = (q @ k.mT * dim**-0.5).float().masked_fill(~(seen.tril() if causal else seen), float("-inf"))
+        mask = torch.ones(length, length, dtype=torch.bool, device="cuda")
+        scores = (q @ k.mT * dim**-0.5).float().masked_fill(~(mask.tril() if causal else mask), float("-inf"))
         return scores.softmax(-1).to(q.dtype) @ v
 
     found = results(lambda q, k, v: unmasked_attention(q, k, v, dim**-0.5, causal), leaves)
     assert all(x.isfinite().all() for x in found)
     unfused, truth = results(plain, leaves), results(theirs, [x.double() for x in leaves])
     for of_queries in (found[1], unfused[1], truth[1]):
-        of_queries[..., 0] = 0.0  # zero but for rounding, for k is constant there
+        of_queries[..., 0] = 0.0  # zero except for rounding, since k is constant there
     assert_no_worse(found, unfused, truth)

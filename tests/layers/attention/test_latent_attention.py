@@ -76,23 +76,23 @@ def theirs_of(spec: LatentAttentionSpec):
         rope_interleave=spec.rope.interleaved,
         attention_bias=spec.bias,
     )
-    config._attn_implementation = "sdpa"  # whose softmax is in float64, which the eager one is not
+    config._attn_implementation = "sdpa"  # its softmax is in float64, unlike the eager one
     layer = modeling.DeepseekV3Attention(config, 0)
     layer.scaling = spec.scale
-    for name, norm in list(layer.named_children()):  # theirs compute in float32, whatever their input
+    for name, norm in list(layer.named_children()):  # theirs always compute in float32
         if name.endswith("layernorm"):
             setattr(layer, name, torch.nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon))
     return layer.double()
 
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
-def test_results_gradients_and_names_are_those_of_transformers(spec):
+def test_results_gradients_and_names_match_transformers(spec):
     ours, theirs = layer_of(spec), theirs_of(spec)
     forms = Layout(root="").weight_map(canonical_forms(ours))
     written: dict[str, Tensor] = {}
     for name, tensor in ours.state_dict().items():
         written |= forms[name].write(tensor)
-    theirs.load_state_dict(written)  # all names, and no others
+    theirs.load_state_dict(written)  # strict: exactly these names
 
     x = torch.randn(ROWS, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
     tables = rotary_tables(spec.rope, torch.arange(LENGTH))
@@ -100,7 +100,7 @@ def test_results_gradients_and_names_are_those_of_transformers(spec):
     mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1)
     expected, _ = theirs(x, (cos, sin), mask[None, None])
     found = ours(x.flatten(0, 1), sequences_of(spec, (ROWS, LENGTH))).view_as(expected)
-    # The references turn in float64 by the same tables; sums have at most 21 terms.
+    # The reference rotates in float64 with the same tables; sums have at most 21 terms.
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
     upstream = torch.randn_like(expected)
@@ -125,7 +125,7 @@ def test_the_norms_of_the_latents_have_the_eps_of_the_spec():
     torch.testing.assert_close(layer(x, sequences), other(x, sequences), rtol=0, atol=0)
 
 
-def test_packed_documents_do_not_see_each_other():
+def test_packed_documents_stay_separate():
     layer = layer_of(SPEC)
     x = torch.randn(12, HIDDEN, dtype=torch.float64)
     found = layer(x, sequences_of(SPEC, (1, 12), cu_seqlens=torch.tensor([0, 5, 6, 12])))
@@ -133,7 +133,7 @@ def test_packed_documents_do_not_see_each_other():
     torch.testing.assert_close(found, torch.cat(alone), rtol=1e-12, atol=1e-12)
 
 
-def test_without_positions_nothing_is_turned():
+def test_without_positions_nothing_is_rotated():
     spec = replace(SPEC, rope=None)
     layer, turning = layer_of(spec), layer_of(SPEC)
     x = torch.randn(3, HIDDEN, dtype=torch.float64)
@@ -144,7 +144,7 @@ def test_without_positions_nothing_is_turned():
     torch.testing.assert_close(first, turning(x, still), rtol=1e-12, atol=1e-12)
 
 
-def test_values_reach_the_product_as_narrow_as_they_are(monkeypatch):
+def test_values_are_not_padded_for_the_product(monkeypatch):
     seen = []
     attend = latent_attention.attend
     monkeypatch.setattr(
@@ -155,11 +155,11 @@ def test_values_reach_the_product_as_narrow_as_they_are(monkeypatch):
     assert [x.shape for x in (q, k, v)] == [(4, 3, 16), (4, 3, 16), (4, 3, 7)]
     assert (
         v.untyped_storage().nbytes() == 4 * 3 * (10 + 7) * 8
-    )  # beside the keys' unturned part, without a copy
+    )  # next to the unrotated part of the keys, without a copy
 
 
 @pytest.mark.parametrize("spec", [SPEC, SPECS["no latent of queries"]], ids=["", "no latent of queries"])
-def test_generation_remembers_latents_and_gives_what_a_whole_pass_gives(spec):
+def test_generation_caches_latents_and_equals_a_full_pass(spec):
     layer = layer_of(spec)
     x = torch.randn(7, HIDDEN, dtype=torch.float64)
     room = layer.new_cache(1, 7, x.device, x.dtype)
@@ -182,5 +182,5 @@ def test_the_kernels_give_the_same(documents):
     expected = layer(x, sequences_of(SPEC, (1, 9), cu_seqlens=documents))
     with interpret():
         found = layer.float()(x.float(), sequences_of(SPEC, (1, 9), cu_seqlens=documents))
-    # float32 against float64: sums of up to 21 terms in five products behind one another
+    # float32 against float64: sums of up to 21 terms in five consecutive products
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5 * expected.abs().max().item())

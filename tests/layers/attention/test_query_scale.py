@@ -13,9 +13,9 @@ from liger_models.layers.specs import AttentionSpec, QueryScaleSpec
 def test_the_factor_grows_by_the_logarithm_of_lengths_passed():
     sequences = Sequences.from_call((1, 7), torch.device("cpu"), position_ids=torch.arange(5, 12)[None])
     found = sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4))
-    lengths_passed = [1, 1, 1, 2, 2, 2, 2]  # of positions 5 to 11
+    lengths_passed = [1, 1, 1, 2, 2, 2, 2]  # for positions 5 to 11
     assert found.tolist() == torch.tensor([1 + 0.3 * math.log(1 + n) for n in lengths_passed]).tolist()
-    assert sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4)) is found  # made once
+    assert sequences.positions.query_scale(QueryScaleSpec(beta=0.3, length=4)) is found  # computed once
 
 
 def test_positions_count_from_each_documents_start():
@@ -55,7 +55,7 @@ def test_scores_and_nothing_else_are_multiplied():
     x = torch.randn(3, 16, dtype=torch.float64)
     sequences = Sequences.from_call((1, 3), torch.device("cpu"))
     found = scaled(x, sequences)
-    with torch.no_grad():  # position 2 alone: its query times the factor
+    with torch.no_grad():  # only position 2: its query is multiplied by the factor
         factor = 1 + 0.5 * torch.log(torch.tensor(3.0)).double()
         plain.qkv_proj.weight[:16] *= factor
     torch.testing.assert_close(found[2], plain(x, sequences)[2], rtol=1e-6, atol=0)

@@ -32,7 +32,7 @@ from liger_models.layers.specs import (
 )
 
 TOKENS, HIDDEN = 12, 32
-# As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
+# As many key/value heads as heads: with fewer, attention repeats them on a CPU but not on a GPU.
 ATTENTION = AttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64))
 GROWING = QueryScaleSpec(0.5, 4)
 PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
@@ -112,7 +112,8 @@ def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
             super().__init__(tensor)
             saved.add(self)
 
-    # At these levels the model's own hooks see all that its layers keep, and make _Kept objects of it.
+    # At these levels the model's own hooks get all tensors that its layers keep, and wrap them in _Kept
+    # objects.
     with as_on_a_gpu(), LiveBytes(zero=True), pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_memory, "_Kept", Noted)
         loss = model(ids, labels=ids).loss
@@ -125,21 +126,21 @@ def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("level", ["lean", "mlp"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-def test_a_layer_says_what_it_keeps(block, level):
+def test_a_layer_reports_the_bytes_it_keeps(block, level):
     layer = model_of(block).layers[0]
     found = kept_bytes((block,) * 2, level) - kept_bytes((block,), level)
     unsaid = found - TOKENS * layer.activation_bytes(level, 4)
-    if block.per_layer_input is not None:  # whose norm runs in front of the layers, beyond their hooks
+    if block.per_layer_input is not None:  # its norm runs before the layers, outside their hooks
         unsaid += TOKENS * 4 * (block.per_layer_input.size + 1)
-    # Of experts also where tiles of rows begin, which is no matter of tokens: the offset of each expert and
-    # of the end, and two numbers for each tile, of which there are at most as many as rows and experts.
+    # Experts also keep the starts of tiles, whose number does not grow with tokens alone: the offset of each
+    # expert and the end, and two numbers per tile, with at most as many tiles as rows and experts.
     spec = block.mixture
     routed = spec is not None and level == "lean"
     tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
     assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
 
 
-# Whose bytes are compared elsewhere.
+# Topologies whose bytes are compared elsewhere.
 ELSEWHERE = {
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
@@ -147,7 +148,7 @@ ELSEWHERE = {
 }
 
 
-def test_every_topology_is_among_those_whose_bytes_are_compared():
+def test_the_bytes_of_every_topology_are_compared():
     assert {block.topology for block in BLOCKS.values()} | ELSEWHERE.keys() == TOPOLOGIES.keys()
 
 
@@ -176,7 +177,7 @@ def test_every_parameter_and_buffer_has_a_fresh_value(block):
             tensor.fill_(float("nan"))
     model.reset_parameters(torch.Generator().manual_seed(0))
     for name, tensor in tensors.items():
-        if tensor.dim() > 1:  # hundreds of draws or more: their spread is known to a tenth, six times over
+        if tensor.dim() > 1:  # hundreds of draws: the tolerance is several times the error of their spread
             assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
         else:
             assert tensor.unique().numel() == 1, name

@@ -73,7 +73,7 @@ def test_the_bias_moves_against_the_load_of_all_passes_since_the_last_call(form,
     update_correction_bias(router, RATE)
     assert torch.equal(router.correction_bias, moved(before, load))
     after = router.correction_bias.clone()
-    update_correction_bias(router, RATE)  # nothing was routed since
+    update_correction_bias(router, RATE)  # nothing has been routed since
     assert torch.equal(router.correction_bias, after)
 
 
@@ -82,7 +82,7 @@ def test_an_expert_with_the_mean_load_keeps_its_bias(router):
     router.load = torch.tensor([4, 4, 2, 6, 4, 4, 4, 4])
     update_correction_bias(router, RATE)
     assert router.correction_bias.tolist() == pytest.approx([0, 0, RATE, -RATE, 0, 0, 0, 0])
-    router.load = torch.tensor([2**40] * 7 + [2**40 - 1])  # where float32 would find all equal
+    router.load = torch.tensor([2**40] * 7 + [2**40 - 1])  # float32 would find all equal
     update_correction_bias(router, RATE)
     assert router.correction_bias.tolist() == pytest.approx([-RATE, -RATE, 0, -2 * RATE, *[-RATE] * 3, RATE])
 
@@ -96,7 +96,7 @@ def test_a_pass_counts_each_token_once_though_layers_run_again(level, make_model
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_so_does_a_layer_under_torchs_checkpoint(reentrant, router):
+def test_a_layer_under_torchs_checkpoint_counts_each_token_once(reentrant, router):
     x = torch.randn(6, HIDDEN, requires_grad=True)
     checkpoint(lambda x: router(x)[1], x, use_reentrant=reentrant).square().sum().backward()
     assert x.grad is not None
@@ -120,7 +120,7 @@ def test_without_a_bias_nothing_is_counted_or_moved(randomised, experts):
     update_correction_bias(router)
 
 
-def test_the_load_is_no_part_of_the_state_and_the_bias_is(make_model):
+def test_the_bias_is_part_of_the_state_and_the_load_is_not(make_model):
     model = make_model()
     before = model.state_dict().keys()
     model(torch.randint(31, (1, 5)))
@@ -161,20 +161,20 @@ def test_step_by_step_the_load_becomes_even(randomised, experts):
     for _ in range(100):
         router(x)
         update_correction_bias(router, RATE)
-    assert excess() < 1.2  # a step of the bias moves the scores of a few tokens past one another
+    assert excess() < 1.2  # a step of the bias reorders the experts of a few tokens
 
 
 @pytest.mark.parametrize("rate", [-0.1, float("nan"), float("inf")])
-def test_a_rate_that_makes_no_sense_is_named(rate, router):
+def test_an_invalid_rate_is_named(rate, router):
     with pytest.raises(ValueError, match="expected a number of 0 or more"):
         update_correction_bias(router, rate)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_ranks_move_the_bias_as_one_process_with_both_batches(make_model, tmp_path):
+def test_two_ranks_change_the_bias_like_one_process_with_both_batches(make_model, tmp_path):
     model = make_model()
-    batches = [torch.randint(31, (1, 9)) for _ in range(4)]  # two a rank
+    batches = [torch.randint(31, (1, 9)) for _ in range(4)]  # two per rank
     torch.save({"spec": model.spec, "state": model.state_dict(), "batches": batches}, tmp_path / "task.pt")
     for ids in batches:
         model(ids, labels=ids).loss.backward()

@@ -223,7 +223,7 @@ def test_values_and_every_gradient_match_transformers(family, randomised):
     pairs |= {name: (grad, expected_gradients[name]) for name, grad in found_gradients.items()}
     for name, (a, b) in pairs.items():
         assert (a - b).norm() <= 1e-5 * b.norm(), name
-    assert layer.experts.down_proj.grad.flatten(1).any(1).sum() > TOP_K  # the tokens chose differently
+    assert layer.experts.down_proj.grad.flatten(1).any(1).sum() > TOP_K  # tokens chose different experts
 
 
 # Weights
@@ -234,7 +234,7 @@ def test_values_and_every_gradient_match_transformers(family, randomised):
     [ONE_BY_ONE, STACKED, INPUTS_FIRST, GPT_OSS, MIXTRAL],
     ids=["one by one", "stacked", "inputs first", "inputs first, gate and up alternating", "renamed"],
 )
-def test_every_layout_of_a_checkpoint_comes_back_bit_for_bit(disk, randomised):
+def test_every_layout_of_a_checkpoint_round_trips_bit_for_bit(disk, randomised):
     spec = MoESpec(
         EXPERTS,
         TOP_K,
@@ -322,12 +322,12 @@ def test_it_passes_gradcheck_in_float64(randomised, moe_spec):
     assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *trained))
 
 
-def test_no_tokens_and_one_token(randomised, moe_spec):
+def test_zero_tokens_and_one_token_work(randomised, moe_spec):
     layer = randomised(MixtureOfExperts(HIDDEN, moe_spec))
     x = torch.randn(9, HIDDEN)
     y = layer(x)
     assert layer(x[:0]).shape == (0, HIDDEN)
-    # Another order of a sum over HIDDEN and INNER elements.
+    # Sums over HIDDEN and INNER elements in another order.
     torch.testing.assert_close(layer(x[4:5]), y[4:5], rtol=1e-5, atol=1e-6)
 
 
@@ -339,7 +339,7 @@ def test_incompatible_inputs_raise_clear_errors():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_it_is_as_near_to_the_truth_as_transformers_is(randomised):
+def test_on_a_gpu_it_is_as_accurate_as_transformers(randomised):
     """Both in bfloat16, against ours in float64."""
     device, tokens, hidden = "cuda", 2000, 256
     family = FAMILIES["qwen2_moe"]
@@ -348,8 +348,8 @@ def test_on_a_gpu_it_is_as_near_to_the_truth_as_transformers_is(randomised):
     load(layer, family.disk, as_checkpoint(dict(block.state_dict()), family.disk))
     truth = copy.deepcopy(layer).double()
     x = torch.randn(tokens, hidden, device=device).bfloat16()
-    # Where logits are nearly equal their rounding chooses the expert: tokens for which the three differ have
-    # no gradient.
+    # Where logits nearly tie, rounding decides the expert: tokens for which the three models differ get no
+    # gradient.
     choices = block.gate(x)[2], layer.router(x)[2], truth.router(x.double())[2]
     theirs, ours, true = (choice.long().sort(1).values for choice in choices)
     same = ((theirs == true) & (ours == true)).all(1)

@@ -40,7 +40,7 @@ def test_of_8_to_512_experts_each_token_has_its_own(num_experts, randomised):
     layer = randomised(MixtureOfExperts(HIDDEN, replace(PLAIN, num_experts=num_experts, experts_per_token=5)))
     x = torch.randn(7, HIDDEN)
     found = layer(x)
-    # A few roundings of float32, in sums of HIDDEN and INNER elements.
+    # A few float32 roundings, in sums of HIDDEN and INNER elements.
     torch.testing.assert_close(found.double(), by_hand(layer, x), rtol=1e-5, atol=1e-5)
     touched = torch.autograd.grad(found.sum(), layer.experts.down_proj)[0].flatten(1).any(1)
     assert torch.equal(touched.nonzero()[:, 0], layer.router(x)[2].unique().long())
@@ -75,11 +75,11 @@ def test_equal_scores_choose_as_transformers_does(randomised):
     )
     theirs = mixtral.MixtralTopKRouter(config)
     layer = randomised(MixtureOfExperts(HIDDEN, replace(PLAIN, experts_per_token=3)))
-    rows = torch.randint(-1, 2, (EXPERTS // 2, HIDDEN)).float().repeat(2, 1)  # each expert has an equal
+    rows = torch.randint(-1, 2, (EXPERTS // 2, HIDDEN)).float().repeat(2, 1)  # each expert has a twin
     for router in (theirs, layer.router):
         router.weight.data.copy_(rows)
-    x = torch.randint(-1, 2, (40, HIDDEN)).float()  # whose products are exact
-    x[0] = 0  # all are equal
+    x = torch.randint(-1, 2, (40, HIDDEN)).float()  # its products are exact
+    x[0] = 0  # all experts tie
     assert torch.equal(layer.router(x)[2].long(), theirs(x)[2])
 
 
@@ -100,7 +100,7 @@ def test_nan_in_a_token_reaches_only_that_token_and_its_gradients(scores, form, 
         y.sum().backward()
         results.append((y[others].detach(), x.grad[others], layer.experts.down_proj.grad.clone(), y))
     for found, expected in zip(results[1][:2], results[0][:2], strict=True):
-        # Sums in products of other sizes.
+        # Products of other sizes sum in another order.
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert results[1][3][2].isnan().all()
     sent_to = set(layer.router(broken)[2][2].tolist())
@@ -128,15 +128,15 @@ def test_a_cuda_graph_captures_a_layer_forward_and_backward(shared, tokens, rand
         run()
     torch.cuda.synchronize()
     layer.router.load = None
-    run()  # which makes the counts of the load
+    run()  # creates the counts of the load
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()
     with torch.no_grad():
-        x.copy_(torch.randn_like(x))  # tokens go elsewhere
+        x.copy_(torch.randn_like(x))  # tokens go to other experts
     layer.router.load.zero_()
     graph.replay()
-    assert layer.router.load.sum() == tokens * 4  # the captured pass counts each time it is played
+    assert layer.router.load.sum() == tokens * 4  # the captured pass counts at each replay
     for found, expected in zip(captured, run(), strict=True):
         assert torch.equal(found, expected)
 

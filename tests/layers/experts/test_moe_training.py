@@ -146,13 +146,13 @@ def test_a_layer_that_runs_again_keeps_its_choice_whatever_its_logits_are(
     assert len(first) == 2
     y.square().sum().backward()
     again = choices[2:]
-    assert len(again) == 2  # the second layer's run again comes before the first's
+    assert len(again) == 2  # the second layer is recomputed before the first
     assert again[0].equal(first[1])
     assert again[1].equal(first[0])
 
 
 @pytest.mark.parametrize(("level", "runs_of_routers"), [("mlp", 2), ("checkpoint", 4)])
-def test_so_does_a_model_at_every_level(level, runs_of_routers, choices, make_model, moe_spec):
+def test_a_model_keeps_its_choices_at_every_level(level, runs_of_routers, choices, make_model, moe_spec):
     spec, runs = make_model(2).spec, []
     block = replace(spec.blocks[0], mlp=replace(moe_spec, float32_router=False))
     model = CausalLM(replace(spec, blocks=(block, block)), activation_memory=level)
@@ -213,7 +213,7 @@ def test_low_rank_parametrizations_of_stacked_experts_have_the_gradients_of_the_
     model(ids, labels=ids).loss.backward()
     found = [(path.a.grad, path.b.grad) for path in paths.values()]
     for experts, name in paths:
-        remove_parametrizations(experts, name)  # leaves the sum
+        remove_parametrizations(experts, name)  # keeps the sum
         experts.get_parameter(name).grad = None
     model(ids, labels=ids).loss.backward()
     for ((experts, name), path), (a, b) in zip(paths.items(), found, strict=True):
@@ -278,7 +278,7 @@ def test_the_routers_losses_match_transformers_over_all_layers(make_layers):
         router_loss([], spec)
 
 
-def test_logits_are_noted_for_a_loss_alone_and_only_until_they_are_taken(moe_spec):
+def test_logits_are_recorded_only_for_a_loss_and_until_they_are_used(moe_spec):
     x, sequences = torch.randn(4, HIDDEN), sequences_of(4)
     quiet = MixtureOfExperts(HIDDEN, replace(moe_spec, aux_loss_coef=0.0, z_loss_coef=0.0))
     quiet(x, sequences)
@@ -360,5 +360,5 @@ def test_layers_and_their_routers_losses_trace_without_a_graph_break(make_layers
     expected = torch.autograd.grad(loss_of(layers, operands[0]), operands)
     compiled = torch.compile(lambda x: loss_of(layers, x), fullgraph=True, backend="aot_eager")
     for a, b in zip(torch.autograd.grad(compiled(operands[0]), operands), expected, strict=True):
-        # Every expert computes every token there: the same sums in another order.
+        # There every expert computes every token: the same sums in another order.
         assert (a - b).norm() <= 1e-5 * b.norm()

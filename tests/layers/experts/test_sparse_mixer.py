@@ -51,13 +51,13 @@ def test_weights_experts_and_gradients_match_transformers(training):
     assert (found - true).norm() <= 1e-6 * true.norm()
 
 
-def test_equal_scores_are_broken_as_the_reference_breaks_them():
+def test_ties_are_broken_as_in_the_reference():
     reference = pytest.importorskip("transformers.models.phimoe.modeling_phimoe").sparsemixer
     scores = torch.randint(-1, 2, (TOKENS, EXPERTS)).float()
     assert torch.equal(chosen(scores)[1][0], reference(scores, JITTER, False)[1].int())
 
 
-def test_experts_are_drawn_as_often_as_their_shares_say():
+def test_experts_are_drawn_according_to_their_shares():
     rows = 20_000
     scores = torch.tensor([0.9, 1.0, 0.2, 0.95, -3.0, 0.5]).expand(rows, EXPERTS)
     _, (experts, factors, near) = chosen(scores, draw_noise(scores))
@@ -65,8 +65,8 @@ def test_experts_are_drawn_as_often_as_their_shares_say():
     assert near.tolist() == [True, True, True, True, False, True]  # (1 - s) / 1 is up to 0.8
     shares = scores[0].masked_fill(~near, -torch.inf).softmax(-1)
     found = experts[:, 0].long().bincount(minlength=EXPERTS) / rows
-    # A share p is found within five of its standard deviations, sqrt(p (1 - p) / rows), each time but once
-    # in a million.
+    # A share p is within five standard deviations, sqrt(p (1 - p) / rows), in all but one of a million
+    # cases.
     assert ((found - shares).abs() <= 5 * (shares * (1 - shares) / rows).sqrt()).all()
     assert (experts[:, 0] != experts[:, 1]).all()
     likeliest = experts[:, 0] == 1
@@ -109,7 +109,7 @@ def test_noise_is_within_its_bounds_and_has_its_gradient():
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_nan_in_a_token_reaches_that_token_alone(training, randomised):
+def test_nan_in_a_token_affects_that_token_only(training, randomised):
     layer = randomised(MixtureOfExperts(HIDDEN, SPEC)).train(training)
     x = torch.randn(9, HIDDEN)
     outputs = []
@@ -122,7 +122,7 @@ def test_nan_in_a_token_reaches_that_token_alone(training, randomised):
     torch.testing.assert_close(outputs[1][others], outputs[0][others], rtol=1e-5, atol=1e-6)
 
 
-def test_no_tokens_and_one_token(randomised):
+def test_zero_tokens_and_one_token_work(randomised):
     layer = randomised(MixtureOfExperts(HIDDEN, SPEC))
     assert layer(torch.randn(0, HIDDEN)).shape == (0, HIDDEN)
     assert layer(torch.randn(1, HIDDEN)).shape == (1, HIDDEN)
@@ -136,7 +136,7 @@ def test_options_that_this_router_lacks_are_refused(other):
         SparseMixerRouter(HIDDEN, replace(SPEC, **other))
 
 
-def test_the_decision_is_taken_once(randomised, monkeypatch):
+def test_the_decision_is_made_once(randomised, monkeypatch):
     module = importlib.import_module("liger_models.layers.experts.moe")
     router = randomised(SparseMixerRouter(HIDDEN, SPEC))
     logits = torch.randn(TOKENS, EXPERTS)

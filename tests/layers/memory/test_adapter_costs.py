@@ -67,7 +67,7 @@ LAYERS = [
 
 
 @pytest.mark.parametrize(("kind", "name"), LAYERS)
-def test_a_layer_that_peft_runs_takes_what_is_counted(kind, name):
+def test_a_layer_run_by_peft_needs_the_counted_memory(kind, name):
     with surroundings():
         layer = adapted(**KINDS[kind])(1).decoder.layers[0].get_submodule(name)
         assert layer.adapter_costs() == {"peft": kind}
@@ -79,8 +79,8 @@ def test_a_layer_that_peft_runs_takes_what_is_counted(kind, name):
 
         few, many = 2048, 4096
         measured, planned = peak_of(layer, many) - peak_of(layer, few), counted(many) - counted(few)
-    beside = (many - few) * 2 * RANK * 4  # t = x A^T and its gradient
-    assert planned <= measured <= planned + beside
+    low_rank = (many - few) * 2 * RANK * 4  # t = x A^T and its gradient
+    assert planned <= measured <= planned + low_rank
 
 
 LLAMA_8B = {

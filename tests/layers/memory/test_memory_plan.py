@@ -89,8 +89,9 @@ GEMMA_2B = {
 }
 ONE_LAYER = LLAMA_8B | {"num_hidden_layers": 1}
 
-# Of `python -m benchmarks train` and `parallel` on H200s: config, batch, tokens a row, what else the step
-# has, levels, peak GiB. AdamW is torch's, with both moments in bfloat16, but for compensated weights.
+# Results of `python -m benchmarks train` and `parallel` on H200s: config, batch, tokens per row, other
+# settings of the step, levels, peak GiB. AdamW is torch's, with both moments in bfloat16, except for
+# compensated weights.
 MEASURED = [
     (LLAMA_8B, 8, 4096, {}, ["checkpoint"] * 32, 63.5),
     (LLAMA_8B, 8, 4096, {}, ["lean"] * 28 + ["checkpoint"] * 4, 133.3),
@@ -103,7 +104,7 @@ MEASURED = [
     (LLAMA_1B, 8, 2048, {}, ["all"] * 16, 28.0),
     (ONE_LAYER, 1, 65536, {}, ["lean"], 18.0),
     (QWEN3_30B_6, 4, 4096, {}, ["lean"] * 6, 33.9),
-    # Two GPUs, which divide the parameters, and then a sequence too.
+    # Two GPUs, which shard the parameters, and in some cases a sequence too.
     (LLAMA_8B, 2, 8192, {"gpus": 2}, ["lean"] * 32, 74.3),
     (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 28 + ["checkpoint"] * 4, 112.6),
     (LLAMA_8B, 4, 8192, {"gpus": 2}, ["lean"] * 26 + ["all"] * 6, 129.0),
@@ -111,7 +112,7 @@ MEASURED = [
     (QWEN3_30B, 4, 4096, {"gpus": 2}, ["all"] * 12, 40.8),
     (ONE_LAYER, 1, 65536, {"gpus": 2, "sequence_ranks": 2}, ["lean"], 12.9),
     (LLAMA_8B | {"num_hidden_layers": 4}, 8, 8192, {"optimizer_bytes": 6}, ["tiled"] * 4, 23.0),
-    # A first step, at whose end the optimizer's state is made; and one with the state on the host.
+    # A first step, at whose end the optimizer state is created; and one with the state on the host.
     (ONE_LAYER, 1, 524288, {"gpus": 2, "sequence_ranks": 2, "optimizer_bytes": 0}, ["offload"], 25.7),
     (ONE_LAYER, 1, 524288, {"optimizer_bytes": 6, "optimizer_on_host": True}, ["offload"], 36.14),
 ]
@@ -130,7 +131,7 @@ def test_the_planned_peak_is_within_two_percent_of_the_measured_one(config, batc
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 @pytest.mark.parametrize(("level", "peak"), [("lean", 39.2), ("all", 40.7)])
-def test_so_it_is_where_two_gpus_divide_the_experts(level, peak):
+def test_the_planned_peak_is_right_with_experts_sharded_over_two_gpus(level, peak):
     """On parameters that say themselves how they are divided, of the first of two processes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -143,15 +144,15 @@ def test_so_it_is_where_two_gpus_divide_the_experts(level, peak):
     assert plan.peak / GIB == pytest.approx(peak, rel=0.02)
 
 
-def test_layers_that_stay_whole_from_the_forward_pass_on_are_counted():
+def test_layers_that_stay_gathered_after_the_forward_pass_are_counted():
     """The same step without that: 74.3 GiB."""
     model = on_meta(LLAMA_8B)
-    model.gathered_once = True  # by parallelize(reshard_after_forward=False)
+    model.gathered_once = True  # set by parallelize(reshard_after_forward=False)
     plan = StepMemory(model, Step(2, 8192, optimizer_bytes=4, gpus=2)).plan(["lean"] * 32)
     assert plan.peak / GIB == pytest.approx(87.9, rel=0.02)
 
 
-# Configs, rows, tokens in each, and what else a step has.
+# Configs, rows, tokens in each, and other settings of the step.
 ALLOCATED = {
     "a dense model": (LLAMA_8B | {"num_hidden_layers": 3}, 8, 4096, {}),
     "one layer, long": (ONE_LAYER, 1, 1 << 16, {}),
@@ -165,7 +166,7 @@ ALLOCATED = {
 
 
 @pytest.mark.parametrize("name", ALLOCATED)
-def test_a_plan_is_what_a_step_allocates(name):
+def test_a_plan_equals_the_allocations_of_a_step(name):
     """At all levels, to 0.2%: what is left out are vectors of a number a token, and norms' weights."""
     config, batch, seq, others = ALLOCATED[name]
     model = on_meta(config | {"max_position_embeddings": seq})
@@ -198,7 +199,7 @@ def test_layers_that_no_gradient_reaches_keep_nothing(frozen, level):
     assert plan.repeated <= whole.repeated
 
 
-def test_heads_by_groups_take_less():
+def test_computing_heads_in_groups_takes_less_memory():
     memory = StepMemory(on_meta(LLAMA_8B | {"num_hidden_layers": 2}), Step(1, 1 << 19))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_costs, "LONG", 1 << 30)
@@ -234,7 +235,7 @@ TINY = {
 }
 
 
-def test_no_other_levels_that_fit_repeat_less():
+def test_no_other_fitting_levels_recompute_less():
     memory = StepMemory(on_meta(LLAMA_1B | {"num_hidden_layers": 4}), Step(16, 2048))
     plans = [memory.plan(levels) for levels in itertools.product(LADDERS[0], repeat=4)]
     smallest = min(plan.peak for plan in plans)
@@ -243,7 +244,7 @@ def test_no_other_levels_that_fit_repeat_less():
         chosen = memory.choose_levels(budget)
         best = min(plan.repeated for plan in plans if plan.peak <= budget)
         assert chosen.fits
-        # One layer after the other is not always the very best, but never further from it than a layer.
+        # Choosing layer by layer is not always optimal, but never worse by more than a layer.
         assert best <= chosen.repeated <= best + of_a_layer
     smallest = memory.plan(["offload"] * 4).peak
     assert memory.choose_levels(smallest).fits
@@ -264,7 +265,7 @@ def test_long_sequences_go_in_tiles_and_then_to_the_host():
         offloaded = chosen.levels.count("offload")
         assert chosen.host == offloaded * (1 << 17) * 2048 * 2
         assert bool(offloaded) == (level == "offload") == ("GiB of the host" in str(chosen))
-    # What is short is a tile as a whole, and no tile costs less than all tokens at once.
+    # A short sequence is a single tile, which costs no less than all tokens at once.
     short = StepMemory(on_meta(LLAMA_1B), Step(1, 4096))
     assert short.plan(["tiled"] * 16).peak == short.plan(["checkpoint"] * 16).peak
 
@@ -287,7 +288,7 @@ def test_the_first_layers_give_up_what_they_keep_first():
         assert places == sorted(places, reverse=True)
 
 
-def test_what_a_step_has_beside_its_model_counts():
+def test_other_memory_of_a_step_counts():
     model = on_meta(LLAMA_1B)
     peak = {
         name: StepMemory(model, step).plan(["lean"] * 16).peak
@@ -308,10 +309,10 @@ def test_what_a_step_has_beside_its_model_counts():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_room_that_a_loss_takes_follows_from_its_chunks(trained):
+def test_the_memory_of_a_loss_follows_from_its_chunks(trained):
     few = working_bytes(1024, 4096, 128256, 2, trained)
     dw = 128256 * 4096
-    chunk = 1024 * (4096 * 2 + 128256) * 2  # with its tokens and their gradients
+    chunk = 1024 * (4096 * 2 + 128256) * 2  # including its tokens and their gradients
     assert few == 1024 * 4096 * 2 + chunk + (2 * dw if trained else 0)
     many = working_bytes(1 << 17, 4096, 128256, 2, trained) - (1 << 17) * 4096 * 2
     assert (4 * dw if trained else 0) < many <= (6 * dw if trained else 0) + (2 << 30)
@@ -324,7 +325,7 @@ def run_step(model, tokens, seq=32):
     return loss.detach()
 
 
-def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
+def test_auto_chooses_at_the_first_batch_and_again_for_a_larger_one():
     torch.manual_seed(0)
     model = liger_models.from_config(TINY, activation_memory="auto", memory_budget="3MiB")
     plain = liger_models.from_config(TINY)
@@ -340,7 +341,7 @@ def test_auto_chooses_when_a_batch_is_there_and_again_for_a_larger_one():
     with torch.no_grad():
         model.set_activation_memory("auto", "3MiB")
         model(torch.zeros(1, 4, dtype=torch.int64))
-    assert model.fit_levels.plan is None  # nothing is kept without gradients
+    assert model.fit_levels.plan is None  # without gradients nothing is kept
     model.set_activation_memory("mlp")
     assert model.fit_levels is None
 
@@ -383,14 +384,14 @@ def test_after_the_first_step_the_optimizers_real_state_counts(held, make_model)
     optimizer.zero_grad()
     fit.held = held * trained
     second = planned()
-    assert second.parts["optimizer"] == 0  # it is among what the process holds
+    assert second.parts["optimizer"] == 0  # it is part of the memory that the process holds
     assert second.budget == room - held * trained
     assert model.activation_memory == second.levels == ("all",) * 3 != first.levels
     assert planned() is second
     assert len(said) == 2
 
 
-def test_what_was_chosen_is_said(caplog):
+def test_the_chosen_levels_are_logged(caplog):
     model = liger_models.from_config(TINY, activation_memory="auto", memory_budget="1MiB")
     with caplog.at_level("INFO", "liger_models"):
         run_step(model, 1024)
@@ -404,7 +405,7 @@ def test_without_a_gpu_a_budget_is_needed():
         run_step(model, 32)
 
 
-def test_a_budget_is_bytes_or_a_share():
+def test_a_budget_is_bytes_or_a_fraction():
     assert parse_budget(None) == (0.95, None)
     assert parse_budget(0.8) == (0.8, None)
     assert parse_budget("1.5 GiB") == (1.0, 3 * GIB // 2)
@@ -424,7 +425,7 @@ def test_the_largest_number_that_fits_is_found():
     assert largest(lambda n: False) == 0
 
 
-def test_the_command_says_whether_it_fits_and_what_would(capsys):
+def test_the_command_says_whether_a_step_fits_and_what_would_fit(capsys):
     arguments = ["plan", "llama-3.1-8b", "--batch-size", "8", "--seq-len", "4096", "--weights", "plain"]
     assert main([*arguments, "--gpu", "H200", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -440,7 +441,7 @@ def test_the_command_says_whether_it_fits_and_what_would(capsys):
     assert main([*arguments, *adapters, "--gpu", "RTX4090"]) == 0
 
 
-def test_a_step_of_another_size_is_counted_as_a_new_one():
+def test_a_step_of_another_size_is_planned_separately():
     model = on_meta(LLAMA_1B)
     counted = StepMemory(model, Step(1, 1, optimizer_on_host=True))
     counted.choose_levels(10 * GIB)
@@ -449,13 +450,13 @@ def test_a_step_of_another_size_is_counted_as_a_new_one():
         assert counted.resized(batch, seq).choose_levels(budget) == fresh.choose_levels(budget)
 
 
-def test_rows_that_gpus_divide_take_a_part_and_what_attention_exchanges(capsys):
+def test_rows_split_over_gpus_need_their_part_and_the_buffers_of_attention(capsys):
     model, tokens = on_meta(LLAMA_8B | {"num_hidden_layers": 1}), 8192
     (alone,) = StepMemory(model, Step(1, tokens)).layers
-    for ranks, copies in ((2, 0), (16, 1)):  # of 8 heads of keys
+    for ranks, copies in ((2, 0), (16, 1)):  # for 8 key heads
         (part,) = StepMemory(model, Step(1, ranks * tokens, sequence_ranks=ranks)).layers
         more = {level: part.kept[level] - alone.kept[level] for level in LEVELS}
-        # The output of 32 heads as it came back, and copies of keys and values.
+        # The exchanged output of 32 heads, and copies of keys and values.
         exchanged = 2 * tokens * 128 * (32 + 2 * 8 * copies)
         assert more == {level: exchanged if level in ("all", "lean", "mlp") else 0 for level in LEVELS}
     command = ["plan", "llama-3.1-8b", "--gpu", "H200", "--gpus", "8", "--sequence-parallel", "3"]
@@ -463,13 +464,13 @@ def test_rows_that_gpus_divide_take_a_part_and_what_attention_exchanges(capsys):
     assert "--sequence-parallel 3 does not divide --gpus 8" in capsys.readouterr().err
 
 
-def test_what_is_on_the_host_is_not_on_the_gpu_and_must_fit_there(capsys):
+def test_offloaded_state_is_counted_on_the_host_and_must_fit_there(capsys):
     model = on_meta(LLAMA_1B)
     there, here = (StepMemory(model, Step(1, 1 << 17, optimizer_on_host=host)) for host in (True, False))
     plans = there.plan(["offload"] * 16), here.plan(["offload"] * 16)
     assert plans[1].peak - plans[0].peak == plans[1].parts["optimizer"] == 6 * model.num_parameters()
     pinned = plans[0].host - plans[1].host
-    assert 6 * model.num_parameters() <= pinned <= 12 * model.num_parameters()  # powers of two
+    assert 6 * model.num_parameters() <= pinned <= 12 * model.num_parameters()  # sizes are powers of two
     assert plans[1].host == 16 * (1 << 17) * 2048 * 2
 
     divided = StepMemory(model, replace(there.step, gpus=4)).plan(["offload"] * 16)
@@ -557,7 +558,7 @@ def test_the_command_counts_the_state_of_the_optimizer(tmp_path, capsys):
         (["--gpu", "H200", "--optimizer", "muon", "--lora", "r=8"], "muon trains no adapters"),
     ],
 )
-def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
+def test_the_command_refuses_unsupported_plans(options, message, capsys):
     assert main(["plan", "llama-demo", *options]) == 2
     assert message in capsys.readouterr().err
 
@@ -567,7 +568,7 @@ def test_the_command_refuses_what_it_cannot_plan(options, message, capsys):
 @pytest.mark.parametrize(
     "config", [LLAMA_1B, QWEN3_30B_6 | {"num_hidden_layers": 2}], ids=["llama", "qwen3_moe"]
 )
-def test_a_measured_step_takes_what_was_planned(config, levels):
+def test_a_measured_step_needs_the_planned_memory(config, levels):
     model = liger_models.from_config(config, dtype="bfloat16", device="cuda", activation_memory=levels)
     optimizer = liger_models.optim.AdamW(model.parameters(), lr=1e-5)
     ids = torch.randint(0, 128256, (4, 2048), device="cuda")

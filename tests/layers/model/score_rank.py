@@ -21,7 +21,7 @@ from liger_models.losses import kto_kl, top_entropy
 
 
 def loss_of(scores):
-    return (scores.log_probs.sin() + scores.entropy**2).sum()  # what knows no coefficients beforehand
+    return (scores.log_probs.sin() + scores.entropy**2).sum()  # its coefficients are not known beforehand
 
 
 def in_pieces(task: dict[str, Any], own: dict[str, Any], mesh: Any) -> dict[str, Any]:

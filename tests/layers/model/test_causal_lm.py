@@ -76,7 +76,7 @@ def test_a_label_outside_the_vocabulary_is_named(name, outside, model, ids):
 def test_a_batch_without_labels_is_refused_unless_their_count_is_given(model, ids):
     nothing = torch.full_like(ids, -100)
     first_only = nothing.clone()
-    first_only[:, 0] = 5  # no token predicts the first
+    first_only[:, 0] = 5  # no token predicts the first one
     for labels in (nothing, first_only):
         with pytest.raises(DataError, match="no token of the batch has a label"):
             model(ids, labels=labels)
@@ -176,7 +176,7 @@ def test_fresh_weights_are_made_where_and_as_the_spec_says(make_model):
         elif name.endswith("bias"):
             assert p.eq(0).all(), name
         else:
-            # the standard deviation of n normal numbers is off by 1 / sqrt(2 n); five of those
+            # the standard deviation of n normal numbers has an error of 1 / sqrt(2 n); allow five
             assert p.std().item() == pytest.approx(0.02, rel=5 / (2 * p.numel()) ** 0.5), name
 
 

@@ -70,7 +70,7 @@ LESSONS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("name", LESSONS)
-def test_the_loss_and_its_gradients_are_those_of_all_logits(name, wrapped, call, pair, monkeypatch):
+def test_the_loss_and_its_gradients_match_all_logits(name, wrapped, call, pair, monkeypatch):
     monkeypatch.setattr(distilling, "_CHUNK", 4)
     student, teacher = pair
     ids, labels = batch(student)
@@ -88,7 +88,7 @@ def test_the_loss_and_its_gradients_are_those_of_all_logits(name, wrapped, call,
         counted &= call["position_ids"][:, 1:] != 0
     rows = [model(ids, **call).logits[:, :-1][counted].double() for model in pair]
     expected = divergence(rows[0], rows[1].detach()).mean()
-    # The float32 of logits in chunks rounds 6e-8, of numbers up to ten.
+    # Logits in chunks are float32, with roundings of 6e-8 of numbers up to ten.
     exact = {"rtol": 1e-5, "atol": 1e-6} if wrapped or "top" in name else {"rtol": 1e-9, "atol": 1e-12}
     torch.testing.assert_close(found.divergence.double(), expected, **exact)
     torch.testing.assert_close(found.hard_loss, nll, **exact)
@@ -123,13 +123,13 @@ def test_another_vocabulary_is_refused(pair, make_model):
         student.distill(other, ids, labels)
 
 
-def test_a_teacher_that_is_no_model_of_ours_is_refused(pair):
+def test_a_teacher_of_another_library_is_refused(pair):
     ids, labels = batch(pair[0])
     with pytest.raises(DataError, match="the teacher is a Linear; expected a model of liger_models"):
         pair[0].distill(torch.nn.Linear(2, 2), ids, labels)
 
 
-def test_what_has_no_lesson_is_refused(pair):
+def test_batches_without_a_lesson_are_refused(pair):
     student, teacher = pair
     ids, labels = batch(student)
     with pytest.raises(DataError, match="over labels"):
@@ -147,7 +147,7 @@ def test_what_has_no_lesson_is_refused(pair):
             Distillation(teacher, **options)
 
 
-def test_trls_divergence_of_hidden_states_is_ours(pair):
+def test_trls_divergence_of_hidden_states_equals_ours(pair):
     pytest.importorskip("trl", reason="trl is not installed")
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 

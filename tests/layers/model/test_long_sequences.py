@@ -26,7 +26,7 @@ def error(found, expected):
     return ((found.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
-# Of bfloat16 numbers that went through some twenty roundings of 2^-9 each: 2^-9 sqrt(20) < 2^-6.
+# bfloat16 numbers after about twenty roundings by 2^-9 each: 2^-9 sqrt(20) < 2^-6.
 TOLERANCE = 2.0**-6
 
 
@@ -49,7 +49,7 @@ def test_attention_reaches_the_last_heads_of_the_last_tokens(backend):
     found = (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
     found = [x[-tail:, -8 if x.shape[1] == heads else -1 :] for x in found]
 
-    # The last eight heads share the last keys, and the last keys are seen by the last tokens alone.
+    # The last eight heads share the last keys, to which only the last tokens attend.
     q8 = q.detach()[-tail:, -8:].float().requires_grad_()
     k1, v1 = (x.detach()[:, -1].float().requires_grad_() for x in (k, v))
     places = torch.arange(tokens, device="cuda")
@@ -64,7 +64,7 @@ def test_attention_reaches_the_last_heads_of_the_last_tokens(backend):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", ["tiled", "offload"])
-def test_the_last_row_of_a_long_batch_is_what_it_is_alone(level):
+def test_the_last_row_of_a_long_batch_equals_the_row_alone(level):
     rows, seq, hidden = 17, 32768, 4096
     assert rows * seq * hidden > 2**31
     config = {

@@ -55,7 +55,7 @@ def expected(model, ids, labels, shifted, call):
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
-def test_scores_and_their_gradients_are_those_of_all_logits(call, shifted, model):
+def test_scores_and_their_gradients_match_all_logits(call, shifted, model):
     model = model.double()
     ids, labels = batch(model)
     given = {"shift_labels": labels} if shifted else {"labels": labels}
@@ -79,19 +79,19 @@ def test_scores_are_float32_in_half_precision_too(model):
     truth = model.score(ids, labels, entropy=True)
     scores = model.bfloat16().score(ids, labels, entropy=True)
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-    # Logits up to 4 of bfloat16 models, some roundings of the hidden states deep.
+    # Logits of up to 4 in bfloat16, after several roundings of the hidden states.
     torch.testing.assert_close(scores.log_probs, truth.log_probs, rtol=0, atol=0.3)
 
 
-def test_packed_documents_are_scored_as_alone(model):
+def test_packed_documents_are_scored_separately(model):
     ids, labels = (t.flatten()[None] for t in batch(model))
     bounds = torch.tensor([0, 5, 6, 27])
     packed = model.score(ids, labels, cu_seqlens=bounds).log_probs
     for start, end in ((0, 5), (6, 27)):
         alone = model.score(ids[:, start:end], labels[:, start:end]).log_probs
-        # Attention sums over other blocks of keys.
+        # Attention sums over different blocks of keys.
         torch.testing.assert_close(packed[:, start : end - 1], alone, rtol=1e-5, atol=1e-5)
-    assert not packed[:, [4, 5]].any()  # the first token of a document does not count
+    assert not packed[:, [4, 5]].any()  # the first token of a document is not scored
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["scores", "weighted sum"])
@@ -118,7 +118,7 @@ def test_a_wrapped_head_scores_in_chunks(known, model, monkeypatch):
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shift_labels"])
-def test_known_coefficients_make_the_gradients_in_the_forward_pass(shifted, wrapped, model):
+def test_known_coefficients_compute_gradients_in_the_forward_pass(shifted, wrapped, model):
     model = model.double()
     ids, labels = batch(model)
     if wrapped:
@@ -148,7 +148,7 @@ def test_a_batch_without_labels_has_zero_scores_and_zero_gradients(wrapped, mode
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)
 
 
-def test_routers_tell_what_they_add_to_a_loss(make_model, moe_spec):
+def test_scores_include_the_router_loss(make_model, moe_spec):
     spec = make_model().spec
     blocks = tuple(replace(block, mlp=moe_spec) for block in spec.blocks)
     model = CausalLM(replace(spec, blocks=blocks))
@@ -171,7 +171,7 @@ def test_routers_tell_what_they_add_to_a_loss(make_model, moe_spec):
         ({"labels": torch.full((BATCH, SEQ), 10**6)}, "outside the vocabulary"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(change, message, model):
+def test_unscorable_inputs_are_refused(change, message, model):
     ids, labels = batch(model)
     with pytest.raises(DataError, match=message):
         model.score(**({"input_ids": ids, "labels": labels} | change))
@@ -195,7 +195,7 @@ def test_a_tensor_of_temperatures_is_refused_by_name(temperature, message, model
         log_probs(torch.randn(3, 7), torch.tensor([1, 2, 3]), temperature=temperature)
 
 
-def test_options_may_come_to_forward_as_well(model):
+def test_options_may_also_be_passed_to_forward(model):
     ids, labels = batch(model)
     assert torch.equal(
         model(ids, labels=labels, score=ScoreOptions(temperature=0.5)).log_probs,
@@ -205,7 +205,7 @@ def test_options_may_come_to_forward_as_well(model):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
+def test_two_ranks_compute_the_mean_of_the_gradients(model, tmp_path):
     ids = torch.randint(model.spec.vocab_size, (4, SEQ))
     labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
     labels[2] = -100  # uneven counts
@@ -244,10 +244,10 @@ def test_two_ranks_make_the_mean_of_the_gradients(model, tmp_path):
             for name, gradient in expected.items():
                 distance = (results[wrapper][name] - gradient).norm()
                 assert distance <= 1e-5 * gradient.norm(), (wrapper, name)
-        # Means and quantiles over the eight numbers of both ranks, three and five.
+        # Means and quantiles are over the eight numbers of both ranks, three and five.
         assert results["kl"] == (3 * 1 + 5 * 2) / 8
-        assert results["top"] == (1, 3)[rank]  # of 0 0 1 1 2 2 3 4 those above 1.2
-        # Under a policy that casts what layers are given, coefficients and scores stay float32.
+        assert results["top"] == (1, 3)[rank]  # those of 0 0 1 1 2 2 3 4 above 1.2
+        # Under a policy that casts the inputs of layers, coefficients and scores stay float32.
         assert results["dtypes"] == (torch.float32, torch.float32)
         assert "log_probs would be rounded to torch.bfloat16" in results["rounding"]
         weighted, summed = results["weighted"]

@@ -141,7 +141,7 @@ def test_a_divergence_of_linear_layers(module, options, formula, function, reduc
 
 
 @of_logits
-def test_a_module_of_logits_is_its_function(module, options, formula, function):
+def test_a_module_of_logits_equals_its_function(module, options, formula, function):
     student, teacher, labels = torch.randn(TOKENS, VOCAB), torch.randn(TOKENS, VOCAB), labels_with_gaps()
     loss = module(ignore_index=3, **options)(student, teacher, labels)
     assert loss.dtype == torch.float32
@@ -150,7 +150,7 @@ def test_a_module_of_logits_is_its_function(module, options, formula, function):
 
 
 @of_layers
-def test_a_module_of_linear_layers_is_its_function(module, options, formula, function):
+def test_a_module_of_linear_layers_equals_its_function(module, options, formula, function):
     operands = [torch.randn(size, HIDDEN) for size in (TOKENS, VOCAB, TOKENS, VOCAB)]
     labels = torch.randint(0, VOCAB, (TOKENS,))
     labels[:4] = 3
@@ -160,7 +160,7 @@ def test_a_module_of_linear_layers_is_its_function(module, options, formula, fun
     assert not torch.equal(loss, module(**options)(*operands, labels))
 
 
-def test_kl_is_torchs_of_log_probabilities():
+def test_kl_matches_torch_on_log_probabilities():
     student, teacher = random(TOKENS, VOCAB), torch.randn(TOKENS, VOCAB, dtype=torch.float64).log_softmax(-1)
     expected = torch.nn.KLDivLoss(reduction="batchmean", log_target=True)(student.log_softmax(-1), teacher)
     assert_same(LigerKLDivLoss()(student.log_softmax(-1), teacher), expected, [student])
@@ -171,7 +171,7 @@ def test_options_are_checked_where_they_are_given(module):
     with pytest.raises(TypeError, match="unexpected keyword argument 'log_target'"):
         module(log_target=True)
     with pytest.raises(TypeError, match="positional argument"):
-        module(0.1)  # torch and others have each their own order
+        module(0.1)  # libraries order their parameters differently
     assert "reduction='sum', ignore_index=-1" in repr(module(reduction="sum", ignore_index=-1))
 
 
@@ -188,6 +188,6 @@ def test_incompatible_inputs_raise_the_functions_own_errors():
     x, weight = torch.randn(TOKENS, HIDDEN), torch.randn(VOCAB, HIDDEN)
     with pytest.raises(ValueError, match="one vocabulary"):
         LigerFusedLinearKLDivLoss()(x, weight, x, weight[1:])
-    # A target distribution in the place of the teacher's hidden states, and labels in that of its weight.
+    # A target distribution in place of the teacher's hidden states, and labels in place of its weight.
     with pytest.raises((ValueError, TypeError)):
         LigerFusedLinearKLDivLoss()(x, weight, logits.softmax(-1), labels_with_gaps())

@@ -236,7 +236,7 @@ def test_fused_linear_cross_entropy(reduction, bias):
     )
 
 
-def test_losses_take_another_ignored_label():
+def test_losses_accept_another_ignored_label():
     target = torch.tensor([3, 1, 3, 0])
     logits = torch.randn(4, VOCAB)
     expected = F.cross_entropy(logits[[1, 3]], target[[1, 3]])
@@ -273,7 +273,7 @@ class PlainModel(nn.Module):
 
 
 @pytest.mark.parametrize("interpreted", [False, True], ids=["plain", "triton"])
-def test_a_plain_model_with_our_parts_trains_alike(interpreted):
+def test_a_plain_model_trains_the_same_with_our_parts(interpreted):
     if interpreted and torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
     theirs = randomised(PlainModel(liger=False))
@@ -287,7 +287,7 @@ def test_a_plain_model_with_our_parts_trains_alike(interpreted):
     expected = truth(ids, target)
     expected.backward()
     own = dict(ours.named_parameters())
-    # float32 against float64, through some twenty operations
+    # float32 against float64, through about twenty operations
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     for name, p in truth.named_parameters():
         assert (own[name].grad - p.grad).norm() <= 1e-5 * p.grad.norm(), name

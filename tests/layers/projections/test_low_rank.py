@@ -129,7 +129,7 @@ def plain(x, *projections):
     return torch.cat([plain_low_rank_linear(x, projection, x.dtype) for projection in projections], dim=-1)
 
 
-def test_gradients_are_those_of_finite_differences(projections):
+def test_gradients_match_finite_differences(projections):
     x = make_input()
 
     def function(x, *_):
@@ -139,9 +139,9 @@ def test_gradients_are_those_of_finite_differences(projections):
     assert torch.autograd.gradcheck(function, (x, *tensors_of(projections)))
 
 
-# Dropout draws other random numbers in the plain form.
+# Dropout draws different random numbers in the plain form.
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in (dropped, side_by_side)])
-def test_it_is_the_plain_form(form):
+def test_it_equals_the_plain_form(form):
     projections = form()
     x = make_input()
     y, gradients = run(low_rank_linear, x, projections)
@@ -166,7 +166,7 @@ def test_paths_are_added_to_a_layer_with_a_backward_pass_of_its_own(in_place):
     assert (add_low_rank(y, x, adapters, in_place) is y) == in_place
 
 
-def test_what_cannot_be_written_into_is_copied():
+def test_outputs_that_cannot_be_modified_are_copied():
     x, adapter = make_input(), make_adapter(10)
     leaf = torch.randn(*TOKENS, 10, dtype=torch.float64, requires_grad=True)
     for y in (
@@ -180,7 +180,7 @@ def test_what_cannot_be_written_into_is_copied():
 
 
 @pytest.mark.parametrize("probability", [0.25, 1.0])
-def test_dropout_leaves_out_as_many_elements_as_it_says(probability):
+def test_dropout_drops_the_given_share_of_elements(probability):
     x = torch.ones(4000, WIDTH)
     a, b = torch.eye(WIDTH), torch.eye(WIDTH)
     weight = torch.zeros(WIDTH, WIDTH)
@@ -211,7 +211,7 @@ def test_float32_adapters_have_gradients_that_were_summed_in_float32(dtype):
     assert (x.grad.dtype, adapter.a.grad.dtype, adapter.b.grad.dtype) == (dtype, torch.float32, torch.float32)
     (t,) = (tensor for tensor in saved if tensor.shape == (15, 2))
     exact = dy.view(15, 10).double().T @ t.double()
-    # Of the values that stand there, summed in float32: 15 terms, and the scale.
+    # The saved values are summed in float32: 15 terms, and the scale.
     bound = 20 * torch.finfo(torch.float32).eps
     assert (adapter.b.grad.double() - exact).norm() <= bound * exact.norm()
 
@@ -228,7 +228,7 @@ def test_autocast_keeps_the_input_as_it_is_and_gives_the_gradients_of_its_dtype(
         expected = torch.cat([plain_low_rank_linear(x, part, torch.bfloat16) for part in parts], dim=-1)
     assert y.dtype == torch.bfloat16
     assert [tensor is x for tensor in saved if tensor.shape == x.shape] == [True]
-    # bfloat16 rounds 2^-9, of a handful of roundings
+    # a few bfloat16 roundings by 2^-9
     assert (y - expected).norm() <= 2**-7 * expected.norm()
     y.sum().backward()
     assert x.grad.dtype == torch.float32
@@ -295,7 +295,7 @@ def test_a_layer_that_runs_again_does_not_repeat_its_product(again):
     assert products.count == 1  # dx
 
 
-def test_layers_that_lie_below_one_another_are_one_product():
+def test_layers_stored_one_after_another_are_one_product():
     projections, x = of_one_matrix(), make_input()
     with Products(sum(OUTS)) as products:
         low_rank_linear(x, *projections)
@@ -306,7 +306,7 @@ def test_layers_that_lie_below_one_another_are_one_product():
     assert products.count == 0
 
 
-def test_no_tokens(projections):
+def test_zero_tokens_work(projections):
     x = torch.randn(0, WIDTH, dtype=torch.float64, requires_grad=True)
     y = low_rank_linear(x, *projections)
     y.sum().backward()
@@ -340,7 +340,7 @@ class WithPaths(Linear):
         return Projection(self.weight, self.bias) if self.covered else None
 
 
-def test_a_layer_is_taken_only_where_nobody_sees_how_it_runs():
+def test_a_layer_with_hooks_is_not_taken_over():
     assert projection_of(Linear(3, 4)) is not None
     assert projection_of(nn.Linear(3, 4)) is not None
     assert projection_of(nn.Embedding(3, 4)) is None

@@ -58,7 +58,7 @@ def plain(x, *projections):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_as_near_to_the_truth_as_the_plain_form(dtype):
+def test_it_is_as_accurate_as_the_plain_form(dtype):
     torch.manual_seed(0)
     projections = make(dtype, 0.0)
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -79,7 +79,7 @@ def test_dropout_leaves_out_the_same_elements_in_both_passes(dtype):
     dy = torch.randn(TOKENS, OUTS[1], device="cuda", dtype=torch.bfloat16)
     state = torch.cuda.get_rng_state()
     y = low_rank_linear(x, projection)
-    torch.randn(999, device="cuda")  # others draw numbers too before the backward pass
+    torch.randn(999, device="cuda")  # other code draws numbers before the backward pass
     found = [y, *torch.autograd.grad(y, [x, path.a, path.b], dy)]
 
     kept = _kept_elements(x, 0.3, state)
@@ -90,6 +90,6 @@ def test_dropout_leaves_out_the_same_elements_in_both_passes(dtype):
     truth = F.linear(wide[0], projection.weight.double()) + path.scale * F.linear(t, wide[2])
     expected = [truth, *torch.autograd.grad(truth, wide, dy.double())]
     for one, other in zip(found, expected, strict=True):
-        # x, t, u and the outputs are rounded to bfloat16 (2^-9 each, of a normal distribution about 2^-9.5);
+        # x, t, u and the outputs are rounded to bfloat16 (by 2^-9 each, about 2^-9.5 for normal numbers);
         # with another mask the distance would be about one.
         assert distance(one, other) <= 4 * 2**-9

@@ -8,15 +8,15 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.layers.projections.matrices import matrices
 
-VECTORS = {  # of two or more dimensions
-    "gpt_oss": {"gate_up_proj_bias", "down_proj_bias"},  # of each expert
-    "stablelm": {"weight"},  # of each head's norm
+VECTORS = {  # with two or more dimensions
+    "gpt_oss": {"gate_up_proj_bias", "down_proj_bias"},  # one per expert
+    "stablelm": {"weight"},  # one norm per head
     "llama": set(),
 }
 
 
 @pytest.mark.parametrize("family", VECTORS)
-def test_vectors_of_experts_and_heads_are_no_matrices(family):
+def test_vectors_per_expert_or_head_are_not_matrices(family):
     model = liger_models.from_config(find_architecture(family).tiny, device="meta")
     found = {id(p) for *_, p in matrices(model)}
     assert all(p.ndim >= 2 for *_, p in matrices(model))

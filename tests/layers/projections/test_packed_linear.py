@@ -50,7 +50,7 @@ def test_split_projections_give_the_same_logits_and_gradients_at_every_level(mod
     logits, gradients = results(model)
     model.split_projections()
     split_logits, split_gradients = results(model)
-    # Products of other sizes may add in another order: sums of 40 terms at most, in float32.
+    # Products of other sizes may sum in another order: at most 40 terms, in float32.
     bound = 40 * torch.finfo(torch.float32).eps
     assert (split_logits - logits).norm() <= bound * logits.norm()
     assert split_gradients.keys() == gradients.keys()
@@ -58,7 +58,7 @@ def test_split_projections_give_the_same_logits_and_gradients_at_every_level(mod
         assert (split_gradients[name] - gradient).norm() <= bound * gradient.norm(), name
 
 
-def test_split_projections_bear_the_names_of_the_checkpoint(model):
+def test_split_projections_have_the_names_of_the_checkpoint(model):
     names = [name.removeprefix("model.") for name in checkpoint_shapes(model.weight_map())]
     shapes = checkpoint_shapes(model.weight_map())
     model.split_projections()
@@ -144,7 +144,7 @@ def test_only_plain_layers_are_split_and_fused(model):
         model.fuse_projections()
 
 
-def test_memory_is_used_again_in_both_forms(model):
+def test_memory_is_reused_in_both_forms(model):
     attention = model.layers[0].self_attn
     assert output_is_ours(attention.qkv_proj)
     model.split_projections()
@@ -153,7 +153,7 @@ def test_memory_is_used_again_in_both_forms(model):
     assert not output_is_ours(attention.qkv_proj)
 
 
-def test_the_names_of_parts_are_in_no_state_and_cannot_be_called():
+def test_part_names_are_not_in_the_state_dict_and_not_callable():
     packed = PackedLinear(6, {"a": 2, "b": 3}, bias=True)
     assert set(packed.state_dict()) == {"weight", "bias"}
     with pytest.raises(RuntimeError, match=r"split_projections\(\)"):
@@ -168,7 +168,7 @@ def lora(model, targets):
     return peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=targets), model)
 
 
-def test_peft_is_refused_the_parts_of_fused_projections_and_told_what_to_do(model):
+def test_adapting_parts_of_fused_projections_is_refused_with_a_remedy(model):
     for targets in (SEVEN, ["q_proj"], ["up_proj", "down_proj"]):
         with pytest.raises(ValueError, match=r"split_projections\(\)"):
             lora(copy.deepcopy(model), targets)
@@ -207,7 +207,7 @@ BY_HEAD = {
 
 
 @pytest.mark.parametrize("layout", BY_HEAD.values(), ids=BY_HEAD)
-def test_a_split_layer_has_its_rows_as_the_checkpoint_has_them(model, layout):
+def test_a_split_layer_has_its_rows_in_the_order_of_the_checkpoint(model, layout):
     """One layer, of the checkpoint's name; what it computes is sorted."""
     model.layout = layout
     before, gradients = results(model)

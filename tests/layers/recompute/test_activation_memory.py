@@ -120,7 +120,7 @@ def test_autocast_gives_the_same_bits_at_every_level(levels, make_model, batch):
 
 @pytest.mark.parametrize("levels", CHOICES[1:], ids=str)
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_low_rank_adapters_train_alike_at_every_level(dropout, levels, make_model, batch):
+def test_low_rank_adapters_train_the_same_at_every_level(dropout, levels, make_model, batch):
     model = wrap(make_model(activation_memory="all"), dropout)
     expected = run(model, batch)
     assert any(name.endswith("qkv_proj.a") for name in expected)
@@ -162,7 +162,7 @@ def test_frozen_weights_keep_the_other_gradients(frozen, levels, make_model, bat
 
 
 @pytest.mark.parametrize("levels", CHOICES[1:], ids=str)
-def test_embeddings_alone_can_be_trained(levels, make_model, batch):
+def test_embeddings_can_be_trained_alone(levels, make_model, batch):
     """With every parameter frozen, gradients still reach the input (soft prompts)."""
     model = make_model(activation_memory="all").requires_grad_(False)
     gradients = []
@@ -210,7 +210,7 @@ def test_a_weight_changed_before_backward_raises(level, changed, make_model, bat
         loss.backward()
 
 
-def test_a_recipe_notices_a_change_in_place():
+def test_a_recipe_detects_a_change_in_place():
     x = torch.randn(4, 3)
     weight = nn.Parameter(torch.randn(3))
     with keep_recipes():
@@ -266,7 +266,7 @@ class Halving(nn.Module):
 
 
 @pytest.mark.parametrize("levels", ["all", "lean"])
-def test_an_edit_after_a_use_is_right_or_noticed(levels, make_model, batch):
+def test_an_edit_after_a_use_is_handled_or_detected(levels, make_model, batch):
     """At `all` autograd notices it: the projection's gradient needs what was there. (Under recomputation it
     is beyond the check, as under torch's own checkpoint.)
     """
@@ -293,7 +293,7 @@ def run_or_none(model, batch):
 
 
 @pytest.mark.parametrize("levels", CHOICES, ids=str)
-def test_an_edit_of_a_layers_input_is_right_or_noticed(levels, make_model, batch):
+def test_an_edit_of_a_layers_input_is_handled_or_detected(levels, make_model, batch):
     """A layer that runs again would edit what it has edited already."""
     model = make_model(activation_memory=levels)
     model.layers[1].register_forward_pre_hook(edit)
@@ -329,7 +329,7 @@ def test_a_saved_norm_output_is_a_tensor_alone(tmp_path):
     """Files written to disk belong to no model, and can be read without our code."""
     y = LigerRMSNorm(8)(torch.randn(3, 8))
     torch.save(y, tmp_path / "y.pt")
-    assert (tmp_path / "y.pt").stat().st_size < 3000  # with its recipe it would hold the inputs too
+    assert (tmp_path / "y.pt").stat().st_size < 3000  # with its recipe it would include the inputs
     assert b"liger_models" not in (tmp_path / "y.pt").read_bytes()
     assert torch.equal(torch.load(tmp_path / "y.pt", weights_only=True), y)
 
@@ -398,7 +398,7 @@ def test_disabling_and_enabling_again_restores_the_levels(levels, make_model):
     assert model.is_gradient_checkpointing
 
 
-def test_what_was_enabled_comes_back_and_a_new_choice_forgets_it(make_model):
+def test_disabled_levels_are_restored_unless_new_ones_are_set(make_model):
     model = make_model(activation_memory=MIXED)
     model.activation_checkpointing_enable(every_n_layers=2, offload=True)
     enabled = model.activation_memory
@@ -414,7 +414,7 @@ def test_what_was_enabled_comes_back_and_a_new_choice_forgets_it(make_model):
 
 
 @pytest.mark.parametrize("level", ["tiled", "offload"])
-def test_enabling_leaves_layers_that_are_recomputed_already(level, make_model):
+def test_enabling_keeps_layers_that_are_recomputed_already(level, make_model):
     model = make_model(activation_memory=[level, "lean", level])
     model.gradient_checkpointing_enable()
     assert model.activation_memory == (level, "checkpoint", level)
@@ -462,7 +462,7 @@ def bytes_a_layer(make_model, level, **options) -> float:
     ids = torch.randint(0, 61, (1, tokens))
     for layers in (2, 4):
         model = make_model(layers, activation_memory=level, **options)
-        model(ids[:, :1])  # what is made once for all models, such as rotary frequencies
+        model(ids[:, :1])  # creates data shared by all models, such as rotary frequencies
         with LiveBytes(model.parameters()) as live:
             loss = model(ids, labels=ids).loss
             gc.collect()
@@ -481,7 +481,7 @@ def test_each_level_keeps_less_than_the_one_before(make_model):
 
 
 @pytest.mark.parametrize("level", RERUN)
-def test_of_a_layer_that_runs_again_the_first_norm_is_gone_while_the_mlp_goes_back(level, make_model):
+def test_a_recomputed_layer_frees_its_first_norm_during_the_mlps_backward_pass(level, make_model):
     model = make_model(1, activation_memory=level)
     layer, made, gone = model.layers[0], [], []
 
@@ -496,14 +496,12 @@ def test_of_a_layer_that_runs_again_the_first_norm_is_gone_while_the_mlp_goes_ba
     assert gone == [True]
 
 
-def test_checkpoint_keeps_the_layer_input_alone(make_model):
+def test_checkpoint_keeps_only_the_layer_input(make_model):
     assert bytes_a_layer(make_model, "checkpoint") == 4 * 32
 
 
 @pytest.mark.parametrize(("level", "streams"), [("tiled", 1), ("offload", 0)])
-def test_an_mlp_that_runs_tile_by_tile_through_autograd_keeps_nothing_more(
-    level, streams, make_model, monkeypatch
-):
+def test_an_mlp_run_in_tiles_through_autograd_keeps_nothing_more(level, streams, make_model, monkeypatch):
     """As with adapters or hooks in it: each tile is recomputed within the layer, which is recomputed too."""
     monkeypatch.setattr(tiles, "TILE", 8)
 
@@ -516,7 +514,7 @@ def test_an_mlp_that_runs_tile_by_tile_through_autograd_keeps_nothing_more(
     assert bytes_a_layer(hooked, level) == streams * 4 * 32
 
 
-def test_of_one_recompute_within_another_nothing_is_kept():
+def test_nested_recomputes_keep_nothing():
     x = torch.randn(100, requires_grad=True)
 
     def outer(x: Tensor) -> Tensor:
@@ -531,7 +529,7 @@ def test_of_one_recompute_within_another_nothing_is_kept():
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_an_input_of_one_recompute_within_another_that_is_edited_raises(inside):
+def test_editing_an_input_of_a_nested_recompute_raises(inside):
     """The second run of the inner one would read what the first left."""
     x = torch.randn(5, requires_grad=True)
 
@@ -558,16 +556,16 @@ def test_without_gradients_a_function_runs_once(without):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_all_keeps_as_many_bytes_as_a_layer_says(make_model):
+def test_all_keeps_as_many_bytes_as_a_layer_reports(make_model):
     """(Of the levels with recipes: test_blocks.py.)"""
-    # As many key/value heads as heads: with fewer, attention on a CPU repeats them, and on a GPU it does not.
+    # As many key/value heads as heads: with fewer, attention repeats them on a CPU but not on a GPU.
     with interpret():
         kept = bytes_a_layer(make_model, "all", kv_heads=4)
     assert kept == make_model(kv_heads=4).layers[0].activation_bytes("all", 4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_lean_keeps_the_tables_tensors(make_model):
+def test_lean_keeps_the_documented_tensors(make_model):
     """With the kernels: two sums of the residual stream, q|k|v, attention's output, gate and up, in float32;
     and one statistic per token and norm, and one per token and head.
     """

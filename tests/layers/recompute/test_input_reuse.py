@@ -9,7 +9,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS, output_is_ou
 pytestmark = pytest.mark.usefixtures("interpreted")
 
 
-def test_a_tensor_that_a_forward_hook_kept_is_not_written_over():
+def test_a_tensor_kept_by_a_forward_hook_is_not_overwritten():
     torch.manual_seed(0)
     mlp = LigerSwiGLUMLP(8, 12)
     kept = []
@@ -18,7 +18,7 @@ def test_a_tensor_that_a_forward_hook_kept_is_not_written_over():
     assert kept[0]._version == 0
 
 
-def test_without_hooks_the_output_is_written_over():
+def test_without_hooks_the_output_is_overwritten():
     torch.manual_seed(0)
     mlp = LigerSwiGLUMLP(8, 12)
     seen = []
@@ -69,7 +69,7 @@ def test_a_subclass_that_needs_its_output_has_the_same_gradients_at_every_level(
         new = ExponentialLinear(old.in_features, old.out_features)
         new.load_state_dict({key: value / 10 for key, value in old.state_dict().items()})
         if not reuse:
-            new.register_forward_hook(lambda *args: None)  # now nothing is written over
+            new.register_forward_hook(lambda *args: None)  # now nothing is overwritten
         setattr(model.layers[0].get_submodule(parent), name, new)
         model(ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters()])
@@ -95,14 +95,14 @@ def parametrized(linear):
         lambda linear: linear.register_forward_hook(lambda *args: None),
     ],
 )
-def test_a_linear_layer_that_somebody_changed_keeps_its_output(change):
+def test_a_modified_linear_layer_keeps_its_output(change):
     linear = torch.nn.Linear(4, 4)
     assert output_is_ours(linear)
     change(linear)
     assert not output_is_ours(linear)
 
 
-def test_a_weight_that_is_more_than_a_tensor_keeps_the_output():
+def test_a_weight_of_a_tensor_subclass_keeps_the_output():
     class Quantised(torch.Tensor):
         """Its class decides what a product with it does, and keeps."""
 
@@ -140,7 +140,7 @@ def test_a_wrapper_whose_backward_needs_its_output_gives_the_gradient_of_the_for
     gate, up = torch.tanh(x @ mlp.gate_up_proj[0].weight.T).chunk(2, dim=-1)
     product = torch.nn.functional.silu(gate) * up
     (product @ mlp.down_proj.weight.T).sum().backward(inputs=[weight := mlp.gate_up_proj[0].weight])
-    # The sum of two gradients that should be alike: twice the first, to float32's rounding of some ten terms.
+    # The sum of two equal gradients is twice the first, up to float32 rounding of about ten terms.
     with torch.no_grad():
         both = weight.grad.clone()
     weight.grad = None

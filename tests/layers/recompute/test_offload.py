@@ -41,8 +41,8 @@ def buffers():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_buffers_are_used_again_and_given_back(device, make_model, monkeypatch):
-    monkeypatch.setattr(offload, "CHUNK", 1024)  # a layer's input has 2816 bytes: three buffers
+def test_buffers_are_reused_and_released(device, make_model, monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", 1024)  # the input of a layer has 2816 bytes, so three buffers
     monkeypatch.setattr(offload, "_LEAST", 64)
     model = make_model(activation_memory="checkpoint").to(device)
     expected = gradients(model, batch(device))
@@ -59,13 +59,13 @@ def test_buffers_are_used_again_and_given_back(device, make_model, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_calls_may_come_before_their_backward_passes(device, make_model):
+def test_two_calls_may_precede_their_backward_passes(device, make_model):
     model = make_model(activation_memory="checkpoint").to(device)
     batches = batch(device, 1), batch(device, 2, seed=1)
     expected = gradients(model, *batches)
     model.set_activation_memory("offload")
     assert same(gradients(model, *batches), expected)
-    # In the other order, and each graph twice.
+    # In the other order, with each graph used twice.
     model.zero_grad()
     losses = [model(ids, labels=ids).loss for ids in batches]
     for loss in losses:
@@ -78,7 +78,7 @@ def test_two_calls_may_come_before_their_backward_passes(device, make_model):
     assert same([p.grad for p in model.parameters()], expected)
 
 
-def test_a_layer_that_comes_back_has_the_one_before_it_fetched(make_model, monkeypatch):
+def test_the_backward_pass_of_a_layer_prefetches_the_previous_one(make_model, monkeypatch):
     log = []
     fetch, get = offload._OnHost.fetch, offload._OnHost.get
 
@@ -95,7 +95,7 @@ def test_a_layer_that_comes_back_has_the_one_before_it_fetched(make_model, monke
     monkeypatch.setattr(offload._OnHost, "get", noted("get", get))
     model = make_model(4, activation_memory=["offload", "lean", "offload", "offload"])
     gradients(model, batch("cpu"))
-    # The last one's input was not let go of in between.
+    # The input of the last layer was not released in between.
     assert log == [("get", 0), ("fetch", 1), ("get", 1), ("fetch", 2), ("get", 2)]
 
 
@@ -107,7 +107,7 @@ def test_without_gradients_nothing_is_copied(make_model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_input_that_was_written_into_is_refused(device, make_model):
+def test_a_modified_input_is_refused(device, make_model):
     """The copy of it may have been on its way."""
 
     def edit(module, args):
@@ -127,8 +127,8 @@ def test_the_host_needs_the_reported_bytes():
     assert host_bytes(1) == 4096
 
 
-# On a GPU a copy that is not waited for, or memory that is used again too early, is a wrong number now and
-# then. So the copies, or the work, are made slow.
+# On a GPU, a copy without a wait, or memory reused too early, gives wrong numbers only now and then. So these
+# tests slow down the copies, or the work.
 
 
 @contextlib.contextmanager
@@ -166,14 +166,14 @@ def test_many_layers_and_steps_give_the_bits_of_checkpointing(tokens, what, make
     expected = [gradients(model, ids) for ids in batches]
     model.set_activation_memory("offload")
     with slow(what, monkeypatch):
-        found = [gradients(model, ids) for ids in batches]  # nothing waits in between
-        for ids in batches:  # nor for graphs that nobody goes back through
+        found = [gradients(model, ids) for ids in batches]  # without waits in between
+        for ids in batches:  # nor for graphs without a backward pass
             model(ids, labels=ids)
         found += [gradients(model, ids) for ids in batches]
     assert all(same(*pair) for pair in zip(found, expected * 2, strict=True))
 
 
-def test_random_numbers_are_set_back_where_the_input_is(monkeypatch):
+def test_the_random_state_is_restored_on_the_inputs_device(monkeypatch):
     """torch's checkpoint does it for the devices of its arguments, which do not include a layer's own
     input.
     """
@@ -209,4 +209,6 @@ def test_wide_inputs_give_the_bits_of_checkpointing_and_leave_the_gpu(make_model
         found[level] = [p.grad.clone() for p in model.parameters()]
     assert same(found["offload"], found["checkpoint"])
     layer = ids.numel() * 32 * 2
-    assert kept["checkpoint"] - kept["offload"] == pytest.approx(23 * layer, rel=0.01)  # but the last one's
+    assert kept["checkpoint"] - kept["offload"] == pytest.approx(
+        23 * layer, rel=0.01
+    )  # except the last one's

@@ -52,7 +52,7 @@ KINDS = {
 
 def make(kind, randomised, dtype) -> nn.Module:
     mlp = make_mlp(HIDDEN, KINDS[kind]).to(dtype)
-    for part in mlp.children():  # of xIELU beta and eps are no numbers to draw
+    for part in mlp.children():  # beta and eps of xIELU keep their values
         nn.init.normal_(part.alpha_p) if kind == "xielu" and part is mlp.act_fn else randomised(part)
     if kind == "split":
         split_projections(mlp, Layout(root="").weight_map(canonical_forms(mlp)))
@@ -65,7 +65,7 @@ def make(kind, randomised, dtype) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tiles_give_the_results_of_all_tokens_at_once(kind, randomised):
+def test_tiles_give_the_same_results_as_all_tokens_at_once(kind, randomised):
     mlp = make(kind, randomised, torch.float64)
     expected = gradients(mlp, *inputs(torch.float64))
     mlp.activation_memory = "tiled"
@@ -79,7 +79,7 @@ def test_tiles_give_the_results_of_all_tokens_at_once(kind, randomised):
     torch.testing.assert_close(y.flatten(0, 1), found["y"])
 
 
-def test_gradients_in_bfloat16_are_as_near_to_the_truth_as_without_tiles(randomised):
+def test_gradients_in_bfloat16_are_as_accurate_as_without_tiles(randomised):
     """Summed in float32 and rounded once, a weight's gradient has the error of one rounding, 2^-9 of it at
     most, beside that of its factors, which is the same: tile by tile in bfloat16 it would have that of many.
     """
@@ -133,7 +133,7 @@ def test_tensors_as_wide_as_the_mlp_exist_for_one_tile_only(kind, randomised):
         with Widest() as widest:
             gradients(mlp, x, dy)
         rows[level] = widest.rows
-    weights = max(2 * INNER, HIDDEN)  # whose gradients have such columns too
+    weights = max(2 * INNER, HIDDEN)  # their gradients have such columns too
     assert rows["lean"] == 160
     assert rows["tiled"] <= weights
 
@@ -152,7 +152,7 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_layer_in_tiles_does_no_more_than_one_that_runs_again(make_model):
+def test_a_layer_in_tiles_does_no_more_work_than_a_recomputed_one(make_model):
     model = make_model(kv_heads=4)
     ids = torch.randint(0, 61, (1, 60), generator=torch.Generator().manual_seed(0))
     operations, losses = {}, {}
@@ -163,12 +163,12 @@ def test_a_layer_in_tiles_does_no_more_than_one_that_runs_again(make_model):
             loss.backward()
         operations[level], losses[level] = products.operations, loss.detach()
     assert operations["tiled"] == operations["offload"] == operations["checkpoint"] > 0
-    # float32, matrix products over other numbers of rows
+    # float32, matrix products over different numbers of rows
     torch.testing.assert_close(losses["tiled"], losses["checkpoint"], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("form", ["packed", "rows", "one row"])
-def test_a_layer_whose_heads_run_by_groups_is_the_layer(form, make_model, monkeypatch):
+def test_a_layer_with_heads_in_groups_equals_the_layer(form, make_model, monkeypatch):
     """Packed documents, here without a mask of their own, run as before."""
     monkeypatch.setattr(backends, "LONG", 40)
     pieces = []

@@ -34,7 +34,7 @@ def results(mixer, x, dy, sequences, keeping):
     ("projections", "keeping"),
     [("qkvz", "lean"), ("apart", "lean"), *(("qkv", keeping) for keeping in KEEPING)],
 )
-def test_kernels_give_what_the_plain_twins_give(projections, keeping, randomised):
+def test_kernels_match_the_plain_twins(projections, keeping, randomised):
     """For a document of two chunks, and one of one token."""
     mixer = randomised(GatedDelta(HIDDEN, GatedDeltaSpec(2, 4, 16, 16, projections=projections)))
     sequences = Sequences.of_lengths([66, 1, 4], torch.device("cpu"))
@@ -43,5 +43,5 @@ def test_kernels_give_what_the_plain_twins_give(projections, keeping, randomised
     with interpret():
         found = results(mixer, x, dy, sequences, keeping)
     for name, value in expected.items():
-        # float32 in chunks beside token by token; gradients of A_log and dt_bias sum over all tokens
+        # float32 in chunks against token by token; gradients of A_log and dt_bias sum over all tokens
         assert (found[name] - value).norm() <= 3e-5 * value.norm(), name

@@ -67,7 +67,7 @@ def make_everything(sequences: Sequences, size: int, window: int) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"parents": [-1, 0]}], ids=["packed", "tree"])
-def test_a_layer_reads_and_makes_tensors_of_its_own_device(given):
+def test_a_layer_reads_and_creates_tensors_on_its_own_device(given):
     """As in a model that is divided over devices: layers on each in turn make the same things."""
     for order in ((CPU, META), (META, CPU)):
         sequences = full_sequences(**given)
@@ -89,7 +89,7 @@ def test_every_field_of_every_part_has_a_value_in_these_tests():
         assert not missing, kind
 
 
-def test_what_layers_leave_is_shared_by_all_devices():
+def test_data_left_by_layers_is_shared_by_all_devices():
     sequences = full_sequences()
     assert sequences.on(CPU) is sequences
     there, again = sequences.on(META), sequences.on(META)
@@ -119,7 +119,7 @@ def test_an_added_field_is_moved():
     (moved, number), *_ = there.added["pairs"]
     assert moved.is_meta
     assert number == 3
-    assert there.shared is part.shared  # as its metadata says
+    assert there.shared is part.shared  # as specified in its metadata
     assert part.to(META) is there
 
 
@@ -136,7 +136,7 @@ def test_parts_are_frozen():
             setattr(part, name, None)
 
 
-def test_frameworks_hand_on_the_same_object():
+def test_frameworks_pass_the_same_object_on():
     """Whoever moves or casts the arguments of a module: FSDP2, DistributedDataParallel, accelerate."""
     from accelerate.utils.operations import convert_to_fp32, send_to_device
     from torch.distributed.utils import _apply_to_tensors, _recursive_to
@@ -152,7 +152,7 @@ def test_frameworks_hand_on_the_same_object():
     assert tree_leaves((sequences,)) == [sequences]
 
 
-def test_sharding_in_mixed_precision_leaves_positions_and_tables(tmp_path):
+def test_sharding_in_mixed_precision_does_not_change_positions_and_tables(tmp_path):
     """FSDP2 casts the hidden states that a layer gets, and hands on the batch next to them as it is."""
     for found in run_ranks(Path(__file__).with_name("mixed_precision_rank.py"), tmp_path):
         assert found == {

@@ -48,7 +48,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("longest", [1000, 5000], ids=["short", "long"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tables_are_those_of_the_reference(name, longest):
+def test_tables_match_the_reference(name, longest):
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     limit, settings = SETTINGS[name]
     settings = {"rope_theta": 10000.0, **settings}
@@ -63,24 +63,24 @@ def test_tables_are_those_of_the_reference(name, longest):
     embedding = llama.LlamaRotaryEmbedding(config)
     expected = embedding(torch.zeros(1), positions[None])
     found = rotary_tables(rope(HFConfig.load(raw), 64), positions, longest)
-    # A product taken in another order moves a frequency by two units in the last place, 2^-22, and so an
-    # angle by that part of itself.
+    # A product in another order changes a frequency by two units in the last place, 2^-22, and an angle by
+    # the same fraction.
     angles = positions[:, None] * embedding.inv_freq
     bound = embedding.attention_scaling * (angles * 2**-22 + 2**-23)
     for table, reference in zip(found, expected, strict=True):
         assert table.dtype == torch.float32
-        distance = (table - reference[0, :, :32]).abs()  # the reference holds every angle twice
+        distance = (table - reference[0, :, :32]).abs()  # the reference has every angle twice
         assert (distance <= bound).all()
         if name in ("default", "linear", "longrope", "llama3"):  # the same products in the same order
             assert not distance.any()
 
 
-def test_a_rotation_keeps_lengths_and_depends_on_distance_alone():
+def test_a_rotation_keeps_lengths_and_depends_only_on_distance():
     """The property of rotary embeddings: <R(s) q, R(t) k> is a function of t - s."""
     cos, sin = rotary_tables(RopeSpec(16), torch.arange(40))
     torch.testing.assert_close(cos.square() + sin.square(), torch.ones_like(cos), rtol=1e-6, atol=0)
-    # cos(a - b) = cos a cos b + sin a sin b, the same for all pairs of one distance; float32 angles up to 40
-    # are known to 2e-6.
+    # cos(a - b) = cos a cos b + sin a sin b is the same for all pairs at one distance; float32 angles up to
+    # 40 have an error of 2e-6.
     products = cos[3:] * cos[:-3] + sin[3:] * sin[:-3]
     torch.testing.assert_close(products, cos[3].expand_as(products), rtol=0, atol=1e-5)
 

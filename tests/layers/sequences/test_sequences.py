@@ -29,7 +29,7 @@ def test_rows_are_documents():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.long, torch.float32])
-def test_padding_is_taken_out_and_positions_stay_those_of_the_row(dtype):
+def test_padding_is_removed_and_positions_of_the_row_are_kept(dtype):
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0]]).to(dtype)
     sequences = read((3, 4), attention_mask=mask)
     assert documents(sequences) == [[2, 3], [0, 1, 2], []]
@@ -40,7 +40,7 @@ def test_padding_is_taken_out_and_positions_stay_those_of_the_row(dtype):
     assert restored.tolist() == [[0, 0, 3, 4], [5, 6, 7, 0], [0, 0, 0, 0]]
 
 
-def test_a_mask_of_ones_is_no_mask():
+def test_a_mask_of_ones_has_no_effect():
     assert read((2, 3), attention_mask=torch.ones(2, 3)).documents.cu_seqlens is None
 
 
@@ -71,14 +71,14 @@ def test_boundaries_and_chunks_never_wait_for_the_device(cu_seqlens):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.long])
-def test_boundaries_bound_the_flattened_batch(dtype):
+def test_boundaries_cover_the_flattened_batch(dtype):
     sequences = read((2, 3), cu_seqlens=torch.tensor([0, 4, 4, 6], dtype=dtype))
     assert documents(sequences) == [[0, 1, 2, 3], [], [0, 1]]
     assert sequences.documents.cu_seqlens.dtype == torch.int32
     assert (sequences.documents.max_seqlen, sequences.positions.end) == (4, 4)
 
 
-def test_given_positions_go_with_given_boundaries():
+def test_given_positions_may_come_with_given_boundaries():
     positions = torch.tensor([[5, 6, 7, 1, 2, 3]])
     sequences = read((1, 6), cu_seqlens=torch.tensor([0, 3, 6]), position_ids=positions)
     assert documents(sequences) == [[5, 6, 7], [1, 2, 3]]
@@ -95,7 +95,7 @@ def test_given_positions_go_with_given_boundaries():
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 2, 3], [4, 5, 6, 7]]),  # no document spans two rows
     ],
 )
-def test_a_jump_of_the_positions_begins_a_document(positions, expected):
+def test_a_jump_in_the_positions_begins_a_document(positions, expected):
     positions = torch.tensor(positions)
     assert documents(read(tuple(positions.shape), position_ids=positions)) == expected
 
@@ -107,7 +107,7 @@ def test_positions_without_a_jump_are_rows():
     assert sequences.positions.end == 7
 
 
-def test_a_mask_makes_jumps_mere_positions():
+def test_with_a_mask_jumps_are_only_positions():
     positions = torch.tensor([[0, 2, 4, 6]])
     sequences = read((1, 4), position_ids=positions, attention_mask=torch.ones(1, 4))
     assert sequences.documents.cu_seqlens is None
@@ -123,7 +123,7 @@ def test_a_mask_makes_jumps_mere_positions():
         ({"position_ids": torch.tensor([[0, 1, 0], [0, 1, 2]])}, [1, -100, -100, 4, 5, -100]),
     ],
 )
-def test_a_token_is_to_predict_the_next_one_of_its_document(given, expected):
+def test_labels_are_the_next_tokens_of_the_document(given, expected):
     labels = torch.arange(6)
     assert read((2, 3), **given).documents.next_labels(labels).tolist() == expected
     assert labels.tolist() == [0, 1, 2, 3, 4, 5]
@@ -156,7 +156,7 @@ def test_a_token_is_to_predict_the_next_one_of_its_document(given, expected):
         ({"position_ids": torch.zeros(2, 3, 1, dtype=torch.long)}, r"found \(2, 3, 1\)"),
     ],
 )
-def test_what_does_not_fit_is_refused(given, message):
+def test_inconsistent_inputs_are_refused(given, message):
     with pytest.raises(DataError, match=message):
         read((2, 3), **given)
 
@@ -183,7 +183,7 @@ def test_chunks_are_documents_cut_into_pieces(shape, given, size, expected):
     assert [piece.tolist() for piece in pieces if len(piece)] == expected
     assert (cut.max_seqlen, cut.num_tokens) == (size, sequences.documents.num_tokens)
     assert sequences.documents.chunks(size) is cut  # made once for all layers
-    assert (cut.cu_seqlens is None) == (not given and shape[1] % size == 0)  # then they are rows
+    assert (cut.cu_seqlens is None) == (not given and shape[1] % size == 0)  # in that case they are rows
 
 
 def test_no_document_is_cut_by_chunks_as_long_as_the_longest():
@@ -198,12 +198,12 @@ def test_positions_beyond_the_tables_are_refused():
         read((1, 9)).prepare_rotary((rope,))
     with pytest.raises(DataError, match="position 8 is beyond"):
         read((1, 3), position_ids=torch.tensor([[6, 7, 8]])).prepare_rotary((rope,))
-    # Packed documents are as long as the longest of them; padding counts as far as tokens follow it.
+    # The longest packed document counts, and padding if tokens follow it.
     read((1, 12), cu_seqlens=torch.tensor([0, 8, 12])).prepare_rotary((rope,))
     read((1, 12), attention_mask=torch.arange(12)[None] < 8).prepare_rotary((rope,))
     with pytest.raises(DataError, match="position 11 is beyond"):
         read((1, 12), attention_mask=torch.arange(12)[None] >= 8).prepare_rotary((rope,))
 
 
-def test_dynamic_tables_have_no_end():
+def test_dynamic_tables_have_no_limit():
     read((1, 99)).prepare_rotary((RopeSpec(4, type="dynamic", factor=2.0, max_position_embeddings=8),))

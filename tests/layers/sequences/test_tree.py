@@ -38,7 +38,7 @@ def results(model, batch):
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
-def test_positions_go_on_in_each_document_that_continues_another():
+def test_positions_continue_in_each_document_that_continues_another():
     sequences = Sequences.from_call((1, TOKENS), CPU, **TREE)
     positions = [p.tolist() for p in sequences.positions.ids.split(LENGTHS)]
     prompt = list(range(7))
@@ -51,7 +51,7 @@ def test_positions_go_on_in_each_document_that_continues_another():
 
 
 @pytest.mark.parametrize("limits", [{}, {"window": 5}, {"chunk": 4}, {"softcap": 2.0}], ids=str)
-def test_every_backend_is_the_plain_twin_or_refuses(limits):
+def test_every_backend_matches_the_plain_twin_or_refuses(limits):
     spec = AttentionSpec(4, 2, 8, 8**-0.5, None, **limits)
     sequences = Sequences.from_call((1, TOKENS), CPU, **TREE)
     q, k, v = torch.randn(TOKENS, 4, 8), torch.randn(TOKENS, 2, 8), torch.randn(TOKENS, 2, 8)
@@ -64,10 +64,10 @@ def test_every_backend_is_the_plain_twin_or_refuses(limits):
                 attend(q, k, v, spec, sequences, backend)
 
 
-def test_it_is_made_once_for_layers_that_are_alike():
+def test_it_is_computed_once_for_equal_layers():
     tree = Sequences.from_call((1, TOKENS), CPU, **TREE).documents.tree
     assert tree is not None
-    assert tree.key_ranges(None, None) is tree.key_ranges(12, 99)  # which limit nothing
+    assert tree.key_ranges(None, None) is tree.key_ranges(12, 99)  # these limit nothing
     assert tree.key_ranges(5, None) is not tree.key_ranges(None, None)
 
 
@@ -82,7 +82,7 @@ def test_every_level_of_activation_memory_gives_the_same(level, make_model, batc
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_document_may_continue_the_first_tokens_of_another_alone(make_model, batch):
+def test_a_document_may_continue_only_the_first_tokens_of_another(make_model, batch):
     parts = torch.tensor([PARENTS, (0, 7, 7, 3, 0, 1, 0)])
     sequences = Sequences.from_call((1, TOKENS), CPU, cu_seqlens=BOUNDS, parents=parts)
     first = sequences.positions.ids[BOUNDS[:-1].clamp(max=TOKENS - 1)]
@@ -98,7 +98,7 @@ def test_a_document_may_continue_the_first_tokens_of_another_alone(make_model, b
             torch.testing.assert_close(found[own], alone, rtol=1e-5, atol=1e-6)
 
 
-def test_the_loss_is_that_of_the_documents_with_what_they_continue(make_model, batch):
+def test_the_loss_equals_that_of_separate_sequences(make_model, batch):
     """Each answer after its prompt, whose own labels count once: with the first answer."""
     model, ids = make_model(window=5), batch["input_ids"][0]
     found = results(model, batch)
@@ -110,7 +110,7 @@ def test_the_loss_is_that_of_the_documents_with_what_they_continue(make_model, b
         own = documents[-1].clone()
         if parent in seen:
             own[: LENGTHS[parent]] = -100
-        own[LENGTHS[parent]] = -100  # no document predicts the first token of another
+        own[LENGTHS[parent]] = -100  # no token predicts the first token of another document
         seen.add(parent)
         labels.append(own)
     bounds = torch.tensor([0, *itertools.accumulate(map(len, documents))])
@@ -118,11 +118,11 @@ def test_the_loss_is_that_of_the_documents_with_what_they_continue(make_model, b
         model,
         {"input_ids": torch.cat(documents)[None], "labels": torch.cat(labels)[None], "cu_seqlens": bounds},
     )
-    for name, value in expected.items():  # float32, through about a hundred roundings
+    for name, value in expected.items():  # about a hundred float32 roundings
         assert (found[name] - value).norm() <= 1e-5 * value.norm(), name
 
 
-def test_a_teacher_sees_the_same_tree(make_model, batch):
+def test_a_teacher_gets_the_same_tree(make_model, batch):
     student, teacher = make_model(), make_model(layers=2)
     output = student.distill(teacher, **batch, beta=0.5)
     logits = [model(**{**batch, "labels": None}).logits[0].log_softmax(-1) for model in (student, teacher)]
@@ -148,13 +148,13 @@ def test_a_teacher_sees_the_same_tree(make_model, batch):
         ({"cu_seqlens": [0, 2, 6], "parents": [[-1, -1], [0, 1]]}, "document 1 continues 1 tokens.* 0 to 0"),
     ],
 )
-def test_what_is_no_tree_is_refused(given, message):
+def test_invalid_trees_are_refused(given, message):
     given = {name: torch.tensor(value) for name, value in given.items()}
     with pytest.raises(DataError, match=message):
         Sequences.from_call((1, 6), CPU, **given)
 
 
-def test_what_cannot_share_a_prompt_says_so(make_model):
+def test_models_that_cannot_share_a_prompt_raise_an_error(make_model):
     model = make_model(1)
     whole = replace(model.spec, vision=SimpleNamespace(spans="prefix"))
     with pytest.raises(DataError, match="all tokens of a prompt attend to one another"):
