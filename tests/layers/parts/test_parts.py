@@ -311,7 +311,7 @@ def test_an_output_holds_only_what_was_made():
     assert output.loss is None
     assert "loss" not in output
     with pytest.raises(AttributeError):
-        output.hidden_states  # noqa: B018
+        output.attentions  # noqa: B018
 
 
 def test_wrappers_find_and_replace_the_tensors_of_an_output():
