@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common.mlps import activation, expert_layouts, experts_and_chosen, mlp
@@ -19,12 +20,15 @@ SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
 """Checkpoint names of the latent projections."""
 
 
-def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> LatentAttentionSpec:
+def latent_attention(
+    c: HFConfig, *, partial: bool = False, positions: bool = True, **rotary: Any
+) -> LatentAttentionSpec:
     """Latent attention, from the keys of DeepSeek's configs.
 
     Args:
         partial: rotate the fraction `partial_rotary_factor` of a head (Mistral 4), instead of a separate
             part.
+        positions: without them no part of a head is rotated.
         rotary: further options of `rope`.
     """
     heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
@@ -35,6 +39,18 @@ def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> La
             "requires equal numbers"
         )
     dim = c.take_count("qk_rope_head_dim")
+    spec = LatentAttentionSpec(
+        num_attention_heads=heads,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=dim,
+        v_head_dim=c.take_count("v_head_dim"),
+        kv_lora_rank=c.take_count("kv_lora_rank"),
+        scale=(nope + dim) ** -0.5,
+        q_lora_rank=c.take_count("q_lora_rank", None),
+        bias=c.take_flag("attention_bias", False),
+    )
+    if not positions:
+        return spec
     head = nope + dim if partial else dim
     rotary["interleaved"] = c.take_flag("rope_interleave", False)
     turned = rope(c, head, partial=dim / head if partial else None, **rotary)
@@ -46,20 +62,10 @@ def latent_attention(c: HFConfig, *, partial: bool = False, **rotary: Any) -> La
     for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # consistent with the other keys
         if c.take_count(key, size) != size:
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
-    scale = (nope + dim) ** -0.5
+    scale = spec.scale
     if turned.type != "default" and turned.mscale_all_dim and turned.factor and turned.factor > 1:
         scale *= (0.1 * turned.mscale_all_dim * math.log(turned.factor) + 1) ** 2
-    return LatentAttentionSpec(
-        num_attention_heads=heads,
-        qk_nope_head_dim=nope,
-        qk_rope_head_dim=dim,
-        v_head_dim=c.take_count("v_head_dim"),
-        kv_lora_rank=c.take_count("kv_lora_rank"),
-        scale=scale,
-        q_lora_rank=c.take_count("q_lora_rank", None),
-        rope=turned,
-        bias=c.take_flag("attention_bias", False),
-    )
+    return replace(spec, rope=turned, scale=scale)
 
 
 def dense_then(
@@ -131,13 +137,16 @@ def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> Mo
     )
 
 
-def groups_and_chosen(c: HFConfig, num_experts: int, top_k: int, *, smallest: int) -> tuple[int, int]:
-    """Number of expert groups, and number of groups that a token's experts are chosen from.
+def groups_and_chosen(
+    c: HFConfig, num_experts: int, top_k: int, *, smallest: int, keys: Sequence[str] = ("n_group",)
+) -> tuple[int, int]:
+    """Number of expert groups, and number of groups that a token's experts are chosen from. `keys` are names
+    of the key with the first.
 
     Raises:
         ConfigError: the experts do not form equal groups of at least `smallest`.
     """
-    groups, top_groups = c.take_count("n_group"), c.take_count("topk_group")
+    groups, top_groups = c.take_count(tuple(keys)), c.take_count("topk_group")
     size, rest = divmod(num_experts, groups)
     if rest or size < smallest or top_groups > groups or top_k > top_groups * size:
         raise ConfigError(

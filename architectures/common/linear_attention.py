@@ -39,14 +39,8 @@ def gated_delta(
             f"{c.name}: linear_num_value_heads is {values} and linear_num_key_heads {keys}; "
             "the first must be a multiple of the second"
         )
-    if activation(c) != "silu":
-        raise ConfigError(
-            f"{c.name}: hidden_act is {c.take('hidden_act')!r}; the convolutions of linear attention have "
-            "'silu' alone"
-        )
     width = c.take_count("linear_conv_kernel_dim")
-    if not 2 <= width <= 8:
-        raise ConfigError(f"{c.name}: linear_conv_kernel_dim is {width}; expected 2 to 8")
+    check_convolution(c, width, "linear_conv_kernel_dim")
     return GatedDeltaSpec(
         key_heads=keys,
         value_heads=values,
@@ -57,6 +51,21 @@ def gated_delta(
         projections=projections,
         **settings,
     )
+
+
+def check_convolution(c: HFConfig, width: int, key: str) -> None:
+    """Check the convolution of linear attention.
+
+    Raises:
+        ConfigError: an unsupported width, which `key` gives, or an activation other than SiLU.
+    """
+    if activation(c) != "silu":
+        raise ConfigError(
+            f"{c.name}: hidden_act is {c.take('hidden_act')!r}; the convolutions of linear attention have "
+            "'silu' alone"
+        )
+    if not 2 <= width <= 8:
+        raise ConfigError(f"{c.name}: {key} is {width}; expected 2 to 8")
 
 
 def mixers(

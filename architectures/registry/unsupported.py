@@ -10,7 +10,6 @@ MISSING: dict[str, str] = {
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "jamba": f"{_MAMBA} next to attention",
-    "kimi_linear": "Kimi Delta Attention, a gated delta rule by channel with short convolutions",
     "mamba": _MAMBA,
     "minimax": "lightning linear attention",
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",

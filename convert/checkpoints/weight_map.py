@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -25,7 +25,7 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
         ValueError: the pattern is invalid or does not fit the shape.
     """
     sides = [re.findall(r"\(([^()]*)\)|(\w+)", side) for side in pattern.split("->")]
-    disk, native = ([(group or axis).split() for group, axis in side] for side in (sides * 2)[:2])
+    disk, native = (_numbered((group or axis).split() for group, axis in side) for side in (sides * 2)[:2])
     axes, order = ([axis for group in side for axis in group] for side in (disk, native))
     if len(sides) != 2 or sorted(axes) != sorted(order) or len(set(axes)) != len(axes):
         raise ValueError(f"{pattern!r} does not name the same axes, each once, on both sides of one arrow")
@@ -40,6 +40,12 @@ def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
         sizes |= dict.fromkeys(unknown, size // known)
     part = Ref(name, tuple(math.prod(sizes[axis] for axis in group) for group in disk))
     return Permute(part, tuple(sizes[axis] for axis in axes), tuple(map(axes.index, order)), shape)
+
+
+def _numbered(side: Iterable[list[str]]) -> list[list[str]]:
+    """Tell the axes of size 1 apart: 1, 01, 001 and so on."""
+    seen = itertools.count()
+    return [["0" * next(seen) + axis if axis == "1" else axis for axis in group] for group in side]
 
 
 def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, rest: Shape = ()) -> Expr:

@@ -13,12 +13,14 @@ from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
+    ChannelDeltaSpec,
     CrossAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
@@ -51,6 +53,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
     GatedConvSpec: GatedConvolution,
+    ChannelDeltaSpec: ChannelDelta,
 }
 
 MIXER_NAMES: dict[type, str] = {
@@ -58,5 +61,6 @@ MIXER_NAMES: dict[type, str] = {
     GatedDeltaSpec: "linear_attn",
     SSDSpec: "mamba",
     GatedConvSpec: "conv",
+    ChannelDeltaSpec: "linear_attn",
 }
 """The names of mixers in the module tree; of others "self_attn"."""

@@ -13,7 +13,7 @@ from liger_models.layers.recompute.activation_memory import carry_recipe
 
 
 class GatedNormalisation(nn.Module):
-    """`weight * x / rms(x) * silu(gate)` over groups of channels: kernels/norms/gated_rms_norm.py with its
+    """`weight * x / rms(x) * act(gate)` over groups of channels: kernels/norms/gated_rms_norm.py with its
     weight.
 
     Args:
@@ -21,11 +21,22 @@ class GatedNormalisation(nn.Module):
         eps: added to the mean square.
         group_size: the width of a group. Default: `size`.
         gate_first: multiply by the gate before the norm.
+        activation: of the gate, "silu" or "sigmoid".
+        cast: where results are rounded, as in `gated_rms_norm`.
     """
 
-    def __init__(self, size: int, eps: float, group_size: int | None = None, gate_first: bool = False):
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        group_size: int | None = None,
+        gate_first: bool = False,
+        activation: str = "silu",
+        cast: str = "llama",
+    ):
         super().__init__()
         self.eps, self.group_size, self.gate_first = eps, group_size or size, gate_first
+        self.activation, self.cast = activation, cast
         self.weight = nn.Parameter(torch.ones(size))
 
     def reset_parameters(self, *_: Any) -> None:
@@ -34,8 +45,14 @@ class GatedNormalisation(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [T, channels] -> [T, channels]."""
-        width, gate_first = self.group_size, self.gate_first
-        make = functools.partial(gated_rms_norm, eps=self.eps, group_size=width, gate_first=gate_first)
+        make = functools.partial(
+            gated_rms_norm,
+            eps=self.eps,
+            group_size=self.group_size,
+            gate_first=self.gate_first,
+            activation=self.activation,
+            cast=self.cast,
+        )
         return carry_recipe(make(x, gate, self.weight), make, x, gate, self.weight)
 
     def extra_repr(self) -> str:

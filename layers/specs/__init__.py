@@ -19,7 +19,13 @@ from liger_models.layers.specs.block import BlockSpec, MixerSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
-from liger_models.layers.specs.recurrent import GatedConvSpec, GatedDeltaSpec, RecurrentSpec, SSDSpec
+from liger_models.layers.specs.recurrent import (
+    ChannelDeltaSpec,
+    GatedConvSpec,
+    GatedDeltaSpec,
+    RecurrentSpec,
+    SSDSpec,
+)
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
     AdapterSpec,
@@ -51,6 +57,7 @@ __all__ = [
     "AttentionSpec",
     "AxesTable",
     "BlockSpec",
+    "ChannelDeltaSpec",
     "ClampedSwiGLU",
     "CrossAttentionSpec",
     "CubicTable",

@@ -133,6 +133,55 @@ class SSDSpec:
 
 
 @dataclass(frozen=True)
+class ChannelDeltaSpec:
+    """Linear attention by the delta rule with a decay for each key channel (Kimi Delta Attention; Kimi Team,
+    2025, arXiv:2510.26692), after a causal depthwise convolution of queries, keys and values.
+
+    Queries, keys and values have `heads` heads of `head_dim`. `conv` is the width of the convolution.
+    `norm_eps` is that of the norm of each head's output, which is gated. `forget_rank` and `gate_rank` are
+    the ranks of the projections of the decay and of that gate (None: full matrices). With `lower_bound` the
+    logarithm of a decay lies between it and zero; without, it has no bound.
+    """
+
+    heads: int
+    head_dim: int
+    conv: int = 4
+    norm_eps: float = 1e-6
+    forget_rank: int | None = None
+    gate_rank: int | None = None
+    lower_bound: float | None = None
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.heads, "heads"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and received
+        queries, keys and values.
+        """
+        return 4 * self.size
+
+    @property
+    def state_flops(self) -> int:
+        """Operations of the rule for each token, one token at a time: a decay, a read, a write and a query of
+        every state.
+        """
+        return 7 * self.heads * self.head_dim * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """No positions."""
+        return ()
+
+
+@dataclass(frozen=True)
 class GatedConvSpec:
     """Gated short convolution: a causal depthwise convolution of `channels`, between two products with gates
     that the layer computes from its input (LFM2: Liquid AI, 2025, arXiv:2511.23404).
@@ -167,5 +216,5 @@ class GatedConvSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec | SSDSpec | GatedConvSpec
+RecurrentSpec = GatedDeltaSpec | SSDSpec | GatedConvSpec | ChannelDeltaSpec
 """Mixers that carry a state."""

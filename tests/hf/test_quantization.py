@@ -141,7 +141,9 @@ def check_model(both, batch):
 
 
 @pytest.mark.supports("bitsandbytes", "experts, which are not quantised")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2", "kimi_linear", "lfm2_moe"]
+)
 def test_experts_are_not_quantised(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)
     check_model(both, batch)

@@ -26,9 +26,12 @@ class CheckpointRenaming(WeightRenaming):
     def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
         """Return (the other name of a renamed tensor, the pattern that identifies this entry)."""
         for prefix in prefixes_of(self, self.groups):
-            other = renamed(self.groups, source_key.removeprefix(prefix), self.backwards)
+            name = source_key.removeprefix(prefix)
+            other = renamed(self.groups, name, self.backwards)
             if source_key.startswith(prefix) and other is not None:
                 self._was_used = True
+                if not self.backwards and name in self.groups.of_checkpoint:
+                    self.groups.note(name)
                 return prefix + other, self.pattern
         return source_key, None
 
