@@ -45,7 +45,7 @@ class AdamWTensors(NamedTuple):
 
 
 def numbers_of(settings: AdamWSettings) -> list[float]:
-    """Scalars of a step as the kernel takes them, rounded to float32: lr, beta1, 1 - beta1, log2 beta1,
+    """Scalars of a step, which the kernel takes in float32: lr, beta1, 1 - beta1, log2 beta1,
     beta2, 1 - beta2, log2 beta2, eps, lr * weight_decay."""
     lr, *betas, eps, weight_decay = settings[:5]
     of_betas = ((beta, 1.0 - beta, math.log2(beta) if beta else -math.inf) for beta in betas)

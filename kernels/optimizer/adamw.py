@@ -159,13 +159,15 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
     parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
     drawn = draws(tensors[0].parameter, tensors[0].exp_avg, settings.weights)
+    # As Triton passes them to a compiled kernel; its interpreter would not round them.
+    rounded = torch.tensor(numbers_of(settings), dtype=torch.float32, device="cpu").tolist()
     _adamw_kernel[(sum(counts),)](
         table,
         tensor_of_chunk,
         torch.arange(QUARTER, dtype=torch.int16, device=device) if drawn else None,
         factor,
         found_inf,
-        *numbers_of(settings),
+        *rounded,
         PARAMETER=_STORED[parameter_dtype],
         GRADIENT=_STORED[gradient_dtype],
         MOMENT=_STORED[moment_dtype],

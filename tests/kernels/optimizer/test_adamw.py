@@ -1,5 +1,7 @@
 """AdamW's update: the formula, each way to store a bfloat16 weight, random bits, and limits of sizes."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -179,6 +181,7 @@ def test_nan_stays_nan(weights, value, implementation):
     adamw([tensors], SETTINGS._replace(weights=weights))
     assert whole(tensors).isnan().nonzero().flatten().tolist() == [3, 4]
     assert tensors.parameter.isnan().nonzero().flatten().tolist() == [3, 4]
+    assert tensors.exp_avg[3].isnan() == math.isnan(value)
     assert not tensors.exp_avg[3].isfinite()
     assert tensors.exp_avg[4].isnan()
 
@@ -214,6 +217,20 @@ def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
     settings = REALISTIC._replace(weights=weights, seed=-5 << 40)
     adamw([tensors], settings, torch.tensor(0.3))
     adamw_plain(again, settings, torch.tensor(0.3))
+    assert same(tensors, again)
+
+
+def test_both_forms_give_the_same_bits_from_zero_to_infinity(interpreted):
+    """Subnormal moments and weights of zero too."""
+    size = 3001
+    tensors = problem(size, dtype=torch.float32)._replace(gradient=torch.zeros(size))
+    tensors.exp_avg.copy_(torch.randn(size) * 2.0 ** torch.randint(-149, 60, (size,)))
+    tensors.exp_avg_sq.copy_(torch.rand(size) * 2.0 ** torch.randint(-149, 128, (size,)))
+    tensors.exp_avg_sq[:2] = torch.tensor([0.0, float("inf")])
+    tensors.parameter[::3] = 0.0
+    again = copy(tensors)
+    adamw([tensors], REALISTIC)
+    adamw_plain(again, REALISTIC)
     assert same(tensors, again)
 
 
