@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Expr
+from liger_models.layers.experts.moe import Experts, Router
 from liger_models.layers.projections.matrices import matrices
 from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.optim.library import SPLIT, LibraryOptimizer, library_state_bytes, library_work
@@ -17,6 +18,8 @@ from liger_models.optim.library import SPLIT, LibraryOptimizer, library_state_by
 # (Brown et al., 2020, appendix B): runs of some thousand steps are too short for a memory of 1000 steps.
 BETAS = (0.9, 0.95)
 EPS = 1e-8
+
+_MULTIPLY = (nn.Linear, Experts, Router)  # whose matrices are multiplied with hidden states
 
 
 def build_optimizer(
@@ -93,21 +96,13 @@ def optimizer_memory(
 def _libraries(model: nn.Module, name: str) -> Iterator[tuple[nn.Parameter, str | None]]:
     """Yield the trained parameters, each with the library's optimizer that updates it, or None for our AdamW.
 
-    Muon's are all matrices but embeddings and heads, as in Liu et al. (2025, arXiv:2502.16982, section 2).
+    Muon's are the matrices of linear layers, experts and routers, without the head, as in Liu et al. (2025,
+    arXiv:2502.16982, section 2); embeddings of tokens and of positions are AdamW's.
     """
     by_muon: set[Tensor] = set()
     if name == "muon":
-        ends = {
-            p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
-        }
-        ends |= set(getattr(model, "lm_head", nn.Identity()).parameters())
-        forms = _forms(model)
-        by_muon = {
-            p
-            for *_, p in matrices(model)
-            if p not in ends and all(len(ref.shape) == 2 for ref in (forms[p].refs() if p in forms else ()))
-        }
-        by_muon = {p for p in by_muon if p in forms or p.ndim == 2}
+        head = set(getattr(model, "lm_head", nn.Identity()).parameters())  # perhaps the embedding, too
+        by_muon = {p for module, _, p in matrices(model) if isinstance(module, _MULTIPLY) and p not in head}
     for parameter in model.parameters():
         if parameter.requires_grad:
             library = None if name == "adamw" or (name == "muon" and parameter not in by_muon) else name

@@ -104,6 +104,21 @@ def test_a_step_is_the_librarys_own_on_the_reference(name, model_of_experts):
                 p.grad = None
 
 
+def test_muon_leaves_embeddings_heads_and_kernels_of_convolutions_to_adamw():
+    model = liger_models.from_config(find_architecture("qwen3_vl_moe").tiny, device="meta", dropout=0.0)
+    options = {"weights": "master", "moments": "auto", "seed": 0}
+    optimizer = build_optimizer(model, name="muon", lr=LR, weight_decay=DECAY, **options)
+    names = {p: n for n, p in model.named_parameters()}
+    found = {True: set(), False: set()}
+    for group in optimizer.param_groups:
+        found[group["library"] == "muon"] |= {names[p] for p in group["params"] if p.ndim > 1}
+    left = ("embed_tokens.weight", "lm_head.weight", "patch_embed.weight", "encoder.table.weight")
+    assert len(found[False]) == len(left)
+    assert all(name.endswith(left) for name in found[False])
+    assert any("experts" in name for name in found[True])
+    assert any("router" in name for name in found[True])
+
+
 @pytest.mark.parametrize("name", ["muon", "adafactor", "sgd"])
 def test_bfloat16_weights_keep_what_rounding_would_lose(name):
     """Weights of 1 under steps of a thousandth of bfloat16's spacing there."""

@@ -157,7 +157,7 @@ def test_a_data_set_of_the_hub_is_not_read_again_up_to_the_place(monkeypatch, op
 def test_a_run_over_one_block_is_that_over_a_corpus(objective, run, settings, losses, data, judged, tmp_path):
     files = (data if objective == "sft" else judged["pairs"],)
     options = {"data": files, "objective": objective, "eval_fraction": 0.0, "eval_every": 0, "save_every": 0}
-    options |= {"seq_len": 128, "steps": 8, "batch_size": 2}  # more than an epoch
+    options |= {"seq_len": 128, "steps": 4, "batch_size": 8, "gradient_accumulation": 1}  # over an epoch
     streamed = settings(output=str(tmp_path / "streamed"), streaming=True, shuffle_buffer=100, **options)
     assert losses(run(streamed)) == losses(run(settings(**options)))
 
