@@ -278,8 +278,14 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
 def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) -> _Choice:
     """The choice with a vocabulary that has new tokens, whose rows the reader makes."""
     config, architecture = choice.config, choice.architecture
-    size = architecture.spec(config).vocab_size
-    check_vocabulary(architecture.spec(config), max(size, tokens.stop))
+    spec = architecture.spec(config)
+    size = spec.vocab_size
+    check_vocabulary(spec, max(size, tokens.stop))
+    of_images = [getattr(spec.vision, f"{kind}_id", None) for kind in ("image", "video")]
+    if taken := [token for token in of_images if token in tokens]:
+        raise ConfigError(
+            f"new_tokens is {tokens}, but images or videos have the id {taken[0]} in this model"
+        )
     if tokens.step != 1 or not 0 < tokens.start <= size:
         raise ConfigError(f"new_tokens is {tokens}; expected a range that begins at 1 to {size}")
     if tokens.stop > size:

@@ -340,7 +340,12 @@ def _new_rows(config: TrainConfig, source: str, tokenizer: TextTokenizer) -> ran
     """Ids of the tokens that are new to the source of a run's model."""
     if source != config.model or _is_preset(source):
         return range(0)  # a checkpoint of the run, or of the tokenizer's size
-    return new_rows(config, lambda: tokenizer_folder(config, None), tokenizer)
+
+    def origin() -> Path:
+        own = resolve(config.model)
+        return own if (own / "tokenizer.json").is_file() else tokenizer_folder(config, None)
+
+    return new_rows(config, origin, tokenizer)
 
 
 def _source(config: TrainConfig, checkpoint: Path | None) -> str:

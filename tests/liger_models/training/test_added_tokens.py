@@ -114,6 +114,23 @@ def test_a_run_learns_new_tokens_and_exports_them(
     assert load_file(further.final / "model.safetensors")["model.embed_tokens.weight"].shape == (322, 32)
 
 
+def test_a_tokenizer_that_has_the_tokens_already_is_compared_with_the_model_s(
+    tmp_path, checkpoint, settings, run, thoughts
+):
+    write_with_tokens(TextTokenizer(checkpoint), TOKENS, tmp_path / "tokenizer")
+    options = {
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "data": (thoughts,),
+        "eval_fraction": 0.0,
+        "steps": 1,
+    }
+    with pytest.raises(DataError, match="and the model's vocabulary has 320 entries"):
+        run(settings(output=tmp_path / "without", **options))
+    result = run(settings(output=tmp_path / "with", add_tokens=TOKENS, **options))
+    assert liger_models.from_hub(result.final, device="cpu").spec.vocab_size == 322
+    assert TextTokenizer(result.final).encode("<|done|>")[-1] == 321
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_below_adapters_are_trained_as_in_the_whole_table(tied, tmp_path, checkpoint, untied):
     """Their gradients are those of the table's rows, and PEFT's switch takes them away."""
