@@ -235,6 +235,8 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
     from huggingface_hub import errors
 
     what = repo_id if revision is None else f"{repo_id} at revision {revision!r}"
+    if "/" not in repo_id:
+        what += " (there is no folder of this name)"
     response = getattr(error, "response", None)
     status = getattr(response, "status_code", None)
     if isinstance(error, errors.HFValidationError):

@@ -58,6 +58,8 @@ def run(args: argparse.Namespace) -> None:
     source, out = find_checkpoint(args.src), Path(args.out)
     if out.resolve() == source.resolve():
         raise CheckpointError(f"{out} is the source checkpoint; choose another output folder")
+    if source.resolve().is_relative_to(out.resolve()):
+        raise CheckpointError(f"{out} holds the source, {source}; choose another output folder")
     model = liger_models.from_hub(source, base=args.base, device="cpu", text_only=args.text_only, dropout=0.0)
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.command == "merge" and model.adapter_folder is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 
 from liger_models.convert.checkpoints.adapter import LowRankAdapter
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
-from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
+from liger_models.convert.errors import ConfigError, DataError, HubError, UnsupportedModelError
 from liger_models.images import Preprocessor
 from liger_models.layers.attention.backends import WITH_TREES
 from liger_models.layers.sequences.tree import check_tree
@@ -89,6 +90,7 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
 
     Raises:
         ConfigError: a preset without a tokenizer.
+        HubError: the model cannot be downloaded.
     """
     if config.tokenizer:
         return local_path(config.tokenizer)
@@ -98,7 +100,12 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
         return checkpoint
     if config.adapter and (Path(config.adapter) / "tokenizer.json").is_file():
         return Path(config.adapter)
-    return resolve(config.model)
+    try:
+        return resolve(config.model)
+    except HubError as error:
+        if near := difflib.get_close_matches(config.model, PRESETS, n=1):
+            raise HubError(f"{error}; the nearest preset is {near[0]}") from error
+        raise
 
 
 def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | None) -> ModelSpec:

@@ -290,6 +290,8 @@ def test_export_refuses_its_own_source(checkpoint, capsys):
     before = files(checkpoint)
     assert main(["export", str(checkpoint), str(checkpoint / "."), "--dtype", "bfloat16"]) == 2
     assert "choose another output folder" in capsys.readouterr().err
+    assert main(["export", str(checkpoint), str(checkpoint.parent)]) == 2  # a run's folder, say
+    assert "holds the source" in capsys.readouterr().err
     assert files(checkpoint) == before
 
 
@@ -431,6 +433,27 @@ def test_errors_are_one_line_and_exit_code_two(argv, message, capsys, tmp_path, 
     assert captured.err.count("\n") == 1
     assert message in captured.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("model", "output", "message"),
+    [
+        (
+            "llama-dema",
+            "run",
+            r"cannot download llama-dema \(there is no folder of this name\).*preset is llama-demo",
+        ),
+        ("llama-demo", "", "is the folder of a model; choose another --output"),
+    ],
+)
+def test_train_reports_unusable_names(model, output, message, checkpoint, capsys, tmp_path, monkeypatch):
+    def refuse(*names, **options):
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    folder = str(tmp_path / output) if output else str(checkpoint)
+    assert main(["train", model, "--data", "x", "--output", folder, "--steps", "1"]) == 2
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, link_tree
+from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG
 from liger_models.convert.errors import CheckpointError, ConfigError
 
 MANIFEST = ".written.json"
@@ -78,6 +79,8 @@ def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
     Raises:
         ConfigError: something is in the way, or its origin is unknown.
     """
+    if new and any((output / name).is_file() for name in ("config.json", ADAPTER_CONFIG)):
+        raise ConfigError(f"{output} is the folder of a model; choose another --output")
     finals = [output / name for name in ("final", BEST, "merged") if merge or name != "merged"]
     for final in finals:
         if os.path.lexists(final) and not final.is_dir():
