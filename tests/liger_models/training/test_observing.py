@@ -55,7 +55,7 @@ def test_prompts_are_answered_greedily_at_each_evaluation_and_after_resuming(
         (step, text) for step in (0, 2, 4) for text in ("abc abc", "abc", "abc")
     ]
     assert f"sample at step 4: 'abc abc' -> {found[6]['completion']!r}" in capsys.readouterr().err
-    run(settings(steps=6, resume="auto", **changes))
+    run(settings(steps=6, resume=str(tmp_path / "run" / "checkpoint-2"), **changes))
     later = read_samples(tmp_path / "run")
     assert [sample["step"] for sample in later] == [step for step in (0, 2, 4, 6) for _ in range(3)]
     assert later[:6] == found[:6]
