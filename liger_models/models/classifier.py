@@ -11,6 +11,7 @@ token; with one label, a reward model.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -120,6 +121,7 @@ class LigerSequenceClassifier(LigerCausalLM):
                 if every_token:
                     raise DataError("labels are of sequences: leave out every_token, or the labels")
                 labels = self._checked(labels, _count(sequences))
+                self._warn_of_a_frozen_head()
         classes = None if labels is None or labels.dim() > 1 else labels
         checks = CallChecks(
             *(input_ids, classes, self.lm_head.out_features, num_items_in_batch),
@@ -146,6 +148,16 @@ class LigerSequenceClassifier(LigerCausalLM):
         states = None if inner is None else tuple(inner)
         output = ClassifierOutput(loss=loss, logits=logits, hidden_states=states)
         return output.to_tuple() if return_dict is False else output
+
+    def _warn_of_a_frozen_head(self) -> None:
+        """Warn that adapters are trained below a frozen head, often a fresh one."""
+        adapted = self.training and torch.is_grad_enabled() and getattr(self, "peft_config", None)
+        if adapted and not any(p.requires_grad for p in self.lm_head.parameters()):
+            warnings.warn(
+                "the classification head is frozen: PEFT trains heads called `score`, and here it is "
+                "`lm_head`; pass modules_to_save=['lm_head'] to its config, or lm_head.requires_grad_(True)",
+                stacklevel=5,
+            )
 
     def _checked(self, labels: Tensor, sequences: int) -> Tensor:
         """The labels in the shape and dtype of the loss: int64 [sequences], or float32 [sequences, labels].

@@ -1,5 +1,7 @@
 """Sequence classifiers match transformers' classes in numbers and files."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -214,3 +216,17 @@ def test_two_micro_batches_of_trainer_equal_one_batch_of_transformers_own_classi
         logged = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
         losses.append([*logged, trainer.evaluate()["eval_loss"]])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)  # logged with four digits
+
+
+def test_adapters_of_peft_train_the_head_where_it_is_named():
+    peft = pytest.importorskip("peft")
+    ids, labels = torch.randint(4, 50, (2, 5)), torch.tensor([0, 1])
+    for saved in (None, ["lm_head"]):
+        model = liger_models.from_config(config_of("llama"), labels=2, device="cpu", projections="split")
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS", modules_to_save=saved)
+        adapted = peft.get_peft_model(model, config)
+        with pytest.warns(UserWarning, match="classification head is frozen") if not saved else nullcontext():
+            loss = adapted(input_ids=ids, labels=labels).loss
+        loss.backward()
+        trained = {name for name, p in adapted.named_parameters() if p.grad is not None}
+        assert any("lm_head" in name for name in trained) == bool(saved)
