@@ -8,6 +8,7 @@ import pytest
 import torch
 from allocations import peak_of_a_step
 from live_bytes import LiveBytes, surroundings
+from planned_models import LLAMA_8B
 from test_live_bytes import LORA, RANK, adapted
 
 import liger_models
@@ -83,18 +84,7 @@ def test_a_layer_run_by_peft_needs_the_counted_memory(kind, name):
     assert planned <= measured <= planned + low_rank
 
 
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 1 << 20,
-    "tie_word_embeddings": False,
-}
+OF_8B = LLAMA_8B | {"num_hidden_layers": 2, "max_position_embeddings": 1 << 20}
 OF_LORA = {"r": 32, "target_modules": LORA}
 ADAPTERS = {
     "LoRA": peft.LoraConfig(**OF_LORA),
@@ -114,7 +104,7 @@ STEPS = [
 @functools.cache
 def adapted_8b(name):
     """With few layers: memory needed at work counts the more."""
-    model = liger_models.from_config(LLAMA_8B, device="meta", dtype=torch.bfloat16, projections="split")
+    model = liger_models.from_config(OF_8B, device="meta", dtype=torch.bfloat16, projections="split")
     with torch.device("meta"):
         peft.get_peft_model(model, ADAPTERS[name]).train()
     return model
