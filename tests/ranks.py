@@ -106,6 +106,22 @@ def _server() -> Any:
     return subprocess.Popen([sys.executable, __file__], env=environment, bufsize=0, **pipes)
 
 
+@functools.cache
+def fork_server() -> Any:
+    """Return a multiprocessing context whose processes are forks of one that has imported what jobs need. It
+    stands in for "spawn", whose processes would each import torch.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        [
+            "torch._inductor.compile_fx",
+            "liger_models.models.loading",
+            "transformers.models.auto.modeling_auto",
+        ]
+    )
+    return context
+
+
 def _serve() -> None:
     sys.path.pop(0)  # this folder, whose subfolders shadow packages
     sys.modules["ranks"] = sys.modules["__main__"]

@@ -5,9 +5,7 @@ of the time.
 """
 
 import contextlib
-import functools
 import json
-import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import Fork
+from ranks import Fork, fork_server
 
 ROOT = Path(__file__).parents[2]
 COMMAND = """
@@ -87,20 +85,6 @@ def forked_ranks(tmp_path):
         yield []
 
     return started
-
-
-@functools.cache
-def fork_server():
-    """Context whose processes are forks of one that has imported what jobs need."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "torch._inductor.compile_fx",
-            "liger_models.models.loading",
-            "transformers.models.auto.modeling_auto",
-        ]
-    )
-    return context
 
 
 @pytest.fixture

@@ -54,11 +54,13 @@ def hf() -> Iterator[Any]:
 @pytest.fixture
 def make_both(hf, tmp_path) -> Callable[..., Both]:
     """Factory: `make_both("llama", task="CausalLM", projections="fused", attention_bias=False)`
-    uses the family's tiny config with changes.
+    uses the family's tiny config with changes. Without `load`, the caller loads our model.
     """
     import transformers
 
-    def make(family: str, task: str = "CausalLM", projections: str = "fused", **changes: Any) -> Both:
+    def make(
+        family: str, task: str = "CausalLM", projections: str = "fused", load: bool = True, **changes: Any
+    ) -> Both:
         hf.unregister()
         auto = theirs = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
         if task == "CausalLM":  # by name: the Auto class does not know every family
@@ -77,6 +79,8 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
                 p.copy_(noise / p.shape[-1] ** 0.5 if p.dim() > 1 else p + 0.3 * noise)
         reference.eval().save_pretrained(tmp_path / "theirs")
         hf.register(projections)
+        if not load:
+            return Both(reference, tmp_path / "theirs", None)
         ours = auto.from_pretrained(tmp_path / "theirs").eval()
         assert isinstance(ours, hf.LigerModel | hf.LigerForCausalLM | hf.LigerForSequenceClassification)
         return Both(reference, tmp_path / "theirs", ours)

@@ -28,6 +28,10 @@ DENSE = [
 ]
 
 
+# Plain, packed and joined projections, experts.
+READ_BACK = "llama", "gemma2", "phi3", "gpt_neox", "qwen3_moe"
+
+
 def settings(bits, **more):
     if bits == 8:
         return transformers.BitsAndBytesConfig(load_in_8bit=True, **more)
@@ -41,7 +45,7 @@ def make_quantised(make_both, hf):
     """Factory of transformers' own quantised model, ours, and the folder that both were loaded from."""
 
     def make(family, bits, task="CausalLM", **more):
-        both = make_both(family, task, "split")
+        both = make_both(family, task, "split", load=False)
         auto = getattr(transformers, f"AutoModelFor{task}")
         hf.unregister()
         both.reference = read(auto, both.folder, settings(bits, **more), attn_implementation="eager")
@@ -72,7 +76,10 @@ def gradients(model):
 
 
 def check_files(both, hf, batch):
-    """Check that our files equal theirs byte for byte, and that each library reads the other's."""
+    """Check that our files equal theirs byte for byte, and that each library reads the other's.
+
+    transformers reads its own tensors, whose names and bytes ours equal: a few families show that it does.
+    """
     auto = transformers.AutoModelForCausalLM
     both.ours.save_pretrained(both.folder / "ours")
     both.reference.save_pretrained(both.folder / "reference")
@@ -80,6 +87,8 @@ def check_files(both, hf, batch):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], tensor) for name, tensor in theirs.items())
     assert_copy(read(auto, both.folder / "reference"), both.ours, batch)
+    if both.reference.config.model_type not in READ_BACK:
+        return
     hf.unregister()
     assert_copy(read(auto, both.folder / "ours", attn_implementation="eager"), both.reference, batch)
 

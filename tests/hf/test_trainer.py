@@ -174,7 +174,7 @@ def test_metrics_get_the_logits_and_the_loss_matches_the_reference(make_both, ma
     [("qwen3_moe", "fused"), ("qwen3_moe", "split"), *((family, "split") for family in ODD)],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one(family, projections, make_both, make_trainer, hf):
-    settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {"optim": "adamw_torch", "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     both = make_both(family, projections=projections)
     load = transformers.AutoModelForCausalLM.from_pretrained
     whole = make_trainer(load(both.folder), **settings)
@@ -189,7 +189,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(family, projections, make_bot
 @pytest.mark.supports("PEFT", "bit-exact resuming")
 def test_a_resumed_run_of_an_adapter_equals_an_uninterrupted_one(make_both, make_trainer):
     peft = pytest.importorskip("peft")
-    settings = {"optim": "adamw_torch", "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {"optim": "adamw_torch", "max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     both = make_both("llama", projections="split")
 
     def adapted():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drawn import COLOURS, WORDS, asked, picture, png
-from ranks import run_ranks
+from ranks import fork_server, run_ranks
 from safetensors.torch import load_file
 
 import liger_models
@@ -297,6 +297,7 @@ def test_train_reuses_the_corpus_of_tokenize(
 def test_worker_processes_build_the_same_corpus(load, monkeypatch, tmp_path):
     first = load()[0].parts[0].corpus
     monkeypatch.setattr(pictured, "ALONE", 0)
+    monkeypatch.setattr(pictured, "multiprocessing", SimpleNamespace(get_context=lambda _: fork_server()))
     monkeypatch.setattr(pictured, "MOST_PROCESSES", 1)
     monkeypatch.setattr(pictured.os, "sched_getaffinity", lambda _: {0, 1})
     assert load(cache=tmp_path)[0].parts[0].corpus.digest == first.digest
