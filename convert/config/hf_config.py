@@ -351,7 +351,7 @@ def _why(key: str) -> str:
     if key in _DROPOUTS:
         return " (dropout is not supported; pass dropout=0.0, or --dropout 0, to go without it)"
     if key == "is_causal":
-        return " (tokens that see ahead, as embedding models have them, are not supported)"
+        return " (bidirectional attention, as in embedding models, is not supported)"
     if key in _NOISES:
         return " (noise on what experts and routers read is not supported; set it to 0)"
     if key == "pretraining_tp":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for pairs, variants and mutations, which lie beside it
+sys.path.append(str(Path(__file__).parent))  # for pairs, variants and mutations in this folder
 
 import pairs
 
@@ -17,8 +17,8 @@ from liger_models.architectures import list_architectures
 
 @pytest.fixture(scope="session")
 def make_pair() -> Callable[..., pairs.Pair]:
-    """A factory: `make_pair("llama", {"head_dim": 24})` is the family's tiny config with changes, of which
-    `ABSENT` leaves a key out.
+    """A factory: `make_pair("llama", {"head_dim": 24})` is the family's tiny config with changes; `ABSENT`
+    removes a key.
     """
     pytest.importorskip("transformers")
     return pairs.make_pair
@@ -26,7 +26,7 @@ def make_pair() -> Callable[..., pairs.Pair]:
 
 @pytest.fixture(scope="session")
 def shared_pair() -> Callable[[str], pairs.Pair]:
-    """A factory as `make_pair`, of the tiny configs as they are, which makes each once."""
+    """A factory like `make_pair` for unchanged tiny configs, which makes each pair once."""
     pytest.importorskip("transformers")
     return pairs.make_pair_once()
 

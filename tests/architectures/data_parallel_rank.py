@@ -1,6 +1,6 @@
 """One rank of test_distributed.py: forward and backward over its half of a batch, under torch's own wrapper.
 
-task.pt lies in the folder; gives the loss and the gradients. The wrapper is ddp or fsdp.
+Reads task.pt in the folder and returns the loss and the gradients. The wrapper is ddp or fsdp.
 """
 
 from pathlib import Path
@@ -24,7 +24,7 @@ def results(folder: Path, rank: int, ranks: int, wrapper: str, level: str) -> di
     model.load_state_dict(task["state"])
     own = {name: value.chunk(ranks)[rank] for name, value in task["batch"].items()}
 
-    # Gradients are averaged over ranks, so each divides by its share of the labels of all.
+    # Gradients are averaged over ranks, so each rank divides by the mean number of labels per rank.
     labels = (own["labels"][:, 1:] != -100).sum()
     dist.all_reduce(labels)
     if wrapper == "ddp":

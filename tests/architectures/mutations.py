@@ -1,8 +1,8 @@
-"""Faults, derived from what a family is: other values for every field of its spec, layer by layer; tensors of
-the checkpoint that change places; norms, residual streams and branches that are left out.
+"""Faults derived from a family's spec and checkpoint: other values for every field of the spec, layer by
+layer; swapped tensors of the checkpoint; missing norms, residual streams and branches.
 
-None of them knows a family: they are found in the spec's dataclasses, in the weight map, in the module tree,
-and in the additions that a forward pass makes.
+No fault is specific to a family: they are found in the spec's dataclasses, in the weight map, in the module
+tree, and among the additions of a forward pass.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from liger_models.layers.specs import CrossAttentionSpec, ModelSpec
 
 Path = tuple[str | int, ...]
 
-# What no difference in logits or loss can show, and where it is tested.
-NOT_SEEN = {
+# Fields whose faults change neither logits nor loss, and where they are tested.
+WITHOUT_EFFECT = {
     "ModelSpec.initializer_range": "concerns fresh weights alone",
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",
@@ -57,7 +57,7 @@ OF_IMAGES = (
     "ModelSpec.extra_ids",
     *(f"CrossAttentionSpec.{field.name}" for field in fields(CrossAttentionSpec)),
 )
-"""Which the tests in tests/vision look at, as at all that lies in the last."""
+"""Fields that concern images. Like those of the vision encoder, they are tested in tests/vision."""
 
 
 def name_of(path: Path) -> str:
@@ -86,7 +86,7 @@ _hints = functools.cache(typing.get_type_hints)
 
 
 def other_values(value: Any, hint: Any) -> list[Any]:
-    """Values that a faulty reading might give: near by, the other choices, none at all."""
+    """Values that a faulty reading might give: a nearby one, the other choices, None."""
     kinds = _kinds(hint)
     nothing = [None] if type(None) in kinds and value is not None else []
     choices = [
@@ -99,7 +99,7 @@ def other_values(value: Any, hint: Any) -> list[Any]:
     if isinstance(value, int):
         return [value + 1, *([value - 1] if value > 1 else []), *nothing]
     if isinstance(value, float):
-        return [value + 0.01 * max(abs(value), 0.1), *nothing]  # for an eps of 1e-5: 1e-3 more
+        return [value + 0.01 * max(abs(value), 0.1), *nothing]  # adds 1e-3 to an eps of 1e-5
     if isinstance(value, tuple) and value and isinstance(value[0], float):
         return [(value[0] * 1.5, *value[1:]), (*value[:-1], value[-1] * 1.5), *nothing]
     if value == () or (isinstance(value, tuple) and isinstance(value[0], int)):
@@ -130,7 +130,7 @@ def _kinds(hint: Any) -> tuple[Any, ...]:
 
 
 def with_value(spec: Any, path: Path, value: Any) -> Any:
-    """A copy of a spec in which the field at `path` is another."""
+    """A copy of a spec with another value at `path`."""
     if not path:
         return value
     first, *rest = path
@@ -170,14 +170,14 @@ def unnoticed_fields(
             if part in tried:
                 continue
             tried.add(part)
-        if (field in OF_IMAGES or path[0] == "vision") != of_images or field in skip | NOT_SEEN.keys():
+        if (field in OF_IMAGES or path[0] == "vision") != of_images or field in skip | WITHOUT_EFFECT.keys():
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
-            continue  # before or after nothing
+            continue  # without rotation the order has no effect
         if field == "AttentionSpec.sees_spans" and not at(pair.ours.spec, path[:-1]).causal:
-            continue  # all see all
+            continue  # every token attends to all others
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:
-            continue  # which no window cuts
+            continue  # without a window no span is cut
         if wanted is not None:
             if field not in wanted or value in wanted[field]:
                 continue
@@ -188,7 +188,7 @@ def unnoticed_fields(
             if not spec_is_noticed(pair, with_value(pair.ours.spec, path, other)):
                 missed[f"{name_of(path)}: {value!r} -> {other!r}"] = field
         if not others and not is_dataclass(value) and len(_choices(hint)) != 1:
-            missed[f"{name_of(path)}: {value!r}"] = field  # no other value can be thought of
+            missed[f"{name_of(path)}: {value!r}"] = field  # there is no other value to try
     return missed
 
 
@@ -199,26 +199,26 @@ def _part_at(spec: ModelSpec, path: Path) -> Any:
     place = next((i for i, step in enumerate(path) if isinstance(step, int)), None)
     if place is None or path[place - 1] != "blocks":
         return None
-    if place > 1:  # layers of an encoder, of which each says little: the first of those that are alike
+    if place > 1:  # encoder layers have little effect each: only the first of equal ones
         return path[:place], path[place + 1 :], at(spec, path[: place + 1])
-    own = len(path) == place + 2  # of the layer itself, whose parts may differ
+    own = len(path) == place + 2  # a field of the layer itself, whose other parts may differ
     return path[:place], path[place + 1 :], at(spec, path if own else path[:-1])
 
 
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:
-    """Whether a model of this spec, with the reference's parameters, is told from the reference."""
+    """Whether the comparison notices a model of this spec, with the reference's parameters."""
     try:
         model = CausalLM(spec).train(pair.ours.training)
         # A checkpoint with other names or shapes is refused: `map_like` and `read` raise as loading does.
         weight_map = map_like(pair.architecture, model, checkpoint_shapes(pair.weight_map).keys())
         copy_parameters(weight_map, model, pair.state)
         return is_noticed(pair, model)
-    except (ValueError, TypeError, RuntimeError, IndexError, DataError):  # or by sizes that do not fit
+    except (ValueError, TypeError, RuntimeError, IndexError, DataError):  # also for sizes that do not match
         return True
 
 
 def is_noticed(pair: Pair, model: Any = None) -> bool:
-    """By the logits; or, since a router's losses do not reach these, by the loss."""
+    """Whether the logits or the loss differ from the reference's. A router's loss changes only the latter."""
     batch, logits, loss = pair.probe
     with torch.no_grad():
         output = (model or pair.ours)(**batch, return_logits=True)
@@ -226,12 +226,12 @@ def is_noticed(pair: Pair, model: Any = None) -> bool:
     return not max(distances) <= BOUND
 
 
-# -- tensors that change places
+# -- swapped tensors
 
 
 def swaps(pair: Pair) -> Iterator[tuple[str, str]]:
-    """Canonical names of tensors of one shape: neighbours within a native tensor, within a layer's module or
-    between layers.
+    """Pairs of canonical names of tensors of equal shape: neighbours within a native tensor, within a layer's
+    module or between layers.
     """
     weight_map = pair.ours.weight_map(Layout())
     shapes = checkpoint_shapes(weight_map)
@@ -262,7 +262,7 @@ def _layer_and_rest(name: str) -> tuple[str, str]:
 
 @contextmanager
 def swapped(pair: Pair, first: str, second: str) -> Iterator[None]:
-    """The native model with two tensors in each other's place."""
+    """Swap two tensors of the native model."""
     memory = memory_by_tensor(pair)
 
     def exchange() -> None:
@@ -288,7 +288,7 @@ def memory_by_tensor(pair: Pair) -> dict[str, list[Tensor]]:
     return memory
 
 
-# -- what is left out
+# -- missing operations
 
 
 def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -299,7 +299,7 @@ def norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 @contextmanager
 def without_norm(module: nn.Module) -> Iterator[list[Tensor]]:
-    """The norm's weight without its division; yields a list of what went through."""
+    """Apply the norm's weight without its division; yield a list of the inputs."""
     calls = []
 
     def skip(x: Tensor, residual: Tensor | None = None) -> Any:
@@ -309,7 +309,7 @@ def without_norm(module: nn.Module) -> Iterator[list[Tensor]]:
         scaled = x if weight is None else x * (weight + getattr(module, "offset", 0.0))
         return scaled if residual is None else (scaled, x)
 
-    module.forward = skip  # type: ignore[assignment]  # of this one module alone
+    module.forward = skip  # type: ignore[assignment]  # of this module only
     try:
         yield calls
     finally:
@@ -317,8 +317,8 @@ def without_norm(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 class Additions(TorchDispatchMode):
-    """Counts the additions of two hidden states, and lets one of them give back only its first or its second
-    term: a residual stream, or a branch, that is left out.
+    """Count the additions of two hidden states. Addition number `fault` returns only its first or its second
+    term, as if a branch or the residual stream were missing.
     """
 
     def __init__(self, hidden_size: int, fault: int | None = None, keep: int = 0):

@@ -69,10 +69,10 @@ class Run:
         return Distances(found, truth, positions)
 
     def _least_size(self, name: str) -> float:
-        """Scale of a gradient whose terms may cancel, if the gradient itself is smaller. For a scalar, a
-        single sum: the largest scale of such. For a key's bias without positions, which shifts all scores of
-        a query alike, so that only rounding remains: the weight's, which sums the same terms, times inputs of
-        the order of one.
+        """Lower bound of the scale of a gradient whose terms may cancel. For a scalar it is the largest
+        scalar gradient. For a bias it is the gradient of the weight, which sums the same terms times inputs
+        of order one: a key's bias without positions shifts all scores of a query equally, so that its
+        gradient is rounding only.
         """
         if name in self.gradients and self.gradients[name].numel() == 1:
             return max(float(g.abs()) for g in self.gradients.values() if g.numel() == 1)
@@ -139,7 +139,7 @@ class Pair:
         return {"input_ids": ids, "labels": labels}
 
     def clear(self, draw: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The first of the calls that `draw` makes in which no router's choice is near a tie."""
+        """Draw calls until no router's choice is near a tie, and return that call."""
         call = draw()
         if any(isinstance(module, Router) for module in self.ours.modules()):
             while not self._is_clear(call):
@@ -148,7 +148,7 @@ class Pair:
 
     def _is_clear(self, call: Mapping[str, Any]) -> bool:
         training = self.ours.training
-        self.ours.eval()  # or routers with a correction bias would count these choices
+        self.ours.eval()  # in training, routers with a correction bias would count these choices
         try:
             with torch.no_grad(), clear_of_ties(2 * BOUND):
                 self.ours(**call)
@@ -160,7 +160,7 @@ class Pair:
 
     @cached_property
     def probe(self) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """One batch, and the reference's logits and loss for it: what mutants are judged by."""
+        """One batch with the reference's logits and loss, to compare mutants with."""
         batch = self.batch()
         with torch.no_grad():
             output = self.reference(**batch, use_cache=False)
@@ -192,7 +192,7 @@ class Pair:
 
     def _run_reference(self, cotangent: Tensor | None, call: Mapping[str, Any]) -> Run:
         own = {}
-        if self.ours.needs_ids and "inputs_embeds" in call:  # of ids it wants to know what the layers read
+        if self.ours.needs_ids and "inputs_embeds" in call:  # the layers' own inputs come from ids
             own["per_layer_inputs"] = self.reference.model.get_per_layer_inputs(call["input_ids"])
         given = {name: value for name, value in call.items() if not (own and name == "input_ids")}
         output = self.reference(**given, **own, use_cache=False)
@@ -203,7 +203,7 @@ class Pair:
     def run_reference_by_document(self, input_ids: Tensor, labels: Tensor, lengths: list[int]) -> Run:
         """The reference of packed documents: each alone, and the mean over all their labels together.
 
-        Its own packing is not asked: in several families documents see each other there.
+        The reference's own packing is not used: in several families its documents attend to each other.
         """
         return Run.repeatable(lambda: self._run_by_document(input_ids, labels, lengths))
 
@@ -226,7 +226,7 @@ class Pair:
         return self.run_ours(**call).distances(self.run_reference(**call))
 
     def logits_distance(self) -> float:
-        """Results of the native model in its current state and of the reference, on the probe."""
+        """Distance of the native model's logits on the probe, in its current state, from the reference's."""
         batch, logits, _ = self.probe
         with torch.no_grad():
             return relative_distance(self.ours(**batch, return_logits=True).logits, logits)
@@ -247,11 +247,11 @@ def _gradients(
     return {} if embeds is None else {"inputs_embeds": embeds.grad}
 
 
-# -- making them
+# -- construction
 
 
 def changed(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A config with changes, all its own: some references write into what they are given."""
+    """A deep copy of a config with changes; some references modify the config that they are given."""
     merged = {**config, **(changes or {})}
     return copy.deepcopy({key: value for key, value in merged.items() if value is not ABSENT})
 
@@ -285,7 +285,7 @@ def reference_model(architecture: Architecture, config: Mapping[str, Any], atten
         own_config = reference_config(architecture, config)
         own_config._attn_implementation = attention
         reference = reference_class(architecture)(own_config)
-    except Exception as error:  # of whatever kind: each of them is a refusal
+    except Exception as error:  # an error of any type is a refusal
         raise RefusedByReference(f"{architecture.reference}: {error}") from error
     _skip_groups_normalised_together(reference, own_config)
     randomise(reference, torch.Generator().manual_seed(1))
@@ -320,7 +320,7 @@ def make_pair(
 
 
 def in_comparable_mode(spec: ModelSpec, *models: nn.Module) -> None:
-    """In training, as long as two passes give the same there; else in evaluation."""
+    """Set training mode, or evaluation mode for models that draw random numbers in training."""
     for model in models:
         model.train(not spec.draws_in_training)
 

@@ -20,7 +20,7 @@ def test_the_sources_describe_exactly_the_registered_families():
 MOST_LINES = 80
 LONGER = {
     "gemma4_text": "values that are keys, shared keys, inputs by layer, experts: each may be missing",
-    "llama4_text": "chunks, layers without positions, queries that grow, experts: each by own keys",
+    "llama4_text": "chunks, layers without positions, scaled queries, experts: each with its own keys",
 }
 
 
@@ -35,13 +35,13 @@ def test_a_family_is_one_short_file(family):
 
 
 @pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
-def test_a_family_has_a_tiny_config_and_says_whether_it_sees(family):
+def test_a_family_has_a_tiny_config_and_states_whether_it_reads_images(family):
     architecture = find_architecture(family)
     assert architecture.tiny["model_type"] == family
     assert architecture.vision == ("text_config" in architecture.tiny)
 
 
-def test_the_first_sentence_is_taken_apart():
+def test_the_first_sentence_is_parsed():
     found = parse_about(
         """Ox 2 and 2.5 (Bo et al., 2024, arXiv:2401.12345; 2502.01234), text: with
     3.5 heads (three, or so). More of it.""",

@@ -9,7 +9,7 @@ from rounding import BOUND, LARGEST_ROUNDING, ORDERS, OtherOrder
 from ties import TieError, clear_of_ties, moe
 
 
-def test_another_order_of_sums_changes_bits_and_nothing_else():
+def test_another_order_of_sums_changes_only_rounding():
     x, weight = torch.randn(5, 300), torch.randn(300, 7, requires_grad=True)
 
     def run():
@@ -29,12 +29,12 @@ def test_another_order_of_sums_changes_bits_and_nothing_else():
     [
         (0.9 * BOUND, 0.0, False),
         (1.1 * BOUND, 0.2 * BOUND, True),
-        (1.9 * BOUND, 0.5 * BOUND, False),  # where much cancels
+        (1.9 * BOUND, 0.5 * BOUND, False),  # with much cancellation
         (2.1 * BOUND, 0.5 * BOUND, True),
-        (2 * LARGEST_ROUNDING, 1.1 * LARGEST_ROUNDING, True),  # where nothing can be compared
+        (2 * LARGEST_ROUNDING, 1.1 * LARGEST_ROUNDING, True),  # too much rounding for a comparison
     ],
 )
-def test_the_bound_is_a_multiple_of_the_truths_own_rounding(error, rounding, missed):
+def test_the_bound_is_a_multiple_of_the_rounding_of_the_truth(error, rounding, missed):
     one = torch.ones(3, dtype=torch.float64)
     truth = Run(None, None, {"weight": one})
     truth.again = lambda seed: Run(None, None, {"weight": one * (1 + rounding * (seed == ORDERS - 1))})
@@ -60,7 +60,7 @@ def test_a_choice_of_experts_near_a_tie_is_refused(options):
     with clear_of_ties(1e-5):
         moe.route(LOGITS, 2, **options)
     near = LOGITS.clone()
-    # The correction bias is a tenth above the others', so that expert's score may be a tenth less.
+    # The expert's correction bias is 0.1 above the others', so its score may be 0.1 below.
     near[0, 3] = 0.5 if not options else torch.logit(torch.tensor(0.5).sigmoid() - 0.1)
     near[0, 3] -= 1e-6
     with clear_of_ties(1e-5), pytest.raises(TieError, match=r"tokens \[0\]"):
@@ -69,7 +69,9 @@ def test_a_choice_of_experts_near_a_tie_is_refused(options):
 
 @pytest.mark.parametrize("last", [0.5 - 1e-6, 1.2 * 0.6 - 1e-6], ids=["second_place", "nearness"])
 def test_a_sparse_mixers_choice_near_a_tie_is_refused(last):
-    """By its place, and by the bound of 2 * 0.2 below the best beyond which an expert has no share."""
+    """At a tie for second place, and at the bound, 2 * 0.2 below the best, beyond which an expert has no
+    share.
+    """
     with clear_of_ties(1e-5):
         moe.decide(LOGITS, 0.2, None)
     near = LOGITS.clone()

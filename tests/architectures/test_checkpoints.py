@@ -1,5 +1,5 @@
-"""Checkpoints of every family, in every layout in which they are found, come in whole and go out byte for
-byte; what the reference writes we read, and the other way round.
+"""Checkpoints of every family load completely in every layout and are saved again byte for byte; we read
+the reference's checkpoints, and the reference reads ours.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_checkpoint_of_the_reference_comes_back_byte_for_byte(family, written_by_reference, tmp_path):
+def test_a_checkpoint_of_the_reference_is_saved_again_byte_for_byte(family, written_by_reference, tmp_path):
     folder = written_by_reference(family)
     assert len(list(folder.glob("*.safetensors"))) > 1
     liger_models.from_hub(folder).save_pretrained(tmp_path / "out")
@@ -59,8 +59,8 @@ def test_a_checkpoint_of_the_reference_gives_its_logits(family, pair, written_by
     assert not failures({"logits": relative_distance(found, logits)})
 
 
-def test_the_reference_reads_what_we_write(family, written_by_reference, failures, tmp_path):
-    """After training, that is: with other values than those that came in."""
+def test_the_reference_reads_our_checkpoints(family, written_by_reference, failures, tmp_path):
+    """The values differ from those loaded, as after training."""
     model = liger_models.from_hub(written_by_reference(family)).eval()
     randomise(model, torch.Generator().manual_seed(2))
     model.save_pretrained(tmp_path / "out")
@@ -74,7 +74,7 @@ def test_the_reference_reads_what_we_write(family, written_by_reference, failure
 @pytest.mark.parametrize("name", ["mixtral", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("stack", ["gate_up_proj", "down_proj"])
 def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_reference, monkeypatch):
-    """By a thousandth, of the expert whose gradient is the smallest."""
+    """The error is a thousandth, in the expert with the smallest gradient."""
     from liger_models.layers.experts import moe
     from liger_models.models import verification
 
@@ -104,7 +104,7 @@ def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_
     assert {name.rpartition("mlp.")[2] for name in far} == stacks
 
 
-def test_verify_accepts_it(family, written_by_reference, capsys):
+def test_verify_accepts_a_checkpoint_of_the_reference(family, written_by_reference, capsys):
     assert main(["verify", str(written_by_reference(family)), "--transformers"]) == 0
     shown = capsys.readouterr().out
     assert "every byte the same" in shown
@@ -124,9 +124,9 @@ def every_layout():
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(("family", "layout"), every_layout())
-def test_every_layout_comes_back_byte_for_byte(family, layout, tied, tmp_path, capsys):
+def test_every_layout_is_saved_again_byte_for_byte(family, layout, tied, tmp_path, capsys):
     """Covers mixed dtypes, the parts of a packed tensor in different files, a copy of a tied head's tensor,
-    and unread tensors that are repeated.
+    and unread tensors that are carried over.
     """
     model = write_mixed(tmp_path / "in", family, layout, tied)
     loaded = liger_models.from_hub(tmp_path / "in")
@@ -150,7 +150,7 @@ def same(found, expected):
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-def test_a_model_of_mixed_dtypes_learns_and_comes_back(family, tmp_path):
+def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
     write_mixed(tmp_path / "in", family, find_architecture(family).layouts[0])
     ids = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(5))
     results = []
@@ -162,8 +162,8 @@ def test_a_model_of_mixed_dtypes_learns_and_comes_back(family, tmp_path):
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])
         results.append((output.logits, gradient))
     for truth, found in zip(*results, strict=True):
-        # A hundred roundings to bfloat16, of 2^-9 each, and a token that may then choose another expert. A
-        # tensor that is left out, or taken for another, gives a distance of the order of one.
+        # A hundred roundings to bfloat16, of 2^-9 each, after which a token may choose another expert. A
+        # missing tensor, or one in the place of another, gives a distance of order one.
         assert relative_distance(found, truth) < 0.25
 
     AdamW(model.parameters(), lr=0.01).step()
@@ -175,8 +175,8 @@ def test_a_model_of_mixed_dtypes_learns_and_comes_back(family, tmp_path):
 
 
 def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -> CausalLM:
-    """A checkpoint with matrices in bfloat16, and all else in float32 with values that bfloat16 rounds; and
-    its model.
+    """Write a checkpoint with matrices in bfloat16 and the rest in float32, with values that bfloat16 would
+    round. Return its model.
     """
     architecture = find_architecture(family)
     named = {"architectures": [architecture.reference], "tie_word_embeddings": tied}
@@ -202,7 +202,7 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
 
 
 def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> None:
-    """A checkpoint whose tensors are dealt out to its files like cards."""
+    """Write a checkpoint whose tensors are assigned to its files in turn."""
     folder.mkdir()
     names = [f"model-{i + 1:05d}-of-{SHARDS:05d}.safetensors" for i in range(SHARDS)]
     placed = {name: names[i % SHARDS] for i, name in enumerate(tensors)}
@@ -218,7 +218,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str
 # -- config.json
 
 
-def test_a_config_is_one_model_in_the_spelling_of_transformers_4_and_5(family, pair, written_by_reference):
+def test_configs_spelled_as_in_transformers_4_and_5_give_the_same_spec(family, pair, written_by_reference):
     raw = json.loads((written_by_reference(family) / "config.json").read_text())
     architecture = find_architecture(family)
     new, old = HFConfig.load(raw), HFConfig.load(as_transformers_4(raw, architecture.rope_keys))

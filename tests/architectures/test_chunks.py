@@ -1,5 +1,5 @@
-"""Attention within chunks against the reference, with given positions or padded prompts. (Queries that grow
-would differ there: the reference uses a token's place in its row as its position.)
+"""Attention within chunks against the reference, with given positions or padded prompts. (Temperature tuning
+of queries would differ there: the reference uses a token's place in its row as its position.)
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pairs import spec_of
 from liger_models.convert.errors import ConfigError
 from liger_models.generating.generation import generate
 
-NEW = 24  # through three chunks of 7
+NEW = 24  # spans three chunks of 7
 
 
 @pytest.fixture(scope="module")
 def steady(request):
-    """Llama 4 without queries that grow."""
+    """Llama 4 without temperature tuning of queries."""
     make_pair = request.getfixturevalue("make_pair")
     return make_pair("llama4_text", {"attn_temperature_tuning": False})
 
@@ -27,7 +27,7 @@ def test_chunks_are_counted_from_the_first_token_whatever_its_position(positions
     assert not failures(steady.distances(**steady.batch(), **options))
 
 
-def test_chunks_of_padded_prompts_begin_behind_the_padding(steady):
+def test_chunks_of_padded_prompts_begin_after_the_padding(steady):
     ids = torch.randint(0, steady.vocab_size, (3, 9))
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
     options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
@@ -35,7 +35,7 @@ def test_chunks_of_padded_prompts_begin_behind_the_padding(steady):
     assert torch.equal(generate(steady.ours, ids, NEW, attention_mask=mask), expected)
 
 
-def test_that_queries_grow_is_a_flag_which_older_configs_give_as_a_number():
+def test_temperature_tuning_is_a_flag_that_older_configs_give_as_a_number():
     assert spec_of("llama4_text", {"attn_temperature_tuning": 4}) == spec_of("llama4_text")
     off = spec_of("llama4_text", {"attn_temperature_tuning": 0})
     assert off == spec_of("llama4_text", {"attn_temperature_tuning": False}) != spec_of("llama4_text")
@@ -51,6 +51,6 @@ def test_that_queries_grow_is_a_flag_which_older_configs_give_as_a_number():
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers must have a 0 or a 1 for each of the 3 layers"),
     ],
 )
-def test_layers_that_do_not_fit_are_named(changes, message):
+def test_inconsistent_settings_of_layers_are_named(changes, message):
     with pytest.raises(ConfigError, match=message):
         spec_of("llama4_text", changes)

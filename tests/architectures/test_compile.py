@@ -35,7 +35,7 @@ def ids():
 
 def results(model: CausalLM, run, ids, **call) -> dict[str, torch.Tensor]:
     model.zero_grad()
-    torch.manual_seed(0)  # for experts that are drawn
+    torch.manual_seed(0)  # for randomly drawn experts
     output = run(ids, labels=ids, return_logits=True, **call)
     output.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
@@ -111,7 +111,7 @@ def test_fullgraph_says_that_models_run_uncompiled(ids):
 
 @pytest.mark.slow
 def test_layers_compiled_one_by_one_give_the_same_results(ids, failures):
-    """Their twins run, and Inductor fuses them."""
+    """Inductor fuses the plain twins of the kernels."""
     model = small_model("mistral")
     packed = {"position_ids": PACKED[None]}
     expected = results(model, model, ids, **packed)

@@ -1,4 +1,4 @@
-"""A config that cannot be honoured is refused, and the message says what was found."""
+"""Unsupported configs are refused, and the message states the value found."""
 
 import contextlib
 import copy
@@ -17,8 +17,8 @@ from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, LigerModelsError, UnsupportedModelError
 
-# By name, changes of a family's tiny config and the complaint. A case concerns the families whose tiny config
-# has its keys; `skip={"refusal:partial_rotary_factor": "..."}` takes a family out.
+# By name: changes of a family's tiny config, and the error message. A case applies to families whose tiny
+# config has its keys; `skip={"refusal:partial_rotary_factor": "..."}` excludes a family.
 REFUSED = {
     "hidden_act": ({"hidden_act": "relu6"}, "hidden_act 'relu6' is unknown; expected one of silu"),
     "hidden_act_list": ({"hidden_act": ["silu"]}, "hidden_act .'silu'. is unknown"),
@@ -81,18 +81,18 @@ def refused_cases():
 
 
 def _needs(changes):
-    """Keys that a family has if the case concerns it: a head's width, attention, too."""
+    """Keys that a family must have for the case to apply. A head's width also requires attention."""
     return {*changes, *(["num_attention_heads"] if "head_dim" in changes else [])}
 
 
 @pytest.mark.parametrize(("family", "changes", "message"), refused_cases())
-def test_a_value_that_cannot_be_honoured_is_named(family, changes, message):
+def test_an_unsupported_value_is_named(family, changes, message):
     with pytest.raises(ConfigError, match=message):
         spec_of(family, changes)
 
 
 @pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
-def test_a_value_of_another_kind_is_no_fault_of_ours(family):
+def test_a_value_of_another_type_causes_no_internal_error(family):
     """Any value of any key, in nested configs too, gives a spec or an error that names the key."""
     tiny = find_architecture(family).tiny
     for path, value in itertools.product(paths(tiny), ("x", [1], {}, -1, 2.5, True)):
@@ -111,8 +111,8 @@ def paths(config):
             yield from ((key, *path) for path in paths(value))
 
 
-def test_what_a_registration_skips_would_be_tested_otherwise(family):
-    """(Of fields and of tensors that change places test_mutations.py says so.)"""
+def test_a_case_that_a_registration_skips_would_be_tested_otherwise(family):
+    """test_mutations.py checks this for fields and swapped tensors."""
     tiny = find_architecture(family).tiny
     used = {
         "rope": lambda name: (
@@ -144,24 +144,24 @@ def test_what_a_registration_skips_would_be_tested_otherwise(family):
         ("dots1", "scoring_func", "noaux_tc", "softmax"),
     ],
 )
-def test_a_key_of_published_configs_that_the_reference_does_not_read_has_its_value(family, key, known, other):
+def test_a_published_key_that_the_reference_ignores_must_have_its_known_value(family, key, known, other):
     assert spec_of(family, {key: known}) == spec_of(family, {})
     with pytest.raises(ConfigError, match=f"{key} must be .*{known!r}.* found {other!r}"):
         spec_of(family, {key: other})
 
 
-def test_in_a_pickle_a_family_is_its_name(family):
-    """Models hold it, and go to processes that are spawned."""
+def test_a_family_is_pickled_by_name(family):
+    """Models refer to their family, and are sent to spawned processes."""
     architecture = find_architecture(family)
     assert pickle.loads(pickle.dumps(architecture)) is architecture
-    changed = replace(architecture, carried=len)  # which the name does not stand for
+    changed = replace(architecture, carried=len)  # no longer the registered family
     assert pickle.loads(pickle.dumps(changed)).carried is len
 
 
-def test_tokens_that_see_ahead_are_refused(family):
-    """Every reference lets them where its config says is_causal: false."""
+def test_bidirectional_attention_is_refused(family):
+    """Every reference uses it if its config has is_causal: false."""
     assert spec_of(family, {"is_causal": True}) == spec_of(family, {"is_causal": None}) == spec_of(family, {})
-    with pytest.raises(ConfigError, match=r"is_causal: False \(tokens that see ahead"):
+    with pytest.raises(ConfigError, match=r"is_causal: False \(bidirectional attention"):
         spec_of(family, {"is_causal": False})
 
 
@@ -170,12 +170,12 @@ def test_a_key_that_a_family_does_not_know_is_named(family):
         spec_of(family, {"attention_is_odd": 3})
 
 
-def test_an_unknown_model_type_shows_the_nearest():
+def test_an_unknown_model_type_is_refused_with_similar_ones():
     with pytest.raises(UnsupportedModelError, match=r"'lama' is not supported\. The nearest: llama"):
         liger_models.from_config({"model_type": "lama"})
 
 
-def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
+def test_missing_keys_of_a_mistral_config_have_the_references_defaults():
     changes = {"sliding_window": ABSENT, "num_key_value_heads": ABSENT, "num_attention_heads": 8}
     spec = spec_of("mistral", changes)
     attention = spec.blocks[0].mixer
@@ -196,6 +196,6 @@ def test_keys_that_a_mistral_config_leaves_out_have_the_reference_values():
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention must be 'vision'"),
     ],
 )
-def test_what_gemma_4_has_and_we_have_not_is_refused(changes, message):
+def test_unsupported_settings_of_gemma_4_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         spec_of("gemma4_text", changes)

@@ -17,7 +17,7 @@ RANK = Path(__file__).with_name("data_parallel_rank.py")
     ("wrapper", "level"), [("ddp", "lean"), ("fsdp", "lean"), ("fsdp", "mlp"), ("fsdp", "checkpoint")]
 )
 def test_two_ranks_equal_one_process(make_pair, tmp_path, failures, wrapper, level):
-    # A tied weight has two uses, and must be averaged once, after both.
+    # A tied weight has two uses, and its gradient must be averaged once, after both.
     pair = make_pair("llama", {"tie_word_embeddings": True})
     batch = pair.batch(rows=4)
     batch["labels"][2:, 8:] = -100  # the ranks have different numbers of labels
@@ -25,7 +25,7 @@ def test_two_ranks_equal_one_process(make_pair, tmp_path, failures, wrapper, lev
     expected.logits = None
     torch.save({"config": pair.config, "state": pair.ours.state_dict(), "batch": batch}, tmp_path / "task.pt")
     results = run_ranks(RANK, tmp_path, wrapper, level)
-    joint = sum(result["loss"] for result in results) / 2  # as the ranks' gradients are averaged
+    joint = sum(result["loss"] for result in results) / 2  # averaged, like the gradients of the ranks
     for result in results:
         by_name = {}
         for name, expression in pair.weight_map.items():

@@ -1,4 +1,6 @@
-"""Greedy text is that of transformers, the cache changes nothing, sampling draws from the right set."""
+"""Greedy decoding gives the text of transformers, the cache does not change it, and sampling draws from the
+right distribution.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from liger_models.convert.errors import DataError
 from liger_models.generating import decoding, generation
 from liger_models.generating.generation import generate
 
-NEW = 16  # and a prompt of 9: three times through most windows of the tiny configs, beyond all of them
+NEW = 16  # after a prompt of 9: three times most windows of the tiny configs, longer than all of them
 
 
 def reference_text(pair, ids, mask=None, **options):
@@ -29,13 +31,13 @@ def prompts(pair, rows=3, length=9):
     return torch.randint(0, pair.vocab_size, (rows, length))
 
 
-def test_greedy_text_is_the_reference_text(pair):
+def test_greedy_decoding_gives_the_text_of_the_reference(pair):
     ids = prompts(pair)
     assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_a_head_that_is_tied_or_not_makes_the_reference_text(tied, make_pair):
+def test_a_tied_or_untied_head_gives_the_text_of_the_reference(tied, make_pair):
     """One family suffices: all have the same head, whose logits test_parity.py compares, tied and not."""
     pair = make_pair("llama", {"tie_word_embeddings": tied})
     ids = prompts(pair)
@@ -50,8 +52,8 @@ FACTORS = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [2.0 
 @pytest.mark.parametrize(
     ("rope", "positions"), [(LONGROPE | FACTORS, 64), ({"rope_type": "dynamic", "factor": 3.0}, 16)]
 )
-def test_where_tables_depend_on_the_length_the_cache_changes_nothing(rope, positions, side, make_pair):
-    """The text crosses the length at which all keys, the old ones too, are turned otherwise."""
+def test_the_cache_changes_nothing_if_rotary_tables_depend_on_the_length(rope, positions, side, make_pair):
+    """The text crosses the length beyond which all keys, earlier ones too, are rotated by other angles."""
     settings = {"rope_theta": 500.0, **rope}
     pair = make_pair("llama", {"rope_parameters": settings, "max_position_embeddings": positions})
     ids = prompts(pair, rows=2)
@@ -60,7 +62,7 @@ def test_where_tables_depend_on_the_length_the_cache_changes_nothing(rope, posit
         mask[1] = torch.arange(9) >= 4 if side == "left" else torch.arange(9) < 5
     found = generate(pair.ours, ids, 14, attention_mask=mask)
     for _ in range(14):
-        positions = mask.cumsum(1) - 1  # in the sequence, without its padding
+        positions = mask.cumsum(1) - 1  # in the sequence without its padding
         logits = pair.ours(ids, attention_mask=mask, position_ids=positions).logits
         last = (mask * torch.arange(mask.shape[1])).argmax(1)
         ids = torch.cat([ids, logits[torch.arange(2), last].argmax(-1, keepdim=True)], dim=1)
@@ -68,17 +70,17 @@ def test_where_tables_depend_on_the_length_the_cache_changes_nothing(rope, posit
     assert torch.equal(found, ids)
 
 
-def test_greedy_text_under_autocast_is_likely_under_autocast(pair):
-    """The keys come in bfloat16, the weights are in float32."""
+def test_greedy_tokens_under_autocast_are_the_likeliest_up_to_rounding(pair):
+    """Keys are in bfloat16, weights in float32."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         ids = generate(pair.ours, prompts(pair), NEW)
         logits = pair.ours(ids).logits[:, 8:-1].float()
     chosen = logits.gather(-1, ids[:, 9:, None])[..., 0]
-    # Logits are of the order of 3, and pass some ten roundings of 2^-9 on either way.
+    # Logits of the order of 3, rounded about ten times by 2^-9 in each of the two passes.
     assert (logits.amax(-1) - chosen).max() < 3 * 20 * 2**-9
 
 
-def test_greedy_text_of_padded_prompts_is_the_reference_text(family, pair):
+def test_greedy_decoding_of_padded_prompts_gives_the_text_of_the_reference(family, pair):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
     ids = prompts(pair)
@@ -87,7 +89,7 @@ def test_greedy_text_of_padded_prompts_is_the_reference_text(family, pair):
     assert torch.equal(found, reference_text(pair, ids, mask, pad_token_id=0))
 
 
-def test_padding_may_stand_on_either_side(pair):
+def test_prompts_may_be_padded_on_either_side(pair):
     ids = prompts(pair, rows=2)
     right = (torch.arange(9) < torch.tensor([[9], [5]])).long()
     found = generate(pair.ours, ids, NEW, attention_mask=right)
@@ -96,7 +98,7 @@ def test_padding_may_stand_on_either_side(pair):
 
 
 def cache_of(family):
-    """What the layers keep of earlier tokens: the kinds of mixers, and where they forget."""
+    """Kind of the caches: the types of token mixers, and whether windows or chunks limit them."""
     return frozenset(
         (type(mixer), *(bool(getattr(mixer, limit, None)) for limit in ("window", "chunk")))
         for block in spec_of(family).blocks
@@ -104,7 +106,7 @@ def cache_of(family):
     )
 
 
-# The ends of sequences concern the loop of tokens and its caches, and nothing else of a family.
+# The end of a sequence concerns only the decoding loop and its caches.
 first_with_its_cache = pytest.mark.parametrize(
     "family", {cache_of(name): name for name in reversed(list_architectures())}.values()
 )
@@ -115,7 +117,7 @@ def test_a_sequence_ends_with_one_of_the_end_tokens(pair):
     assert_ends_as_the_reference(pair, several=True)
 
 
-def test_a_sequence_ends_with_the_only_end_token(shared_pair):
+def test_a_sequence_ends_with_a_single_end_token(shared_pair):
     """One family suffices: layers do not depend on end tokens."""
     assert_ends_as_the_reference(shared_pair("llama"), several=False)
 
@@ -140,16 +142,16 @@ def test_generation_stops_when_all_sequences_have_ended(pair):
     assert found.shape[1] == 9 + first_end + 1
 
 
-def test_cached_logits_are_those_of_the_whole_text(pair, monkeypatch):
-    seen = []
+def test_cached_logits_equal_those_of_one_pass_over_the_text(pair, monkeypatch):
+    cached_steps = []
     choose = generation._choose
     monkeypatch.setattr(
-        generation, "_choose", lambda logits, *rest: (seen.append(logits), choose(logits, *rest))[1]
+        generation, "_choose", lambda logits, *rest: (cached_steps.append(logits), choose(logits, *rest))[1]
     )
     ids, lengths = prompts(pair), [9, 6, 1]
     mask = (torch.arange(9) >= 9 - torch.tensor(lengths)[:, None]).long()
     text = generate(pair.ours, ids, NEW, attention_mask=mask)
-    cached = torch.stack(seen, dim=1)  # [batch, new, V]
+    cached = torch.stack(cached_steps, dim=1)  # [batch, new, V]
     for row, length in enumerate(lengths):
         with torch.no_grad():
             whole = pair.ours(text[row : row + 1, 9 - length :]).logits[0, length - 1 : -1]
@@ -157,18 +159,18 @@ def test_cached_logits_are_those_of_the_whole_text(pair, monkeypatch):
         assert (cached[row] - whole).norm() <= 1e-5 * whole.norm()
 
 
-def test_steps_as_they_are_recorded_make_the_same_text(pair, monkeypatch):
+def test_steps_in_their_recorded_form_generate_the_same_text(pair, monkeypatch):
     """With static buffers of ids, and a cache with more visible slots than tokens."""
     ids = prompts(pair)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
     expected = generate(pair.ours, ids, NEW, attention_mask=mask)
     monkeypatch.setattr(generation, "can_be_recorded", lambda model: True)
-    monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)  # which is outgrown at once, and once more
+    monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)  # exceeded at once, and again later
     assert torch.equal(generate(pair.ours, ids, NEW, attention_mask=mask), expected)
 
 
-def test_recording_a_step_moves_no_state_on(shared_pair, monkeypatch):
-    """It runs the step before it is played."""
+def test_recording_a_step_leaves_the_states_unchanged(shared_pair, monkeypatch):
+    """Recording runs the step once before the first replay."""
     pair = shared_pair("qwen3_next")
     ids = prompts(pair)
     expected = generate(pair.ours, ids, NEW)
@@ -186,7 +188,7 @@ def test_recording_a_step_moves_no_state_on(shared_pair, monkeypatch):
     assert torch.equal(generate(pair.ours, ids, NEW), expected)
 
 
-def test_what_was_made_after_the_end_of_all_sequences_is_cut_off():
+def test_tokens_after_the_end_of_all_sequences_are_cut_off():
     text = torch.tensor([[1, 7, 2, 9, 0, 0], [1, 8, 9, 0, 0, 0]])
     cut = generation._up_to_the_end
     assert cut(text, 1, torch.tensor([9])).tolist() == [[1, 7, 2, 9], [1, 8, 9, 0]]
@@ -194,14 +196,14 @@ def test_what_was_made_after_the_end_of_all_sequences_is_cut_off():
     assert cut(text, 1, torch.tensor([7])).tolist() == text.tolist()
 
 
-def test_a_draw_is_the_one_that_torch_makes():
+def test_a_draw_equals_that_of_torch_multinomial():
     logits = torch.randn(50, 30)
     ours = generation._choose(logits, 0.7, 1.0, 0, torch.Generator().manual_seed(3))
     theirs = torch.multinomial((logits / 0.7).softmax(-1), 1, generator=torch.Generator().manual_seed(3))
     assert torch.equal(ours, theirs[:, 0])
 
 
-def test_min_p_leaves_out_the_tokens_that_transformers_does():
+def test_min_p_excludes_the_same_tokens_as_transformers():
     transformers = pytest.importorskip("transformers")
     logits, draw = 3 * torch.randn(50, 30), torch.Generator().manual_seed(3)
     kept = transformers.MinPLogitsWarper(0.2)(None, logits / 0.7)
@@ -233,7 +235,7 @@ def test_a_callback_ends_sequences(shared_pair):
 
 
 @pytest.mark.gpu
-def test_recorded_steps_on_a_gpu_make_the_same_text_and_wait_for_nothing(pair, monkeypatch):
+def test_recorded_steps_on_a_gpu_generate_the_same_text_and_seldom_synchronize(pair, monkeypatch):
     model = copy.deepcopy(pair.ours).cuda()
     ids = prompts(pair).cuda()
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long().cuda()
@@ -252,9 +254,9 @@ def test_recorded_steps_on_a_gpu_make_the_same_text_and_wait_for_nothing(pair, m
                 torch.cuda.set_sync_debug_mode("default")
         return made, sum("synchronizing CUDA operation" in str(w.message) for w in caught)
 
-    options = {"eos_token_id": -1}  # which never comes, and is looked for
+    options = {"eos_token_id": -1}  # never generated, but checked for
     found, waits = text(**options)
-    assert len(played) == 2  # for 16 places, and 32
+    assert len(played) == 2  # for 16 slots and for 32
     assert waits <= text(9, **options)[1] + NEW // generation.LOOK_EVERY + len(played)
     monkeypatch.setattr(generation, "can_be_recorded", lambda model: False)
     expected, _ = text(**options)
@@ -265,13 +267,13 @@ def test_recorded_steps_on_a_gpu_make_the_same_text_and_wait_for_nothing(pair, m
     assert torch.equal(text(**ends)[0], ended)
 
 
-def test_tokens_are_handed_out_as_they_come(pair):
-    ids, heard = prompts(pair), []
-    text = generate(pair.ours, ids, 5, on_token=heard.append)
-    assert torch.equal(torch.stack(heard, dim=1), text[:, 9:])
+def test_the_callback_receives_tokens_as_they_are_generated(pair):
+    ids, received = prompts(pair), []
+    text = generate(pair.ours, ids, 5, on_token=received.append)
+    assert torch.equal(torch.stack(received, dim=1), text[:, 9:])
 
 
-def test_no_graph_is_kept_and_training_goes_on(pair):
+def test_generation_keeps_no_graph_and_training_can_continue(pair):
     ids = prompts(pair)
     generate(pair.ours, ids, 3)
     pair.ours(ids, labels=ids).loss.backward()
@@ -284,7 +286,7 @@ DRAWS = 4000
 
 
 def drawn_counts(pair, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """How often each token was drawn as the next one of a prompt, and the model's logits for it."""
+    """Count how often each token is drawn after a prompt; return the counts and the model's logits."""
     ids = prompts(pair, rows=1, length=4)
     with torch.no_grad():
         logits = pair.ours(ids).logits[0, -1]
@@ -358,7 +360,7 @@ def test_options_outside_their_range_are_refused(options, message, make_pair):
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (3,)], ids=str)
-def test_prompts_that_hold_no_token_are_refused(shape, make_pair):
+def test_prompts_without_tokens_are_refused(shape, make_pair):
     with pytest.raises(DataError, match=r"hold a token, found"):
         generate(make_pair("llama").ours, torch.zeros(shape, dtype=torch.long))
 
@@ -380,7 +382,7 @@ def test_a_mask_of_another_shape_than_the_prompts_is_refused(shape, make_pair):
 
 def test_more_positions_than_the_tables_hold_are_refused(make_pair):
     pair = make_pair("llama", {"max_position_embeddings": 32})
-    assert generate(pair.ours, prompts(pair), 24).shape == (3, 33)  # the last token is never read
+    assert generate(pair.ours, prompts(pair), 24).shape == (3, 33)  # the last token is not fed back
     with pytest.raises(DataError, match="position 32 is beyond"):
         generate(pair.ours, prompts(pair), 25)
 
@@ -393,6 +395,6 @@ def test_an_id_outside_the_vocabulary_is_named(outside, pair):
         generate(pair.ours, ids, 1)
 
 
-def test_a_temperature_that_is_no_number_is_refused(pair):
+def test_a_temperature_of_nan_is_refused(pair):
     with pytest.raises(ValueError, match="temperature must not be negative, found nan"):
         generate(pair.ours, prompts(pair), 1, temperature=float("nan"))

@@ -1,4 +1,4 @@
-"""On a GPU: as near to the truth as the reference in bfloat16 at real widths, within the promised memory."""
+"""On a GPU, bfloat16 results at real widths are as accurate as the reference's, in the promised memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pairs import Pair
-from wide import (  # noqa: F401  (fixtures among them)
+from wide import (  # noqa: F401  (some are fixtures)
     batches_of,
     distance,
     emptied,
@@ -68,7 +68,7 @@ def run(model: CausalLM, batch: dict[str, torch.Tensor], **options: Any) -> dict
 # -- every family at real widths
 
 
-def test_bfloat16_at_real_widths_is_as_near_to_the_truth_as_the_reference(family, emptied):  # noqa: F811
+def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied):  # noqa: F811
     """Logits, loss and every gradient. The truth is the reference in float32, of the same weights."""
 
     def batches(pair: Pair) -> list[dict[str, torch.Tensor]]:
@@ -124,9 +124,9 @@ def attention_results(backend: str, dtype: torch.dtype, window: int | None, form
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "varlen", "triton", "masked"])
 @pytest.mark.parametrize("window", [None, 1, 300])
 @pytest.mark.parametrize("form", ["rows", "packed"])
-def test_attention_backends_are_as_near_to_the_truth_as_the_plain_twin(form, window, backend):
+def test_attention_backends_are_as_accurate_as_the_plain_twin(form, window, backend):
     if backend == "sdpa" and (form == "packed" or window is not None):
-        pytest.skip("not what this backend does")
+        pytest.skip("not supported by this backend")
     truth = attention_results("eager", torch.float32, window, form)
     plain = attention_results("eager", torch.bfloat16, window, form)
     found = attention_results(backend, torch.bfloat16, window, form)
@@ -147,7 +147,7 @@ def test_attention_in_float32_is_exact(form, window, backend):
 
 
 def test_levels_give_the_same_bits():
-    # Plain attention, since the fused ones add up gradients in no fixed order in float32.
+    # Plain attention, since fused kernels sum float32 gradients in no fixed order.
     model = native({"vocab_size": 1024}, torch.float32, attention="eager", activation_memory="all")
     fill(model)
     ids = torch.randint(0, 1024, (2, 256), device="cuda")
@@ -164,7 +164,7 @@ def test_levels_give_the_same_bits():
         assert all(torch.equal(found[name], expected[name]) for name in expected), levels
 
 
-def test_lean_keeps_less_than_100_kilobytes_a_token_and_layer():
+def test_lean_keeps_less_than_100_kilobytes_per_token_and_layer():
     """Two sums of the residual stream, q|k|v, attention's output, gate and up, in bfloat16: 94.2 KB; and the
     statistics of norms and attention, 0.1 KB.
     """
@@ -194,10 +194,10 @@ def test_each_level_keeps_less_than_the_one_before():
         kept.append(torch.cuda.memory_allocated() - before)
         del loss
     assert kept[1:] == sorted(kept[1:], reverse=True)
-    assert len(set(kept[1:])) == len(LEVELS) - 1  # so few tokens are one tile
+    assert len(set(kept[1:])) == len(LEVELS) - 1  # so few tokens fit in one tile
 
 
-def test_a_spec_may_ask_for_a_window_on_the_gpu():
+def test_windows_on_the_gpu_are_as_accurate_as_plain_attention():
     """The whole model with windows and packed documents, against plain attention in float32."""
     results = []
     for attention, dtype in (("eager", torch.float32), ("eager", torch.bfloat16), ("auto", torch.bfloat16)):

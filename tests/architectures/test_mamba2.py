@@ -15,17 +15,17 @@ from liger_models.convert.errors import ConfigError
 
 def stream(model, norm, ids):
     """The sum that the last norm reads."""
-    seen = []
-    handle = norm.register_forward_pre_hook(lambda _, terms: seen.append(sum(x.double() for x in terms)))
+    sums = []
+    handle = norm.register_forward_pre_hook(lambda _, terms: sums.append(sum(x.double() for x in terms)))
     with torch.no_grad():
         model(ids)
     handle.remove()
-    return seen[0].flatten(0, -2)
+    return sums[0].flatten(0, -2)
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_residual_stream_is_in_float32_if_the_config_says_so(wide, make_pair):
-    """Then only branches round, which are small here."""
+    """Only branches are rounded then, and these are small here."""
     pair = make_pair("mamba2", {"residual_in_fp32": wide, "num_hidden_layers": 6})
     ours, reference = pair.ours.bfloat16(), pair.reference.bfloat16()
     with torch.no_grad():
@@ -38,8 +38,8 @@ def test_the_residual_stream_is_in_float32_if_the_config_says_so(wide, make_pair
     truth = stream(exact, exact.norm, ids)
     found = stream(ours, ours.norm, ids), stream(reference, reference.backbone.norm_f, ids)
     errors = [relative_distance(x, truth) for x in found]
-    # Six sums rounded to bfloat16, by up to 2^-9 each; or six branches of some 2^-6 of the stream, of which
-    # each is rounded a few times.
+    # Six sums rounded to bfloat16, by up to 2^-9 each; or six branches of about 2^-6 of the stream, each
+    # rounded a few times.
     assert all(error < 2.0**-10 if wide else error > 2.0**-9 for error in errors)
 
 
@@ -65,6 +65,6 @@ def test_an_infinite_limit_has_several_spellings(infinity):
 
 
 @pytest.mark.parametrize("limit", [[0.1], [0.2, 0.1], [0.0, "x"], [math.inf, math.inf], 0.1, [math.nan, 1.0]])
-def test_limits_that_are_none_are_refused(limit):
+def test_invalid_limits_are_refused(limit):
     with pytest.raises(ConfigError, match="time_step_limit must be two numbers in ascending order"):
         spec_of("mamba2", {"time_step_limit": limit})

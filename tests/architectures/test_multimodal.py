@@ -206,8 +206,8 @@ CASES = {
 }
 
 
-def test_every_family_in_the_table_is_tried():
-    elsewhere = set(list_architectures(vision=True))  # tests/vision
+def test_every_family_in_the_table_is_tested():
+    elsewhere = set(list_architectures(vision=True))  # tested in tests/vision
     assert {case[1]["model_type"] for case in CASES.values()} | elsewhere == MULTIMODAL.keys() | elsewhere
 
 
@@ -243,7 +243,7 @@ def logits_of(model):
 
 
 def rewrite(folder: Path, to: Path, rename=lambda name: name, **config) -> Path:
-    """The checkpoint with other names of tensors, and other keys of its config; `...` takes one away."""
+    """Write the checkpoint with other tensor names and other keys of its config; `...` removes a key."""
     to.mkdir()
     tensors = load_file(folder / "model.safetensors")
     save_file({rename(name): tensor for name, tensor in tensors.items()}, to / "model.safetensors")
@@ -288,15 +288,15 @@ def test_layers_that_read_images_are_left_out_and_named(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("sees", "text"),
+    ("vision", "text"),
     [
         ("Llama-3.2-11B-Vision-Instruct", "Llama-3.1-8B"),
         ("Llama-3.2-90B-Vision-Instruct", "Llama-3.1-70B"),
     ],
 )
-def test_the_text_of_llama_3_2_vision_is_llama_3_1(sees, text):
+def test_the_text_of_llama_3_2_vision_is_llama_3_1(vision, text):
     folder = Path(__file__).parent / "published"
-    raw, alone = (json.loads((folder / f"{name}.json").read_text()) for name in (sees, text))
+    raw, alone = (json.loads((folder / f"{name}.json").read_text()) for name in (vision, text))
     model = liger_models.from_config(raw["config"], device="meta", text_only=True)
     assert model.num_parameters() == alone["parameters"]
     expected = liger_models.from_config(alone["config"], device="meta").spec
@@ -319,7 +319,7 @@ def test_keys_that_no_layer_reads_are_left_out_and_named(tmp_path_factory, tmp_p
     assert not failures({"logits": relative_distance(logits_of(model), logits_of(reference))})
 
 
-def test_it_goes_out_as_a_checkpoint_of_its_own(written, failures, tmp_path):
+def test_the_text_part_is_saved_as_a_checkpoint_of_its_own(written, failures, tmp_path):
     _, folder = written
     model = load(folder)
     model.save_pretrained(tmp_path / "text")
@@ -331,7 +331,7 @@ def test_it_goes_out_as_a_checkpoint_of_its_own(written, failures, tmp_path):
 
 
 def in_memory(name: str) -> str:
-    """The names of newer checkpoints, from those of older ones."""
+    """The name in newer checkpoints of a tensor in older ones."""
     if name.startswith("language_model.lm_head."):
         return name.removeprefix("language_model.")
     if name.startswith("language_model.model."):
@@ -344,12 +344,12 @@ def in_memory(name: str) -> str:
     return name
 
 
-def test_it_is_found_by_the_newer_names_too(written, tmp_path):
+def test_newer_tensor_names_are_read_too(written, tmp_path):
     _, folder = written
     assert torch.equal(logits_of(load(rewrite(folder, tmp_path / "new", in_memory))), logits_of(load(folder)))
 
 
-def test_a_head_in_the_files_counts_whatever_the_config_says(written, tmp_path):
+def test_a_head_in_the_files_overrides_the_config(written, tmp_path):
     _, folder = written
     names = load_file(folder / "model.safetensors").keys()
     has_head = any("lm_head" in name for name in names)
@@ -358,25 +358,25 @@ def test_a_head_in_the_files_counts_whatever_the_config_says(written, tmp_path):
     assert load(folder).spec.tie_word_embeddings != has_head
 
 
-def test_without_the_option_it_is_refused_and_the_option_named(written):
+def test_without_text_only_the_checkpoint_is_refused_with_a_hint(written):
     _, folder = written
     if json.loads((folder / "config.json").read_text())["model_type"] in list_architectures(vision=True):
-        return  # tests/vision
+        return  # tested in tests/vision
     with pytest.raises(UnsupportedModelError, match=r"multimodal.*from_hub\(\.\.\., text_only=True\)"):
         liger_models.from_hub(folder)
 
 
-@pytest.mark.parametrize("where", ["beside", "within"])
-def test_a_key_that_nobody_knows_is_named(where, written, tmp_path):
+@pytest.mark.parametrize("where", ["outer", "inner"])
+def test_an_unknown_key_is_named(where, written, tmp_path):
     _, folder = written
     text = json.loads((folder / "config.json").read_text())["text_config"]
     odd = {"attention_is_odd": 3}
-    changes = odd if where == "beside" else {"text_config": {**text, **odd}}
+    changes = odd if where == "outer" else {"text_config": {**text, **odd}}
     with pytest.raises(ConfigError, match="attention_is_odd"):
         liger_models.from_hub(rewrite(folder, tmp_path / "odd", **changes), text_only=True)
 
 
-def test_a_tensor_that_nobody_knows_is_named(written, tmp_path):
+def test_an_unknown_tensor_is_named(written, tmp_path):
     _, folder = written
     to = rewrite(folder, tmp_path / "odd")
     tensors = load_file(to / "model.safetensors")
@@ -385,7 +385,7 @@ def test_a_tensor_that_nobody_knows_is_named(written, tmp_path):
         liger_models.from_hub(to, text_only=True)
 
 
-def test_an_older_flat_config_is_the_same_model(tmp_path):
+def test_an_older_flat_config_gives_the_same_model(tmp_path):
     """Qwen2.5-VL once had its text keys at the top level."""
     config = CASES["qwen2_5_vl"][1]
     flat = {**config["text_config"], "vision_config": {}, "model_type": "qwen2_5_vl", "rope_theta": 500.0}
@@ -395,13 +395,13 @@ def test_an_older_flat_config_is_the_same_model(tmp_path):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_text_config_leaves_out_is_what_it_is_to_the_reference(case):
-    """Published ones state little more than what differs from a class's defaults."""
+def test_missing_keys_of_a_text_config_have_the_references_defaults(case):
+    """Published text configs state little more than the differences from a class's defaults."""
     name, config = CASES[case]
     kind = config["text_config"].get("model_type")
     kept = {"model_type": kind} if kind else SIZES
     if kind == "gemma4_text":
-        kept["hidden_size_per_layer_input"] = 0  # what they are by default is refused
+        kept["hidden_size_per_layer_input"] = 0  # the default is not supported
     raw = {"model_type": config["model_type"], "text_config": kept, "vision_config": config["vision_config"]}
     config_class = getattr(pytest.importorskip("transformers"), name).config_class
     assert text_spec(raw) == text_spec(config_class(**copy.deepcopy(raw)).to_dict())
@@ -430,12 +430,12 @@ def test_a_text_part_of_another_family_is_refused():
 @pytest.mark.parametrize(
     ("model_type", "part"), [("zamba2", "Mamba 2"), ("rwkv", "recurrence"), ("jamba", "state-space")]
 )
-def test_a_family_that_is_known_and_not_supported_is_refused_with_what_is_missing(model_type, part):
+def test_a_known_unsupported_family_is_refused_with_the_missing_part(model_type, part):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is known but not supported.*{part}"):
         liger_models.from_config({"model_type": model_type})
 
 
-def test_no_family_is_both_supported_and_not():
+def test_no_family_is_both_supported_and_unsupported():
     names = [*liger_models.list_architectures(), *MULTIMODAL, *MISSING]
     assert len(names) == len(set(names))
 

@@ -1,4 +1,4 @@
-"""The parity comparison notices faults: each of these, brought into a native model, makes it fail.
+"""The parity comparison notices faults: each of these, introduced into a native model, makes it fail.
 
 The faults are derived from the family's spec, weight map and module tree (mutations.py). One that goes
 unnoticed is a setting that the comparison does not test: the family needs a variant that does, or a reason in
@@ -30,15 +30,16 @@ def test_without_a_fault_the_comparison_passes(pair):
 
 
 def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pair):
-    """Layer by layer in the tiny config; what goes unnoticed there, in a variant. Of the families that rotate
-    queries and keys alike, the first alone shows that the settings of rope types are noticed.
+    """Values are changed layer by layer in the tiny config; those unnoticed there are changed in a variant.
+    Of families that rotate queries and keys in the same way, only the first tests the settings of rope
+    types.
     """
     faults = unnoticed_fields(pair)
     missed = {fault: field for fault, field in faults.items() if not skipped(family, "field", field)}
     if first_with(rotation(family)) != family:
         missed = {fault: field for fault, field in missed.items() if field not in ROPE_FIELDS}
-    seen = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
-    unnoticed = [fault for fault, field in missed.items() if field not in seen]
+    noticed = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
+    unnoticed = [fault for fault, field in missed.items() if field not in noticed]
     assert not unnoticed, "\n".join(unnoticed)
     needless = {f"field:{field}" for field in set(values_by_field(pair.ours.spec)) - set(faults.values())}
     assert not needless & find_architecture(family).skip.keys()
@@ -46,7 +47,7 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
 
 @functools.cache
 def rotation(family):
-    """What is turned and how, and the rope types that the family takes."""
+    """The token mixers that rotate and how, and the rope types that the family accepts."""
     turned = {
         (type(mixer), rope.interleaved, rope.turning is None)
         for block in spec_of(family).blocks
@@ -65,18 +66,18 @@ def fields_noticed_in_variants(family, pair, make_pair, wanted):
     """Select the fields whose faults are all noticed in some variant that changes them."""
     usual = values_by_field(pair.ours.spec)
     ropes = {name: spellings["rope_parameters"] for name, spellings in rope_types(family).items()}
-    seen = set()
+    noticed = set()
     for changes in [*variants(family).values(), *ropes.values()]:
         spec = spec_of(family, changes)
         fresh = {
             field: usual.get(field, set()) if values - usual.get(field, set()) else set()
             for field, values in values_by_field(spec).items()
-            if field in wanted - seen and values != usual.get(field)
+            if field in wanted - noticed and values != usual.get(field)
         }
         if fresh:
             missed = unnoticed_fields(make_pair(family, changes), fresh)
-            seen |= fresh.keys() - set(missed.values())
-    return seen
+            noticed |= fresh.keys() - set(missed.values())
+    return noticed
 
 
 def values_by_field(spec):
@@ -86,9 +87,9 @@ def values_by_field(spec):
     return values
 
 
-def test_two_tensors_that_change_places_are_noticed(family, make_pair):
-    """All of one shape that lie together in a native tensor, in a layer, or in two neighbouring layers. Where
-    there are as many heads of keys as of queries, some that lie together have one shape only then.
+def test_swapped_tensors_are_noticed(family, make_pair):
+    """Tensors of equal shape are swapped within a native tensor, within a layer or between adjacent layers.
+    Some have equal shapes only with as many key heads as query heads.
     """
     tried, missed = set(), []
     for variant in ("as_is", "kv_heads_as_many_as_heads"):
@@ -102,11 +103,11 @@ def test_two_tensors_that_change_places_are_noticed(family, make_pair):
             with swapped(pair, *couple):
                 if not is_noticed(pair) and not skipped(family, "swap", couple[0]):
                     missed.append((variant, *couple))
-        assert not is_noticed(pair)  # all are back in their places
+        assert not is_noticed(pair)  # every swap is undone
     assert not missed
 
 
-def test_a_norm_left_out_is_noticed(pair):
+def test_a_missing_norm_is_noticed(pair):
     missed, called = [], 0
     for name, module in norms(pair.ours):
         with without_norm(module) as calls:
@@ -117,8 +118,8 @@ def test_a_norm_left_out_is_noticed(pair):
     assert called > len(pair.ours.layers)
 
 
-def test_a_residual_stream_or_a_branch_left_out_is_noticed(pair):
-    assert not is_noticed(pair)  # from here on the reference's results are there, without its own additions
+def test_a_missing_residual_stream_or_branch_is_noticed(pair):
+    assert not is_noticed(pair)  # computes the reference's results, whose additions must not be counted below
     with Additions(pair.hidden_size) as clean:
         assert not is_noticed(pair)
     branches = [len(block.mixers[:1]) + (block.mlp is not None) for block in pair.ours.spec.blocks]

@@ -40,7 +40,7 @@ def test_every_variant_agrees(family, changes, make_pair, failures):
 
 @pytest.mark.parametrize(("family", "spellings"), every(rope_types))
 def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, failures):
-    """The older one is the same spec to us. Where it is the same config to the reference too, all is said."""
+    """The older spelling gives the same spec; logits are compared if the reference reads it differently."""
     pair, old = make_pair(family, spellings["rope_parameters"]), spellings["rope_scaling"]
     assert not failures(pair.distances(**pair.batch()))
     assert spec_of(family, old) == pair.ours.spec
@@ -50,12 +50,12 @@ def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, 
         assert not failures({"logits": make_pair(family, old).logits_distance()})
 
 
-def test_a_key_left_out_or_null_means_what_it_means_to_the_reference(family, make_pair, failures):
+def test_a_missing_or_null_key_has_the_meaning_it_has_in_the_reference(family, make_pair, failures):
     """Each reading is compared once: several changes may be the same config to us and to the reference."""
     architecture, found, compared = find_architecture(family), {}, []
     for what, table in {"absent": left_out, "null": nulls}.items():
         for key, changes in table(family):
-            with contextlib.suppress(RefusedByReference):  # a null for a number, say
+            with contextlib.suppress(RefusedByReference):  # such as null for a number
                 reading = spec_of(family, changes), reference_reads(architecture, changes)
                 if reading not in compared:
                     found[what, key] = make_pair(family, changes).logits_distance()
@@ -67,18 +67,18 @@ def reference_reads(architecture, changes):
     """The config as a dictionary, with the reference's defaults."""
     try:
         return reference_config(architecture, changed(architecture.tiny, changes)).to_dict()
-    except Exception as error:  # of whatever kind: each of them is a refusal
+    except Exception as error:  # an error of any type is a refusal
         raise RefusedByReference(str(error)) from error
 
 
 def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(family):
-    """Else it could be read wrongly, and nobody would know: give the family a variant."""
+    """Otherwise a wrong reading would go unnoticed. If this fails, add a variant to the family."""
     assert not untried_keys(family)
 
 
 @pytest.mark.parametrize(("pad", "tied"), [(5, True), (-1, False)])
-def test_the_row_of_padding_has_the_references_gradient(pad, tied, family, make_pair, failures):
-    """None from its lookup; from a tied head it has one. If padding is the end token, every batch has it."""
+def test_the_padding_row_has_the_gradient_of_the_reference(pad, tied, family, make_pair, failures):
+    """The lookup gives it no gradient, a tied head does. If padding is the end token, every batch has it."""
     pair = make_pair(family, {"pad_token_id": pad, "tie_word_embeddings": tied})
 
     def draw():
@@ -90,8 +90,8 @@ def test_the_row_of_padding_has_the_references_gradient(pad, tied, family, make_
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_fresh_row_of_padding_is_zero_as_the_references(tied, family):
-    """And like every other row where the reference's embedding has no row of padding."""
+def test_a_fresh_padding_row_is_zero_if_it_is_in_the_reference(tied, family):
+    """It is like every other row if the reference's embedding has no padding row."""
     architecture = find_architecture(family)
     tiny = changed(architecture.tiny, {"pad_token_id": 5, "tie_word_embeddings": tied})
     reference = reference_class(architecture)(reference_config(architecture, tiny))
@@ -126,12 +126,12 @@ def test_logits_without_labels_agree_and_carry_gradients(pair, failures):
     assert not failures(pair.distances(input_ids=ids, cotangent=cotangent))
 
 
-def test_one_token_alone_agrees(pair, failures):
+def test_a_single_token_agrees(pair, failures):
     ids = pair.batch(rows=3, length=1)["input_ids"]
     call = {"input_ids": ids, "cotangent": torch.randn(3, 1, pair.vocab_size)}
     ours, reference = pair.run_ours(**call), pair.run_reference(**call)
     for name, gradient in reference.gradients.items():
-        if not gradient.count_nonzero():  # queries and keys: the softmax of one score is 1 whatever they are
+        if not gradient.count_nonzero():  # of queries and keys: the softmax of one score is always 1
             assert ours.gradients.pop(name).norm() < 1e-5 * call["cotangent"].norm()
     reference.gradients = {name: reference.gradients[name] for name in ours.gradients}
     assert not failures(ours.distances(reference))
@@ -154,7 +154,7 @@ def test_shifted_labels_agree(pair, failures):
     shifted = torch.randint(0, pair.vocab_size, batch["labels"].shape)
     shifted[:, 4] = -100
     ours = pair.run_ours(input_ids=batch["input_ids"], shift_labels=shifted)
-    reference = pair.run_reference(**batch, shift_labels=shifted)  # which wants labels too, and ignores them
+    reference = pair.run_reference(**batch, shift_labels=shifted)  # it requires labels too, but ignores them
     assert not failures(ours.distances(reference))
 
 
@@ -177,7 +177,7 @@ def test_given_position_ids_agree(family, pair, failures):
     assert not failures(pair.distances(**pair.clear(lambda: {**pair.batch(), "position_ids": positions})))
 
 
-def test_position_ids_may_jump_where_a_mask_is_given(family, pair, failures):
+def test_position_ids_may_skip_numbers_if_a_mask_is_given(family, pair, failures):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
     positions = (2 * torch.arange(19))[None].expand(2, 19)
@@ -193,7 +193,7 @@ def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
     assert ours.logits[~mask].count_nonzero() == 0
 
 
-def test_padding_between_tokens_is_refused_where_windows_would_count_on_without_it(pair, failures):
+def test_padding_between_tokens_is_refused_with_windows_and_recurrent_layers(pair, failures):
     """The reference's positions count padding, too."""
     mask = torch.ones(2, 19, dtype=torch.long)
     mask[0, 5:9] = mask[1, 12:14] = mask[1, 0] = 0
@@ -221,7 +221,7 @@ with_router_loss = pytest.mark.parametrize(
 
 
 @with_router_loss
-def test_the_loss_of_routers_of_packed_documents_is_that_of_padded_rows(name, make_pair, failures):
+def test_the_router_loss_of_packed_documents_equals_that_of_padded_rows(name, make_pair, failures):
     pair = make_pair(name, {"output_router_logits": True})
     lengths = [7, 1, 11]
     bounds = torch.tensor([0, *lengths]).cumsum(0)
@@ -238,8 +238,8 @@ def test_the_loss_of_routers_of_packed_documents_is_that_of_padded_rows(name, ma
 
 
 @with_router_loss
-def test_a_divided_step_has_the_mean_of_the_routers_losses(name, make_pair, failures):
-    """Each part weighed by its labels, as in the mean of the reference's losses of the parts."""
+def test_a_divided_step_has_the_mean_of_the_router_losses(name, make_pair, failures):
+    """Each part is weighted by its number of labels, as in the mean of the reference's losses."""
     pair = make_pair(name, {"output_router_logits": True})
     batch = pair.batch(rows=3)
     batch["labels"][0, 2:] = -100
@@ -261,7 +261,7 @@ def test_a_divided_step_has_the_mean_of_the_routers_losses(name, make_pair, fail
 
 
 @with_router_loss
-def test_the_loss_of_routers_leaves_padding_out(name, make_pair, failures):
+def test_the_router_loss_excludes_padding(name, make_pair, failures):
     pair = make_pair(name, {"output_router_logits": True})
     mask, call = padded(pair, "left")
     ours, reference = pair.run_ours(**call), pair.run_reference(**call)
@@ -275,8 +275,8 @@ def padded(pair, side):
         mask[row, slice(0, padding) if side == "left" else slice(19 - padding, 19)] = False
     call = pair.clear(lambda: {**pair.batch(rows=3), "attention_mask": mask.long()})
     for row, padding in enumerate((0, 6, 11)):
-        # The reference lets a padding token predict the first token after it. Ours does not, so that label
-        # is taken out of the comparison.
+        # In the reference a padding token predicts the first token after it. Ours does not, so that label
+        # is excluded.
         call["labels"][row, padding if side == "left" else 0] = -100
     call["labels"][~mask] = -100
     return mask, call
@@ -296,7 +296,7 @@ def test_a_padding_token_predicts_nothing(pair):
 
 @pytest.mark.parametrize("form", ["cu_seqlens", "position_ids"])
 def test_packed_documents_agree_with_documents_run_alone(form, pair, failures):
-    lengths = [7, 1, 11, 12, 7]  # two rows of 19; a document never spans two rows in the reference's form
+    lengths = [7, 1, 11, 12, 7]  # two rows of 19; in the reference's form no document spans two rows
     if form == "cu_seqlens":
         packing = {"cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)}
     else:

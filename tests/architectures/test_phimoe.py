@@ -1,4 +1,4 @@
-"""Phi-MoE where it is not as other families are: in training, and beyond the length that it began with."""
+"""Phi-MoE where it differs from other families: in training, and beyond its original context length."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_in_training_the_same_draws_give_the_same_results(changes, make_pair, fa
     pair.ours.train(), pair.reference.train()
     monkeypatch.setattr(moe, "draw_noise", in_their_order)
     for layer in pair.reference.model.layers:
-        # A block of the reference disturbs its input, and lets its router do so once more. Phi-3.5-MoE's own
-        # code, with which it was trained, does it once.
+        # A block of the reference adds noise to its input, and its router does so again. Phi-3.5-MoE's own
+        # code, with which it was trained, does so once.
         layer.mlp.router.input_jitter_noise = 0.0
     batch = pair.batch()
     torch.manual_seed(3)
@@ -37,7 +37,7 @@ def test_in_training_the_same_draws_give_the_same_results(changes, make_pair, fa
     torch.manual_seed(3)
     found = pair.run_ours(**batch)
     assert not failures(found.distances(expected))
-    assert relative_distance(pair.run_ours(**batch).logits, found.logits) > 0.01  # by other draws
+    assert relative_distance(pair.run_ours(**batch).logits, found.logits) > 0.01  # with other random draws
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
@@ -55,9 +55,9 @@ def test_every_level_of_activation_memory_has_the_same_draws(level, make_pair):
         assert torch.equal(a, b)
 
 
-def test_beyond_the_original_length_the_long_factors_turn(make_pair, failures):
-    """As in Phi-3.5-MoE's own code. That of transformers 5 forgets to tell its rotation how long a text is,
-    and takes the short ones: here it is told.
+def test_beyond_the_original_length_the_long_factors_are_used(make_pair, failures):
+    """As in Phi-3.5-MoE's own code. Transformers 5 does not pass the length of the text to its rotary
+    embedding, which then uses the short factors; here the test passes it.
     """
     rope = {**make_pair("phimoe").config["rope_parameters"], "original_max_position_embeddings": 16}
     pair = make_pair("phimoe", {"rope_parameters": rope})
@@ -81,14 +81,14 @@ def test_beyond_the_original_length_the_long_factors_turn(make_pair, failures):
         ({"short_mscale": None}, "found None and 1.2"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused(changes, message, make_pair):
+def test_unsupported_settings_are_refused(changes, message, make_pair):
     if "mscale" in next(iter(changes)):
         changes = {"rope_parameters": {**make_pair("phimoe").config["rope_parameters"], **changes}}
     with pytest.raises(ConfigError, match=message):
         spec_of("phimoe", changes)
 
 
-def test_text_is_made_without_draws_in_training_mode_too(make_pair):
+def test_generation_draws_no_noise_in_training_mode(make_pair):
     model = make_pair("phimoe").ours
     ids = torch.arange(7)[None]
     expected = generate(model.eval(), ids, 12)

@@ -1,10 +1,10 @@
-"""The config.json of well-known models is read completely, and gives as many parameters as were published.
+"""The config.json of well-known models is read completely, and gives the published number of parameters.
 
 `published/NAME.json` holds {"parameters": ..., "config": {...}}: facts of the model's repository. "source" is
-the copy of its config.json with which it was compared (repository, path and commit, where these are known),
-and behind a colon what of it was, if not all. Keys that the copy lacks, and files without a source, are from
-memory. "computed" marks a count that no page is known to state: it is ours, from the sizes; "note" says what
-else is not as there. `dropout` are the keys with which it asks for dropout, which `dropout=0.0` overrules.
+the copy of its config.json with which the file was compared (repository, path and commit, if known), followed
+by a colon and the parts compared, if not all. Keys missing in the copy, and files without a source, are from
+memory. "computed" marks a count that is stated on no known page and was computed from the sizes; "note" lists
+other differences. `dropout` lists the keys that ask for dropout, which `dropout=0.0` overrides.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_a_published_config_is_read_as_its_reference_reads_it(published):
     assert architecture.spec(HFConfig.load(as_transformers_4(rewritten, architecture.rope_keys))) == spec
 
 
-def test_a_published_config_with_dropout_is_refused_unless_that_is_said(published):
+def test_a_published_config_with_dropout_is_refused_unless_overridden(published):
     for key in published.get("dropout", ()):
         with pytest.raises(ConfigError, match=f"{key}: .*dropout is not supported"):
             liger_models.from_config(published["config"], device="meta")
@@ -58,7 +58,7 @@ def test_every_family_has_a_published_config(family):
     assert has_one != skipped(family, "published", "config")
 
 
-def test_kimi_k2_is_read_by_its_own_name_too():
+def test_kimi_k2_is_found_by_its_own_name_too():
     config = json.loads(PUBLISHED["Kimi-K2-Instruct"].read_text())["config"]
     own = find_architecture("kimi_k2")
     assert own is find_architecture("deepseek_v3")

@@ -1,4 +1,4 @@
-"""In bfloat16 a part rounds where the reference's rounds: what float32 cannot show."""
+"""In bfloat16 norms round where the reference's do, which tests in float32 cannot show."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rounded_pair(family, make_pair):
 
 
 def differing(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The share of elements that are not the same bits."""
+    """The share of elements that differ."""
     assert found.dtype == expected.dtype
     return (found != expected).float().mean().item()
 
@@ -40,8 +40,8 @@ def test_norms_round_where_the_reference_rounds(family, rounded_pair):
         reference = rounded_pair.reference.get_submodule(source.removesuffix(".weight"))
         x = torch.randn(ROWS, norm.weight.shape[0], dtype=torch.bfloat16)
         expected = reference(x)
-        # The float32 in between may differ in its last bit, and so may now and then what it is rounded to:
-        # one element in 2^15. A rounding more or less moves every third element.
+        # The float32 intermediate may differ in its last bit, and sometimes also after it is rounded: one
+        # element in 2^15. One rounding more or less changes every third element.
         assert differing(norm(x), expected) <= 0.01, name
         if hasattr(norm, "cast"):
             right, norm.cast = norm.cast, "gemma" if norm.cast == "llama" else "llama"

@@ -1,5 +1,5 @@
-"""Layers that carry a state begin anew with every document: packed equals separate, whatever the lengths, and
-however memory is spared. The reference runs each document by itself; its own packing leaks.
+"""Recurrent layers reset their state at every document: packed and separate documents agree for all lengths
+and all levels of activation memory. The reference runs each document by itself; its own packing leaks state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from liger_models.models.matching import exact_dtypes
 
 RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
 
-# Shorter than the convolution is wide, of one token, beyond a chunk of 64, and an empty one.
+# Documents shorter than the convolution, of one token, longer than a chunk of 64, and empty.
 LENGTHS = {
     "few": [1, 70, 2, 0, 1, 9],
     "many": [1, 2, 3, 1] * 12,
@@ -30,7 +30,7 @@ def packed(pair, lengths):
 
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_packed_documents_are_the_references_alone(name, lengths, shared_pair, failures):
+def test_packed_documents_equal_separate_ones_of_the_reference(name, lengths, shared_pair, failures):
     pair = shared_pair(name)
     call = pair.clear(lambda: packed(pair, lengths))
     ours = pair.run_ours(**call)
@@ -39,7 +39,7 @@ def test_packed_documents_are_the_references_alone(name, lengths, shared_pair, f
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_documents_by_position_ids_and_in_several_rows_are_the_same(name, shared_pair):
+def test_documents_by_position_ids_and_in_several_rows_give_the_same_bits(name, shared_pair):
     pair, lengths = shared_pair(name), [9, 1, 3, 13]
     call = pair.clear(lambda: packed(pair, lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -56,7 +56,7 @@ def test_documents_by_position_ids_and_in_several_rows_are_the_same(name, shared
 
 @pytest.mark.parametrize("level", ["all", "mlp", "checkpoint", "tiled", "offload"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_packed_documents_are_the_same_at_every_level(name, level, shared_pair, failures):
+def test_packed_documents_agree_at_every_level_of_activation_memory(name, level, shared_pair, failures):
     pair = shared_pair(name)
     call = pair.clear(lambda: packed(pair, [1, 70, 5]))
     expected = pair.run_ours(**call)
@@ -75,14 +75,14 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair)
     other["input_ids"][0, :20] = (call["input_ids"][0, :20] + 1) % pair.vocab_size
     with torch.no_grad():
         first, second = (pair.ours(**one, return_logits=True).logits for one in (call, other))
-    apart = (first - second)[0, 20:].norm()  # experts' products have other numbers of rows
+    apart = (first - second)[0, 20:].norm()  # the matrix products of experts have other numbers of rows
     assert apart <= 1e-6 * first[0, 20:].norm()
     assert not torch.isclose(first[0, :20], second[0, :20]).all()
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_give_apart(name, shared_pair):
-    """From none of its tokens, from some and from all."""
+def test_branches_of_a_prompt_equal_separate_sequences(name, shared_pair):
+    """Branches start after none, some or all of the prompt's tokens."""
     pair = shared_pair(name)
     document, branches = 12, [(12, 4), (7, 5), (2, 3), (0, 6)]
     lengths = [document, *(length for _, length in branches)]
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_continued_from_several_places_gives_what_its_branches_
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_convolution_in_float32_does_not_double_the_model(name):
-    """Nor does A_log. (The correction of a router's scores is always float32.)"""
+    """The same holds for A_log. (The correction bias of a router is always float32.)"""
     model = liger_models.from_config(find_architecture(name).tiny, device="meta")
     wide = ("conv1d.weight", ".conv.conv.weight", ".A_log")
     stored = {

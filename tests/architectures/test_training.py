@@ -1,4 +1,4 @@
-"""Trained alike, a native model and its reference stay together."""
+"""A native model and its reference agree after the same training steps."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch.nn.functional as F
 
 STEPS, LEARNING_RATE = 10, 1e-2
 
-# AdamW divides a gradient by its own size, so that an entry which is zero but for rounding moves as far as
-# any other, in a random direction. An eps above that rounding (entries are 1e-4 to 1e-1, known to 1e-5 of the
-# norm) takes the division away from such entries and leaves it to the rest.
+# AdamW divides a gradient by its own size, so an entry that is zero except for rounding moves as far as any
+# other, in a random direction. An eps above that rounding (entries are 1e-4 to 1e-1, accurate to 1e-5 of the
+# norm) disables the division for such entries and keeps it for the rest.
 EPS = 1e-4
 
 
-def test_ten_steps_of_adamw_stay_together(family, make_pair):
-    assert_ten_steps_stay_together(make_pair(family))
+def test_ten_steps_of_adamw_agree(family, make_pair):
+    assert_ten_steps_agree(make_pair(family))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_ten_steps_with_a_head_that_is_tied_or_not_stay_together(tied, make_pair):
+def test_ten_steps_with_a_tied_or_untied_head_agree(tied, make_pair):
     """One family suffices: all have the same head, whose gradient test_parity.py compares, tied and not."""
-    assert_ten_steps_stay_together(make_pair("llama", {"tie_word_embeddings": tied}))
+    assert_ten_steps_agree(make_pair("llama", {"tie_word_embeddings": tied}))
 
 
-def assert_ten_steps_stay_together(pair):
+def assert_ten_steps_agree(pair):
     start = {name: p.detach().clone() for name, p in pair.reference.named_parameters()}
     options = {"lr": LEARNING_RATE, "weight_decay": 0.1, "eps": EPS}
     optimizers = [
@@ -39,9 +39,9 @@ def assert_ten_steps_stay_together(pair):
         for optimizer in optimizers:
             optimizer.step()
 
-    # In a step an entry moves by g / (g + eps), so an error e of the gradient shows as e / (g + eps).
-    # Gradients are known to 1e-5 of their norm and the small entries are about eps: a relative error of 1e-4
-    # or so in a step, and no more than ten times that of the way by the end. A wrong update is of order one.
+    # In one step an entry moves by g / (g + eps), so an error e of the gradient appears as e / (g + eps).
+    # Gradients are accurate to 1e-5 of their norm and small entries are about eps: a relative error of about
+    # 1e-4 in a step, and at most ten times that after all steps. A wrong update gives an error of order one.
     own = dict(pair.ours.named_parameters())
     moved = {name: p.detach() for name, p in pair.reference.named_parameters()}
     for name in own:
@@ -49,7 +49,7 @@ def assert_ten_steps_stay_together(pair):
             way = (moved[source] - start[source]).norm()
             assert way > 0
             assert (value - moved[source]).norm() <= 1e-3 * way, source
-    # A whole way changes a loss by about one; 1e-3 of it, in random directions, by less than a tenth of 1e-3.
+    # All steps together change a loss by about one; 1e-3 of that, in random directions, by less than 1e-4.
     for found, expected in losses:
         assert found == pytest.approx(expected, abs=1e-4)
 

@@ -1,5 +1,5 @@
-"""Answers that share their prompt have the loss and the gradients of the reference, which is given each with
-its prompt as a sequence of its own.
+"""Answers that share their prompt have the loss and the gradients of the reference, which reads each answer
+with its prompt as a separate sequence.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pairs import Run
 
 from liger_models.losses import shared_prompts
 
-# Prompts of as many tokens, and their answers': windows and chunks of the tiny configs end in prompts, where
-# answers begin, and in answers.
+# Lengths of prompts and of their answers: windows and chunks of the tiny configs end in prompts, at the start
+# of answers, and in answers.
 ITEMS = ((11, (6, 3, 9)), (1, (4, 2)), (2, (17,)))
 
 
@@ -21,7 +21,7 @@ def items_of(vocab_size):
     return [(ids(prompt), [ids(answer) for answer in answers]) for prompt, answers in ITEMS]
 
 
-def test_a_prompt_that_is_computed_once_gives_what_its_answers_give_apart(pair, failures):
+def test_answers_with_a_shared_prompt_equal_separate_sequences(pair, failures):
     items = items_of(pair.vocab_size)
     batch = shared_prompts(items)
     pair.ours.zero_grad()

@@ -8,7 +8,7 @@ from liger_models.architectures import find_architecture
 
 
 @pytest.mark.parametrize("family", ["llama", "llama4"])
-def test_the_reference_in_bfloat16_turns_by_frequencies_in_float32(family):
+def test_the_reference_in_bfloat16_has_rotary_frequencies_in_float32(family):
     pytest.importorskip("transformers")
     architecture = find_architecture(family)
     models = [_reference(architecture, dict(architecture.tiny), dtype, "eager").cpu() for dtype in DTYPES]

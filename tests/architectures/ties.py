@@ -1,5 +1,5 @@
-"""Keep the inputs of comparisons clear of ties of routers. At a tie rounding decides: another CPU chooses
-another expert, and every result is different by percents.
+"""Keep the inputs of comparisons clear of router ties. At a tie, rounding decides: another CPU chooses
+another expert, and every result changes by percents.
 
     with clear_of_ties(1e-5):           # TieError if a change of 1e-5 of a token's scores changes its experts
         model(ids)
@@ -25,8 +25,8 @@ class TieError(AssertionError):
 
 @contextmanager
 def clear_of_ties(margin: float) -> Iterator[None]:
-    """Check every choice of experts within: it must stay as it is when each logit of a token changes by
-    `margin` times the norm of the token's logits, in the worst direction.
+    """Check every choice of experts made in the context: it must not change when each logit of a token
+    changes by `margin` times the norm of the token's logits, in the worst direction.
     """
     route, decide = moe.route, moe.decide
 
@@ -45,7 +45,7 @@ def clear_of_ties(margin: float) -> Iterator[None]:
         decision = decide(scores, jitter, draws)
         experts, change = decision[0].long(), margin * scores.norm(dim=-1, keepdim=True)
         left = scores
-        for i in range(2):  # the formula stands in layers/experts/sparse_mixer.py
+        for i in range(2):  # the formula of layers/experts/sparse_mixer.py
             best = left.max(-1, keepdim=True).values
             size = torch.maximum(scores.abs(), best)
             to_bound = ((best - scores) - 2 * jitter * size).abs()

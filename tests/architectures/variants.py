@@ -1,5 +1,5 @@
-"""The configs in which a family is tested, derived from its tiny one: flags turned, keys left out or null,
-every rope type in both spellings, and what its registration adds.
+"""The configs with which a family is tested, derived from its tiny one: flipped flags, missing or null keys,
+every rope type in both spellings, and the variants of its registration.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_f
 
 
 def skipped(family: str, what: str, name: str) -> bool:
-    """Whether the family's registration skips `rope:yarn`, say; `rope:yarn_mscale` is skipped with it. With
-    `rope:all` go the fields of all those types.
+    """Whether the family's registration skips a case such as `rope:yarn`, which includes `rope:yarn_mscale`.
+    `rope:all` includes the fields of all rope types.
     """
     entries = find_architecture(family).skip
     if "rope:all" in entries and (what == "rope" or (what == "field" and name in ROPE_FIELDS)):
@@ -60,7 +60,7 @@ def skipped(family: str, what: str, name: str) -> bool:
 
 
 def settings(family: str) -> dict[str, Changes]:
-    """Changes of what nearly every family has: heads, vocabulary, windows, an activation."""
+    """Changes of settings that nearly every family has: heads, vocabulary, windows, an activation."""
     tiny = find_architecture(family).tiny
     heads = tiny.get("num_attention_heads")
     table = {
@@ -77,7 +77,7 @@ def settings(family: str) -> dict[str, Changes]:
 
 
 def flags(family: str) -> dict[str, Changes]:
-    """Every true-or-false of the tiny config turned; and the head tied and not, said or not."""
+    """Changes that flip each boolean of the tiny config, and whether the head is tied."""
     tiny = find_architecture(family).tiny
     tied = spec_of(family).tie_word_embeddings
     turned = {key: not value for key, value in tiny.items() if isinstance(value, bool)}
@@ -85,12 +85,12 @@ def flags(family: str) -> dict[str, Changes]:
     return {f"{key}={value}": {key: value} for key, value in turned.items()}
 
 
-# Keys whose values older releases of transformers have as constants.
+# Keys that are constants in older releases of transformers.
 NEW_KEYS = {"swiglu_alpha", "swiglu_limit"}
 
 
 def variants(family: str) -> dict[str, Changes]:
-    """By name: the tiny config as it is, and the changes above, and those of the family's registration."""
+    """Changes by name: none, those above, and those of the family's registration."""
     usual = {**settings(family), **flags(family)}
     kept = {name: changes for name, changes in usual.items() if not skipped(family, "variant", name)}
     architecture = find_architecture(family)
@@ -119,7 +119,7 @@ def nulls(family: str) -> Iterator[tuple[str, Changes]]:
 
 def _accepted(family: str, value: Any, what: str) -> Iterator[tuple[str, Changes]]:
     for key in find_architecture(family).tiny:
-        # What is refused cannot be compared.
+        # Refused configs cannot be compared.
         if key != "model_type" and not skipped(family, what, key) and accepts(family, {key: value}):
             yield key, {key: value}
 
@@ -156,7 +156,7 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
     stated = tiny.get("rope_parameters") or {}
     full = {**tiny, **stated, **stated.get("full_attention", {})}
     kept = {key: full[key] for key in ("partial_rotary_factor", "llama_4_scaling_beta") if key in full}
-    if "llama_4_scaling_beta" in kept:  # which begins beyond that length
+    if "llama_4_scaling_beta" in kept:  # it applies beyond this length
         kept["original_max_position_embeddings"] = 16
     if scaling["rope_type"] == "longrope":
         half = max(rope.dim for rope in spec_of(family).ropes) // 2
@@ -170,7 +170,7 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
         new = {**stated, "full_attention": new}
     old = as_transformers_4({"rope_parameters": new}, find_architecture(family).rope_keys)
     length = {"max_position_embeddings": longest}
-    if "original_max_position_embeddings" in tiny:  # which then goes before the one within
+    if "original_max_position_embeddings" in tiny:  # it overrides the one of the rotary settings
         length["original_max_position_embeddings"] = scaling.get("original_max_position_embeddings", longest)
     return {
         "rope_parameters": {**none, **length, "rope_parameters": new},
@@ -179,9 +179,9 @@ def _spellings(family: str, scaling: Mapping[str, Any], longest: int) -> dict[st
 
 
 def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> Changes:
-    """A config in the older spelling: rope_theta (as `rope_keys` name it), rope_scaling, torch_dtype; that of
-    a language model within one that sees, too. (Of encoders the older spelling differs by family, or there
-    was none.)
+    """A config in the older spelling: rope_theta (named by `rope_keys`), rope_scaling, torch_dtype; also for
+    the language model of a vision model. (The older spelling of encoders differs by family, or there is
+    none.)
     """
     old = dict(config)
     if "text_config" in old:
@@ -202,9 +202,9 @@ def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> 
     return old
 
 
-# -- which keys are tried
+# -- keys without an effect
 
-# Read by all families alike, and tested where they are read.
+# Keys that all families read in the same way, tested where they are read.
 READ_BY_ALL = {
     "model_type": "names the family",
     "pad_token_id": "concerns the gradient of one row alone: test_parity.py",
@@ -216,7 +216,7 @@ READ_BY_ALL = {
 
 
 def untried_keys(family: str) -> set[str]:
-    """The keys that the family reads, but that have no effect in any of its configs; but for those that its
+    """The keys that the family reads but that have no effect in any of its configs, except those that its
     registration skips.
     """
     skip = find_architecture(family).skip

@@ -1,5 +1,5 @@
-"""Families at the widths of their published models, with few layers: in bfloat16 as near to the truth as the
-reference. The truth is the reference in float32, of the same weights.
+"""Families at the widths of their published models, with few layers: in bfloat16 they are as accurate as the
+reference. The truth is the reference in float32 with the same weights.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from liger_models.layers.specs import ModelSpec, TiledVisionSpec
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PUBLISHED = Path(__file__).parent / "published"
-VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most: what widths do not depend on is cut
-PARAMETERS = 2_500_000_000  # and experts further: three models are there, and their gradients
+VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most; widths do not depend on these
+PARAMETERS = 2_500_000_000  # at most, by fewer experts: three models and gradients need memory
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Of an encoder: enough to see windows, and what lower layers give.
+# Layers of an encoder: enough for windows and for the outputs of lower layers.
 FEW: dict[str, Any] = {
     **dict.fromkeys(("depth", "num_hidden_layers"), 3),
     "num_global_layers": 1,
@@ -45,26 +45,26 @@ IDS = {"image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_
 
 
 def wide_config(family: str) -> dict[str, Any]:
-    """The widest published config of a family up to 4096, with the first layers that show all its kinds."""
+    """The family's published config with a width nearest to 4096, cut to the first layers of all kinds."""
     own = []
     for path in sorted(PUBLISHED.glob("*.json")):
         published = json.loads(path.read_text())
-        if published["config"]["model_type"] == family:  # without the dropout of which some speak
+        if published["config"]["model_type"] == family:  # some ask for dropout
             own.append({**published["config"], **dict.fromkeys(published.get("dropout", ()), 0.0)})
     if not own:
         pytest.skip(f"tests/architectures/published has no config of {family}")
     config = min(own, key=lambda config: abs(_spec(config).hidden_size - 4096))
     cut = with_layers(config, max(2, layers_of_every_kind(config)))
     text = cut.get("text_config", cut)
-    if sees := "vision_config" in cut:
+    if images := "vision_config" in cut:
         _cut_encoder(cut)
-    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if sees else None}
+    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
     if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
         text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
     for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
-    fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # to choose from
+    fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # so that routers have a choice
     for key in NUMBERS_OF_EXPERTS:
         while (text.get(key) or 0) > fewest and _parameters(cut) > PARAMETERS:
             text[key] //= 2
@@ -72,13 +72,13 @@ def wide_config(family: str) -> dict[str, Any]:
 
 
 def _cut_encoder(config: dict[str, Any]) -> None:
-    """Few layers, and ids of pictures within few ids."""
+    """Cut the encoder to few layers, and use small ids for images."""
     vision = config["vision_config"] = dict(config["vision_config"])
     vision |= {key: value for key, value in FEW.items() if key in vision}
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
-    if isinstance(_spec(config).vision, TiledVisionSpec):  # named by the first id behind the vocabulary
+    if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
 
 
@@ -91,15 +91,15 @@ def _parameters(config: dict[str, Any]) -> int:
 
 
 def batches_of(spec: ModelSpec) -> int:
-    """Number of batches. A token near the border of two experts goes to one or the other by rounding, in any
-    program: over four batches the differences average out.
+    """Number of batches. Rounding decides the expert of a token near a tie, in any program: over four batches
+    the differences average out.
     """
     return 4 if any(block.mixture for block in spec.blocks) else 1
 
 
 @pytest.fixture(scope="module", autouse=True)
 def exact_float32() -> Iterator[None]:
-    """Products and convolutions of float32 round to nothing less."""
+    """Disable TF32: products and convolutions of float32 keep its precision."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
@@ -108,7 +108,7 @@ def exact_float32() -> Iterator[None]:
 
 @pytest.fixture
 def emptied() -> None:
-    """The memory of one family is free before the next begins, whatever came of it."""
+    """Free the memory of the previous family, even if its test failed."""
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -134,8 +134,8 @@ def farther_than_reference(
     make_batches: Callable[[Pair], Sequence[Mapping[str, Tensor]]],
     kind: type[Pair] = Pair,
 ) -> dict[str, tuple[float, float]]:
-    """Logits, loss and gradients farther from the truth than 1.1 times the reference: our relative distance
-    and the reference's, by the checkpoint's names.
+    """Find the logits, loss and gradients farther from the truth than 1.1 times the reference's. Return our
+    relative distance and the reference's by the checkpoint's names.
     """
     architecture, spec = find_architecture(family), _spec(config)
     reference = _reference(architecture, config, torch.bfloat16, "eager" if _needs_eager(spec) else "sdpa")
@@ -154,7 +154,7 @@ def farther_than_reference(
     exact.load_state_dict(state)
     in_comparable_mode(spec, exact)
     batches = make_batches(pair)
-    # A batch at a time: all gradients of all batches would take a GPU's memory.
+    # One batch at a time: the gradients of all batches would fill a GPU's memory.
     compared = [
         _compared(pair, {torch.bfloat16: reference, torch.float32: exact}, batch) for batch in batches
     ]
@@ -164,16 +164,16 @@ def farther_than_reference(
     distances = {name: _mean_distances([one[name] for one in compared]) for name in sizes}
     for name, (own, theirs) in distances.items():
         numel = sizes[name].numel
-        # Both are noise, of n numbers each: by chance the logarithm of the ratio of two such means strays by
-        # 1 / sqrt(n), which is nothing for a matrix, and something for a bias. With experts the errors are
-        # large and few, those of tokens that go to another one: how far it strays is what the batches say.
-        strays = max((numel * count) ** -0.5, _of_the_mean([one[name] for one in compared]))
-        chance = math.exp(3 * strays)
-        # A loss is one number and can be near by luck, which does not bind: a mean of the tokens' errors, of
-        # either sign, strays by its standard error, here the reference's.
-        luck = 3 * sizes[name].strays
-        # A key's bias, without positions, moves all scores of a query alike, and what comes out is rounding
-        # alone: of terms that the weight's gradient sums too, times inputs of the order of one.
+        # Both are noise of n numbers each: by chance the logarithm of the ratio of two such means deviates by
+        # 1 / sqrt(n), which is negligible for a matrix but not for a bias. With experts the errors are large
+        # and few, those of tokens that go to another expert: the deviation is estimated from the batches.
+        deviation = max((numel * count) ** -0.5, _of_the_mean([one[name] for one in compared]))
+        chance = math.exp(3 * deviation)
+        # A loss is one number, and the reference's may be close by luck: a mean of the tokens' errors, of
+        # either sign, deviates by its standard error, here the reference's.
+        luck = 3 * sizes[name].deviation
+        # Without positions, a key's bias shifts all scores of a query equally and its gradient is rounding
+        # only, of terms that the weight's gradient sums too, times inputs of order one.
         weight = name.removesuffix("bias") + "weight"
         if name.endswith(".bias") and weight in sizes:
             terms, norm = sizes[weight].norm / math.sqrt(sizes[weight].width), sizes[name].norm
@@ -181,7 +181,7 @@ def farther_than_reference(
                 luck = 1.1 * distances[weight][1] * (terms / norm)
         if not own <= max(1.1 * chance * theirs, luck) and (numel > 1 or name == "loss"):
             farther[name] = (own, theirs)
-    # A single number, too, is near by luck or not: all of them are judged together.
+    # A single number may be close by luck, too: all of them are compared together.
     numbers = [both for name, both in distances.items() if sizes[name].numel == 1 and name != "loss"]
     if numbers:
         own, theirs = (math.hypot(*side) for side in zip(*numbers, strict=True))
@@ -195,7 +195,7 @@ def distance(found: Tensor, truth: Tensor) -> float:
 
 
 class _Compared(NamedTuple):
-    """A result of a batch: the distances of ours and of the reference's from the truth, and the kind of
+    """One result of a batch: the distances of ours and of the reference's from the truth, and sizes of the
     result.
     """
 
@@ -204,13 +204,13 @@ class _Compared(NamedTuple):
     numel: int
     norm: float
     width: int
-    strays: float = 0.0  # of a mean: its standard error, relative
+    deviation: float = 0.0  # relative standard error of a mean
 
 
 def _compared(
     pair: Pair, references: Mapping[torch.dtype, Any], batch: Mapping[str, Tensor]
 ) -> dict[str, _Compared]:
-    """Results of the reference in float32, which count as the truth, and of both in bfloat16."""
+    """Compare results of both models in bfloat16 with the reference in float32, which is the truth."""
     found = _results_of(pair.run_ours, batch, torch.bfloat16)
     results = []
     for dtype, reference in references.items():
@@ -229,8 +229,8 @@ def _compared(
         for name, exact in truth.items()
     }
     error = _token_losses(expected["logits"], batch) - _token_losses(truth["logits"], batch)
-    strays = error.std() / error.numel() ** 0.5 / truth["loss"]
-    return {**compared, "loss": compared["loss"]._replace(strays=strays.item())}
+    deviation = error.std() / error.numel() ** 0.5 / truth["loss"]
+    return {**compared, "loss": compared["loss"]._replace(deviation=deviation.item())}
 
 
 def _token_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
@@ -240,7 +240,7 @@ def _token_losses(logits: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _mean_distances(compared: Sequence[_Compared]) -> tuple[float, float]:
-    """The root mean squares over batches."""
+    """Root mean squares over batches."""
     sides = ([one.own for one in compared], [one.theirs for one in compared])
     own, theirs = (math.hypot(*side) / math.sqrt(len(side)) for side in sides)
     return own, theirs
@@ -254,7 +254,7 @@ def _of_the_mean(compared: Sequence[_Compared]) -> float:
 
 
 def _needs_eager(spec: ModelSpec) -> bool:
-    """Whether the reference has nothing better than plain attention for it: soft caps and sinks."""
+    """Whether the reference has only plain attention for the spec: soft caps and sinks."""
     return any(field.endswith((".softcap", ".sinks")) and value for _, field, value, _ in spec_fields(spec))
 
 
@@ -262,11 +262,11 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     made = reference_class(architecture)
     settings = made.config_class(**copy.deepcopy(config))
     settings._attn_implementation = kind
-    if dtype == torch.bfloat16 and hasattr(settings, "vision_config"):  # as it is when it is read
+    if dtype == torch.bfloat16 and hasattr(settings, "vision_config"):  # as in a loaded model
         settings.vision_config._attn_implementation = "sdpa"
     with torch.device(DEVICE):
         model = made(settings)
-    # The frequencies of rotary positions, which are not saved, stay as they are in a model that is read.
+    # Rotary frequencies are not saved and stay in float32, as in a loaded model.
     saved = model.state_dict().keys()
     for p in model.parameters():
         p.data = p.data.to(dtype)
@@ -280,7 +280,7 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
 def _results_of(
     run: Callable[..., Run], batch: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Logits, loss and gradients, by the checkpoint's names. Pixels are for all as they are in bfloat16."""
+    """Logits, loss and gradients, by the checkpoint's names. All models get pixels rounded to bfloat16."""
     call = {
         name: x.to(DEVICE).bfloat16().to(dtype) if name.startswith("pixel_values") else x.to(DEVICE)
         for name, x in batch.items()
