@@ -144,6 +144,9 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, gated delta rule": full("qwen3_5_text", ("linear_attention",)),
     "full, gated convolution": full("lfm2", ("conv",)),
     "full, channel delta rule": full("kimi_linear", ("linear_attention",), mlp_layer_types=None),
+    "full, latent attention, gates of heads": full(
+        "bailing_hybrid", ("full_attention",), mlp_layer_types=None, first_k_dense_replace=9
+    ),
     "full, gates of heads": full("lfm3", ("full_attention",)),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
@@ -232,6 +235,7 @@ CHOSEN = {
     "full, gated delta rule": LEVELS,
     "full, gated convolution": ("all", "lean", "mlp", "tiled"),
     "full, channel delta rule": ("all", "lean"),
+    "full, latent attention, gates of heads": ("all",),
     "full, gates of heads": ("all", "lean"),
     "LoRA, dense": FEW,
     "LoRA of experts": ("lean", "offload"),

@@ -14,7 +14,7 @@ from liger_models.architectures.common.rotary import rope
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import LatentAttentionSpec, MLPSpec, MoESpec
+from liger_models.layers.specs import LatentAttentionSpec, MLPSpec, MoESpec, RopeSpec
 
 SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
 """Checkpoint names of the latent projections."""
@@ -62,10 +62,15 @@ def latent_attention(
     for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # consistent with the other keys
         if c.take_count(key, size) != size:
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
+    return with_positions(spec, turned)
+
+
+def with_positions(spec: LatentAttentionSpec, rope: RopeSpec) -> LatentAttentionSpec:
+    """Latent attention with rotary positions, whose scaling may change the scale of scores."""
     scale = spec.scale
-    if turned.type != "default" and turned.mscale_all_dim and turned.factor and turned.factor > 1:
-        scale *= (0.1 * turned.mscale_all_dim * math.log(turned.factor) + 1) ** 2
-    return replace(spec, rope=turned, scale=scale)
+    if rope.type != "default" and rope.mscale_all_dim and rope.factor and rope.factor > 1:
+        scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1) ** 2
+    return replace(spec, rope=rope, scale=scale)
 
 
 def dense_then(

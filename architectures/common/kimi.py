@@ -110,6 +110,21 @@ def kimi_delta(c: HFConfig, norm: NormSpec) -> tuple[ChannelDeltaSpec, Callable[
     return delta(c, sizes, "linear_conv_kernel_dim", norm, forget_rank=width, gate_rank=width), kind
 
 
+def positions(c: HFConfig, length: int) -> HFConfig:
+    """The config as `rope` reads it: `rope_parameters` take precedence over `rope_theta`, and the longest
+    position, by default `length`, has two names.
+    """
+    raw = dict(c.raw)
+    for key in ("rope_parameters", "rope_scaling", "rope_theta"):
+        c.take(key, None)
+    if raw.get("rope_parameters") is not None:
+        raw.pop("rope_theta", None)
+    c.take_one_of("max_position_embeddings", "model_max_length", default=None)  # names of one setting
+    stated = c.take_count("model_max_length", length)
+    raw["max_position_embeddings"] = c.take_count("max_position_embeddings", stated)
+    return c.with_raw(raw)
+
+
 def by_lists(c: HFConfig, lists: Mapping[str, Sequence[int] | None]) -> Callable[[int], str]:
     """Type of each layer, from the numbers of the layers of each type, starting at 1.
 

@@ -6,6 +6,8 @@ from one narrow latent of the token, and queries from another.
     k_nope, v = split(norm(kv_latent) @ W_kvb^T)
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
+With gates of heads, g = x @ W_g^T [T, heads], a head's output is multiplied by sigmoid(g).
+
 A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
 the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
 them.
@@ -18,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -55,21 +58,24 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )
+        if spec.head_gates:
+            self.g_proj = Linear(hidden_size, heads, bias=False)
         self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         sequences = sequences.on(x.device)
         q, latent, k_rope = self._queries_and_latents(x, sequences)
+        gate = self.g_proj(x) if self.spec.head_gates else None
         cache, spec = sequences.cache, self.spec.attention
         if cache is not None:
             latents, k_ropes = cache.append(self.layer, latent, k_rope)
             mask = cache.mask(self.layer, spec.window)
             if mask is not None:
                 out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, mask)
-                return self.o_proj(out.flatten(1))
+                return self.o_proj(gated(out.flatten(1), gate))
         k, v = self._keys_and_values(latent, k_rope)
-        return self.o_proj(attend(q, k, v, spec, sequences, self.backend).flatten(1))
+        return self.o_proj(gated(attend(q, k, v, spec, sequences, self.backend).flatten(1), gate))
 
     def _queries_and_latents(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         """q [T, heads, qk_head_dim], rotated and scaled; the normalised latent [T, kv_lora_rank]; and the
@@ -119,7 +125,9 @@ class LatentAttention(nn.Module):
         normed = sum(self._latent_widths()[:-1])
         latents = normed + spec.qk_rope_head_dim + (normed if level == "all" else 0)
         in_float32 = spec.num_attention_heads + len(self._latent_widths()) - 1
-        return itemsize * (spec.num_attention_heads * a_head + latents) + 4 * in_float32
+        heads, gated_output = spec.num_attention_heads, spec.v_head_dim if level == "all" else 0
+        gates = heads * (1 + gated_output) if spec.head_gates else 0
+        return itemsize * (heads * a_head + latents + gates) + 4 * in_float32
 
     def extra_repr(self) -> str:
         spec = self.spec

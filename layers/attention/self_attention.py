@@ -20,6 +20,7 @@ from liger_models.layers.attention.backends import (
     attend_by_groups,
     attend_cached,
 )
+from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
@@ -28,7 +29,6 @@ from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import (
     TILED,
     ActivationMemory,
-    carry_recipe,
     output_is_ours,
 )
 from liger_models.layers.recompute.tiles import project_pieces
@@ -92,17 +92,17 @@ class Attention(nn.Module):
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is not None:
             out, k, v = self._attend_cached(q, k, v, sequences)
-            out = self.o_proj(_gated(out.flatten(1), gate))
+            out = self.o_proj(gated(out.flatten(1), gate))
         elif self.activation_memory in TILED:
             groups = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
                 gates = gate.tensor_split(len(pieces), dim=-1)
-                pieces = [_gated(piece, own) for piece, own in zip(pieces, gates, strict=True)]
+                pieces = [gated(piece, own) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1)
-            out = self.o_proj(_gated(out, gate))
+            out = self.o_proj(gated(out, gate))
         return (out, k, v) if return_keys_values else out
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -177,16 +177,3 @@ class Attention(nn.Module):
         softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
         heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
         return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"
-
-
-def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    """The output of attention [T, q_size] times the sigmoid of a gate, [T, q_size] or [T, heads]."""
-    if gate is None:
-        return out
-    open_by = gate.sigmoid()
-    return carry_recipe(_by_head(out, open_by), _by_head, out, open_by)
-
-
-def _by_head(out: Tensor, factors: Tensor) -> Tensor:
-    """[T, q_size] times [T, q_size] or [T, heads]."""
-    return (out.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(1)

@@ -127,7 +127,8 @@ class LatentAttentionSpec:
     A head's query and key have `qk_nope_head_dim` dimensions without position, then `qk_rope_head_dim`
     rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
-    latent and the output projections. `norm` is the latents'.
+    latent and the output projections. `norm` is the latents'. With `head_gates` a further projection computes
+    a gate per head, whose sigmoid multiplies the head's output.
     """
 
     num_attention_heads: int
@@ -141,6 +142,7 @@ class LatentAttentionSpec:
     bias: bool = False
     norm: NormSpec = NormSpec(eps=1e-6)
     query_scale: QueryScaleSpec | None = None
+    head_gates: bool = False
 
     @property
     def qk_head_dim(self) -> int:

@@ -151,7 +151,7 @@ def check_model(both, batch):
 
 @pytest.mark.supports("bitsandbytes", "experts, which are not quantised")
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2", "kimi_linear", "lfm2_moe"]
+    "family", ["qwen3_moe", "gpt_oss", "qwen2_moe", "deepseek_v2", "bailing_hybrid", "lfm2_moe"]
 )
 def test_experts_are_not_quantised(family, make_quantised, batch, hf):
     both = make_quantised(family, 4)

@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "norms over all heads": {"family": "olmo2", "batch": rows()},
     "states, documents": {"family": "qwen3_next", "batch": packed()},
     "state space, documents": {"family": "mamba2", "n_groups": 2, "batch": packed()},
-    "decays by channel": {"family": "kimi_linear", "batch": packed()},
+    "decays by channel": {"family": "bailing_hybrid", "batch": packed()},
     "gated convolutions, gates of heads": {"family": "lfm3", "batch": packed()},
     "states, level offload": {"family": "qwen3_5_text", "level": "offload", "batch": padded()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
