@@ -179,6 +179,7 @@ def test_unusable_settings_are_refused(run_of, tmp_path):
         (lambda: run_of("a", {"reward": f"{file}:few"}), "returned 1 values for 16 completions"),
         (lambda: run_of("a", {"beta": 0.1}), "pass --reference MODEL, or train with --lora"),
         (lambda: run_of("a", eval_fraction=0.1), "has no held-out data"),
+        (lambda: run_of("a", sample_prompts="a"), "writes its samples to completions.jsonl"),
         (lambda: run_of("a", {"group_size": 1}), "group_size is 1; expected 2 or more"),
     ):
         with pytest.raises(ConfigError, match=message):
