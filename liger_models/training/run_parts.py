@@ -279,6 +279,9 @@ class RunParts:
         elif self.config.freeze or self.config.train_only:
             trained = sum(p.numel() for p in self.parameters)
             self.world.say(f"trained: {trained:,} of {self.size:,} parameters ({trained / self.size:.1%})")
+        if self.config.add_tokens:
+            ids = ((token, self.tokenizer.backend.token_to_id(token)) for token in self.config.add_tokens)
+            self.world.say(f"added tokens: {', '.join(f'{token} ({index})' for token, index in ids)}")
         self.world.say(
             f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "

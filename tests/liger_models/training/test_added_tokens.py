@@ -84,6 +84,7 @@ def test_a_run_learns_new_tokens_and_exports_them(
     options = {"model": str(model), "data": (thoughts,), "add_tokens": TOKENS, "eval_fraction": 0.0}
     config = settings(output=tmp_path / "run", steps=4, save_every=2, keep=0, **options)
     result = run(config)
+    assert "added tokens: <|think|> (320), </s> (1), <|done|> (321)" in capsys.readouterr().err
     final = result.final
     before, after = (load_file(folder / "model.safetensors") for folder in (model, final))
     for name in before.keys() & {"model.embed_tokens.weight", "lm_head.weight"}:
