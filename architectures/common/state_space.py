@@ -70,9 +70,8 @@ def ssd(
         state=c.take_count(keys["state"]),
         conv=conv,
         conv_bias=c.take_flag(keys["conv_bias"], False),
-        bias=c.take_flag(keys["bias"], False),
         norm_eps=norm_eps,
-        **settings,
+        **{"bias": (bias := c.take_flag(keys["bias"], False)), "out_bias": bias, **settings},
     )
 
 

@@ -4,7 +4,6 @@ _MAMBA = "state-space layers (Mamba)"
 _MAMBA_2 = "state-space layers (Mamba 2)"
 
 MISSING: dict[str, str] = {
-    "falcon_h1": f"{_MAMBA_2} in parallel with attention",
     "falcon_mamba": _MAMBA,
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",

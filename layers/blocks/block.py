@@ -84,6 +84,7 @@ class Block(nn.Module):
             "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
             "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
             "second_mixer": spec.second_mixer,
+            "branch_scales": set(spec.branch_scales) != {1.0},
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")

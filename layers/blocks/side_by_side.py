@@ -13,10 +13,10 @@ from liger_models.layers.specs import BlockSpec, RecurrentSpec
 
 class SideBySideBlock(PreNormBlock):
     """`n = norm(x); h = x + attention(n) + recurrent(n); y = h + mlp(norm(h))` (Falcon-H1, arXiv:2507.22448,
-    section 2).
+    section 2), each of the three branches multiplied by one of the `branch_scales`.
     """
 
-    has_room_for = ("second_mixer",)
+    has_room_for = ("second_mixer", "branch_scales")
     needs = ("mixer", "second_mixer", "mlp")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -27,6 +27,10 @@ class SideBySideBlock(PreNormBlock):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        first, second = (mixer(x, sequences) for mixer in self.mixers)
+        first, second = (self._branch(i, mixer(x, sequences)) for i, mixer in enumerate(self.mixers))
         x, residual = add_and_norm(self.post_attention_layernorm, self._scaled(first + second), residual)
-        return self._scaled(self.mlp(x, sequences)), residual
+        return self._scaled(self._branch(2, self.mlp(x, sequences))), residual
+
+    def _branch(self, number: int, y: Tensor) -> Tensor:
+        scale = self.spec.branch_scales[number]
+        return y if scale == 1.0 else y * scale

@@ -70,7 +70,8 @@ class Decoder(ActivationLevels):
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
         self.spec = spec
-        self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, spec.embed_scale, spec.padding_idx)
+        scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale
+        self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)

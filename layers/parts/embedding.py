@@ -46,24 +46,35 @@ class TokenEmbedding(nn.Embedding):
     """Embeddings of ids.
 
     Args:
-        scale: multiplies the embeddings. It is first rounded to their dtype, as in the training of the models
-            that have one (Gemma): in bfloat16 the square root of 3072 is 55.5.
+        scale: multiplies the embeddings.
         padding_idx: row without a gradient.
+        round_scale: first round the scale to the embeddings' dtype, as in the training of Gemma: in bfloat16
+            the square root of 3072 is 55.5.
 
     Attributes:
         trained_rows: rows that are trained while the others are frozen, if any.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, scale: float = 1.0, padding_idx: int | None = None):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        scale: float = 1.0,
+        padding_idx: int | None = None,
+        round_scale: bool = True,
+    ):
         super().__init__(vocab_size, hidden_size, padding_idx)
         self.trained_rows: TrainedRows | None = None
         self.embed_scale = scale  # PEFT looks for this name to scale an adapter's output
+        self.round_scale = round_scale
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
         x, scale = super().forward(ids), self.embed_scale
         if self.trained_rows is not None:
             x = self.trained_rows.looked_up(ids, x)
+        if not self.round_scale:
+            return x * scale
         return x if scale == 1.0 else x * torch.full((), scale, dtype=x.dtype, device=x.device)
 
     def extra_repr(self) -> str:

@@ -78,6 +78,14 @@ def plain_activation(activation: str) -> Callable[..., Tensor]:
     return _chosen(_PLAIN, activation, "plain")
 
 
+def scaled_product(
+    product: Callable[..., Tensor], scale: float, gate_up: Tensor, reuse_input: bool = False
+) -> Tensor:
+    """`product` of a gate multiplied by `scale`, and up."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return product(gate * scale, up)
+
+
 class _MLP(nn.Module):
     """Base of both MLPs: decides whether the input of `down` is saved or recomputed."""
 
@@ -110,6 +118,8 @@ class GatedMLP(_MLP):
         super().__init__()
         self.spec = spec
         self.gated_product = gated_product(spec.activation)
+        if spec.gate_scale != 1.0:
+            self.gated_product = functools.partial(scaled_product, self.gated_product, spec.gate_scale)
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.gate_up_proj = projections(hidden_size, parts, spec.bias)
@@ -125,8 +135,10 @@ class GatedMLP(_MLP):
         return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Saved bytes per token: gate, up and their product, depending on the level."""
+        """Saved bytes per token: gate, up and their product, depending on the level; and a scaled gate."""
         kept = {"all": 3, "lean": 2}.get(level, 0)
+        if kept and self.spec.gate_scale != 1.0:
+            kept += 1
         return kept * itemsize * self.spec.intermediate_size
 
     def extra_repr(self) -> str:
@@ -143,6 +155,8 @@ class PlainMLP(_MLP):
 
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
+        if spec.gate_scale != 1.0:
+            raise ValueError(f"gate_scale is {spec.gate_scale}, but a plain MLP has no gate")
         self.spec = spec
         if spec.activation == "xielu":
             self.act_fn = XIELU()

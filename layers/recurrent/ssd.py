@@ -1,4 +1,4 @@
-"""The mixer of Mamba 2: Mamba 2, Nemotron-H, Granite 4, Bamba.
+"""The mixer of Mamba 2: Mamba 2, Nemotron-H, Granite 4, Bamba, Falcon-H1.
 
     z, xBC, dt = split(u @ W_in^T);   x, B, C = silu(conv(xBC))
     y = ssd(x, dt, B, C);             out = norm(y * silu(z)) @ W_o^T
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import ssd, ssd_step
+from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels.recurrent.ssd import CHUNK
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.mixer import RecurrentMixer
 from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
@@ -45,8 +45,10 @@ class SSD(RecurrentMixer):
         heads, groups = (spec.heads, spec.head_dim), (spec.groups, spec.state)
         self.conv1d = ShortConvolution((heads, groups, groups), spec.conv, spec.conv_bias)
         self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(spec.heads)) for _ in range(3))
-        self.norm = GatedNormalisation(spec.size, spec.norm_eps, spec.size // spec.groups, gate_first=True)
-        self.out_proj = Linear(spec.size, hidden_size, bias=spec.bias)
+        if spec.gating != "without_norm":
+            first, width = spec.gating == "before_norm", spec.size // spec.groups
+            self.norm = GatedNormalisation(spec.size, spec.norm_eps, width, first, cast=spec.norm_cast)
+        self.out_proj = Linear(spec.size, hidden_size, bias=spec.out_bias)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -61,9 +63,19 @@ class SSD(RecurrentMixer):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         spec = self.spec
-        z, xbc, dt = self.in_proj(x).split([spec.size, spec.conv_size, spec.heads], dim=-1)
-        y = self.mix(xbc, (dt,), sequences)
-        return self.out_proj(self.norm(y.flatten(1), z).to(x.dtype))
+        z, xbc, dt = self._scaled(self.in_proj(x)).split([spec.size, spec.conv_size, spec.heads], dim=-1)
+        y = self.mix(xbc, (dt,), sequences).flatten(1)
+        gated = carry_recipe(swiglu(z, y), swiglu, z, y) if spec.gating == "without_norm" else self.norm(y, z)
+        return self.out_proj(gated.to(x.dtype))
+
+    def _scaled(self, projected: Tensor) -> Tensor:
+        """Multiply the parts z, x, B, C and dt."""
+        spec = self.spec
+        if set(spec.scales) == {1.0}:
+            return projected
+        by_group = spec.groups * spec.state
+        parts = projected.split([spec.size, spec.size, by_group, by_group, spec.heads], dim=-1)
+        return torch.cat([part * scale for part, scale in zip(parts, spec.scales, strict=True)], dim=-1)
 
     def scan(
         self,

@@ -39,8 +39,9 @@ class BlockSpec:
     """One layer: its topology (a class of `layers/blocks`) and its parts.
 
     The types of `mixer` and `mlp` determine their modules; a layer of topology "one_part" has only one of
-    them. `second_mixer` reads the same input as `mixer`. `norm` applies to each of the layer's norms.
-    `residual_scale` multiplies each branch before it is added to the residual stream. Some topologies support
+    them. `second_mixer` reads the same input as `mixer`, and `branch_scales` multiply the outputs of both and
+    of the MLP. `norm` applies to each of the layer's norms. `residual_scale` multiplies each branch before it
+    is added to the residual stream. Some topologies support
     `experts` in addition to the MLP, and a `per_layer_input`.
     """
 
@@ -52,6 +53,7 @@ class BlockSpec:
     experts: MoESpec | None = None
     per_layer_input: PerLayerInputSpec | None = None
     second_mixer: MixerSpec | None = None
+    branch_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

@@ -12,8 +12,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"
 
 @dataclass(frozen=True)
 class MLPSpec:
-    """MLP: gated, `down(act(gate(x)) * up(x))`, or plain, `down(act(up(x)))`. `clipped` projections clamp to
-    stored bounds: layers/projections/clipped_linear.py.
+    """MLP: gated, `down(act(gate_scale * gate(x)) * up(x))`, or plain, `down(act(up(x)))`. `clipped`
+    projections clamp to stored bounds: layers/projections/clipped_linear.py.
     """
 
     intermediate_size: int
@@ -21,6 +21,7 @@ class MLPSpec:
     bias: bool = False
     gated: bool = True
     clipped: bool = False
+    gate_scale: float = 1.0
 
 
 @dataclass(frozen=True)

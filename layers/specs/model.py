@@ -15,7 +15,8 @@ from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
 class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
-    `embed_scale` multiplies the embeddings of ids, after rounding it to their dtype (Gemma); `input_scale`
+    `embed_scale` multiplies the embeddings of ids; with `round_embed_scale` it is first rounded to their
+    dtype (Gemma). `input_scale`
     multiplies any input of the first block (Granite). `logit_scale` multiplies the logits, and
     `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the embedding row whose
     lookup has no gradient, as in the reference, and that is initialised with zeros. (A tied head still gives
@@ -31,6 +32,7 @@ class ModelSpec:
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     embed_scale: float = 1.0
+    round_embed_scale: bool = True
     input_scale: float = 1.0
     head_bias: bool = False
     logit_scale: float = 1.0

@@ -8,6 +8,7 @@ from typing import Literal
 from liger_models.layers.specs.rotary import RopeSpec
 
 Projections = Literal["qkvz", "qkv", "apart"]
+Gating = Literal["before_norm", "after_norm", "without_norm"]
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,10 @@ class SSDSpec:
     depthwise convolution of x, B and C.
 
     Each of `groups` groups of B and C, of `state` elements, serves `heads / groups` heads in a row. `conv` is
-    the width of the convolution and `conv_bias` its bias; `bias` applies to both projections. `dt_min` and
-    `dt_max` bound the step after softplus. `norm_eps` is that of the norm of each group's output, which is
-    gated first.
+    the width of the convolution and `conv_bias` its bias; `bias` and `out_bias` are those of the projections.
+    `dt_min` and `dt_max` bound the step after softplus. `gating` says how the output is gated: before the
+    norm of each group, after it, or without a norm; `norm_eps` and `norm_cast` are the norm's. `scales`
+    multiply the parts z, x, B, C and dt of the input projection.
     """
 
     heads: int
@@ -90,9 +92,13 @@ class SSDSpec:
     conv: int = 4
     conv_bias: bool = True
     bias: bool = False
+    out_bias: bool = False
+    gating: Gating = "before_norm"
     norm_eps: float = 1e-5
+    norm_cast: Literal["llama", "float32"] = "llama"
     dt_min: float = 0.0
     dt_max: float | None = None
+    scales: tuple[float, ...] = (1.0,) * 5
 
     @property
     def size(self) -> int:

@@ -272,7 +272,8 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
                 spec = replace(spec, vocab_size=value.num_embeddings, extra_ids=0)
         if type(value) is nn.Embedding:
             with torch.device("meta"):
-                ours = TokenEmbedding(spec.num_ids, spec.hidden_size, spec.embed_scale, spec.padding_idx)
+                scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale
+                ours = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
             ours.weight = value.weight
             keep_initialized(value, ours)
             value = ours
