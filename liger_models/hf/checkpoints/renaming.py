@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.core_model_loading import WeightRenaming
 
-from liger_models.convert.checkpoints.expressions import Ref
+from liger_models.convert.checkpoints.expressions import Cat, Ref
 
 
 class CheckpointRenaming(WeightRenaming):
@@ -54,6 +54,8 @@ def renamed(groups: Any, name: str, backwards: bool) -> str | None:
     if module + weight not in known:
         return None
     (native, expr), *more = known[module + weight][0].natives.items()
+    if isinstance(expr, Cat) and len(expr.parts) == 1:
+        (expr,) = expr.parts
     if more or not isinstance(expr, Ref):
         return None
     return (expr.name if backwards else native) + rest
