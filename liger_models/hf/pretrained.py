@@ -85,6 +85,10 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
             give_layers_to_quantise(self)
         entries = self._conversions(groups_of(self))
         register_checkpoint_conversion_mapping(type(self).__name__, entries, overwrite=True)
+        if (inner := self.base_decoder) is not self:
+            # The loader applies the entries of both classes in turn, and would rename a tensor twice.
+            entries = inner._conversions(groups_of(inner))[-1:]
+            register_checkpoint_conversion_mapping(type(inner).__name__, entries, overwrite=True)
         self.post_init()
 
     @classmethod
