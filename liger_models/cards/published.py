@@ -21,6 +21,7 @@ from liger_models.layers.specs import (
     LayerNormSpec,
     ModelSpec,
     MoESpec,
+    SSDSpec,
 )
 
 FOLDER = Path("tests/architectures/published")
@@ -116,6 +117,7 @@ FEATURES: Mapping[str, Any] = {
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
     "layers without positions (NoPE)": lambda spec: any(not m.ropes for b in spec.blocks for m in b.mixers),
+    "state space layers (Mamba 2)": lambda spec: any(isinstance(b.recurrent, SSDSpec) for b in spec.blocks),
     "gated short convolutions": lambda spec: any(isinstance(b.mixer, GatedConvSpec) for b in spec.blocks),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),
     "partial rotary": lambda spec: any(a.rope and a.rope.dim < a.head_dim for a in _attention(spec)),

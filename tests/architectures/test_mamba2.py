@@ -11,6 +11,7 @@ import torch
 from pairs import relative_distance, spec_of
 
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.projections.matrices import matrices
 
 
 def stream(model, norm, ids):
@@ -55,6 +56,13 @@ def test_the_stream_stays_in_float32_when_layers_run_again(level, make_pair):
         runs.append([parameter.grad.clone() for parameter in model.parameters()])
     for once, again in zip(*runs, strict=True):
         torch.testing.assert_close(again, once, rtol=0, atol=0)
+
+
+def test_weight_decay_acts_on_projections_alone(shared_pair):
+    decayed = {id(p) for *_, p in matrices(shared_pair("mamba2").ours.layers[0])}
+    named = shared_pair("mamba2").ours.layers[0].named_parameters()
+    expected = {"mamba.in_proj.weight", "mamba.out_proj.weight"}
+    assert {name for name, p in named if id(p) in decayed} == expected
 
 
 @pytest.mark.parametrize("infinity", [math.inf, "Infinity", {"__float__": "Infinity"}])

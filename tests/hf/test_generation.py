@@ -136,10 +136,17 @@ def test_a_cache_is_filled_call_by_call(family, padding, make_both, prompts):
     assert relative_distance(found[mask.bool()], whole[mask.bool()]) <= BOUND
 
 
-@pytest.mark.parametrize("way", ["dynamic", "no_cache", "beams"])
-def test_tokens_of_a_model_without_attention_are_those_of_the_reference(way, make_both, prompts):
-    """transformers names its cache `cache_params`."""
-    both = make_both("mamba2")
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *(("mamba2", way) for way in ("dynamic", "no_cache", "beams")),
+        *((family, "dynamic") for family in ("bamba", "falcon_h1", "granitemoehybrid", "nemotron_h")),
+    ],
+)
+def test_tokens_of_models_with_state_spaces_are_those_of_the_reference(family, way, make_both, prompts):
+    """Of one without attention, whose cache transformers names `cache_params`, and of the others."""
+    # Token by token, transformers' plain form does not bound time steps.
+    both = make_both(family, **({"time_step_min": 1e-9} if family == "nemotron_h" else {}))
     expected, found = (generate(m, *prompts, **WAYS[way]) for m in (both.reference, both.ours))
     assert_same_tokens(found, expected)
 

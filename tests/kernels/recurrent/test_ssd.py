@@ -13,7 +13,7 @@ LENGTHS = [70, 1, 0, 64, 3]
 LIMIT = (0.3, 1.5)  # both of which some steps reach
 
 
-def operands(tokens: int, documents: int, dtype=torch.float64):
+def operands(tokens: int, documents: int, dtype=torch.float64, groups: int = 2):
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype=dtype):
@@ -25,34 +25,42 @@ def operands(tokens: int, documents: int, dtype=torch.float64):
     return [
         random(tokens, 4, 3),
         random(tokens, 4),
-        random(tokens, 2, 5),
-        random(tokens, 2, 5),
+        random(tokens, groups, 5),
+        random(tokens, groups, 5),
         *heads,
         state,
     ]
 
 
-def by_token(x, dt, B, C, A_log, D, dt_bias, state, bounds):
+def by_token(x, dt, B, C, A_log, D, dt_bias, state, bounds, limit):
     outputs, finals = [], []
     for document, (first, end) in enumerate(itertools.pairwise(bounds)):
         s = state[document : document + 1]
         for t in range(first, end):
             one = (tensor[t : t + 1] for tensor in (x, dt, B, C))
-            y, s = ssd_step(*one, A_log, D, dt_bias, s, dt_limit=LIMIT)
+            y, s = ssd_step(*one, A_log, D, dt_bias, s, dt_limit=limit)
             outputs.append(y)
         finals.append(s)
     return torch.cat(outputs), torch.cat(finals)
 
 
 # float64: sums of 70 terms or more in another order; float32: the same, 2^29 times as coarse.
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_chunks_equal_the_recurrence(dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "bound", "groups", "limit"),
+    [
+        (torch.float64, 1e-12, 2, LIMIT),
+        (torch.float32, 1e-5, 2, LIMIT),
+        (torch.float64, 1e-12, 1, (0.0, None)),
+        (torch.float64, 1e-12, 4, (0.4, None)),
+    ],
+)
+def test_chunks_equal_the_recurrence(dtype, bound, groups, limit):
     bounds = [0, *itertools.accumulate(LENGTHS)]
-    given = operands(bounds[-1], len(LENGTHS), dtype)
+    given = operands(bounds[-1], len(LENGTHS), dtype, groups)
     wide = [tensor.detach().double().requires_grad_() for tensor in given]
     *others, state = given
-    found = ssd(*others, dt_limit=LIMIT, cu_seqlens=torch.tensor(bounds), state=state)
-    expected = by_token(*wide, bounds)
+    found = ssd(*others, dt_limit=limit, cu_seqlens=torch.tensor(bounds), state=state)
+    expected = by_token(*wide, bounds, limit)
     weights = [torch.randn_like(result) for result in expected]
     for results, inputs in ((found, given), (expected, wide)):
         sum((y * w.to(y.dtype)).sum() for y, w in zip(results, weights, strict=True)).backward(inputs=inputs)
