@@ -18,6 +18,19 @@ from liger_models.layers.specs import ModelSpec
 _INTEGERS = (torch.int64, torch.int32)  # accepted by an embedding and the kernels
 
 
+def check_ids(input_ids: object) -> None:
+    """Check that ids are a tensor.
+
+    Raises:
+        TypeError: text or a list, for example.
+    """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor of token ids [batch, seq], found {type(input_ids).__name__}; encode "
+            "text with the model's tokenizer"
+        )
+
+
 def batch_shape(
     input_ids: Tensor | None, embeds: Tensor | None, hidden_size: int, *, ids_needed: bool = False
 ) -> tuple[tuple[int, int], torch.device]:
@@ -26,7 +39,10 @@ def batch_shape(
 
     Raises:
         DataError: both or neither, the wrong shape or dtype, or no token.
+        TypeError: ids that are no tensor.
     """
+    if input_ids is not None:
+        check_ids(input_ids)
     if ids_needed and embeds is not None:
         if input_ids is None or input_ids.shape != embeds.shape[:2]:
             raise DataError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import DataError, UnsupportedModelError
 from liger_models.generating.decoding import Decoding, can_be_recorded
-from liger_models.layers.model.call_checks import refuse_unknown
+from liger_models.layers.model.call_checks import check_ids, refuse_unknown
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions
@@ -238,11 +238,7 @@ def _choose(
 
 
 def _check_call(input_ids: Any, images: Mapping[str, Any]) -> None:
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(
-            f"input_ids must be a tensor of token ids [batch, seq], found {type(input_ids).__name__}; encode "
-            "text with the model's tokenizer"
-        )
+    check_ids(input_ids)
     if "do_sample" in images:
         raise TypeError("generate() has no do_sample; temperature=1.0 samples, and 0 is greedy")
 

@@ -62,6 +62,8 @@ def test_ids_and_labels_that_no_kernel_takes_are_refused(model, ids):
         model(ids.to(torch.uint8))
     with pytest.raises(DataError, match=r"labels must be integers, int64 or int32.*bool"):
         model(ids, labels=ids.bool())
+    with pytest.raises(TypeError, match=r"must be a tensor of token ids.*found str; encode text"):
+        model("text")
 
 
 @pytest.mark.parametrize("outside", [-1, VOCAB, -101])
