@@ -16,7 +16,9 @@ from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import (
     AttentionSpec,
+    ChannelDeltaSpec,
     GatedConvSpec,
+    GatedDeltaSpec,
     LatentAttentionSpec,
     LayerNormSpec,
     ModelSpec,
@@ -116,7 +118,14 @@ FEATURES: Mapping[str, Any] = {
     "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
-    "layers without positions (NoPE)": lambda spec: any(not m.ropes for b in spec.blocks for m in b.mixers),
+    "layers without positions (NoPE)": lambda spec: any(
+        not m.ropes
+        for b in spec.blocks
+        for m in b.mixers
+        if isinstance(m, AttentionSpec | LatentAttentionSpec)
+    ),
+    "gated delta rule": lambda spec: any(isinstance(b.recurrent, GatedDeltaSpec) for b in spec.blocks),
+    "Kimi delta attention": lambda spec: any(isinstance(b.recurrent, ChannelDeltaSpec) for b in spec.blocks),
     "state space layers (Mamba 2)": lambda spec: any(isinstance(b.recurrent, SSDSpec) for b in spec.blocks),
     "gated short convolutions": lambda spec: any(isinstance(b.mixer, GatedConvSpec) for b in spec.blocks),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),

@@ -349,6 +349,9 @@ def test_features_are_derived_from_the_spec():
     assert features_of("deepseek_v3") >= {"latent attention", "experts", "shared experts"}
     assert features_of("qwen3_moe") >= {"QK-norm", "experts", "grouped-query attention"}
     assert features_of("cohere") >= {"LayerNorm", "parallel attention and MLP", "interleaved rotary"}
+    hybrid = features_of("qwen3_5_text")
+    assert "gated delta rule" in hybrid
+    assert "layers without positions (NoPE)" not in hybrid  # of layers with attention
     assert not features_of("mistral") & {"experts", "QK-norm", "latent attention", "attention soft-capping"}
 
 
