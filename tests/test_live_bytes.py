@@ -40,7 +40,7 @@ class Made:
     """Model, its part with `layers` and levels, and a function that calls it.
 
     Attributes:
-        beside: bytes per token and layer that adapters keep in layers that are not recomputed.
+        adapter_bytes: bytes per token and layer that adapters keep in layers that are not recomputed.
         planned: the model given to the planner, if another.
         step: further settings of the planned step.
         call: tokens -> the loss.
@@ -50,7 +50,7 @@ class Made:
     decoder: Any
     step: dict[str, Any]
     call: Callable[[int], Any]
-    beside: float = 0.0
+    adapter_bytes: float = 0.0
     planned: Any = None
 
 
@@ -119,8 +119,8 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
         decoder = model.get_base_model().base_decoder
         paths = sum(".lora_A." in name for name, _ in model.named_parameters()) / layers
         by_peft = quantised == "torchao" or not own.keys() <= {"r", "target_modules", "target_parameters"}
-        beside = RANK * paths * DTYPE.itemsize * (not by_peft)
-        made = Made(model, decoder, {}, of_labels(model), beside)
+        adapter_bytes = RANK * paths * DTYPE.itemsize * (not by_peft)
+        made = Made(model, decoder, {}, of_labels(model), adapter_bytes)
         if quantised != "torchao" and not own.keys() - {
             "r",
             "target_modules",
@@ -184,7 +184,7 @@ def measure(made: Made, tokens: int, level: str) -> Found:
     made.model.zero_grad()
     layers = made.decoder.layers
     promised = sum(layer.activation_bytes(level, DTYPE.itemsize) for layer in layers)
-    promised += made.beside * len(layers) * (level not in RERUN)
+    promised += made.adapter_bytes * len(layers) * (level not in RERUN)
     step = Step(1, tokens, optimizer_bytes=0, **made.step)
     planned = StepMemory(made.planned or made.decoder, step).plan([level] * len(layers)).peak
     with LiveBytes([*made.model.parameters(), *made.model.buffers()], zero=True) as live:

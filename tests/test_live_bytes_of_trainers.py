@@ -154,8 +154,8 @@ def train(kind: str, level: str, layers: int, folder: Any, steps: Steps) -> floa
         assert live.on_host == 0
     assert set(decoder.activation_memory) == {level}
     paths = sum(".lora_A." in name for name, _ in trainer.model.named_parameters()) / layers
-    beside = RANK * paths * DTYPE.itemsize * (level not in RERUN)
-    return decoder.layers[0].activation_bytes(level, DTYPE.itemsize) + beside
+    adapter_bytes = RANK * paths * DTYPE.itemsize * (level not in RERUN)
+    return decoder.layers[0].activation_bytes(level, DTYPE.itemsize) + adapter_bytes
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,8 @@ def test_every_part_is_listed():
 
 
 def test_every_family_is_listed():
-    told = "the table of models is stale; make it anew with: liger-models card"
-    assert make_pages(ROOT)[ROOT / "README.md"] == README, told
+    message = "the table of models is stale; make it anew with: liger-models card"
+    assert make_pages(ROOT)[ROOT / "README.md"] == README, message
 
 
 def test_the_memory_table_is_what_inspect_shows(capsys):

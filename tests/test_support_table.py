@@ -8,8 +8,8 @@ import support_table
 
 def test_the_table_lists_the_marked_cases():
     listed = {tool: row.cases for tool, row in support_table.read_table().items()}
-    told = "make the table anew: pytest tests/hf tests/frameworks tests/vision --write-support-table"
-    assert listed == support_table.marked_cases(), told
+    message = "make the table anew: pytest tests/hf tests/frameworks tests/vision --write-support-table"
+    assert listed == support_table.marked_cases(), message
 
 
 @pytest.fixture

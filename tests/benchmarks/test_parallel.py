@@ -98,8 +98,8 @@ def test_failed_parts_of_a_node_get_a_line_and_the_same_command_continues(
     assert asked[-2:] == [("offload", "sequence=2", 262144), ("offload", "sequence=2", 131072)]
     assert len(asked) == 8  # none ran twice
     text = page.read_text()
-    for told in ("out of memory", "failed: disk", "2 (experts=2)", "transformers+liger"):
-        assert told in text
+    for expected in ("out of memory", "failed: disk", "2 (experts=2)", "transformers+liger"):
+        assert expected in text
     assert sum(part.seconds for part in node.PARTS) < 480
 
 

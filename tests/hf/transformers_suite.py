@@ -95,7 +95,7 @@ KNOWN = {
         "tokens of images without pixels are an error"
     ),
     r"(Qwen2_5_VL|Gemma3Vision|Llava).*test_inputs_embeds.*": (
-        "images beside embeddings without input_ids are an error"
+        "images with embeddings and without input_ids are an error"
     ),
     r"(Qwen2_5_VL|Gemma3Vision|Llava).*test_get_(image|video)_features_(hidden_states|output).*": (
         "of an encoder's outputs only the projected features are returned"

@@ -291,9 +291,9 @@ def test_a_training_step_is_compared_with_each_peers_fastest_setting():
     )
     alone = {**found, "providers": {"ours": result(3000.0, None)}}
     assert results.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
-    beside = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
-    assert results.format_against_peers(beside) == "0.50 x the speed"
-    shared = {name: value for name, value in beside.items() if name != "own_processes"}
+    slower = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
+    assert results.format_against_peers(slower) == "0.50 x the speed"
+    shared = {name: value for name, value in slower.items() if name != "own_processes"}
     assert results.format_against_peers(shared) == "0.50 x the speed" + results.SHARED
 
 

@@ -95,9 +95,9 @@ def test_calls_without_labels_or_tokens_are_refused(tmp_path, capsys):
         model.generate(torch.tensor([[4]]))
     model.save_pretrained(tmp_path)
     assert main(["verify", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "every byte the same" in told
-    assert "not compared with transformers: only language models are compared" in told
+    printed = capsys.readouterr().out
+    assert "every byte the same" in printed
+    assert "not compared with transformers: only language models are compared" in printed
     with pytest.raises(ConfigError, match="labels is 1; expected 2"):
         liger_models.from_hub(tmp_path, labels=1, device="cpu")
     with pytest.raises(UnsupportedModelError, match="expected a text-only family"):

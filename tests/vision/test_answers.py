@@ -37,9 +37,9 @@ def sequences_of(pair):
         for length in LENGTHS:
             learned = torch.arange(len(ids) + length) >= len(ids)
             own = dict(images)
-            if (seen := images.get("cross_attention_mask")) is not None:
-                behind = seen[:, -1:].expand(-1, length, -1, -1)
-                own["cross_attention_mask"] = torch.cat([seen, behind], 1)
+            if (image_mask := images.get("cross_attention_mask")) is not None:
+                answer_mask = image_mask[:, -1:].expand(-1, length, -1, -1)
+                own["cross_attention_mask"] = torch.cat([image_mask, answer_mask], 1)
             two.append(VisionConversation(torch.cat([ids, torch.randint(10, 40, (length,))]), learned, own))
         found.append(two)
     answer = pair.scene([3, Image(4, 4), 6])

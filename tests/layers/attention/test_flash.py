@@ -29,13 +29,13 @@ def one_document(q, k, v, scale, causal, window, sinks):
     """[S, heads, D]. A window is the number of visible tokens before and after a query, None: all."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
-    before, behind = window
-    behind = 0 if causal else behind
+    before, after = window
+    after = 0 if causal else after
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if before is not None:
         hidden |= distance > before
-    if behind is not None:
-        hidden |= -distance > behind
+    if after is not None:
+        hidden |= -distance > after
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:

@@ -53,14 +53,14 @@ BLOCKS = {
     "own inputs": replace(
         PRE_NORM, topology="scaled_sandwich", per_layer_input=PerLayerInputSpec(6, "gelu_tanh")
     ),
-    "experts beside": replace(
+    "experts with an MLP": replace(
         PRE_NORM,
         topology="scaled_sandwich_with_experts",
         experts=replace(EXPERTS, router_norm_eps=1e-6, expert_scale=True),
     ),
     "post_norm": replace(PRE_NORM, topology="post_norm"),
     "parallel": replace(PRE_NORM, topology="parallel"),
-    "parallel behind two norms": replace(PRE_NORM, topology="parallel_two_norms"),
+    "parallel after two norms": replace(PRE_NORM, topology="parallel_two_norms"),
     "attention alone": replace(PRE_NORM, topology="one_part", mlp=None),
     "mlp alone": replace(PRE_NORM, topology="one_part", mixer=None),
     "experts alone": replace(PRE_NORM, topology="one_part", mixer=None, mlp=EXPERTS),
@@ -85,7 +85,7 @@ BLOCKS = {
     "queries that grow without positions": replace(
         PRE_NORM, mixer=replace(ATTENTION, rope=None, query_scale=GROWING)
     ),
-    "queries that grow behind a norm": replace(
+    "scaled queries after a norm": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(), query_scale=GROWING)
     ),
     **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},

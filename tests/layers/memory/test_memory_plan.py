@@ -113,7 +113,7 @@ ALLOCATED = {
     "heads by groups": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 18, {}),
     "a tied head, a quarter of the labels": (LLAMA_1B | {"num_hidden_layers": 2}, 1, 40000, {"labels": 0.25}),
     "experts": (QWEN3_30B_6 | {"num_hidden_layers": 2}, 4, 4096, {}),
-    "norms behind branches, windows": (GEMMA_2B, 4, 8192, {}),
+    "norms after branches, windows": (GEMMA_2B, 4, 8192, {}),
     "a sequence over two": (ONE_LAYER, 1, 1 << 16, {"sequence_ranks": 2}),
     "a long one": (LLAMA_8B | {"num_hidden_layers": 2}, 1, 1 << 18, {"sequence_ranks": 2}),
 }

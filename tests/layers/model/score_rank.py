@@ -1,7 +1,7 @@
-"""One rank of test_scoring.py: a loss on scores of its half of a batch, under DDP and FSDP2, and a lesson.
+"""One rank of test_scoring.py: losses on scores and distillation of its half of a batch, with DDP and FSDP2.
 
-task.pt lies in the folder. Gives by wrapper the gradients, and what scoring beside DDP's forward raised; and
-what losses gather from all ranks.
+Reads task.pt in the folder. Returns the gradients of each wrapper, the error raised by scoring without DDP's
+forward, and the values that losses gather from all ranks.
 """
 
 from pathlib import Path
@@ -21,12 +21,12 @@ from liger_models.losses import kto_kl, top_entropy
 
 
 def loss_of(scores):
-    return (scores.log_probs.sin() + scores.entropy**2).sum()  # its coefficients are not known beforehand
+    return (scores.log_probs.sin() + scores.entropy**2).sum()  # its coefficients are not known in advance
 
 
 def in_pieces(task: dict[str, Any], own: dict[str, Any], mesh: Any) -> dict[str, Any]:
-    """A head that something is wrapped around goes through the labels in pieces, of which the ranks have
-    unlike numbers.
+    """Gradients with a wrapped head, which processes the labels in chunks. The ranks have different
+    numbers of chunks.
     """
     head._CHUNK = distilling._CHUNK = 3
     made = []

@@ -80,8 +80,8 @@ def test_tiles_give_the_same_results_as_all_tokens_at_once(kind, randomised):
 
 
 def test_gradients_in_bfloat16_are_as_accurate_as_without_tiles(randomised):
-    """Summed in float32 and rounded once, a weight's gradient has the error of one rounding, 2^-9 of it at
-    most, beside that of its factors, which is the same: tile by tile in bfloat16 it would have that of many.
+    """A weight's gradient is summed in float32 and rounded once, by at most 2^-9, in addition to the equal
+    errors of its factors. Sums tile by tile in bfloat16 would be rounded many times.
     """
     mlp = make("gated", randomised, torch.bfloat16)
     x, dy = inputs(torch.bfloat16, tokens=1600)

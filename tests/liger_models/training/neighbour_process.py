@@ -179,13 +179,13 @@ if __name__ == "__main__":
     use_transformers(*sys.argv[1:3])
     random.seed(1)
     torch.manual_seed(1)
-    setters, before, told = Setters(), state(), {}
+    setters, before, report = Setters(), state(), {}
     import liger_models
 
     for name, action in steps(*sys.argv[1:4]):
         action()
         gc.collect()
         after = state()
-        told[name] = {"left": changes(before, after), "called": setters.take()}
+        report[name] = {"left": changes(before, after), "called": setters.take()}
         before = after
-    Path(sys.argv[3] + ".json").write_text(json.dumps(told))
+    Path(sys.argv[3] + ".json").write_text(json.dumps(report))

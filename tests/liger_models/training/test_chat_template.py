@@ -323,5 +323,5 @@ def test_answers_that_begin_within_a_token_are_counted(tmp_path, jsonl, prompt, 
 def test_a_duplicate_bos_token_is_counted(written, tmp_path, jsonl, record):
     jsonl(tmp_path / "data.jsonl", [record])
     _, _, counts = written(tmp_path / "data.jsonl")
-    told = counts["that begin with the token of a beginning twice"]
-    assert told == (0 if record == {"text": "abc"} else 1)
+    counted = counts["that begin with the token of a beginning twice"]
+    assert counted == (0 if record == {"text": "abc"} else 1)

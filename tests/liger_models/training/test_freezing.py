@@ -63,9 +63,9 @@ def test_patterns_of_the_command_line_and_of_files(tmp_path, checkpoint, data, c
     assert "--freeze norm --train-only norm: nothing is left to train" in capsys.readouterr().err
     (file := tmp_path / "run.json").write_text(json.dumps({"freeze": ["embed_tokens", "layers.0-1.mlp"]}))
     assert main([*command, "--config", str(file), "--train-only", "layers.*, norm", "--print-config"]) == 0
-    told = capsys.readouterr().out
-    assert 'freeze: ["embed_tokens", "layers.0-1.mlp"]' in told
-    assert 'train_only: ["layers.*", "norm"]' in told
+    printed = capsys.readouterr().out
+    assert 'freeze: ["embed_tokens", "layers.0-1.mlp"]' in printed
+    assert 'train_only: ["layers.*", "norm"]' in printed
     plan = ["plan", str(checkpoint), "--gpu", "80GiB", "--seq-len", "64", "--json"]
     totals = []
     for more in ([], ["--train-only", "layers.1.*.q_proj"]):

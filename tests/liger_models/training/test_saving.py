@@ -27,14 +27,14 @@ def saver():
 @pytest.fixture
 def write_permission(monkeypatch):
     """Event that the writing thread waits for."""
-    told, write = threading.Event(), Contents.write
+    permitted, write = threading.Event(), Contents.write
 
     def waiting(self, folder, pieces):
-        assert told.wait(20)
+        assert permitted.wait(20)
         write(self, folder, pieces)
 
     monkeypatch.setattr(contents.Contents, "write", waiting)
-    return told
+    return permitted
 
 
 def folder_of(target, tensor, done=lambda: None):

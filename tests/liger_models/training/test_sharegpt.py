@@ -19,9 +19,9 @@ def message(role, content, **more):
     return {"role": role, "content": content, **more}
 
 
-def messages_of(turns, **beside):
+def messages_of(turns, **others):
     counts = Counter()
-    record = parse_fields("a.jsonl, line 3", {"conversations": turns, **beside}, counts)
+    record = parse_fields("a.jsonl, line 3", {"conversations": turns, **others}, counts)
     assert record.form == "messages"
     return record, counts
 
