@@ -95,7 +95,7 @@ def runs(tmp_path_factory, settings_for, experts, judged):
         (settings_for(folder / "two", **options), 0, 2),
         (settings_for(folder / "stopped", **options), 2, 2),
         (settings_for(folder / "stopped", **options, resume="auto", optimizer_memory="host"), 0, 2),
-        (settings_for(folder / "hybrid", **options, shard="hybrid"), 0, 1),
+        (settings_for(folder / "hybrid", **options, shard="hybrid", keep_best="eval_loss"), 0, 1),
         (settings_for(folder / "begun_by_one", **options, resume="auto"), 0, 2),
         (settings_for(folder / "experts", **balanced), 0, 2),
         (settings_for(folder / "experts_stopped", **balanced), 1, 2),
@@ -134,6 +134,22 @@ def test_a_run_stopped_on_one_rank_resumes_with_the_same_bits(runs):
         assert (folder / cut / f"checkpoint-{step}").is_dir()
         assert losses(outcomes[0][stopped + 1]) == losses(outcomes[0][stopped - 1])
         assert_same_bits(folder / whole / "final", folder / cut / "final")
+
+
+def test_the_best_model_of_two_ranks_is_kept(runs):
+    folder, outcomes = runs
+    losses = {record["step"]: record.get("eval_loss") for record in outcomes[0][3] if record["step"]}
+    value, step = min((loss, step) for step, loss in losses.items() if loss is not None)
+    best = folder / "hybrid" / "best"
+    assert json.loads((best / "best.json").read_text()) == {
+        "metric": "eval_loss",
+        "value": value,
+        "step": step,
+    }
+    written = folder / "hybrid" / ("final" if step == max(losses) else f"checkpoint-{step}")
+    of_step = tensors(written)
+    assert all(torch.equal(tensor, of_step[name]) for name, tensor in tensors(best).items())
+    verify(best)
 
 
 def test_ranks_share_the_rows_of_a_stream(runs):
