@@ -198,7 +198,7 @@ def _chunks(
 def _pass_states(
     added: Tensor, decay: Tensor, initial: Tensor, document: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The state at the start of every chunk, and behind every document."""
+    """Return the state at the start of every chunk, and after every document."""
     begins = (document >= 0)[:, None, None, None]
     fresh = initial[document.clamp(min=0)]
     starts, ends = [], []

@@ -10,4 +10,4 @@ from liger_models.layers.vision.tiled import TiledVision
 from liger_models.layers.vision.vision import Vision
 
 VISIONS: dict[type, type[nn.Module]] = {VisionSpec: Vision, TiledVisionSpec: TiledVision}
-"""What a language model has that sees images, by the type of its spec."""
+"""Vision modules of a language model, by the type of their spec."""

@@ -149,11 +149,11 @@ def _read(path: Path, count: int) -> Tensor | None:
 def _write(path: Path, scores: Tensor) -> None:
     from safetensors.torch import save_file
 
-    beside = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"log_probs": scores}, beside)
-        beside.replace(path)
+        save_file({"log_probs": scores}, temporary)
+        temporary.replace(path)
     except OSError as error:
         raise DataError(
             f"{path}: cannot be written ({error.strerror or error}); free space, or pass another folder with "

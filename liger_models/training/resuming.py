@@ -55,7 +55,7 @@ def check_resumed(
     """
     changed = config.differences(state["config"])
     # Not part of a checkpoint: the model below adapters, and the reference.
-    beside = config.lora is not None or OBJECTIVES[config.objective].needs_reference
+    model_matters = config.lora is not None or OBJECTIVES[config.objective].needs_reference
     of_model = (
         "dtype",
         "optimizer",
@@ -67,7 +67,7 @@ def check_resumed(
         "lora",
         "adapter",
         "quantize",
-        *(("model",) if beside else ()),
+        *(("model",) if model_matters else ()),
     )
     for name in ("objective", "seq_len", "seed", *of_model):
         if name in changed:

@@ -122,7 +122,7 @@ class PicturedEncoder:
             yield from self.pool.map(_made_there, work)
         except BrokenProcessPool as error:
             raise DataError(
-                f"a process that reads images ended ({error}) at {work[0].where} or soon behind it; did the "
+                f"a process that reads images ended ({error}) at {work[0].where} or soon after it; did the "
                 "machine run out of memory?"
             ) from error
 

@@ -131,7 +131,7 @@ def build_corpus(
     if weights:
         raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
-        raise DataError(f"{made[0]} is a corpus already; give it to train beside others")
+        raise DataError(f"{made[0]} is a corpus already; give it to train with others")
     limits = limits_of(vocab_size, seq_len, form)
     Request(names, tokenizer, limits, truncate, images, form, train_on, share, columns).build(
         path, shard_tokens

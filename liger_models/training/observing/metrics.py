@@ -141,10 +141,10 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     with _naming(path):
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def peak_memory(device: torch.device) -> int:

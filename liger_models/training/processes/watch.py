@@ -158,11 +158,11 @@ class Watch:
 
     def _describe_hang(self, statuses: dict[int, _Status]) -> str:
         least = min(other.marks for other in statuses.values())
-        behind = [rank for rank, other in statuses.items() if other.marks == least]
-        where = statuses[behind[0]].where
-        if len(behind) == self._world.size:
+        slowest = [rank for rank, other in statuses.items() if other.marks == least]
+        where = statuses[slowest[0]].where
+        if len(slowest) == self._world.size:
             return f"no process made progress for {self._patience:g} s; all are at: {where}"
-        names = ", ".join(map(str, behind))
+        names = ", ".join(map(str, slowest))
         return f"process {names} has been stuck for {self._patience:g} s at: {where}; the others wait for it"
 
     def _find_dead_peer(self) -> str | None:

@@ -338,8 +338,8 @@ BAD = [
         asked({"type": "text", "text": "?"}, "red") | {"videos": ["a"]},
     ),
     bad("frame.png does not exist", asked({"type": "video", "video": ["frame.png"], "fps": 2}, "red")),
-    bad("'images' beside prompt/completion", {"prompt": "?", "completion": "red", "images": ["a.png"]}),
-    bad("'images' beside text", {"text": "<image> is red", "images": ["a.png"]}),
+    bad("'images' next to prompt/completion", {"prompt": "?", "completion": "red", "images": ["a.png"]}),
+    bad("'images' next to text", {"text": "<image> is red", "images": ["a.png"]}),
     bad(
         "of the assistant has an image", {"messages": [{"role": "assistant", "content": [{"type": "image"}]}]}
     ),

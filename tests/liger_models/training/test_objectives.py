@@ -269,7 +269,7 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
         ),
         (
             GOOD | {"images": ["a.png"]},
-            "'images' beside prompt/chosen/rejected of text; images are trained on in messages alone",
+            "'images' next to prompt/chosen/rejected of text; images are trained on in messages alone",
         ),
         (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
         (

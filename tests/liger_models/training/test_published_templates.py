@@ -79,9 +79,9 @@ def readable(name, messages, options):
     expected += ["kiwi" for message in messages if message.get("tool_calls")]
     found = []
     for change in (lambda arguments: arguments, text_of):
-        for beside_calls in ("", None):
+        for content in ("", None):
             for form in (lambda content: content, as_text, as_parts):
-                chosen = in_form(with_calls(messages, beside_calls, change), form)
+                chosen = in_form(with_calls(messages, content, change), form)
                 try:
                     text = theirs(name, chosen, options)
                 except Exception:  # the template refuses it

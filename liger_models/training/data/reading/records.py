@@ -220,7 +220,7 @@ def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
     judged = form in (PAIRS, LABELLED) and isinstance(fields.get("prompt", []), list)
     if fields.get(IMAGES) and form != "messages" and not judged:
         raise DataError(
-            f"{where}: there are {IMAGES!r} beside {form} of text; images are trained on in messages alone"
+            f"{where}: there are {IMAGES!r} next to {form} of text; images are trained on in messages alone"
         )
 
 
@@ -298,7 +298,7 @@ def _check_messages(
         if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
             raise DataError(
                 f"{where}: the content of message {number} ({role}) is {abbreviate(content)}; expected text, "
-                "or tool_calls beside it"
+                "or tool_calls next to it"
             )
     if answered and not any(m["role"] == "assistant" for m in messages):
         which = "" if name == "messages" else f" of {name!r}"
@@ -392,6 +392,6 @@ def _image_of(where: str, number: int, part: dict[str, Any], waiting: Any) -> An
     if found is None:
         raise DataError(
             f"{where}: message {number} has an image that is nowhere: name it in the part ('image': a path "
-            f"or bytes), or give as many {IMAGES!r} beside 'messages' as have a place in them"
+            f"or bytes), or give as many {IMAGES!r} next to 'messages' as have a place in them"
         )
     return found
