@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-STEPS, LEARNING_RATE = 10, 1e-2
+# Steps so small that the model stays nearly linear: with ten times as much, some families multiply a rounding
+# of the first step by a thousand within ten steps, and the reference does not agree with itself.
+STEPS, LEARNING_RATE = 10, 1e-3
 
 # AdamW divides a gradient by its own size, so an entry that is zero except for rounding moves as far as any
 # other, in a random direction. An eps above that rounding (entries are 1e-4 to 1e-1, accurate to 1e-5 of the
 # norm) disables the division for such entries and keeps it for the rest.
-EPS = 1e-4
+EPS = 3e-4
 
 
 def test_ten_steps_of_adamw_agree(family, make_pair):
@@ -49,7 +51,7 @@ def assert_ten_steps_agree(pair):
             way = (moved[source] - start[source]).norm()
             assert way > 0
             assert (value - moved[source]).norm() <= 1e-3 * way, source
-    # All steps together change a loss by about one; 1e-3 of that, in random directions, by less than 1e-4.
+    # All steps together change a loss by at most about 0.1; 1e-3 of that is 1e-4.
     for found, expected in losses:
         assert found == pytest.approx(expected, abs=1e-4)
 
