@@ -130,9 +130,10 @@ def test_a_single_token_agrees(pair, failures):
     ids = pair.batch(rows=3, length=1)["input_ids"]
     call = {"input_ids": ids, "cotangent": torch.randn(3, 1, pair.vocab_size)}
     ours, reference = pair.run_ours(**call), pair.run_reference(**call)
+    largest = max(gradient.norm() for gradient in reference.gradients.values())
     for name, gradient in reference.gradients.items():
         if not gradient.count_nonzero():  # of queries and keys: the softmax of one score is always 1
-            assert ours.gradients.pop(name).norm() < 1e-5 * call["cotangent"].norm()
+            assert ours.gradients.pop(name).norm() < 1e-5 * largest
     reference.gradients = {name: reference.gradients[name] for name in ours.gradients}
     assert not failures(ours.distances(reference))
 
