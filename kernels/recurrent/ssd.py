@@ -45,7 +45,7 @@ def ssd(
     cu_seqlens: Tensor | None = None,
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan of Mamba 2 over packed documents.
+    """Scan of Mamba 2 (Dao and Gu, 2024, arXiv:2405.21060) over packed documents.
 
     Args:
         x: [T, heads, head_dim], float dtype.
@@ -54,7 +54,7 @@ def ssd(
         A_log, D, dt_bias: [heads].
         dt_limit: bounds of the step after softplus; None for no upper one.
         cu_seqlens: [documents + 1] integers that rise from 0 to T; None for one document.
-        state: [documents, heads, head_dim, N] float32, what the documents continue; None for zeros.
+        state: [documents, heads, head_dim, N] float32, initial states; None for zeros.
 
     Returns:
         y [T, heads, head_dim] in x's dtype, and the final state of every document, as `state`; float64 for
