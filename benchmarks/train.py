@@ -24,6 +24,7 @@ from benchmarks.training.pool import measure_all
 from benchmarks.training.shapes import MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
 from liger_models.kernels.optimizer.adamw import WEIGHTS
+from liger_models.layers.projections.float8 import RECIPES
 from liger_models.training.observing.profiling import table
 
 SUMMARY = (
@@ -69,8 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH[:DATA]",
-        help="repeatable. PROVIDER: ours[+split|+compile][+WEIGHTS], or transformers[+liger][+kernels]"
-        f"[+compile][+ATTENTION][+EXPERTS]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. MEMORY: for ours a "
+        help="repeatable. PROVIDER: ours[+split|+compile][+WEIGHTS][+FLOAT8], or transformers[+liger]"
+        f"[+kernels][+compile][+ATTENTION][+EXPERTS]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. FLOAT8: "
+        f"{', '.join(RECIPES)}. MEMORY: for ours a "
         "level of activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); "
         f"for the others none or checkpoint. DATA: {', '.join(DATA)}. "
         f"Default: {' '.join(CONFIGURATIONS)}",
@@ -163,7 +165,7 @@ def _model(name: str) -> str:
 
 
 def _configuration(text: str) -> cases.Configuration:
-    match = re.fullmatch(rf"([a-z_+]+):([a-z,=0-9]+):(\d+)(?::({'|'.join(DATA)}))?", text)
+    match = re.fullmatch(rf"([a-z_+0-9]+):([a-z,=0-9]+):(\d+)(?::({'|'.join(DATA)}))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance ours:lean:2")
     try:

@@ -17,6 +17,8 @@ from liger_models.kernels.attention.visible_keys import (
 from liger_models.kernels.experts.moe_experts import moe_experts
 from liger_models.kernels.experts.moe_routing import route
 from liger_models.kernels.experts.router_losses import load_balancing_loss, router_z_loss
+from liger_models.kernels.float8.product import float8_product, has_float8_products
+from liger_models.kernels.float8.quantize import Float8, quantize
 from liger_models.kernels.losses.cross_entropy import CrossEntropyOutput, cross_entropy
 from liger_models.kernels.losses.divergence import generalized_jsd, kl_div, total_variation
 from liger_models.kernels.losses.linear_cross_entropy import linear_cross_entropy
@@ -43,6 +45,7 @@ __all__ = [
     "AdamWTensors",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
+    "Float8",
     "KeyRanges",
     "TokenScores",
     "adamw",
@@ -55,11 +58,13 @@ __all__ = [
     "conv_state",
     "cross_entropy",
     "document_bounds",
+    "float8_product",
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_rms_norm",
     "geglu",
     "generalized_jsd",
+    "has_float8_products",
     "key_ranges",
     "kl_div",
     "layer_norm",
@@ -72,6 +77,7 @@ __all__ = [
     "log_probs",
     "moe_experts",
     "multi_axis_tables",
+    "quantize",
     "relu2",
     "rms_norm",
     "rotary",

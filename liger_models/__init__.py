@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from liger_models.layers.model.scoring import ScoreOptions
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
+    from liger_models.models.float8 import set_float8
     from liger_models.models.loading import from_config, from_hub, from_pretrained
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
@@ -63,6 +64,7 @@ __all__ = [
     "list_architectures",
     "parallelize",
     "preset",
+    "set_float8",
     "train",
     "update_correction_bias",
 ]
@@ -84,6 +86,7 @@ _HOMES = {
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
     "preset": "presets",
+    "set_float8": "models.float8",
     "train": "training.starting",
     "update_correction_bias": "layers.experts.load_balance",
 }

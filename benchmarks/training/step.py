@@ -4,10 +4,11 @@ Random weights in bfloat16, random tokens, torch's fused AdamW in bfloat16. A st
 optimizer step and zero_grad; after untimed steps, steps are timed by device events without synchronisation
 between them. A provider is a library with options:
 
-    ours[+split|+compile][+WEIGHTS]
+    ours[+split|+compile][+WEIGHTS][+FLOAT8]
     transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS]
 
-WEIGHTS uses our AdamW instead of torch's, with this weight mode (`liger_models.optim.AdamW`). ATTENTION and
+WEIGHTS uses our AdamW instead of torch's, with this weight mode (`liger_models.optim.AdamW`). FLOAT8 is a
+recipe of `set_float8`. ATTENTION and
 EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop` is its eager);
 the default is its own choice. With an EXPERTS, liger-kernel leaves the experts to transformers. `varlen` is
 torch's FlashAttention 2 over documents, in place of flash_attention_2, and `kernels` is `use_kernels=True`.
@@ -37,10 +38,14 @@ from benchmarks.training.peer import (
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
+from liger_models.layers.projections.float8 import RECIPES
 from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.training.observing.profiling import by_class
 
-LIBRARIES: Mapping[str, Set[str]] = {"ours": {"split", "compile", *WEIGHTS}, "transformers": OPTIONS}
+LIBRARIES: Mapping[str, Set[str]] = {
+    "ours": {"split", "compile", *WEIGHTS, *RECIPES},
+    "transformers": OPTIONS,
+}
 
 Result = Mapping[str, Any]
 
@@ -221,6 +226,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             device=device,
             activation_memory=levels(job.memory, config.get("text_config", config)["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
+            float8=next((recipe for recipe in RECIPES if recipe in job.options), None),
         )
         if job.memory.startswith("auto"):
             gib = job.memory.partition("=")[2]

@@ -9,14 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_everywhere
 
+from liger_models.layers.projections.float8 import Float8Settings, float8_linear
+
 
 class Linear(nn.Linear):
     """torch's linear layer, with a bias that may have a wider dtype than the weight, as in some
     checkpoints.
+
+    Attributes:
+        float8: how its products run in float8; None: in the weight's dtype. See `set_float8`.
     """
+
+    float8: Float8Settings | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
+        if self.float8 is not None:
+            return float8_linear(x, self.weight, self.bias, self.float8)
         return project(x, self.weight, self.bias)
 
 

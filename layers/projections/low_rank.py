@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.linear import Linear, as_wide_as, has_hooks
 from liger_models.layers.projections.low_rank_autograd import run_low_rank
 from liger_models.layers.projections.low_rank_plan import Adapter, Projection, product_dtype
@@ -99,7 +100,7 @@ def projection_of(layer: nn.Module) -> Projection | None:
     own = getattr(layer, "low_rank_projection", None)
     if own is not None:
         return own()
-    if type(layer).forward not in (nn.Linear.forward, Linear.forward):
+    if type(layer).forward not in (nn.Linear.forward, Linear.forward) or runs_in_float8(layer):
         return None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):

@@ -23,6 +23,7 @@ from liger_models.convert.checkpoints.layout import plain_path
 from liger_models.convert.checkpoints.rows import is_in_order, rows_in_checkpoint, rows_of
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import WeightMap
+from liger_models.layers.projections.float8 import fits_float8
 from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.linear import Linear, one_below_another
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
@@ -173,11 +174,14 @@ def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
         rows = layers[id(packed)]
         if _is_one_layer(rows):
             weight = cast(nn.Parameter, packed.weight)
-            _replace(owner, name, {name: _filled(Linear, weight, packed.bias)})
+            _replace(owner, name, {name: _filled(Linear, weight, packed.bias, packed)})
             continue
         linears = [
             _filled(
-                Linear, _taken(packed.weight, own), None if packed.bias is None else _taken(packed.bias, own)
+                Linear,
+                _taken(packed.weight, own),
+                None if packed.bias is None else _taken(packed.bias, own),
+                packed,
             )
             for own in rows.values()
         ]
@@ -200,7 +204,7 @@ def fuse_projections(model: nn.Module) -> None:
         order = None if split.is_sorted else split._order(linears[0].weight.device)[0]
         weight = _join([cast(nn.Parameter, linear.weight) for linear in linears], order)
         biases = [linear.bias for linear in linears if linear.bias is not None]
-        packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None)
+        packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None, *linears)
         packed._name_parts(split.parts)
         for layer in split.layers:
             del child_table(owner)[layer]
@@ -311,13 +315,16 @@ def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, s
                 yield owner, name, child
 
 
-def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None) -> Filled:
-    """Build a linear layer from parameters: its constructor would allocate and draw random ones."""
+def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None, *origins: Linear) -> Filled:
+    """Build a linear layer from parameters: its constructor would allocate and draw random ones. It runs in
+    float8 if one of those that it replaces does.
+    """
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)
     linear.out_features, linear.in_features = weight.shape
     linear.weight = weight
     linear.register_parameter("bias", bias)
+    linear.float8 = next((o.float8 for o in origins if o.float8 and fits_float8(*weight.shape)), None)
     return linear
 
 

@@ -23,6 +23,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.model_config import ModelConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.projections.float8 import Float8Recipe
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.models.classifier import (
     LigerSequenceClassifier,
@@ -31,6 +32,7 @@ from liger_models.models.classifier import (
     leave_out_head,
     with_labels,
 )
+from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import exact_dtypes, find_layout, has_own_head
 from liger_models.models.text_part import select_text, text_config_of, warn_of
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
@@ -58,6 +60,7 @@ class LoadOptions:
     text_only: bool = False
     labels: int | None = None
     dropout: float | None = None
+    float8: Float8Recipe | None = None
     ignore_config_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ def from_hub(
     text_only: bool = False,
     labels: int | None = None,
     dropout: float | None = None,
+    float8: Float8Recipe | None = None,
     ignore_config_keys: tuple[str, ...] = (),
     new_tokens: range | None = None,
 ) -> LigerCausalLM:
@@ -120,6 +124,8 @@ def from_hub(
             a fresh head replaces the language model's. Not needed for checkpoints of classifiers.
         dropout: 0.0 trains without the dropout that a config asks for. None refuses such a config, since
             dropout is not supported. It makes no difference to a model that is not trained.
+        float8: run the products of the decoder layers' linear layers in float8, on GPUs that can:
+            "rowwise", "tensorwise" or "rowwise_with_gw_hp" (docs/float8.md). The weights stay in bfloat16.
         ignore_config_keys: unknown keys of config.json that are known not to matter.
         new_tokens: ids of tokens that the checkpoint was not trained with: range(old, new). The vocabulary
             grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
@@ -145,6 +151,7 @@ def from_hub(
         text_only,
         labels,
         dropout,
+        float8,
         ignore_config_keys,
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
@@ -178,6 +185,8 @@ def from_hub(
         model.adapter_folder = adapter.folder
     if shard is None:
         _split_if(projections, model)  # over the memory of the packed ones
+    if float8 is not None:
+        load_in_float8(model, float8)
     return model
 
 
@@ -197,6 +206,7 @@ def from_config(
     text_only: bool = False,
     labels: int | None = None,
     dropout: float | None = None,
+    float8: Float8Recipe | None = None,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
@@ -206,7 +216,7 @@ def from_config(
             model, or the name of a preset (liger_models/presets.py).
         dtype: of the parameters; "auto" takes the config's, or float32.
         device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
-            ignore_config_keys: as for `from_hub`.
+            float8, ignore_config_keys: as for `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model; with fused
             projections it is the one that a single process would make.
 
@@ -224,6 +234,7 @@ def from_config(
         text_only,
         labels,
         dropout,
+        float8,
         ignore_config_keys,
     )
     if isinstance(config, ModelConfig):
@@ -238,6 +249,8 @@ def from_config(
         model.reset_parameters()
     if shard is None:
         _split_if(projections, model)
+    if float8 is not None:
+        load_in_float8(model, float8)
     return model
 
 

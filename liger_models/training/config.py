@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.attention.backends import BACKENDS
+from liger_models.layers.projections.float8 import RECIPES
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
@@ -105,6 +106,8 @@ class TrainConfig:
     adapter            folder or hub id of a low-rank adapter of `model` to train further, with its own
                        settings; `train` sets it, and `model` to the base model, if `model` is an adapter
     quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)
+    float8             run linear layers in float8, on GPUs that can: "rowwise", "tensorwise" or
+                       "rowwise_with_gw_hp" (docs/float8.md)
     merge              with lora: also write the merged model to output/merged
     eval_every, save_every  in steps; 0: evaluate only at both ends, save only when interrupted
     keep               number of checkpoint-N folders to keep; 0: all
@@ -178,6 +181,7 @@ class TrainConfig:
     lora: str | None = None
     adapter: str | None = None
     quantize: str | None = None
+    float8: str | None = None
     merge: bool = False
     eval_every: int = 0
     save_every: int = 500
@@ -267,6 +271,9 @@ class TrainConfig:
             LoraSettings.parse(self.lora)
         elif self.quantize or self.merge:
             raise ConfigError("quantize and merge require lora")
+        check("float8", self.float8 in (None, *RECIPES), f"one of {', '.join(RECIPES)}")
+        if self.float8 and self.quantize:
+            raise ConfigError("float8 and quantize are two representations of the same layers; choose one")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check(
             "keep_best",

@@ -161,6 +161,7 @@ def load_model(
         "text_only": config.text_only,
         "labels": labels_for(config),
         "dropout": config.dropout,
+        "float8": config.float8,
         "shard": freezing_divide(config, world),
     }
     if config.lora is not None:

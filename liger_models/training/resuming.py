@@ -67,6 +67,7 @@ def check_resumed(
         "lora",
         "adapter",
         "quantize",
+        "float8",
         *(("model",) if model_matters else ()),
     )
     for name in ("objective", "seq_len", "seed", *of_model):

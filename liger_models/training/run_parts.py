@@ -18,6 +18,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.models.float8 import float8_summary
 from liger_models.training.best import Best, check_best
 from liger_models.training.callbacks import Callback, Callbacks
 from liger_models.training.checkpoints import state as states
@@ -287,6 +288,8 @@ class RunParts:
             f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
             f"{self.config.seq_len} tokens"
         )
+        if self.config.float8:
+            self.world.say(f"float8: {self.config.float8} in {float8_summary(self.model)}")
         if self.config.epochs and self.total < FEW_STEPS:
             self.world.say(
                 f"only {self.total} steps, which hardly train a model: more --epochs, a shorter --seq-len or "

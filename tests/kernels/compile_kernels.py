@@ -52,6 +52,10 @@ def run_everything() -> None:
         backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
     backward(kernels.clamped_swiglu(operand(8, 256)))
     backward(kernels.relu2(operand(8, 128)))
+    for one_scale in (False, True):
+        kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)
+    kernels.quantize(operand(8, 128), by_rows=False, by_columns=True, dtype=torch.float8_e5m2)
+    kernels.quantize(operand(8, 128))
     backward(kernels.xielu(operand(8, 128), operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)))
     backward(kernels.softmax(operand(8, 128)))
     backward(kernels.softmax(operand(2, 70_000)))

@@ -86,6 +86,12 @@ def gated(width):
     backward(kernels.xielu(operand(TOKENS, width), *numbers))
 
 
+def float8(width):
+    for one_scale in (False, True):
+        kernels.quantize(operand(TOKENS, width), by_columns=True, one_scale=one_scale)
+    kernels.quantize(operand(TOKENS, width))
+
+
 def gated_norm(channels, group, gate_first=False):
     weight = operand(channels if gate_first else group)
     x, gate = operand(TOKENS, channels), operand(TOKENS, channels)
@@ -183,6 +189,7 @@ def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options)
 
 
 CASES = {
+    "float8, 4096": lambda: float8(4096),
     "norms, 2048": lambda: norms(2048),
     "norms, 4096": lambda: norms(4096),
     "norms, 8192": lambda: norms(8192),

@@ -386,4 +386,9 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="if a process makes no progress for this long, all processes exit and name it "
         "(default: %(default)g)",
     )
+    add(
+        "--float8",
+        choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
+        help="run linear layers in float8, with weights in --dtype, on GPUs that can (docs/float8.md)",
+    )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")

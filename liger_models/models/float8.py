@@ -1,0 +1,104 @@
+"""Which layers of a model run in float8 (layers/projections/float8.py), chosen by their shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from liger_models.convert.errors import ConfigError
+from liger_models.kernels import has_float8_products
+from liger_models.layers.projections.float8 import (
+    RECIPES,
+    Float8Recipe,
+    Float8Settings,
+    fits_float8,
+    runs_in_float8,
+)
+from liger_models.layers.projections.linear import Linear
+
+# A layer gains if the time that its products save exceeds the time of the casts. Per token, three products
+# save 6 in out (1/690 - 1/1400) ps on a Hopper GPU (TFLOP/s in bfloat16 and float8), and casts move about 6
+# bytes for each element of x and dy at 3.5 TB/s: 1.7 (in + out) ps. They break even at in out / (in + out) of
+# 390; a layer must gain clearly.
+SMALLEST_GAIN = 512
+
+
+def set_float8(
+    model: nn.Module, recipe: Float8Recipe | None, *, emulate: bool = False, all_sizes: bool = False
+) -> dict[str, str]:
+    """Run the linear layers of a model's decoder layers in float8, or all in their own dtype again.
+
+    Chosen by shape (`gains_from_float8`): layers that are too small to gain, and everything that is no linear
+    layer (embeddings, the head, norms, routers, stacked experts, attention), keep their dtype. May be called
+    at any time, also between steps.
+
+    Args:
+        model: a model of this package, or a part of one.
+        recipe: one of `RECIPES`; None: no layer.
+        emulate: compute the products in float32 where float8 products are lacking, for tests.
+        all_sizes: also choose layers that are too small to gain.
+
+    Returns:
+        The paths of the model's linear layers, with "float8" or the reason why a layer was not chosen.
+
+    Raises:
+        ValueError: unknown recipe.
+    """
+    settings = None if recipe is None else Float8Settings(recipe, emulate)
+    found: dict[str, str] = {}
+    for path, layer in _linears(model):
+        sizes = layer.in_features, layer.out_features
+        if not fits_float8(*sizes):
+            found[path] = f"{sizes[0]} to {sizes[1]} is not a multiple of 16"
+        elif not all_sizes and not gains_from_float8(*sizes):
+            found[path] = f"{sizes[0]} to {sizes[1]} is too small to gain"
+        else:
+            found[path] = "float8" if settings else "not asked for"
+        layer.float8 = settings if found[path] == "float8" else None
+    return found
+
+
+def float8_summary(model: nn.Module) -> str:
+    """Say how many linear layers of the decoder layers run in float8, and the sizes of those that do not."""
+    layers = [layer for _, layer in _linears(model)]
+    chosen = [layer for layer in layers if runs_in_float8(layer)]
+    others = {(layer.in_features, layer.out_features) for layer in layers if not runs_in_float8(layer)}
+    summary = f"{len(chosen)} of {len(layers)} linear layers"
+    if others:
+        summary += f"; not in those from {', '.join(f'{a} to {b}' for a, b in sorted(others))}"
+    return summary
+
+
+def load_in_float8(model: Any, recipe: str) -> None:
+    """Check that a model of this package can run in float8, and let it.
+
+    Raises:
+        ConfigError: unknown recipe, another dtype than bfloat16, or a device without float8 products.
+    """
+    if recipe not in RECIPES:
+        raise ConfigError(f"float8 must be one of {', '.join(RECIPES)}, found {recipe!r}")
+    device: torch.device = model.device
+    if device.type != "meta" and not has_float8_products(device):
+        raise ConfigError(
+            f"float8 is {recipe!r}, but the model is on {device}; expected an NVIDIA GPU of compute "
+            "capability 9.0 or above, which has float8 products"
+        )
+    if model.dtype != torch.bfloat16:
+        raise ConfigError(f"float8 is {recipe!r}, but the model is in {model.dtype}; pass dtype='bfloat16'")
+    set_float8(model, recipe)  # type: ignore[arg-type]
+
+
+def gains_from_float8(in_features: int, out_features: int) -> bool:
+    """Whether a layer of these widths is clearly faster in float8."""
+    return in_features * out_features >= SMALLEST_GAIN * (in_features + out_features)
+
+
+def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    for part, layers in model.named_modules():
+        if isinstance(layers, nn.ModuleList) and part.rpartition(".")[2] == "layers":
+            for path, module in layers.named_modules(prefix=part):
+                if type(module).forward is Linear.forward:
+                    yield path, module
