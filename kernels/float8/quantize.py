@@ -22,7 +22,8 @@ from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # of the dimension that a float8 product sums over
-TILE = 128
+BLOCK = 256  # rows and columns of a block in which magnitudes are compared, a few rows at a time
+TILE = 128  # rows and columns of a tile that is cast
 SMALLEST_SCALE = 2.0**-126  # the inverse of a smaller one overflows
 
 
@@ -107,8 +108,7 @@ def _quantize(
     x: Tensor, by_rows: bool, by_columns: bool, dtype: torch.dtype, one_scale: bool
 ) -> tuple[Float8 | None, Float8 | None]:
     rows, columns = x.shape
-    grid = ceil_div(rows, TILE), ceil_div(columns, TILE)
-    options = {"TILE": TILE, "num_warps": 8}
+    grid = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
     across = x.new_empty((grid[1], rows), dtype=torch.float32) if by_rows or one_scale else x
     down = x.new_empty((grid[0], columns), dtype=torch.float32) if by_columns and not one_scale else x
     with on_device_of(x):
@@ -116,7 +116,9 @@ def _quantize(
             *(x, across, down, *x.stride(), rows, columns),
             ACROSS=across is not x,
             DOWN=down is not x,
-            **options,
+            BLOCK=BLOCK,
+            STEP=32,
+            num_warps=8,
         )
         largest_across = (across.amax().view(1) if one_scale else across.amax(0)) if across is not x else x
         largest_down = largest_across if one_scale else (down.amax(0) if by_columns else x)
@@ -126,14 +128,15 @@ def _quantize(
         height = 1 if one_scale else columns
         turned = _empty(x, columns, padded, height, dtype) if by_columns else None
         nothing = x, x
-        _cast_kernel[(ceil_div(padded, TILE), grid[1])](
+        _cast_kernel[(ceil_div(padded, TILE), ceil_div(columns, TILE))](
             *(x, largest_across, largest_down, *(plain or nothing), *(turned or nothing)),
             *(*x.stride(), rows, columns, padded),
             LARGEST=torch.finfo(dtype).max,
             BY_ROWS=by_rows,
             BY_COLUMNS=by_columns,
             ONE_SCALE=one_scale,
-            **options,
+            TILE=TILE,
+            num_warps=8,
         )
     return plain, turned
 
@@ -145,30 +148,39 @@ def _empty(x: Tensor, rows: int, columns: int, scales: int, dtype: torch.dtype) 
 @jit
 def _magnitudes_kernel(
     x_ptr,
-    across_ptr,  # [tiles of columns, rows]
-    down_ptr,  # [tiles of rows, columns]
+    across_ptr,  # [blocks of columns, rows]
+    down_ptr,  # [blocks of rows, columns]
     row_stride,
     column_stride,
     rows,
     columns,
     ACROSS: tl.constexpr,
     DOWN: tl.constexpr,
-    TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
 ):
-    """The largest magnitude of each row and of each column of a tile; NaN if one is not finite."""
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    x = tl.load(x_ptr + row[:, None] * row_stride + column[None, :] * column_stride, mask=inside, other=0.0)
-    # The bits of magnitudes are ordered as they are, with infinity and NaN above all others.
-    bits = tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True)
-    bits = tl.where(bits >= 0x7F800000, 0x7FC00000, bits)
-    if ACROSS:
-        found = tl.max(bits, 1).to(tl.float32, bitcast=True)
-        tl.store(across_ptr + tl.program_id(1).to(tl.int64) * rows + row, found, mask=row < rows)
+    """The largest magnitude of each row and of each column of a block; NaN if one is not finite."""
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    highest = tl.zeros([STEP, BLOCK], dtype=tl.int32)
+    for start in range(0, BLOCK, STEP):
+        row = tl.program_id(0).to(tl.int64) * BLOCK + start + tl.arange(0, STEP)
+        inside = (row < rows)[:, None] & (column < columns)[None, :]
+        pointers = x_ptr + row[:, None] * row_stride + column[None, :] * column_stride
+        # The bits of magnitudes are ordered as they are, with infinity and NaN above all others.
+        bits = tl.abs(tl.load(pointers, mask=inside, other=0.0).to(tl.float32)).to(tl.int32, bitcast=True)
+        if ACROSS:
+            target = across_ptr + tl.program_id(1).to(tl.int64) * rows + row
+            tl.store(target, _as_magnitude(tl.max(bits, 1)), mask=row < rows)
+        highest = tl.maximum(highest, bits)
     if DOWN:
-        found = tl.max(bits, 0).to(tl.float32, bitcast=True)
-        tl.store(down_ptr + tl.program_id(0).to(tl.int64) * columns + column, found, mask=column < columns)
+        target = down_ptr + tl.program_id(0).to(tl.int64) * columns + column
+        tl.store(target, _as_magnitude(tl.max(highest, 0)), mask=column < columns)
+
+
+@jit
+def _as_magnitude(bits):
+    """A float from its bits, with NaN for infinity."""
+    return tl.where(bits >= 0x7F800000, 0x7FC00000, bits).to(tl.float32, bitcast=True)
 
 
 @jit

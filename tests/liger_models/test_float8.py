@@ -198,9 +198,6 @@ def test_on_a_gpu_gradients_are_those_of_emulated_products(recipe):
         return torch.cat([p.grad.float().flatten() for p in model.parameters()])
 
     found = run()
-    for level in ("all", "checkpoint", "offload"):
-        model.set_activation_memory(level)
-        assert torch.equal(run(), found), level
     set_float8(model, recipe, emulate=True)
     emulated = run()
     set_float8(model, None)
