@@ -20,7 +20,8 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
 from liger_models.hf.adapters import peft_forward
-from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
+from liger_models.hf.adapters.peft_layers import active_adapters, add_paths, costs_of, is_known
+from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 from liger_models.layers.projections.low_rank_plan import Projection
@@ -48,6 +49,10 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in] to [..., out], in the dtype of the base layer's output."""
         projection = None if args or kwargs else self.low_rank_projection()
+        if projection is None and runs_in_float8(self.base_layer):
+            out = add_paths(self, x, *args, **kwargs)
+            if out is not None:
+                return out
         if projection is None or not projection.adapters:
             return peft_forward.keep_input_alone(self, super().forward, x, *args, **kwargs)
         return low_rank_linear(x, projection)

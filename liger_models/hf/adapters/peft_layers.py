@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.linear import has_hooks
-from liger_models.layers.projections.low_rank import projection_of
+from liger_models.layers.projections.low_rank import add_low_rank, projection_of
 from liger_models.layers.projections.low_rank_plan import Adapter
 
 
@@ -28,6 +29,14 @@ def active_adapters(layer: Any) -> tuple[Adapter, ...] | None:
             return None
         adapters.append(Adapter(a.weight, b.weight, layer.scaling[name], probability))
     return tuple(adapters)
+
+
+def add_paths(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+    """Add the paths to the base layer's own product, or return None where PEFT's forward must run."""
+    adapters = None if args or kwargs else active_adapters(layer)
+    if not adapters or torch.is_autocast_enabled(x.device.type):
+        return None
+    return add_low_rank(layer.base_layer(x), x, adapters, in_place=not has_hooks(layer.base_layer))
 
 
 def costs_of(layer: Any, adapters: tuple[Adapter, ...] | None) -> dict[str, Any]:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from liger_models.hf.adapters.peft_forward import keep_input_alone
-from liger_models.hf.adapters.peft_layers import active_adapters, costs_of, is_known
+from liger_models.hf.adapters.peft_layers import active_adapters, add_paths, costs_of, is_known
 from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import has_hooks
-from liger_models.layers.projections.low_rank import add_low_rank, low_rank_linear
+from liger_models.layers.projections.low_rank import low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
@@ -51,14 +51,6 @@ def _kinds() -> dict[type, type]:
     return made
 
 
-def _add_low_rank(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Add the paths to the base layer's own product, or return None where PEFT's forward must run."""
-    adapters = None if args or kwargs else active_adapters(layer)
-    if not adapters or torch.is_autocast_enabled(x.device.type):
-        return None
-    return add_low_rank(layer.base_layer(x), x, adapters, in_place=not has_hooks(layer.base_layer))
-
-
 class FourBits:
     """Forward of PEFT's layer on a 4-bit layer."""
 
@@ -70,7 +62,7 @@ class FourBits:
         projection = None if args or kwargs else self.low_rank_projection()
         if projection is not None and projection.takes(x):
             return low_rank_linear(x, projection)
-        out = _add_low_rank(self, x, *args, **kwargs)
+        out = add_paths(self, x, *args, **kwargs)
         return keep_input_alone(self, super().forward, x, *args, **kwargs) if out is None else out  # type: ignore[misc]
 
     def low_rank_projection(self) -> Projection | None:
@@ -97,7 +89,7 @@ class EightBits:
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in] to [..., out], in the dtype of x."""
-        out = _add_low_rank(self, x, *args, **kwargs)
+        out = add_paths(self, x, *args, **kwargs)
         return keep_input_alone(self, super().forward, x, *args, **kwargs) if out is None else out  # type: ignore[misc]
 
     def adapter_costs(self) -> dict[str, Any]:
