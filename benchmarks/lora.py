@@ -24,10 +24,12 @@ from benchmarks.report import machine, markdown_table, publish
 from benchmarks.train import MODELS
 from benchmarks.training.batches import DATA, count_tokens, make_batch
 from benchmarks.training.peer import summary, time_steps
+from liger_models.layers.projections.float8 import RECIPES
+from liger_models.models.float8 import set_float8
 from liger_models.models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA against transformers and PEFT, and with liger-kernel"
-PROVIDERS = ("ours", "transformers", "transformers+liger")
+PROVIDERS = ("ours", *(f"ours+{recipe}" for recipe in RECIPES), "transformers", "transformers+liger")
 ADAPTERS = ("float32", "bfloat16")  # float32 is PEFT's choice for a bfloat16 model
 CONFIGURATIONS = (
     "ours:float32:mlp=1,lean:4",
@@ -94,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         f"{about}\n\n{markdown_table(HEADER, lines)}",
         rows,
     )
-    return int(any(row["provider"] == "ours" and "failed" in row.get("note", "") for row in rows))
+    return int(any(row["provider"].startswith("ours") and "failed" in row.get("note", "") for row in rows))
 
 
 def _parse(configuration: str) -> dict[str, Any]:
@@ -160,7 +162,8 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
 
     config = dict(MODELS[job["model"]])
     model_type = config.pop("model_type")
-    ours = job["provider"] == "ours"
+    library, _, float8 = job["provider"].partition("+")
+    ours = library == "ours"
     if ours:
         import liger_models.hf
 
@@ -176,6 +179,7 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
         quantise(model, job["quantize"], device)
     if ours:
         model.set_activation_memory(_levels(job["memory"], hf_config.num_hidden_layers))
+        set_float8(model, float8 or None)
     elif job["memory"] == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif job["memory"] != "none":
