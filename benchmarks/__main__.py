@@ -15,6 +15,7 @@
     python -m benchmarks data     tokenizing and reading large data sets in little memory
     python -m benchmarks load     loading a checkpoint against transformers
     python -m benchmarks optimizer  a step of AdamW with clipping against torch's
+    python -m benchmarks certify  compositions of parallelism, packing and the rest, against one process
     python -m benchmarks learn    training with each representation of bfloat16 weights, against float32
 
 Each prints Markdown tables with the machine and the versions, and writes them with a CSV to --out. A library
@@ -25,6 +26,7 @@ import argparse
 import sys
 
 from benchmarks import (
+    certify,
     data,
     generate,
     learn,
@@ -60,6 +62,7 @@ COMMANDS = {
     "load": load,
     "optimizer": optimizer,
     "learn": learn,
+    "certify": certify,
 }
 
 
