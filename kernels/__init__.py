@@ -35,6 +35,7 @@ from liger_models.kernels.recurrent.channel_delta_rule import (
     channel_delta_rule_step,
 )
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels.recurrent.selective_scan import selective_scan, selective_scan_step
 from liger_models.kernels.recurrent.short_conv import conv_state, short_conv, short_conv_step
 from liger_models.kernels.recurrent.ssd import ssd, ssd_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
@@ -83,6 +84,8 @@ __all__ = [
     "rotary",
     "route",
     "router_z_loss",
+    "selective_scan",
+    "selective_scan_step",
     "short_conv",
     "short_conv_step",
     "softmax",

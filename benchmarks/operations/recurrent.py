@@ -1,4 +1,4 @@
-"""Operations of recurrent mixers: the short convolution, the delta rules, the gated RMSNorm."""
+"""Operations of recurrent mixers: the short convolution, the scans, the delta rules, the gated RMSNorm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from benchmarks.operations.core import EPS, Cost, near_one, normal, operation, s
 from liger_models import kernels
 from liger_models.kernels.recurrent.channel_delta_rule import channel_delta_rule_plain
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
+from liger_models.kernels.recurrent.selective_scan import selective_scan_plain
 
-TAPS, HEAD_DIM = 4, 128
+TAPS, HEAD_DIM, STATE = 4, 128, 16
 
 
 @operation("short_conv", "tokens x channels", ((16384, 8192),), tiny=(32, 16), small=(512, 8192))
@@ -95,4 +96,30 @@ def _channel_delta_rule(shape, dtype, device):
         # The products of the gated delta rule; those of pairs of tokens are taken six times.
         forward=Cost(flops=tokens * heads * 430_000),
         training=Cost(flops=tokens * heads * 1_150_000),
+    )
+
+
+@operation(
+    "selective_scan",
+    "tokens x channels",
+    ((2048, 4096),),
+    tiny=(16, 4),
+    providers=("ours", "eager"),
+)
+def _selective_scan(shape, dtype, device):
+    """States of 16, one document, as in Falcon-Mamba. Eager doubles its reach in steps over all tokens."""
+    tokens, channels = shape
+    x, dt, dy = (normal(shape, dtype, device) for _ in range(3))
+    B, C = (normal((tokens, STATE), dtype, device) for _ in range(2))
+    A_log = normal((channels, STATE), torch.float32, device)
+    D, dt_bias = (normal((channels,), torch.float32, device) for _ in range(2))
+    return standard_case(
+        (x, dt, A_log, B, C, D, dt_bias),
+        (dy,),
+        ours=lambda *operands: kernels.selective_scan(*operands)[0],
+        liger=None,
+        eager=lambda *operands: selective_scan_plain(*operands)[0],
+        # Forward: x and dt in, y out. Backward: x, dt and dy in, two gradients out. Exponentials take longer.
+        forward=Cost(3 * x.nbytes),
+        training=Cost(8 * x.nbytes),
     )

@@ -1,4 +1,4 @@
-"""Operations of recurrent mixers: the short convolution and the delta rules.
+"""Operations of recurrent mixers: the short convolution, the scans and the delta rules.
 
 May import the folder above, `norms`, and the bounds of documents in `attention`.
 """

@@ -91,6 +91,17 @@ def recurrent() -> None:
         backward(kernels.short_conv(operand(16, 256), operand(256, taps)))
         settings = {"activation": "silu", "cu_seqlens": documents}
         backward(kernels.short_conv(operand(16, 256), operand(256, taps), operand(256), **settings))
+    for width in (16, 128):
+        settings = {"cu_seqlens": documents}
+        state = operand(2, 96, width, dtype=torch.float32)
+        by_token = (
+            operand(16, 96),
+            operand(16, 96),
+            operand(96, width),
+            operand(16, width),
+            operand(16, width),
+        )
+        backward(*kernels.selective_scan(*by_token, operand(96), operand(96), **settings, state=state))
     for tokens, key, value in ((16, 64, 64), (4100, 64, 64)):  # the latter has two segments
         settings = {"cu_seqlens": documents, "state": operand(2, 4, key, value, dtype=torch.float32)}
         gates = operand(tokens, 4), operand(tokens, 4), operand(4), operand(4)

@@ -35,6 +35,19 @@ def eager_short_conv(x, weight, bias):
     return z if bias is None else z + bias
 
 
+def eager_selective_scan(x, dt, A_log, B, C, D, dt_bias):
+    """Scan documents of four tokens side by side; the last may be shorter."""
+    x_of, dt_of, b_of, c_of = (
+        F.pad(wide(v), (0, 0, 0, -len(x) % 4)).unflatten(0, (-1, 4)) for v in (x, dt, B, C)
+    )
+    state, outputs = 0, []
+    for t in range(4):
+        step = F.softplus(dt_of[:, t] + wide(dt_bias))[..., None]  # [documents, channels, 1]
+        state = torch.exp(-wide(A_log).exp() * step) * state + step * x_of[:, t, :, None] * b_of[:, t, None]
+        outputs.append((state * c_of[:, t, None]).sum(-1) + wide(D) * x_of[:, t])
+    return torch.stack(outputs, 1).flatten(0, 1)[: len(x)].to(x.dtype)
+
+
 def eager_turn(x, cos, sin, interleaved):
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
     turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]

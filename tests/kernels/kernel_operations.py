@@ -23,6 +23,7 @@ from eager_operations import (
     eager_log_probs,
     eager_rms_norm,
     eager_route,
+    eager_selective_scan,
     eager_short_conv,
     eager_split,
     eager_split_norm,
@@ -61,6 +62,7 @@ from liger_models.kernels import (
     rms_norm,
     rotary,
     route,
+    selective_scan,
     short_conv,
     softmax,
     split_norm_rotary_qkv,
@@ -170,6 +172,14 @@ OPERATIONS = {
         lambda x, w: short_conv(x, w, cu_seqlens=documents_of(x)),
         lambda x, w: eager_short_conv(x, w, None),
         lambda rows, width: [(rows, width), (width, 3)],
+    ),
+    "selective_scan": Operation(
+        lambda *operands: selective_scan(*operands, cu_seqlens=documents_of(operands[0]))[0],
+        eager_selective_scan,
+        lambda rows, width: [
+            *[(rows, width), (rows, width), (width, 3)],
+            *[(rows, 3), (rows, 3), (width,), (width,)],
+        ],
     ),
     "split_rotary_qkv": Operation(
         lambda qkv, c, s: split_rotary_qkv(qkv, c, s, 3, 1, qkv.shape[1] // 5),

@@ -119,6 +119,13 @@ def short_conv(channels, taps, activation):
     )
 
 
+def selective_scan(channels, width, dtype=BF16):
+    x, dt = (operand(TOKENS, channels, dtype=dtype) for _ in range(2))
+    by_state = (operand(TOKENS, width, dtype=dtype) for _ in range(2))
+    parameters = operand(channels, width, dtype=torch.float32), *by_state, *(operand(channels),) * 2
+    backward(*kernels.selective_scan(x, dt, *parameters))
+
+
 def softmax():
     for width in (8, 128, 4096, 16384, VOCAB):
         backward(kernels.softmax(operand(TOKENS, width)))
@@ -223,6 +230,9 @@ CASES = {
     "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
     "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),
     "channel delta rule, Ling 3": lambda: channel_delta_rule(32, 128, lower_bound=-5.0),
+    "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
+    "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, torch.float32),
+    "selective scan, states of 64": lambda: selective_scan(1024, 64),
     "gated activations": lambda: gated(14336),
     "softmax": softmax,
     "cross entropy": cross_entropy,
