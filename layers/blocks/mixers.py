@@ -16,6 +16,7 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
+from liger_models.layers.recurrent.selective import SelectiveScan
 from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
@@ -25,6 +26,7 @@ from liger_models.layers.specs import (
     GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
+    SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
 )
@@ -52,6 +54,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     CrossAttentionSpec: CrossAttention,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
+    SelectiveSpec: SelectiveScan,
     GatedConvSpec: GatedConvolution,
     ChannelDeltaSpec: ChannelDelta,
 }
@@ -60,6 +63,7 @@ MIXER_NAMES: dict[type, str] = {
     CrossAttentionSpec: "cross_attn",
     GatedDeltaSpec: "linear_attn",
     SSDSpec: "mamba",
+    SelectiveSpec: "mamba",
     GatedConvSpec: "conv",
     ChannelDeltaSpec: "linear_attn",
 }

@@ -1,4 +1,4 @@
-"""Recurrent mixers: short convolutions and linear attention, with their states.
+"""Recurrent mixers: short convolutions, state spaces and linear attention, with their states.
 
 May import parts, projections, recomputation, the batch (`sequences`), specs and kernels. Blocks import it.
 """

@@ -24,6 +24,7 @@ from liger_models.layers.specs.recurrent import (
     GatedConvSpec,
     GatedDeltaSpec,
     RecurrentSpec,
+    SelectiveSpec,
     SSDSpec,
 )
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
@@ -89,6 +90,7 @@ __all__ = [
     "RopeSpec",
     "RopeType",
     "SSDSpec",
+    "SelectiveSpec",
     "SharedAttentionSpec",
     "SparseMixerSpec",
     "SquarePictures",

@@ -139,6 +139,51 @@ class SSDSpec:
 
 
 @dataclass(frozen=True)
+class SelectiveSpec:
+    """Selective scan, the mixer of Mamba (Gu and Dao, 2023, arXiv:2312.00752), after a causal depthwise
+    convolution of its input.
+
+    Each of `channels` channels has a state of `state` elements. Its step is a product of rank `step_rank`.
+    `conv` is the width of the convolution and `conv_bias` its bias; `bias` is that of the input and output
+    projections. `norms` says whether step, B and C are normalised (RMSNorm with `norm_eps`), with weights or
+    without.
+    """
+
+    channels: int
+    state: int
+    step_rank: int
+    conv: int = 4
+    conv_bias: bool = True
+    bias: bool = False
+    norms: Literal["weighted", "unweighted"] | None = None
+    norm_eps: float = 1e-6
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.channels, "channels"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if channels are exchanged: the convolution's
+        input as it was received, and its output as it came back.
+        """
+        return 2 * self.channels
+
+    @property
+    def state_flops(self) -> int:
+        """Operations of the scan for each token, one token at a time: the exponential of a product, a decay,
+        a write and a query of every state.
+        """
+        return 7 * self.channels * self.state
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """No positions."""
+        return ()
+
+
+@dataclass(frozen=True)
 class ChannelDeltaSpec:
     """Linear attention by the delta rule with a decay for each key channel (Kimi Delta Attention; Kimi Team,
     2025, arXiv:2510.26692), after a causal depthwise convolution of queries, keys and values.
@@ -222,5 +267,5 @@ class GatedConvSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec | SSDSpec | GatedConvSpec | ChannelDeltaSpec
+RecurrentSpec = GatedDeltaSpec | SSDSpec | SelectiveSpec | GatedConvSpec | ChannelDeltaSpec
 """Mixers that carry a state."""
