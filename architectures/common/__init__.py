@@ -40,6 +40,7 @@ from liger_models.architectures.common.rotary import (
     rope,
     turning_layers,
 )
+from liger_models.architectures.common.selective import selective
 from liger_models.architectures.common.state_space import hybrid_types, part_types, ssd, time_step_limit
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "part_types",
     "query_scale",
     "rope",
+    "selective",
     "share_keys",
     "ssd",
     "time_step_limit",

@@ -18,6 +18,7 @@ def attention(
     bias: bool = False,
     window: int | None = None,
     kv_heads: int | None = None,
+    positions: bool = True,
     optional: bool = False,
     **rotary: Any,
 ) -> AttentionSpec:
@@ -27,6 +28,7 @@ def attention(
         bias: of every projection.
         window: number of visible tokens.
         kv_heads: for families without the key `num_key_value_heads`.
+        positions: False: without rotary positions, whose keys are not read.
         optional: without rotary positions if the config's theta is null (`has_positions`).
         rotary: options of `rope`.
     """
@@ -46,7 +48,7 @@ def attention(
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rope=rope(c, head_dim, **rotary) if not optional or has_positions(c) else None,
+        rope=rope(c, head_dim, **rotary) if positions and (not optional or has_positions(c)) else None,
         window=window,
         qkv_bias=bias,
         o_bias=bias,

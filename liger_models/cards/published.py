@@ -23,6 +23,7 @@ from liger_models.layers.specs import (
     LayerNormSpec,
     ModelSpec,
     MoESpec,
+    SelectiveSpec,
     SSDSpec,
 )
 
@@ -126,6 +127,9 @@ FEATURES: Mapping[str, Any] = {
     ),
     "gated delta rule": lambda spec: any(isinstance(b.recurrent, GatedDeltaSpec) for b in spec.blocks),
     "Kimi delta attention": lambda spec: any(isinstance(b.recurrent, ChannelDeltaSpec) for b in spec.blocks),
+    "state space layers (Mamba)": lambda spec: any(
+        isinstance(b.recurrent, SelectiveSpec) for b in spec.blocks
+    ),
     "state space layers (Mamba 2)": lambda spec: any(isinstance(b.recurrent, SSDSpec) for b in spec.blocks),
     "gated short convolutions": lambda spec: any(isinstance(b.mixer, GatedConvSpec) for b in spec.blocks),
     "interleaved rotary": lambda spec: any(rope.interleaved for rope in spec.ropes),

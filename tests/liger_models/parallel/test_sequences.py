@@ -70,6 +70,8 @@ CASES: dict[str, dict[str, Any]] = {
     "state space, documents": {"family": "mamba2", "n_groups": 2, "batch": packed()},
     "decays by channel": {"family": "bailing_hybrid", "batch": packed()},
     "gated convolutions, gates of heads": {"family": "lfm3", "batch": packed()},
+    "selective scan, experts": {"family": "jamba", "batch": packed()},
+    "selective scan, padding": {"family": "falcon_mamba", "level": "checkpoint", "batch": padded()},
     "attention and state space, padding": {"family": "falcon_h1", "mamba_n_groups": 2, "batch": padded()},
     "states, level offload": {"family": "qwen3_5_text", "level": "offload", "batch": padded()},
     **{f"level {level}": {"family": "gemma2", "level": level, "batch": packed()} for level in LEVELS},
