@@ -17,7 +17,12 @@ transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
 IDS = torch.randint(3, 131, (1, 7), generator=torch.Generator().manual_seed(0))
-REFUSED = "falcon_h1", "mamba2", "nemotron_h"  # PEFT: _check_lora_target_modules_mamba
+REFUSED = "falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"  # _check_lora_target_modules_mamba
+PASSED_BY = (
+    "falcon_mamba",
+    "jamba",
+    "mamba",
+)  # transformers multiplies by dt_proj's weight, without its adapter
 
 
 def logits(model):
@@ -30,12 +35,13 @@ def tensors(folder):
 
 
 def layers(model):
-    """Return the linear layers without the head, routers, which are parameters in ours, and those that PEFT
-    refuses in models of Mamba's types.
+    """Return the linear layers without the head, routers, which are parameters in ours, those that PEFT
+    refuses in models of Mamba's types, and those whose adapters the reference passes by.
     """
     found = {path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     other = ["lm_head", ".router", ".router.proj", ".gate.wg"]
     other += [".out_proj"] if model.config.model_type in REFUSED else []
+    other += [".dt_proj"] if model.config.model_type in PASSED_BY else []
     return {path for path in found if not path.endswith(tuple(other))}
 
 
@@ -89,7 +95,8 @@ def test_output_projections_of_state_space_layers_have_adapters(family, make_bot
     """Which PEFT refuses, because transformers' fused kernel passes them by."""
     both = make_both(family)
     without, other = logits(both.ours), type(both.ours).from_pretrained(both.folder).eval()
-    config = peft.LoraConfig(r=3, target_modules=["in_proj", "out_proj"], task_type="CAUSAL_LM")
+    targets = ["in_proj", "out_proj", *(["x_proj", "dt_proj"] if family in PASSED_BY else [])]
+    config = peft.LoraConfig(r=3, target_modules=targets, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="incompatible with Mamba"):
         peft.get_peft_model(other, config)
     adapted = randomise_trained(hf.get_peft_model(both.ours, config)).eval()
@@ -98,7 +105,8 @@ def test_output_projections_of_state_space_layers_have_adapters(family, make_bot
     found = logits(adapted)
     assert relative_distance(without, found) > BOUND
     hf.save_adapter(adapted, tmp_path / "adapter")
-    assert any(".out_proj.lora_A" in name for name in tensors(tmp_path / "adapter"))
+    adapted_layers = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors(tmp_path / "adapter")}
+    assert adapted_layers == set(targets)
     other = type(both.ours).from_pretrained(both.folder)
     again = hf.load_adapter(other, tmp_path / "adapter").eval()
     assert relative_distance(logits(again), found) <= BOUND

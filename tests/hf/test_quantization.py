@@ -107,7 +107,9 @@ def assert_copy(found, model, batch):
 @pytest.mark.supports("bitsandbytes", "every dense family in 4 bits", "saving and loading 4 bits")
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families_in_four_bits_match_the_reference(family, make_quantised, batch, hf):
-    both = make_quantised(family, 4)
+    # transformers cannot run this family with a quantised dt_proj: it multiplies by the packed weight.
+    skipped = {"llm_int8_skip_modules": ["lm_head", "dt_proj"]} if family == "mamba" else {}
+    both = make_quantised(family, 4, **skipped)
     if not quantised_layers(both.reference):
         pytest.skip("the reference's linear layers are of a class that bitsandbytes passes over")
     check_model(both, batch)
