@@ -7,9 +7,15 @@ Imports the packages below it in this folder, the specs and the conversion packa
 import importlib
 import pkgutil
 
-from liger_models.architectures.registry import Architecture, find_architecture, list_architectures, register
+from liger_models.architectures.registry import (
+    Architecture,
+    find_architecture,
+    list_architectures,
+    register,
+    with_mtp,
+)
 
-__all__ = ["Architecture", "find_architecture", "list_architectures", "register"]
+__all__ = ["Architecture", "find_architecture", "list_architectures", "register", "with_mtp"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

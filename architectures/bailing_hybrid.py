@@ -4,7 +4,7 @@ latent attention with gated heads in the others, and the experts of DeepSeek-V3.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import FULL, LINEAR, decoder, kimi, rope
+from liger_models.architectures.common import FULL, LINEAR, decoder, kimi, mtp, rope
 from liger_models.architectures.common.deepseek import (
     LATENT_VARIANTS,
     SHARED_EXPERTS,
@@ -45,6 +45,7 @@ OF_MODULES = replace(
         "pad_token_id": 156892,
     },
     carried=further_predictions,
+    mtp=mtp.LING,
     fixed={"q_lora_rank": None},
     unread={
         "tie_word_embeddings": "the reference has a head of its own",

@@ -2,7 +2,7 @@
 balanced by a correction bias instead of a loss. The first layers have no experts.
 """
 
-from liger_models.architectures.common import decoder
+from liger_models.architectures.common import decoder, mtp
 from liger_models.architectures.common.deepseek import (
     IN_GROUPS,
     LATENT_VARIANTS,
@@ -37,6 +37,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     },
     layouts=corrected_layouts(),
     carried=further_predictions,
+    mtp=mtp.DEEPSEEK,
     unread=LOSS,
 )
 def deepseek_v3(c: HFConfig) -> ModelSpec:

@@ -4,7 +4,7 @@ experts of DeepSeek-V3. The first layers have no experts.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import attention, decoder
+from liger_models.architectures.common import attention, decoder, mtp
 from liger_models.architectures.common.deepseek import (
     IN_GROUPS,
     SKIP_EXPERTS,
@@ -25,6 +25,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     defaults={"num_key_value_heads": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": True},
     layouts=corrected_layouts(),
     carried=further_predictions,
+    mtp=mtp.DEEPSEEK,
 )
 def glm4_moe(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))

@@ -2,7 +2,7 @@
 which layers have experts.
 """
 
-from liger_models.architectures.common import decoder, layer_types, mlp
+from liger_models.architectures.common import decoder, layer_types, mlp, mtp
 from liger_models.architectures.common.deepseek import (
     IN_GROUPS,
     LATENT_VARIANTS,
@@ -35,6 +35,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     },
     layouts=corrected_layouts(),
     carried=further_predictions,
+    mtp=mtp.DEEPSEEK,
 )
 def glm4_moe_lite(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))

@@ -4,6 +4,7 @@ Qwen3-VL for images and videos of any size.
 
 from dataclasses import replace
 
+from liger_models.architectures.common import mtp
 from liger_models.architectures.common.images import language_model, with_interleaved_axes
 from liger_models.architectures.encoders.qwen import TINY_3, stretched_vision
 from liger_models.architectures.qwen3_5_text import TINY as TEXT
@@ -20,6 +21,7 @@ from liger_models.layers.specs import ModelSpec
     layouts=(LAYOUT,),
     defaults={"image_token_id": 248056, "video_token_id": 248057},
     carried=lambda c: ("mtp.*",),
+    mtp=mtp.QWEN,
 )
 def qwen3_5(c: HFConfig) -> ModelSpec:
     text = language_model(c)

@@ -4,6 +4,7 @@ layer, with its encoder for images and videos.
 
 from dataclasses import replace
 
+from liger_models.architectures.common import mtp
 from liger_models.architectures.qwen3_5 import ROPE, TOKENS, VISION, qwen3_5
 from liger_models.architectures.qwen3_5_text import TINY as TEXT
 from liger_models.architectures.qwen3_next import EXPERTS
@@ -20,6 +21,7 @@ from liger_models.layers.specs import ModelSpec
     layouts=(replace(LAYOUT, whole=LAYOUT.whole[:1]), LAYOUT),  # experts by themselves, and packed
     defaults={"image_token_id": 248056, "video_token_id": 248057},
     carried=lambda c: ("mtp.*",),
+    mtp=mtp.QWEN,
 )
 def qwen3_5_moe(c: HFConfig) -> ModelSpec:
     return qwen3_5(c)

@@ -10,6 +10,7 @@ from liger_models.architectures.common import (
     expert_layouts,
     gated_delta,
     mixers,
+    mtp,
 )
 from liger_models.architectures.qwen3_5_text import (
     DEFAULTS,
@@ -39,6 +40,7 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec
         "router_aux_loss_coef": 0.001,
     },
     carried=lambda c: ("mtp.*",),
+    mtp=mtp.QWEN,
     fixed={"attn_output_gate": True},
     unread=UNREAD,
 )

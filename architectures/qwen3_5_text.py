@@ -5,7 +5,7 @@ each layer of gated attention, which applies rotary to a quarter of each head.
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.common import attention, decoder, gated_delta, mixers, mlp
+from liger_models.architectures.common import attention, decoder, gated_delta, mixers, mlp, mtp
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import AttentionSpec, BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -31,6 +31,7 @@ UNREAD = {
     reference="Qwen3_5ForCausalLM",
     defaults={**DEFAULTS, "num_key_value_heads": 4},
     carried=lambda c: ("mtp.*",),
+    mtp=mtp.QWEN,
     fixed={"attn_output_gate": True},
     unread=UNREAD,
 )

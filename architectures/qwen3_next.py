@@ -4,7 +4,7 @@ gated attention, and many small experts with a gated shared expert.
 
 from dataclasses import replace
 
-from liger_models.architectures.common import decoder, expert_layouts, gated_delta, mixers, mlp
+from liger_models.architectures.common import decoder, expert_layouts, gated_delta, mixers, mlp, mtp
 from liger_models.architectures.qwen2_moe import experts, layers_with_experts
 from liger_models.architectures.qwen3_5_text import DEFAULTS, SKIP, TINY, centred_norm, gated_attention
 from liger_models.architectures.registry import for_tests, register
@@ -27,6 +27,7 @@ from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec
         "router_aux_loss_coef": 0.001,
     },
     carried=lambda c: ("mtp.*",),
+    mtp=mtp.QWEN,
 )
 def qwen3_next(c: HFConfig) -> ModelSpec:
     norm, dense = centred_norm(c), mlp(c)

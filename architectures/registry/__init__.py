@@ -10,6 +10,7 @@ from liger_models.architectures.registry.registry import (
     for_tests,
     list_architectures,
     register,
+    with_mtp,
 )
 
-__all__ = ["Architecture", "find_architecture", "for_tests", "list_architectures", "register"]
+__all__ = ["Architecture", "find_architecture", "for_tests", "list_architectures", "register", "with_mtp"]

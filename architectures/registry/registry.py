@@ -12,10 +12,12 @@ over this table.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from liger_models.architectures.registry.mtp import MTP, spec_with_mtp
 from liger_models.architectures.registry.multimodal import MULTIMODAL
 from liger_models.architectures.registry.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
@@ -41,6 +43,7 @@ class Architecture:
         defaults: the reference's values of keys missing from config.json.
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
+        mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
         unread: keys without effect, mostly because the reference does not read them, each with a reason.
@@ -59,6 +62,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
+    mtp: MTP | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     rope_keys: tuple[str, str] = ROPE_KEYS
@@ -118,6 +122,7 @@ def register(
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
+    mtp: MTP | None = None,
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
@@ -137,6 +142,7 @@ def register(
             defaults or {},
             layouts,
             carried,
+            mtp,
             fixed or {},
             unread or {},
             rope_keys,
@@ -199,6 +205,23 @@ def find_architecture(model_type: str) -> Architecture:
     raise UnsupportedModelError(
         f"the model type {abbreviate(model_type)} is not supported.{hint} Supported: {', '.join(supported)}."
     )
+
+
+def with_mtp(architecture: Architecture) -> Architecture:
+    """The family with its modules for multi-token prediction as parts of its models.
+
+    Raises:
+        UnsupportedModelError: it has none.
+    """
+    if architecture.mtp is None:
+        known = ", ".join(sorted(name for name, family in _ARCHITECTURES.items() if family.mtp is not None))
+        raise UnsupportedModelError(
+            f"mtp: models of the type {architecture.model_type!r} have no modules for multi-token prediction "
+            f"that are supported; the types that have them are {known}. Load the model without mtp"
+        )
+    build = functools.partial(spec_with_mtp, architecture.build, architecture.mtp.spec)
+    layouts = tuple(named for layout in architecture.layouts for named in architecture.mtp.layouts(layout))
+    return replace(architecture, build=build, layouts=layouts, carried=_nothing)
 
 
 def list_architectures(vision: bool = False) -> list[str]:

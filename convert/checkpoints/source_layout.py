@@ -108,8 +108,9 @@ def _check_duplicate(reader: CheckpointReader, name: str, original: str) -> None
     if not repeats(reader, name, original):
         file = reader.tensors[name].file
         raise CheckpointError(
-            f"{reader.folder / file}: the config ties {name!r} to {original!r}, but the file has different "
-            "values for it; set tie_word_embeddings to false in config.json if that is intended"
+            f"{reader.folder / file}: {name!r} must repeat {original!r}, with which this model shares it, "
+            "but the file has different values for it. If that is intended, set tie_word_embeddings to "
+            "false in config.json for a head, and load without mtp for a tensor of a prediction module"
         )
 
 

@@ -18,6 +18,7 @@ from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.model.distilling import Distilling
 from liger_models.layers.model.freezing import divides_projections, freeze
 from liger_models.layers.model.head import LMHead, LogitForm
+from liger_models.layers.model.mtp import MTPCall
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.model.parameters import (
     ModelParameters,
@@ -86,6 +87,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        mtp_weight: float | None = None,
         return_dict: bool | None = None,
         **others: Any,
     ) -> ModelOutput | tuple[Any, ...]:
@@ -118,19 +120,21 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             output_hidden_states: also return the input of each layer and the output of the final norm,
                 [batch, seq, H] each and zero at padding. They are part of the graph, at every level of
                 activation memory, so that `retain_grad` and losses on them work.
+            mtp_weight: of the loss of multi-token prediction (layers/model/mtp.py), which is added to the
+                loss; requires a model loaded with `mtp=True`.
             return_dict: False returns the output's entries as a tuple.
             pixel_values and other keywords: outputs of the processor of a family with `vision`.
             others: keywords of other libraries' models are accepted if they request nothing: None and False.
 
         Returns:
             A dict with `loss` (float32 scalar), `logits` ([batch, seq, V], zero at padding) and
-            `hidden_states` as requested.
+            `hidden_states` as requested; with `mtp_weight` also `mtp_loss`, without the weight and gradients.
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
                 positions beyond the rotary tables, a num_items_in_batch that is not positive; or another
                 process of the training step refused its batch.
-            TypeError: an unsupported keyword, or hidden states together with scores.
+            TypeError: an unsupported keyword, or hidden states or `mtp_weight` together with scores.
         """
         request = Request.take(others, labels, num_items_in_batch)
         if request.teaching is not None:
@@ -147,13 +151,18 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 raise TypeError("score takes no output_hidden_states; call the model again for them")
             sequences = Sequences.from_call(shape, device, attention_mask, position_ids, cu_seqlens, parents)
             targets = request.targets(sequences)
+            further = None
+            if mtp_weight is not None:
+                scored = request.score is not None
+                further = MTPCall(mtp_weight, self.mtp, targets, sequences, scored)
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, vision_inputs)
             request = request.packed(sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
         self.begin_checks(checks, vision_inputs)
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs)
+        embedded = None if further is None else further.embedded
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs, embedded)
         if inner is not None:
             inner.append(sequences.unpack(hidden))
             hidden = sequences.pack(inner[-1])  # what is returned thus has the gradient of the loss
@@ -167,6 +176,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         if inner is not None:
             output["hidden_states"] = tuple(inner)
+        if further is not None:
+            level, divisor = self.layers[-1].activation_memory, request.divisor(checks.num_valid)
+            further.add_to(output, self.lm_head, self.logit_form, hidden, level, divisor)
         return output.to_tuple() if return_dict is False else output
 
     def _router_loss(self, request: Request, num_valid: int, sequences: Sequences) -> Tensor | None:

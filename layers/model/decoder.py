@@ -26,6 +26,7 @@ from liger_models.layers.blocks import (
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
+from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
@@ -80,6 +81,7 @@ class Decoder(ActivationLevels):
         self.per_layer_inputs = _inputs_of_layers(spec)
         _hand_on_keys(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
+        self.mtp = make_mtp(spec, attention)
         self.vision: Any = None
         if spec.vision is not None:
             self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
@@ -134,13 +136,15 @@ class Decoder(ActivationLevels):
         inputs_embeds: Tensor | None = None,
         inputs_of_layers: list[Tensor] | None = None,
         vision_inputs: Any = None,
+        embedded: list[Tensor] | None = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings, or from both if layers have per-id inputs. Requires `prepare_call`.
 
         Appends the residual stream before each layer, [batch, seq, H] and zero at padding, to a list
         `inputs_of_layers`, without features added there from images. The layers read these tensors, so that
-        gradients flow through them.
+        gradients flow through them. Appends the embeddings, [T, H] and with features of images, to a list
+        `embedded`.
         """
         if self.fit_levels is not None and torch.is_grad_enabled():
             self.fit_levels(self, sequences, None if vision_inputs is None else vision_inputs.pictures)
@@ -149,6 +153,8 @@ class Decoder(ActivationLevels):
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
             inputs_embeds = self.vision.place(vision_inputs, inputs_embeds)
+        if embedded is not None:
+            embedded.append(inputs_embeds)
         layer_inputs = self._own_inputs(ids, inputs_embeds, vision_inputs)
         if self.vision is not None:
             layer_inputs |= self.vision.layer_inputs(vision_inputs, sequences)
@@ -219,7 +225,7 @@ class Decoder(ActivationLevels):
         return self.per_layer_inputs is not None
 
 
-_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")
+_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "mtp", "lm_head")
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:

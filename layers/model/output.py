@@ -42,8 +42,8 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class CausalLMOutput(ModelOutput):
-    """`loss` (float32 scalar), `logits` ([batch, seq, V]) and `hidden_states` (a tuple of [batch, seq, H]),
-    each only if present; `output.loss`, `output["loss"]`.
+    """`loss` (float32 scalar), `logits` ([batch, seq, V]), `hidden_states` (a tuple of [batch, seq, H]) and
+    `mtp_loss` (float32 scalar), each only if present; `output.loss`, `output["loss"]`.
     """
 
     @property
@@ -57,6 +57,10 @@ class CausalLMOutput(ModelOutput):
     @property
     def hidden_states(self) -> tuple[Tensor, ...] | None:
         return self.get("hidden_states")
+
+    @property
+    def mtp_loss(self) -> Tensor | None:
+        return self.get("mtp_loss")
 
 
 class DistillationOutput(CausalLMOutput):

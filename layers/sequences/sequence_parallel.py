@@ -51,8 +51,8 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
 
     Raises:
         TypeError: not a `CausalLM`, such as a model of another library.
-        ValueError: a layer without heads, or whose heads do not divide evenly; a model that draws random
-            numbers in training, which would be the same on every rank.
+        ValueError: a layer without heads, or whose heads do not divide evenly; modules for multi-token
+            prediction; a model that draws random numbers in training, which would be the same on every rank.
     """
     ranks = mesh.size()
     if not hasattr(model, "sequence_group"):
@@ -64,6 +64,11 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
         raise ValueError(
             "vision-language models cannot divide sequences, since the features of an image lie in one place "
             "of a batch: shard the parameters instead, or load the language model alone (text_only=True)"
+        )
+    if model.spec.mtp is not None:
+        raise ValueError(
+            "models with modules for multi-token prediction cannot divide sequences, since the next token "
+            "may be on another rank: shard the parameters instead, or load the model without mtp"
         )
     for i, mixer in ((i, mixer) for i, layer in enumerate(model.layers) for mixer in layer.spec.mixers):
         if isinstance(mixer, RecurrentSpec):

@@ -17,7 +17,7 @@ from liger_models.layers.specs.attention import (
 )
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
-from liger_models.layers.specs.model import ModelSpec
+from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
 from liger_models.layers.specs.recurrent import (
     ChannelDeltaSpec,
@@ -71,6 +71,7 @@ __all__ = [
     "LinearProjectorSpec",
     "MLPProjectorSpec",
     "MLPSpec",
+    "MTPSpec",
     "MistralMergerSpec",
     "MixerSpec",
     "MoESpec",

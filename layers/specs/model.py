@@ -12,6 +12,19 @@ from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
 
 
 @dataclass(frozen=True)
+class MTPSpec:
+    """Multi-token prediction modules after a decoder (layers/model/mtp.py).
+
+    Each of the `blocks` belongs to one module, whose inputs and output pass through a `norm`; the module's
+    number is `first` plus its index.
+    """
+
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec | LayerNormSpec
+    first: int = 0
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
@@ -22,7 +35,7 @@ class ModelSpec:
     lookup has no gradient, as in the reference, and that is initialised with zeros. (A tied head still gives
     it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer embeddings, if there are any.
     `vision` is the image encoder. `extra_ids` ids after the vocabulary have embeddings and are never
-    predicted.
+    predicted. `mtp` are modules that predict further tokens.
     """
 
     vocab_size: int
@@ -41,6 +54,7 @@ class ModelSpec:
     per_layer_vocab_size: int | None = None
     vision: VisionSpec | TiledVisionSpec | None = None
     extra_ids: int = 0
+    mtp: MTPSpec | None = None
 
     @property
     def num_ids(self) -> int:
@@ -50,7 +64,8 @@ class ModelSpec:
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Distinct rotary settings of the layers, in the order of first use."""
-        return tuple(dict.fromkeys(rope for block in self.blocks for rope in block.ropes))
+        blocks = self.blocks if self.mtp is None else (*self.blocks, *self.mtp.blocks)
+        return tuple(dict.fromkeys(rope for block in blocks for rope in block.ropes))
 
     @property
     def float32_stream(self) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from liger_models.architectures import Architecture, find_architecture
+from liger_models.architectures import Architecture, find_architecture, with_mtp
 from liger_models.convert.checkpoints.new_rows import ReaderWithNewRows
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
@@ -33,7 +33,7 @@ from liger_models.models.classifier import (
     with_labels,
 )
 from liger_models.models.float8 import load_in_float8
-from liger_models.models.matching import exact_dtypes, find_layout, has_own_head
+from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.text_part import select_text, text_config_of, warn_of
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
@@ -61,6 +61,7 @@ class LoadOptions:
     labels: int | None = None
     dropout: float | None = None
     float8: Float8Recipe | None = None
+    mtp: bool = False
     ignore_config_keys: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ def from_hub(
     labels: int | None = None,
     dropout: float | None = None,
     float8: Float8Recipe | None = None,
+    mtp: bool = False,
     ignore_config_keys: tuple[str, ...] = (),
     new_tokens: range | None = None,
 ) -> LigerCausalLM:
@@ -126,6 +128,8 @@ def from_hub(
             dropout is not supported. It makes no difference to a model that is not trained.
         float8: run the products of the decoder layers' linear layers in float8, on GPUs that can:
             "rowwise", "tensorwise" or "rowwise_with_gw_hp" (docs/float8.md). The weights stay in bfloat16.
+        mtp: build the checkpoint's modules for multi-token prediction (layers/model/mtp.py), which are
+            trained by the model's `mtp_weight`. Otherwise `save_pretrained` copies their tensors unread.
         ignore_config_keys: unknown keys of config.json that are known not to matter.
         new_tokens: ids of tokens that the checkpoint was not trained with: range(old, new). The vocabulary
             grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
@@ -152,6 +156,7 @@ def from_hub(
         labels,
         dropout,
         float8,
+        mtp,
         ignore_config_keys,
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
@@ -207,6 +212,7 @@ def from_config(
     labels: int | None = None,
     dropout: float | None = None,
     float8: Float8Recipe | None = None,
+    mtp: bool = False,
     ignore_config_keys: tuple[str, ...] = (),
 ) -> LigerCausalLM:
     """A model with fresh random weights, made directly on the device (torch's seed decides them).
@@ -216,7 +222,7 @@ def from_config(
             model, or the name of a preset (liger_models/presets.py).
         dtype: of the parameters; "auto" takes the config's, or float32.
         device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
-            float8, ignore_config_keys: as for `from_hub`.
+            float8, mtp, ignore_config_keys: as for `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model; with fused
             projections it is the one that a single process would make.
 
@@ -235,6 +241,7 @@ def from_config(
         labels,
         dropout,
         float8,
+        mtp,
         ignore_config_keys,
     )
     if isinstance(config, ModelConfig):
@@ -278,6 +285,10 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
     left_out, fresh, untied = None, False, False
     if reader is not None and read is not config:
         read, left_out = select_text(config, read, reader)
+    if options.mtp:
+        if labels is not None:
+            raise ConfigError("mtp predicts tokens, and labels makes a classifier: pass one of them")
+        architecture = with_mtp(architecture)
     if labels is not None:
         fresh = reader is not None and leave_out_head(reader, architecture)
         architecture = as_classifier(architecture)
@@ -306,6 +317,7 @@ def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) ->
     tables = ("embed_tokens", "lm_head") if labels_of(config.raw) is None else ("embed_tokens",)
     names = [f"{table}.{kind}" for table in tables for kind in ("weight", "bias")]
     found = {layout.name(name) for name in names for layout in architecture.layouts}
+    found |= {copy for copy, _ in copies_in_modules(spec, architecture)}
     for name in found & reader.tensors.keys():
         reader.renew(name, tokens)
     return choice

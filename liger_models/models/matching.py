@@ -13,6 +13,7 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
 from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 
 
@@ -25,9 +26,13 @@ def find_layout(
     Raises:
         CheckpointError: no layout matches.
     """
-    tied = {}
+    tied = {
+        copy: original
+        for copy, original in copies_in_modules(model.spec, model.architecture)
+        if original in reader.tensors
+    }
     if model.spec.tie_word_embeddings:  # the head's tensor may duplicate the embedding
-        tied = dict(map(_head_and_embedding, model.architecture.layouts))
+        tied |= map(_head_and_embedding, model.architecture.layouts)
     maps = {
         layout: {name: expr for name, expr in model.weight_map(layout).items() if name not in missing}
         for layout in model.architecture.layouts
@@ -39,6 +44,22 @@ def find_layout(
 
 def _head_and_embedding(layout: Layout) -> tuple[str, str]:
     return layout.name("lm_head.weight"), layout.name("embed_tokens.weight")
+
+
+def copies_in_modules(spec: ModelSpec, architecture: Architecture) -> list[tuple[str, str]]:
+    """Names of the copies of the embedding and the head that checkpoints may have in modules for multi-token
+    prediction, each with the name of its original.
+    """
+    if spec.mtp is None:
+        return []
+    modules = range(spec.mtp.first, spec.mtp.first + len(spec.mtp.blocks))
+    head = "embed_tokens.weight" if spec.tie_word_embeddings else "lm_head.weight"
+    return [
+        (layout.name(f"mtp.{number}.{table}"), layout.name(original))
+        for layout in architecture.layouts
+        for number in modules
+        for table, original in (("embed_tokens.weight",) * 2, ("lm_head.weight", head))
+    ]
 
 
 def has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:

@@ -88,7 +88,13 @@ def parallelize(
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
         ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
-    first_in_backward = [*model.layers[-1:], model.lm_head, model]  # do not free them just before that
+    modules = [] if model.mtp is None else [*model.mtp.values()]
+    first_in_backward = [
+        *model.layers[-1:],
+        *modules,
+        model.lm_head,
+        model,
+    ]  # do not free them just before that
     for part in (part for parts in groups.values() for part in parts):
         reshard = reshard_after_forward and part not in first_in_backward
         options: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "ignored_params": ignored}
@@ -158,6 +164,8 @@ def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
     A weight shared by head and embedding stays with the whole model, which is gathered first and freed last.
     """
     parts: dict[str, list[nn.Module]] = {f"layer {i}": [layer] for i, layer in enumerate(model.layers)}
+    if model.mtp is not None:
+        parts |= {f"prediction module {name}": [module] for name, module in model.mtp.items()}
     if model.vision is not None:
         parts |= {f"layer {i} of the encoder": [x] for i, x in enumerate(model.vision.encoder.layers)}
     if not model.spec.tie_word_embeddings:
