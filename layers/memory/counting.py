@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory import frozen
+from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
@@ -30,6 +31,7 @@ class Planned(Protocol):
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
     vision: Any
+    mtp: Any
     gathered_once: bool
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -123,6 +125,7 @@ class StepMemory:
         # The last norm's input and output; the last layer's input is needed first.
         room += (2 + (levels[-1] == "offload")) * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
+        room += self._modules.at_the_loss(levels[-1])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
@@ -143,6 +146,9 @@ class StepMemory:
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
         left = self._outside_layers + sum(kept)
+        if self._modules.blocks:
+            room = self._modules.in_backward(levels[-1])
+            found.append(("backward of the prediction modules", self._parts(left, room, gradients)))
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
             if number == -1:
@@ -242,6 +248,10 @@ class StepMemory:
                 known[layer.spec] = LayerCosts.of(layer, self.step, self.itemsize)
         every = [known[layer.spec] for layer in self.model.layers]
         return [*map(frozen.without_gradient, every[: self._idle]), *every[self._idle :]]
+
+    @cached_property
+    def _modules(self) -> ModuleCosts:
+        return ModuleCosts.of(self.model, self.step, self.itemsize)
 
     @cached_property
     def _idle(self) -> int:
@@ -363,8 +373,8 @@ class StepMemory:
 
     @cached_property
     def _head_work(self) -> int:
-        spec = self.model.spec
-        return 6 * self.step.tokens * spec.hidden_size * spec.vocab_size
+        spec, passes = self.model.spec, 1 + len(self._modules.blocks)
+        return 6 * passes * self.step.tokens * spec.hidden_size * spec.vocab_size
 
 
 # Counted once for all batch sizes of a plan.

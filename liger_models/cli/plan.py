@@ -27,7 +27,7 @@ QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a floa
 OF_TRAIN = (
     *("model", "base", "tokenizer", "text_only", "freeze", "train_only", "seq_len", "batch_size"),
     *("gradient_accumulation", "lora", "quantize", "dtype", "optimizer", "weights", "moments"),
-    *("optimizer_memory", "activation_memory", "memory_budget", "shard", "sequence_parallel"),
+    *("optimizer_memory", "activation_memory", "memory_budget", "shard", "sequence_parallel", "mtp"),
 )
 
 
@@ -203,7 +203,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     if dtype == "auto" and _is_preset(args.model):
         dtype = torch.bfloat16  # on a GPU
-    options: dict[str, Any] = {"dropout": 0.0, "text_only": args.text_only}
+    options: dict[str, Any] = {"dropout": 0.0, "text_only": args.text_only, "mtp": bool(args.mtp)}
     model = liger_models.from_config(config, device="meta", dtype=dtype, **options)
     if model.dtype == torch.float16:
         raise ConfigError(f"{args.model} is in float16, which `train` refuses; choose --dtype bfloat16")

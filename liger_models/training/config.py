@@ -308,6 +308,11 @@ class TrainConfig:
                 f"train_on is {self.train_on!r}, but objective {self.objective} compares or judges answers; "
                 "omit it"
             )
+        if self.objective_options.get("mtp") and self.sequence_parallel > 1:
+            raise ConfigError(
+                f"sequence_parallel is {self.sequence_parallel}, but mtp needs the next token, which may be "
+                "in another process; omit one of them"
+            )
         if self.objective != "sft" and self.sequence_parallel > 1:
             raise ConfigError(
                 f"sequence_parallel is {self.sequence_parallel}, but only objective sft supports it; found "

@@ -121,9 +121,7 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
             "has random weights; train it with sft first"
         )
     shape: Any = _fresh(config, tokenizer) if _is_preset(source) else resolve(source)
-    options: dict[str, Any] = {"text_only": config.text_only, "dropout": config.dropout}
-    options["labels"] = labels_for(config)
-    spec = from_config(shape, device="meta", **options).spec
+    spec = from_config(shape, device="meta", **_options_of_shape(config)).spec
     if (size := _new_rows(config, source, tokenizer).stop) > spec.vocab_size:
         check_vocabulary(spec, size)
         spec = replace(spec, vocab_size=size)
@@ -145,6 +143,12 @@ def labels_for(config: TrainConfig) -> int | None:
     return 1 if OBJECTIVES[config.objective].rewards else None
 
 
+def _options_of_shape(config: TrainConfig) -> dict[str, Any]:
+    """Options of `from_hub` and `from_config` that determine the parameters of a model."""
+    options = {"text_only": config.text_only, "labels": labels_for(config), "dropout": config.dropout}
+    return {**options, "mtp": bool(config.objective_options.get("mtp"))}
+
+
 def load_model(
     config: TrainConfig, world: World, tokenizer: TextTokenizer, checkpoint: Path | None
 ) -> LoadedModel:
@@ -158,11 +162,9 @@ def load_model(
         "device": world.device,
         "attention": config.attention,
         "activation_memory": "lean" if config.activation_memory == "auto" else config.activation_memory,
-        "text_only": config.text_only,
-        "labels": labels_for(config),
-        "dropout": config.dropout,
         "float8": config.float8,
         "shard": freezing_divide(config, world),
+        **_options_of_shape(config),
     }
     if config.lora is not None:
         if _is_preset(config.model):

@@ -267,8 +267,9 @@ def _targets(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return (native name -> checkpoint name of the layers to adapt, the subset to pass as parameters).
 
-    A tied head is excluded, since an adapter would untie it, and so are frozen parts. The subset are dense
-    MLPs and shared experts whose names PEFT would take for stacked experts among its target modules.
+    A tied head is excluded, since an adapter would untie it, and so are frozen parts. Prediction modules are
+    adapted only by targets that fit nothing else. The subset are dense MLPs and shared experts whose names
+    PEFT would take for stacked experts among its target modules.
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
@@ -277,6 +278,9 @@ def _targets(
         if isinstance(expr, Ref):
             named[path] = expr.name.removesuffix(".weight")
     named = {path: name for path, name in named.items() if path not in frozen}
+    decoder = {path: name for path, name in named.items() if not path.startswith("mtp.")}
+    if settings.targets == ALL:
+        named = decoder
     if not named:
         raise ConfigError("lora: no linear layer is left to adapt; freeze fewer layers")
     from liger_models.hf.adapters.expert_adapters import stacks_by_names
@@ -296,6 +300,7 @@ def _targets(
     chosen: dict[str, str] = {}
     for target in wanted or [""]:
         fitting = {path: name for path, name in named.items() if f".{name}".endswith(f".{target}")}
+        fitting = {path: name for path, name in fitting.items() if path in decoder} or fitting
         if not fitting or not target:
             ends = sorted({_leaf(name) for name in named.values()})
             raise ConfigError(

@@ -20,6 +20,10 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
         "apo_zero_unpaired), distill (jsd, cosine), sft (nll, dft) and grpo (dapo, grpo, dr_grpo, "
         "gspo, cispo, bnpo)",
     ),
+    "mtp": (
+        *(float, "X"),
+        "for sft: load the checkpoint's modules for multi-token prediction, and add X times their loss (0)",
+    ),
     "label_smoothing": (
         float,
         "P",

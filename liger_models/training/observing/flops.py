@@ -8,7 +8,8 @@ N is the number of matrix elements used per token: of experts, only the active o
 Ignored labels do not enter the head. Pairs are of a query and a visible key: n (n + 1) / 2 for a document of
 n tokens, fewer with a window or chunks. f is 3, the forward pass and two products of its size backward; 2
 for matrices without a gradient, below adapters or frozen, and 3 for the adapters themselves; 1 for first
-layers that no gradient reaches. Recomputation and image encoders are not counted.
+layers that no gradient reaches. Modules for multi-token prediction count as further layers and heads.
+Recomputation and image encoders are not counted.
 """
 
 from __future__ import annotations
@@ -38,15 +39,19 @@ class StepFlops:
     def __init__(self, model: LigerCausalLM) -> None:
         spec = model.spec
         self.head = spec.hidden_size * model.lm_head.out_features
-        self.elements = sum(sum(matrix_elements(layer)) for layer in model.layers)
-        own = [
+        modules: list[Any] = [] if model.mtp is None else [*model.mtp.values()]
+        self.head *= 1 + len(modules)
+        layers = [*model.layers, *(module.block for module in modules)]
+        self.elements = sum(sum(matrix_elements(layer)) for layer in layers)
+        own: list[Any] = [module.eh_proj.weight for module in modules]
+        own += [
             m.weight for m in (model.per_layer_inputs or nn.Module()).modules() if isinstance(m, nn.Linear)
         ]
         self.elements += sum(weight.numel() for weight in own)
-        self.mixing = _Mixing(spec.blocks)
+        self.mixing = _Mixing([layer.spec for layer in layers])
         self.factor, self.adapters = 3, 0
         # Without a gradient of the weight, and without any.
-        self.frozen = sum(sum(matrix_elements(layer, frozen=True)) for layer in model.layers)
+        self.frozen = sum(sum(matrix_elements(layer, frozen=True)) for layer in layers)
         self.frozen += sum(weight.numel() for weight in own if not weight.requires_grad)
         self.frozen_head = 0 if model.lm_head.weight.requires_grad else self.head
         idle = layers_without_gradient(model)

@@ -48,7 +48,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
     found["refused"] = refused(model, folder)
     del loss, model, held  # sharded tensors that outlive their process group sometimes hang
-    for other in (adapted, shared, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
+    for other in (adapted, shared, further_tokens, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
         found[other.__name__] = other(folder)
     return found
 
@@ -90,6 +90,16 @@ def shared(folder: Path) -> dict[str, torch.Tensor]:
     """Gradients of answers that share their prompt: one prompt per rank, some layers with a window."""
     model = liger_models.from_hub(folder / "gemma2", shard=parallelize)
     model(**shared_prompts([PROMPTS[dist.get_rank()]]), num_items_in_batch=6).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
+
+
+def further_tokens(folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of a model with two modules for multi-token prediction, layers in turn at other levels."""
+    model = liger_models.from_hub(folder / "further", shard=parallelize, mtp=True)
+    model.set_activation_memory(["lean", "checkpoint", "mlp"])
+    ids = batch(model.spec.vocab_size)
+    half = ids[dist.get_rank() :: 2]
+    model(half, labels=half, num_items_in_batch=ids.numel() / 2, mtp_weight=0.5).loss.backward()
     return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapted import with_adapters
+from randomised import randomise
 from ranks import run_ranks
 from rounding import beyond_bound
 
@@ -34,6 +35,8 @@ def folder(tmp_path_factory):
             for p in model.parameters():
                 p.normal_(0, 0.3)
         model.save_pretrained(folder / family, max_shard_size="50KB")
+    further = {**find_architecture("glm4_moe").tiny, "num_nextn_predict_layers": 2}
+    randomise(liger_models.from_config(further, mtp=True)).save_pretrained(folder / "further")
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     model.bfloat16()
     for p in norms:
@@ -104,6 +107,16 @@ def test_answers_that_share_their_prompt_get_the_gradients_of_one_process(folder
     calls = [{**shared_prompts([prompt]), "num_items_in_batch": 12} for prompt in program["PROMPTS"]]
     for of_rank in found:
         assert not beyond_bound(of_rank["shared"], lambda: gradients(model, calls))
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_of_a_sharded_model_gets_the_gradients_of_one_process(folder, found):
+    model = liger_models.from_hub(folder / "further", mtp=True)
+    ids = program["batch"](model.spec.vocab_size)
+    options = {"num_items_in_batch": ids.numel(), "mtp_weight": 0.5}
+    calls = [{"input_ids": half, "labels": half, **options} for half in (ids[::2], ids[1::2])]
+    for of_rank in found:
+        assert not beyond_bound(of_rank["further_tokens"], lambda: gradients(model, calls))
 
 
 @pytest.mark.slow

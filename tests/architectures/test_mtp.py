@@ -1,0 +1,208 @@
+"""Multi-token prediction against its formula, computed token by token in float64 from checkpoint tensors by
+name, and its tensors in checkpoints. transformers' models ignore these modules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from randomised import randomise
+from safetensors.torch import load_file, save_file
+
+import liger_models
+from liger_models.architectures import find_architecture, list_architectures
+from liger_models.convert.errors import CheckpointError, ConfigError, DataError, UnsupportedModelError
+
+FAMILIES = [
+    name
+    for vision in (False, True)
+    for name in list_architectures(vision)
+    if find_architecture(name).mtp is not None
+]
+EPS, WEIGHT = 1e-3, 0.3
+
+# -- the formula
+
+
+def rms(x, weight, eps):
+    return x * (x.square().mean() + eps).rsqrt() * weight
+
+
+def rotated(x, position, *, interleaved):
+    """Rotate pairs of a vector by position * 10000^(-2i / n)."""
+    half = len(x) // 2
+    angles = position * 10000.0 ** (-torch.arange(half, dtype=x.dtype) / half)
+    pairs = x.view(half, 2).unbind(1) if interleaved else (x[:half], x[half:])
+    a, b = pairs
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()])
+
+
+def attended(queries, keys, values, scale):
+    """[heads, d] and one [heads, d] for each visible token -> the heads' outputs, one after another."""
+    scores = torch.stack([(queries * key).sum(1) for key in keys]) * scale  # [visible, heads]
+    return (scores.softmax(0)[..., None] * torch.stack(values)).sum(0).flatten()
+
+
+def mlp(x, w, name):
+    return w(f"{name}.down_proj") @ (F.silu(w(f"{name}.gate_proj") @ x) * (w(f"{name}.up_proj") @ x))
+
+
+class DeepSeek:
+    """DeepSeek-V3's layer: latent attention and experts in groups."""
+
+    changes = {"num_nextn_predict_layers": 2}
+
+    def names(self, k):
+        layer = f"model.layers.{3 + k}."
+        return layer, f"{layer}enorm", f"{layer}hnorm", f"{layer}eh_proj", f"{layer}shared_head.norm"
+
+    def norm(self, x, weight):
+        return rms(x, weight, EPS)
+
+    def attention(self, x, w, position, cache):
+        heads, nope, rope, rank = 4, 10, 6, 20
+        eps = 1e-6  # of the norms of latents
+        q = w("self_attn.q_b_proj") @ rms(w("self_attn.q_a_proj") @ x, w("self_attn.q_a_layernorm"), eps)
+        latent = w("self_attn.kv_a_proj_with_mqa") @ x
+        kv = w("self_attn.kv_b_proj") @ rms(latent[:rank], w("self_attn.kv_a_layernorm"), eps)
+        q, kv = q.view(heads, nope + rope), kv.view(heads, -1)
+        turned = rotated(latent[rank:], position, interleaved=True).expand(heads, rope)
+        q = torch.stack([torch.cat([h[:nope], rotated(h[nope:], position, interleaved=True)]) for h in q])
+        cache.append((torch.cat([kv[:, :nope], turned], 1), kv[:, nope:]))
+        return w("self_attn.o_proj") @ attended(q, *zip(*cache, strict=True), (nope + rope) ** -0.5)
+
+    def feed_forward(self, x, w):
+        scores = (w("mlp.gate") @ x).sigmoid()
+        groups = (scores + w("mlp.gate.e_score_correction_bias")).view(4, 2)
+        allowed = groups.sum(1).topk(2).indices
+        ranked = torch.full_like(groups, -math.inf)
+        ranked[allowed] = groups[allowed]
+        chosen = ranked.flatten().topk(3).indices
+        weights = 1.7 * scores[chosen] / (scores[chosen].sum() + 1e-20)
+        parts = [p * mlp(x, w, f"mlp.experts.{e}") for p, e in zip(weights, chosen.tolist(), strict=True)]
+        return sum(parts) + mlp(x, w, "mlp.shared_experts")
+
+
+class Qwen:
+    """Qwen3.5's layer: gated attention with QK-norm and half-rotated heads, and an MLP."""
+
+    changes = {"attention_bias": False, "rms_norm_eps": EPS}
+
+    def names(self, k):
+        return "mtp.layers.0.", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm"
+
+    def norm(self, x, weight):
+        return rms(x, 1 + weight, EPS)
+
+    def attention(self, x, w, position, cache):
+        heads, key_heads, dim = 4, 2, 16
+        q, gate = (w("self_attn.q_proj") @ x).view(heads, 2 * dim).split(dim, 1)
+        k, v = ((w(f"self_attn.{n}_proj") @ x).view(key_heads, dim) for n in "kv")
+
+        def turned(head, norm):
+            head = self.norm(head, w(f"self_attn.{norm}_norm"))
+            return torch.cat([rotated(head[: dim // 2], position, interleaved=False), head[dim // 2 :]])
+
+        q = torch.stack([turned(head, "q") for head in q])
+        k = torch.stack([turned(head, "k") for head in k])
+        cache.append((k.repeat_interleave(2, 0), v.repeat_interleave(2, 0)))
+        out = attended(q, *zip(*cache, strict=True), dim**-0.5)
+        return w("self_attn.o_proj") @ (out * gate.flatten().sigmoid())
+
+    def feed_forward(self, x, w):
+        return mlp(x, w, "mlp")
+
+
+ORACLES = {"deepseek_v3": DeepSeek(), "qwen3_5_text": Qwen()}
+
+
+def losses_by_formula(model, oracle, hidden, ids, labels, bounds):
+    """Main loss and the loss of further tokens, sums over counted labels. All tensors by checkpoint name.
+
+    hidden [T, H], ids and labels [T]; documents between `bounds`.
+    """
+    tensors = {}
+    for name, expression in model.weight_map().items():
+        tensors |= expression.write(model.saved_tensors()[name])
+    head, embedding = tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]
+    depth = oracle.changes.get("num_nextn_predict_layers", 1)
+    main = further = 0.0
+    for start, end in itertools.pairwise(bounds):
+        states = list(hidden[start:end])
+        for k in range(depth + 1):
+            if k:
+                layer, *others = oracle.names(k - 1)
+                enorm, hnorm, projection, last = (tensors[f"{name}.weight"] for name in others)
+
+                def w(name, layer=layer):
+                    return tensors.get(f"{layer}{name}.weight", tensors.get(f"{layer}{name}"))
+
+                cache, found = [], []
+                for t in range(end - start - k):
+                    e = embedding[ids[start + t + k]]
+                    x = projection @ torch.cat([oracle.norm(e, enorm), oracle.norm(states[t], hnorm)])
+                    x = x + oracle.attention(oracle.norm(x, w("input_layernorm")), w, t, cache)
+                    x = x + oracle.feed_forward(oracle.norm(x, w("post_attention_layernorm")), w)
+                    found.append(oracle.norm(x, last))
+                states = found
+            for t, h in enumerate(states[: end - start - k - 1]):
+                if (label := labels[start + t + k + 1]) != -100:
+                    loss = -(head @ h).log_softmax(0)[label]
+                    main, further = (main, further + loss / depth) if k else (main + loss, further)
+    return main, further
+
+
+def made(family, **options):
+    torch.manual_seed(0)
+    config = {**find_architecture(family).tiny, **ORACLES[family].changes}
+    model = liger_models.from_config(config, mtp=True, dtype="float64", device="cpu", **options)
+    randomise(model, torch.Generator().manual_seed(1))
+    for buffer in model.buffers():  # correction biases of experts
+        if buffer.is_floating_point():
+            torch.nn.init.normal_(buffer, std=0.1, generator=torch.Generator().manual_seed(2))
+    return model
+
+
+CALLS = {
+    "packed": ([0, 6, 7, 9, 16], {"cu_seqlens": torch.tensor([0, 6, 7, 9, 16])}),
+    "padded": ([0, 8, 13], {"attention_mask": torch.tensor([[1] * 8, [0] * 3 + [1] * 5])}),
+}
+
+
+def drawn(model):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(5, model.spec.vocab_size, (2, 8), generator=generator)
+    return ids, ids.masked_fill(torch.rand(2, 8, generator=generator) < 0.25, -100)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("family", ORACLES)
+def test_losses_and_all_gradients_follow_the_formula_at_every_level(family, call):
+    model, (bounds, documents) = made(family), CALLS[call]
+    ids, labels = drawn(model)
+    hidden = model(ids, output_hidden_states=True, return_logits=False, **documents).hidden_states[-1]
+    kept = documents.get("attention_mask", torch.ones(2, 8)).flatten().bool()
+    flat = [x.flatten(0, 1)[kept] for x in (hidden, ids, labels)]
+    main, further = losses_by_formula(model, ORACLES[family], *flat, bounds)
+    count = sum(int((flat[2][a + 1 : b] != -100).sum()) for a, b in itertools.pairwise(bounds))
+    ((main + WEIGHT * further) / count).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    for level in ("all", "lean", "mlp", "checkpoint", "tiled", "offload"):
+        model.zero_grad()
+        model.set_activation_memory(level)
+        output = model(ids, labels=labels, mtp_weight=WEIGHT, **documents)
+        output.loss.backward()
+        # Float64, in which sums of a hundred terms differ by less than 1e-12, and the rotary tables, which
+        # are float32: 6e-8 of an angle up to 8.
+        torch.testing.assert_close(output.mtp_loss, further / count, rtol=1e-5, atol=0, check_dtype=False)
+        torch.testing.assert_close(
+            output.loss, (main + WEIGHT * further) / count, rtol=1e-5, atol=0, check_dtype=False
+        )
+        for name, p in model.named_parameters():
+            far = (p.grad - expected[name]).norm() / expected[name].norm()
+            assert far < 1e-5, (level, name, far)
