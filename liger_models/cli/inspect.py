@@ -17,11 +17,14 @@ def add_parser(subparsers) -> None:
         "inspect", help="show a model's layers, parameters and memory", description=__doc__
     )
     parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or preset")
+    parser.add_argument(
+        "--mtp", action="store_true", help="with the checkpoint's modules for multi-token prediction"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(args: argparse.Namespace) -> None:
-    report = inspect(args.name)
+    report = inspect(args.name, args.mtp)
     if args.json:
         import json
 
@@ -30,8 +33,10 @@ def run(args: argparse.Namespace) -> None:
         print_report(report)
 
 
-def inspect(name: str) -> dict[str, Any]:
-    """Everything the command shows, as JSON-serialisable data, parameter by parameter and layer by layer."""
+def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
+    """Everything the command shows, as JSON-serialisable data, parameter by parameter and layer by layer.
+    `mtp`: with the modules for multi-token prediction.
+    """
     from dataclasses import asdict
 
     import liger_models
@@ -39,7 +44,7 @@ def inspect(name: str) -> dict[str, Any]:
     config, dtypes, folder = find_config(name)
     preset = not dtypes and folder is None  # `init` creates it in bfloat16
     dtype = "bfloat16" if preset else "auto"
-    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0)
+    model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0, mtp=mtp)
     if folder is not None:
         dtypes = _checked_dtypes(folder, model)
     elif dtypes:
@@ -57,6 +62,7 @@ def inspect(name: str) -> dict[str, Any]:
         "num_parameters": model.num_parameters(),
         "spec": asdict(model.spec),
         "parameters": parameters,
+        "copied": sorted(dtypes.keys() - {name for row in parameters for name in row["from"]}),
         "memory": _memory(model, dtypes),
     }
 
@@ -167,6 +173,10 @@ def print_report(report: dict[str, Any]) -> None:
     for row in _folded(report["parameters"]):
         rows.append((row["name"], str(row["shape"]), row["dtype"], f"= {row['expression']}"))
     print_table(rows)
+
+    if copied := report["copied"]:
+        shown = ", ".join(copied[:4]) + ", ..." * (len(copied) > 4)
+        print(f"\n{len(copied)} tensors of the checkpoint are no parameters, and exports copy them: {shown}")
 
     print(f"\nMemory, in {memory['dtype']}")
     print_table(

@@ -48,7 +48,15 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         found[family] = {"gradients": gradients, "read": count.nbytes, "held": sum(held.values())}
     found["refused"] = refused(model, folder)
     del loss, model, held  # sharded tensors that outlive their process group sometimes hang
-    for other in (adapted, shared, further_tokens, in_half_precision, after_evaluation, fitted, memory_of_a_large_one):
+    for other in (
+        adapted,
+        shared,
+        further_tokens,
+        in_half_precision,
+        after_evaluation,
+        fitted,
+        memory_of_a_large_one,
+    ):
         found[other.__name__] = other(folder)
     return found
 
