@@ -125,7 +125,7 @@ class StepMemory:
         # The last norm's input and output; the last layer's input is needed first.
         room += (2 + (levels[-1] == "offload")) * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        room += self._modules.at_the_loss(levels[-1])
+        room += self._further.at_the_loss(levels[-1])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
@@ -146,8 +146,8 @@ class StepMemory:
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
         left = self._outside_layers + sum(kept)
-        if self._modules.blocks:
-            room = self._modules.in_backward(levels[-1])
+        if self._further.blocks:
+            room = self._further.in_backward(levels[-1])
             found.append(("backward of the prediction modules", self._parts(left, room, gradients)))
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
@@ -250,7 +250,7 @@ class StepMemory:
         return [*map(frozen.without_gradient, every[: self._idle]), *every[self._idle :]]
 
     @cached_property
-    def _modules(self) -> ModuleCosts:
+    def _further(self) -> ModuleCosts:
         return ModuleCosts.of(self.model, self.step, self.itemsize)
 
     @cached_property
@@ -373,7 +373,7 @@ class StepMemory:
 
     @cached_property
     def _head_work(self) -> int:
-        spec, passes = self.model.spec, 1 + len(self._modules.blocks)
+        spec, passes = self.model.spec, 1 + len(self._further.blocks)
         return 6 * passes * self.step.tokens * spec.hidden_size * spec.vocab_size
 
 

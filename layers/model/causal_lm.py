@@ -201,7 +201,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
         A pattern is a glob over a name or any part of it between dots, with ranges of numbers
         ("embed_tokens", "layers.0-15", "layers.3?.mlp", "q_proj"), or a part of a vision-language model:
-        "vision", "projector", "language". Create the optimizer afterwards.
+        "vision", "projector", "language"; or "mtp", the modules for multi-token prediction. Create the
+        optimizer afterwards.
 
         Raises:
             ValueError: a pattern that matches nothing, with near names; or one that divides the tensors of a

@@ -205,9 +205,13 @@ class Decoder(ActivationLevels):
         return {own_input(i): own for i, own in enumerate(inputs)}
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules of each part: "language", and in a vision-language model "vision" and "projector"."""
+        """The modules of each part: "language"; "mtp", the modules for multi-token prediction; and in a
+        vision-language model "vision" and "projector".
+        """
         own = (getattr(self, name, None) for name in _OF_LANGUAGE)
         found: dict[str, list[nn.Module]] = {"language": [module for module in own if module is not None]}
+        if self.mtp is not None:
+            found |= {"mtp": [self.mtp]}
         if self.vision is not None:
             found |= {"vision": [self.vision.encoder], "projector": self.vision.ways_out()}
         return found
@@ -225,7 +229,7 @@ class Decoder(ActivationLevels):
         return self.per_layer_inputs is not None
 
 
-_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "mtp", "lm_head")
+_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:

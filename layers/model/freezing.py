@@ -5,7 +5,7 @@
 
 A pattern is a glob (`*`, `?`, `[0-7]`) over a tensor's name, or over any part of it between dots; `0-15`
 between dots is each number of that range. The parts of a vision-language model ("vision", "projector",
-"language") are patterns, too.
+"language") are patterns, too, and so is "mtp", the modules for multi-token prediction.
 """
 
 from __future__ import annotations

@@ -244,6 +244,14 @@ def test_the_routers_loss_leaves_the_modules_out():
     torch.testing.assert_close(output.loss, plain.loss + WEIGHT * output.mtp_loss)
 
 
+def test_the_modules_are_trained_alone():
+    model = made("deepseek_v3")
+    model.freeze(train_only=["mtp"])
+    ids, labels = drawn(model)
+    model(ids, labels=labels, mtp_weight=WEIGHT).loss.backward()
+    assert all((p.grad is not None) is name.startswith("mtp.") for name, p in model.named_parameters())
+
+
 # -- checkpoints
 
 

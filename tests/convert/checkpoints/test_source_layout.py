@@ -72,6 +72,6 @@ def test_a_tied_duplicate_must_equal_its_original_bit_by_bit(tmp_path, monkeypat
         different = {**tensors, "lm_head.weight": tensors["q.weight"].clone()}
         change(different["lm_head.weight"])
         with pytest.raises(
-            CheckpointError, match=r"ties 'lm_head.weight' to 'q.weight'.*tie_word_embeddings"
+            CheckpointError, match=r"'lm_head.weight' must repeat 'q.weight'.*tie_word_embeddings"
         ):
             match(tmp_path, different, tied_duplicates=tied)
