@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from liger_models.architectures import Architecture, find_architecture, with_mtp
 from liger_models.convert.checkpoints.new_rows import ReaderWithNewRows
@@ -35,6 +33,7 @@ from liger_models.models.classifier import (
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.text_part import select_text, text_config_of, warn_of
+from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
 
@@ -365,7 +364,7 @@ def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
     spec = replace(spec, tie_word_embeddings=False) if choice.untied else spec
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
-        with torch.device("meta"), _NoInitialisation():
+        with torch.device("meta"), WithoutInitialisation():
             kind = LigerCausalLM if labels_of(raw) is None else LigerSequenceClassifier
             memory = options.activation_memory, options.memory_budget
             model = kind(spec, architecture, raw, options.attention, *memory)
@@ -374,19 +373,6 @@ def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
         raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error
     model.carried = architecture.carried(config)
     return model
-
-
-class _NoInitialisation(TorchFunctionMode):
-    """Random numbers for parameters that are about to be overwritten are not drawn.
-
-    On the meta device they would cost nothing themselves, but torch imports its compiler to shape them.
-    """
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
-            return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        return function(*args, **kwargs)
 
 
 def _split_if(projections: str, model: LigerCausalLM) -> None:

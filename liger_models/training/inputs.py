@@ -393,8 +393,7 @@ def load_second_model(
         )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-    model = from_hub(name, dtype=dtype, **options)
-    return model.requires_grad_(False).eval()
+    return from_hub(name, dtype=dtype, **options).requires_grad_(False).eval()
 
 
 def _is_preset(name: str) -> bool:
