@@ -120,12 +120,11 @@ class StepMemory:
         trained = step.lora_rank == 0 and head.weight.requires_grad
         trained = trained or getattr(head, "trained_rows", None) is not None
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
-        room = working_bytes(*sizes, trained, step.labelled)
+        room = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
         gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output; the last layer's input is needed first.
         room += (2 + (levels[-1] == "offload")) * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        room += self._further.at_the_loss(levels[-1])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
@@ -146,9 +145,9 @@ class StepMemory:
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
         left = self._outside_layers + sum(kept)
-        if self._further.blocks:
-            room = self._further.in_backward(levels[-1])
-            found.append(("backward of the prediction modules", self._parts(left, room, gradients)))
+        for room, missing in self._further.in_backward(levels[-1]):
+            found.append(("backward of an MTP module", self._parts(left, room, gradients - new * missing)))
+        left += self._further.waiting
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
             if number == -1:

@@ -4,7 +4,7 @@ level.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,28 +21,42 @@ class ModuleCosts:
     Attributes:
         blocks: costs of their layers.
         stream: of a tensor [T, H].
+        gradients: of each module's parameters.
         head_gradient: of the gradient of the head's weight, which exists once for each pass through the head.
     """
 
-    blocks: Sequence[LayerCosts]
-    stream: int
-    head_gradient: int
+    blocks: Sequence[LayerCosts] = ()
+    stream: int = 0
+    gradients: Sequence[int] = ()
+    head_gradient: int = 0
 
     @staticmethod
     def of(model: Any, step: Step, itemsize: int) -> ModuleCosts:
         if model.mtp is None:
-            return ModuleCosts((), 0, 0)
-        blocks = [LayerCosts.of(module.block, step, itemsize) for module in model.mtp.values()]
-        trained = model.lm_head.weight.requires_grad and not step.lora_rank
-        gradient = own_bytes(model.lm_head.weight) if trained else 0
-        return ModuleCosts(blocks, step.tokens * model.layers[0].stream_bytes(itemsize), gradient)
+            return ModuleCosts()
 
-    def kept(self, level: ActivationMemory) -> int:
-        """Bytes kept for the backward pass: the embeddings ahead and the input of the last norm, at the level
-        `all` also the hidden states and both norms' outputs, besides what the layers keep.
+        def gradient(module: Any) -> int:
+            trained = () if step.lora_rank else (p for p in module.parameters() if p.requires_grad)
+            return sum(map(own_bytes, trained))
+
+        modules = list(model.mtp.values())
+        return ModuleCosts(
+            [LayerCosts.of(module.block, step, itemsize) for module in modules],
+            step.tokens * model.layers[0].stream_bytes(itemsize),
+            [gradient(module) // step.gpus for module in modules],
+            gradient(model.lm_head),
+        )
+
+    def kept(self, level: ActivationMemory, count: int | None = None) -> int:
+        """Bytes that the first `count` modules, or all, keep for the backward pass besides what their layers
+        keep: the embeddings ahead, the input of the last norm, the hidden states from one module to the next,
+        and at the level `all` both norms' outputs.
         """
-        streams = 5 if level == "all" else 2
-        return sum(block.kept[level] + streams * self.stream for block in self.blocks)
+        blocks = self.blocks[:count]
+        streams = (4 if level == "all" else 2) * len(blocks) + max(0, len(blocks) - 1)
+        # Their inputs are not moved to the host.
+        of_blocks = (block.kept["tiled" if level == "offload" else level] for block in blocks)
+        return sum(of_blocks) + streams * self.stream
 
     def at_the_loss(self, level: ActivationMemory) -> int:
         """Bytes at the last pass through the head: what is kept, the input's embeddings, and the gradients of
@@ -52,7 +66,15 @@ class ModuleCosts:
             return 0
         return self.kept(level) + self.stream + len(self.blocks) * (self.stream + self.head_gradient)
 
-    def in_backward(self, level: ActivationMemory) -> int:
-        """Bytes in the backward pass of the last module, with the gradient of the decoder's output."""
-        work = max((block.transient[level] for block in self.blocks), default=0)
-        return self.kept(level) + work + self.stream
+    def in_backward(self, level: ActivationMemory) -> Iterator[tuple[int, int]]:
+        """Bytes in the backward pass of each module, without gradients of parameters, and those of the
+        gradients that do not exist yet. The gradients of earlier passes through the head wait.
+        """
+        for i, block in enumerate(self.blocks):
+            passes = (i + 1) * (self.stream + self.head_gradient)
+            yield self.kept(level, i + 1) + block.transient[level] + passes, sum(self.gradients[:i])
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of the embeddings' gradient, which waits for that of the first layer."""
+        return self.stream if self.blocks else 0

@@ -73,7 +73,7 @@ class MTPModule(nn.Module):
     def forward(self, embeddings: Tensor, hidden: Tensor, sequences: Sequences) -> Tensor:
         """embeddings [T, H] of the tokens ahead, hidden [T, H] -> hidden [T, H], normalised."""
         parts = self.enorm(embeddings), self.hnorm(hidden)
-        both = carry_recipe(_side_by_side(*parts), _side_by_side, *parts, deep=True)
+        both = carry_recipe(_side_by_side(*parts), _side_by_side, *parts, late=True, deep=True)
         x, residual = self.block(self.eh_proj(both), None, sequences)
         return add_and_norm(self.shared_head_norm, x, residual)[0]
 

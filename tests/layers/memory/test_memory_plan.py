@@ -134,6 +134,23 @@ def test_a_plan_equals_the_allocations_of_a_step(name):
         assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=2e-3), (level, plan.moment)
 
 
+@pytest.mark.parametrize("modules", [1, 2])
+def test_a_plan_counts_the_modules_for_multi_token_prediction(modules):
+    """At all levels, to 2%, or one tensor [T, H]: which ones still exist when a module runs again differs."""
+    config = QWEN3_30B_6 | {"model_type": "glm4_moe", "num_hidden_layers": 2, "n_routed_experts": 32}
+    config |= {"n_shared_experts": 1, "num_nextn_predict_layers": modules, "hidden_size": 4096}
+    del config["num_experts"]
+    model = liger_models.from_config(config, device="meta", dtype="bfloat16", mtp=True)
+    memory = StepMemory(model, Step(4, 4096, optimizer_bytes=0))
+    for level in LEVELS:
+        model.set_activation_memory(level)
+        for p in model.parameters():
+            p.grad = None
+        plan = memory.plan([level] * 2)
+        found = peak_of_a_step(model, 4, 4096)
+        assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=2e-2), (level, plan.moment)
+
+
 @pytest.mark.parametrize(
     ("frozen", "level"),
     [(["embed_tokens", "layers.0-2"], "lean"), (["embed_tokens", "layers.0-2", "lm_head"], "all")],
