@@ -1,10 +1,13 @@
-"""Nemotron-H and Nemotron Nano 2 (NVIDIA, 2025, arXiv:2504.03624): layers of one part each, state space
-layers, a few of attention without positions, and MLPs with squared ReLU. Layers of experts are not supported.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA, 2025, arXiv:2504.03624, arXiv:2512.20848): layers of
+one part each, state space layers, a few of attention without positions, and MLPs or experts with squared
+ReLU. The experts are routed as in DeepSeek-V3, and in Nemotron 3 Super and Ultra work in a latent space.
 """
 
 from dataclasses import replace
 
 from liger_models.architectures.common import FULL, LINEAR, check_groups, decoder, mlp, part_types, ssd
+from liger_models.architectures.common.deepseek import SHARED_EXPERTS, routed_and_shared_experts
+from liger_models.architectures.common.state_space import EXPERTS, MLP
 from liger_models.architectures.mamba2 import INITIALISATION, KEYS, NAMES, OF_ATTENTION
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
@@ -14,24 +17,27 @@ from liger_models.layers.specs import AttentionSpec, BlockSpec, MixerSpec, Model
 
 OF_STATES = {**KEYS, "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "state": "ssm_state_size"}
 OF_STATES["activation"] = "mamba_hidden_act"
-PARTS = (*NAMES, ("model.norm.", "model.norm_f."), (".self_attn.", ".mixer."), (".mlp.", ".mixer."))
+PARTS = (
+    *NAMES,
+    ("model.norm.", "model.norm_f."),
+    *((".router.correction_bias", ".gate.e_score_correction_bias"), (".router.", ".gate."), SHARED_EXPERTS),
+    *((".self_attn.", ".mixer."), (".mlp.", ".mixer.")),
+)
+STACKED = ("*.experts.*",)
 
 NOT_READ = """
     attention_bias attention_head_dim chunk_size expand mamba_proj_bias mamba_ssm_cache_dtype
+    keep_mtp_spec_in_bf16 moe_shared_expert_overlap mtp_hybrid_override_pattern mtp_layers_block_type
+    n_shared_experts norm_eps
     num_logits_to_keep residual_in_fp32 rms_norm_eps rope_parameters rope_scaling
     rope_theta sliding_window time_step_limit use_mamba_kernels
-"""
-OF_EXPERTS = """
-    moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap
-    n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor
-    topk_group mtp_layers_block_type mtp_hybrid_override_pattern
 """
 
 
 @register(
     "nemotron_h",
     reference="NemotronHForCausalLM",
-    layouts=(Layout(PARTS, root="backbone."), Layout(PARTS, root="model.")),
+    layouts=tuple(Layout(PARTS, whole, root=r) for whole in ((), STACKED) for r in ("backbone.", "model.")),
     defaults={
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
@@ -44,12 +50,17 @@ OF_EXPERTS = """
         "mamba_hidden_act": "silu",
         "mlp_hidden_act": "relu2",
         "time_step_min": 0.001,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
     },
     carried=lambda c: ("mtp.*",),
     unread={
         **{key: "concerns fresh weights alone" for key in INITIALISATION if key != "time_step_min"},
         **dict.fromkeys(NOT_READ.split(), "the reference does not read it, or the result is the same"),
-        **dict.fromkeys(OF_EXPERTS.split(), "of layers of experts, or of layers that do not run"),
     },
 )
 def nemotron_h(c: HFConfig) -> ModelSpec:
@@ -57,21 +68,32 @@ def nemotron_h(c: HFConfig) -> ModelSpec:
     heads, kv_heads = c.take_count("num_attention_heads"), c.take_count("num_key_value_heads")
     head_dim = c.take_count("head_dim", 128)
     check_groups(c, heads, kv_heads)
-    c.take("max_position_embeddings", None)  # there are no positions
+    for unused in ("max_position_embeddings", "partial_rotary_factor"):
+        c.take(unused, None)  # there are no positions
     size = c.take_count("mamba_num_heads") * c.take_count("mamba_head_dim")
     mamba = ssd(c, size, norm.eps, OF_STATES, dt_min=c.take_number("time_step_min"))
-    feed_forward = mlp(c, bias=c.take_flag("mlp_bias", False), gated=False, key="mlp_hidden_act")
-    kinds = part_types(c)
-    if "moe" in kinds:
+    bias, kinds = c.take_flag("mlp_bias", False), part_types(c)
+    feed_forward = mlp(c, bias=bias, gated=False, key="mlp_hidden_act")
+    experts = routed_and_shared_experts(
+        c,
+        plain="mlp_hidden_act",
+        shared_size=c.take_count("moe_shared_expert_intermediate_size"),
+        bias=bias,
+        score="sigmoid",
+        renormalize=c.take_flag("norm_topk_prob", True),
+        correction_bias=True,
+        float32_router=True,
+        latent_size=(latent := c.take_count("moe_latent_size", None)),
+        latent_bias=bias and latent is not None,
+    )
+    if EXPERTS in kinds and experts.gated:
         raise ConfigError(
-            f"{c.name}: layer {kinds.index('moe')} has experts without gates, which are not supported"
+            f"{c.name}: mlp_hidden_act is {experts.activation!r}; experts without gates have 'relu2' alone"
         )
     attn = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5, rope=None)
     mixers: dict[str, MixerSpec] = {LINEAR: mamba, FULL: attn}
-    blocks = [
-        BlockSpec(mixers.get(kind), None if kind in mixers else feed_forward, norm, "one_part")
-        for kind in kinds
-    ]
+    mlps = {MLP: feed_forward, EXPERTS: experts}
+    blocks = [BlockSpec(mixers.get(kind), mlps.get(kind), norm, "one_part") for kind in kinds]
     # The reference never ties the head.
     return replace(decoder(c, blocks, norm), padding_idx=None, tie_word_embeddings=False)
 
@@ -81,10 +103,11 @@ def nemotron_h(c: HFConfig) -> ModelSpec:
 for_tests(
     "nemotron_h",
     tiny={
+        "num_hidden_layers": 4,
         **{key: ... for key in OF_ATTENTION if key.endswith(("eps", "parameters", "embeddings"))},
         "hidden_act": ...,
         "layer_norm_epsilon": 1e-2,
-        "layers_block_type": [LINEAR, FULL, "mlp"],
+        "layers_block_type": [LINEAR, FULL, "mlp", "moe"],
         "mamba_num_heads": 12,
         "mamba_head_dim": 8,
         "ssm_state_size": 10,
@@ -95,16 +118,28 @@ for_tests(
         "mlp_bias": True,
         "mlp_hidden_act": "relu2",
         "time_step_min": 0.001,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 3,
+        "n_group": 1,
+        "topk_group": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.7,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 36,
+        "moe_latent_size": 20,
     },
     variants={
-        "pattern": {"layers_block_type": ..., "hybrid_override_pattern": "-*M"},
-        "older_names": {"layers_block_type": ["mlp", "attention", "mamba"]},
-        "newer_names": {"layers_block_type": ..., "layer_types": [FULL, "mlp", LINEAR]},
-        "another_activation": {"mlp_hidden_act": "silu"},
+        "pattern": {"layers_block_type": ..., "hybrid_override_pattern": "-*ME"},
+        "older_names": {"layers_block_type": ["mlp", "attention", "mamba", "moe"]},
+        "newer_names": {"layers_block_type": ..., "layer_types": ["moe", FULL, "mlp", LINEAR]},
+        "another_activation": {"mlp_hidden_act": "silu", "layers_block_type": ["mlp", LINEAR, "mlp", FULL]},
+        "experts_in_groups": {"n_group": 3, "topk_group": 2},
+        "experts_not_latent": {"moe_latent_size": None},
         "longer_steps": {"time_step_min": 0.6},
-        "two_of_states": {"layers_block_type": [LINEAR, "mlp", LINEAR]},
+        "two_of_states": {"layers_block_type": [LINEAR, "mlp", LINEAR, "moe"]},
     },
     skip={
+        "swap:model.layers.3.mlp.fc2_latent_proj.bias": "only the sum of both counts",
         "key:tie_word_embeddings": "the reference never ties the head",
         "key:num_hidden_layers": "it is the number of types",
         "refusal:head_dim_by_division": "head_dim has a default",

@@ -97,6 +97,8 @@ def routed_and_shared_experts(
     *,
     in_groups: bool = True,
     bias: bool = False,
+    plain: str | None = None,
+    shared_size: int | None = None,
     **settings: Any,
 ) -> MoESpec:
     """Routed and shared experts, the latter as one MLP, from the keys of DeepSeek's configs.
@@ -105,12 +107,15 @@ def routed_and_shared_experts(
         keys: names of the key with the number of experts.
         in_groups: choose a token's experts from the best groups.
         bias: of the shared experts.
+        plain: key of the activation of experts without gates; default: they have gates.
+        shared_size: width of the shared experts; default: as many times that of one as the config says.
         settings: other fields of the `MoESpec`.
     """
     count, chosen = experts_and_chosen(c, keys)
     smallest = 1 if settings.get("group_score") == "max" else 2  # groups are scored by their two best
     groups = groups_and_chosen(c, count, chosen, smallest=smallest) if in_groups else (1, 1)
-    inner, act = c.take_count("moe_intermediate_size"), activation(c)
+    inner, act = c.take_count("moe_intermediate_size"), activation(c, plain or "hidden_act", plain is None)
+    shared_size = c.take_count("n_shared_experts") * inner if shared_size is None else shared_size
     return MoESpec(
         count,
         chosen,
@@ -119,7 +124,7 @@ def routed_and_shared_experts(
         num_groups=groups[0],
         top_groups=groups[1],
         routed_scaling_factor=c.take_number("routed_scaling_factor", 1.0),
-        shared_expert=MLPSpec(c.take_count("n_shared_experts") * inner, act, bias),
+        shared_expert=MLPSpec(shared_size, act, bias, gated=plain is None),
         **settings,
     )
 

@@ -253,6 +253,11 @@ def _launch_backward(
             )
 
 
+def has_gate(activation: Activation) -> bool:
+    """Whether the activation has a gate, and multiplies up by a function of it; "relu2" has up alone."""
+    return activation != "relu2"
+
+
 def activation_constants(activation: Activation) -> dict[str, Any]:
     """Kernel arguments that describe an activation."""
     if isinstance(activation, ClampedSwiGLU):
@@ -351,7 +356,9 @@ def _gated_backward_kernel(
 
 @jit
 def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """The two factors of the result, from gate g and up u, each followed by its derivative."""
+    """The two factors of the result, from gate g and up u, each followed by its derivative. "relu2" is that
+    of g; its other factor is u.
+    """
     factor, factor_derivative = u, 1.0
     if ACTIVATION == "clamped_swiglu":
         beyond, up_beyond = g > LIMIT, tl.abs(u) > LIMIT  # both false for nan, which propagates as in torch
@@ -360,6 +367,10 @@ def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
         derivative = tl.where(beyond, 0.0, slope + g * (ALPHA * slope * (1 - slope)))
         factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u) + 1
         factor_derivative = tl.where(up_beyond, 0.0, 1.0)
+    elif ACTIVATION == "relu2":
+        g = tl.where(g < 0, 0.0, g)  # nan stays nan, as in torch
+        slope = g
+        derivative = 2 * g
     # The others are act(g) = g * slope(g), so act'(g) = slope(g) + g * slope'(g).
     elif ACTIVATION == "silu":
         slope = tl.sigmoid(g)

@@ -2,9 +2,11 @@
 
     spread_rows:     rows[r] = x[token of r]                                 T H + R H elements moved
     sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
-    weighted_gated:  a = act(gate) * up, [gate | up] = weights[r] * h[r]                       3 R I
-    gated_backward:  gradients of weighted_gated, or of weights * a with [gate | up] = h         6 R I
+    weighted_activation:  a = act(gate) * up, [gate | up] = weights[r] * h[r]                  3 R I
+    activation_backward:  gradients of it, or of weights * a with [gate | up] = h                6 R I
     sum_by_expert:   sums[e] = sum over the rows r of e of weights[r] * rows[r]                  R H
+
+Experts without gates have a = max(h, 0)^2, h [R, I], instead: 2 R I and 4 R I.
 
 Sums are in float32 and in a fixed order, without atomics.
 """
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, on_device_of, tl
-from liger_models.kernels.activations.gated import Activation, activation_constants, gated_factors
+from liger_models.kernels.activations.gated import Activation, activation_constants, gated_factors, has_gate
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -47,16 +49,16 @@ def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tenso
     return y
 
 
-def weighted_gated(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
-    """Return a [R, I] of weights * h, from h [R, 2 I] and weights [T, k]."""
-    _, _, a = gated_backward(
+def weighted_activation(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
+    """Return a [R, I] of weights * h, from h [R, 2 I], or [R, I] without gates, and weights [T, k]."""
+    _, _, a = activation_backward(
         None, h, weights, order, activation, False, False, want_product=True, inputs=True
     )
     assert a is not None
     return a
 
 
-def gated_backward(
+def activation_backward(
     dproduct: Tensor | None,
     h: Tensor,
     weights: Tensor,
@@ -69,15 +71,16 @@ def gated_backward(
     of_bias: Tensor | None = None,
     experts: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the requested ones of dh [R, 2 I], dweights [T, k] and weights * a [R, I].
+    """Return the requested ones of dh, dweights [T, k] and weights * a [R, I].
 
-    h is [R, 2 I], and dproduct [R, I] the gradient of a before weighting; only the last result can be
-    computed without it. dweights includes the gradient through the last product's bias, of_bias [T, E]
+    h and dh are [R, 2 I], or [R, I] without gates, and dproduct [R, I] the gradient of a before weighting;
+    only the last result can be computed without it. dweights includes the gradient through the last product's bias, of_bias [T, E]
     float32 at experts [T, k], if given.
 
     With `inputs` the weights multiply h instead of a, and the last result is a.
     """
-    num_rows, width = h.shape[0], h.shape[1] // 2
+    gated = has_gate(activation)
+    num_rows, width = h.shape[0], h.shape[1] // (2 if gated else 1)
     weights = weights.contiguous()
     dh = torch.empty_like(h) if want_h else None
     # Empty slots have no row that writes their gradient.
@@ -88,7 +91,7 @@ def gated_backward(
         block = min(256, next_power_of_2(max(width, 1)))
         block_rows = 1024 // block
         with on_device_of(h):
-            _gated_backward_kernel[(ceil_div(num_rows, block_rows),)](
+            _activation_backward_kernel[(ceil_div(num_rows, block_rows),)](
                 dproduct,
                 h,
                 weights,
@@ -102,6 +105,7 @@ def gated_backward(
                 width,
                 order.offsets.numel() - 1,
                 **activation_constants(activation),
+                GATED=gated,
                 INPUTS=inputs,
                 TOP_K=order.top_k,
                 BLOCK_ROWS=block_rows,
@@ -153,7 +157,7 @@ def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BL
 
 
 @jit
-def _gated_backward_kernel(
+def _activation_backward_kernel(
     dproduct,
     h,
     weights,
@@ -169,6 +173,7 @@ def _gated_backward_kernel(
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
+    GATED: tl.constexpr,
     INPUTS: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -183,13 +188,15 @@ def _gated_backward_kernel(
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
         mask = row_mask[:, None] & (column < width)
-        gate_at = 2 * start + column
+        # Without gates, `gate` is h, and up and its gradient do not exist.
+        gate_at = 2 * start + column if GATED else start + column
         up_at = gate_at + width
         gate = tl.load(h + gate_at, mask, 0.0).to(tl.float32)
-        up = tl.load(h + up_at, mask, 0.0).to(tl.float32)
+        up = tl.load(h + up_at, mask, 0.0).to(tl.float32) if GATED else 1.0
         g, u, product_weight = gate, up, weight
         if INPUTS:
-            g, u, product_weight = weight * gate, weight * up, 1.0
+            g, product_weight = weight * gate, 1.0
+            u = weight * up if GATED else up
         activated, derivative, factor, factor_derivative = gated_factors(g, u, ACTIVATION, ALPHA, LIMIT)
         if product is not None:
             value = product_weight * activated * factor
@@ -199,14 +206,15 @@ def _gated_backward_kernel(
             dgate = gradient * factor * derivative
             dup = gradient * activated * factor_derivative
             if INPUTS:
-                dweight += tl.sum(dgate * gate + dup * up, 1)
+                dweight += tl.sum(dgate * gate + dup * up if GATED else dgate * gate, 1)
             else:
                 dweight += tl.sum(gradient * activated * factor, 1)
             if dh is not None:
                 dgate *= weight
-                dup *= weight
                 tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
-                tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
+                if GATED:
+                    dup *= weight
+                    tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
     if dweights is not None:
         if of_bias is not None:
             expert = tl.load(experts + assignment, row_mask, 0).to(tl.int64)

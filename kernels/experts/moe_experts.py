@@ -1,8 +1,10 @@
-"""Experts of a mixture of experts: gated MLPs that process only the tokens routed to them.
+"""Experts of a mixture of experts: MLPs that process only the tokens routed to them.
 
     y[t] = sum over slots j of weights[t, j] * (down[e] @ (act(gate) * up) + down_bias[e]),
            gate, up = gate_up[e] @ x[t] + gate_up_bias[e],
            e = experts[t, j]                                     (Mixtral, arXiv:2401.04088, section 2.1)
+
+Experts with the activation "relu2" have no gates (Nemotron 3, arXiv:2512.20848): gate_up is up [E, I, H], and max(up, 0)^2 replaces act(gate) * up.
 
 Biases are optional and added inside the products. Weights can multiply the experts' inputs instead (Llama 4);
 without biases that equals weighting the output of the first product:
@@ -23,8 +25,8 @@ With weighted inputs h is saved unweighted, and
 
     dh = weights[t, j] * d,   dweights[t, j] = d . h,   d = da * (the activation's derivatives, at weights h)
 
-Saved for the backward pass: the operands, h [R, 2 I] and the row order. Sums over slots are in float32 and in
-a fixed order, so results are deterministic.
+Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], and the row order. Sums over
+slots are in float32 and in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
@@ -49,20 +51,22 @@ from liger_models.kernels.activations.gated import (
     activation_constants,
     clamped_swiglu,
     geglu,
+    has_gate,
+    relu2,
     swiglu,
 )
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
 from liger_models.kernels.experts._expert_rows import (
-    gated_backward,
+    activation_backward,
     spread_rows,
     sum_by_expert,
     sum_slots,
-    weighted_gated,
+    weighted_activation,
 )
 from liger_models.kernels.experts._grouped_products import rows_product, weight_product
 
 Weighted = Literal["outputs", "inputs"]
-_ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 
 
 def moe_experts(
@@ -77,16 +81,17 @@ def moe_experts(
     weighted: Weighted = "outputs",
     num_rows: int | None = None,
 ) -> Tensor:
-    """Weighted sum over a token's experts of down(act(gate(x)) * up(x)).
+    """Weighted sum over a token's experts of down(act(gate(x)) * up(x)), or of down(act(up(x))).
 
     Args:
         x: [T, H], any floating dtype.
         weights: [T, k], any floating dtype; used in float32.
         experts: [T, k], integers in [0, E). Not checked on a GPU, where other values are undefined behaviour.
-        gate_up: [E, 2 I, H], the gate's rows first, in x's dtype.
+        gate_up: [E, 2 I, H], the gate's rows first, or up [E, I, H] without gates, in x's dtype.
         down: [E, H, I], in x's dtype.
-        activation: of the gate: "silu", "gelu_tanh" or "gelu"; or of both, a `ClampedSwiGLU`.
-        gate_up_bias: [E, 2 I], the gate's first, in x's dtype, or None.
+        activation: of the gate: "silu", "gelu_tanh" or "gelu"; of both, a `ClampedSwiGLU`; or "relu2", of
+            experts without gates.
+        gate_up_bias: [E, 2 I], the gate's first, or [E, I], in x's dtype, or None.
         down_bias: [E, H], in x's dtype, or None. It is weighted like the rest of an expert's output.
         weighted: whether the weights multiply the experts' "outputs", or their "inputs" (without biases).
         num_rows: for expert parallelism: allows empty slots (expert -1), which cost no work and no memory,
@@ -147,11 +152,13 @@ def moe_experts_plain(
     y = torch.zeros_like(at_least_float32(x))
     for e in range(len(gate_up)):
         token, slot = torch.where(experts == e)
-        h = F.linear(x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e])  # [n, 2 I]
+        h = F.linear(
+            x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e]
+        )  # [n, 2 I] or [n, I]
         weight = at_least_float32(weights[token, slot]).unsqueeze(-1)
         if weighted == "inputs":
             h, weight = weight * at_least_float32(h), torch.ones_like(weight)
-        a = _gated(h, activation).to(x.dtype)
+        a = _activated(h, activation).to(x.dtype)
         rows = F.linear(a, down[e], None if down_bias is None else down_bias[e])  # [n, H]
         y = y.index_add(0, token, (weight * at_least_float32(rows)).to(y.dtype))
     return y.to(x.dtype)
@@ -176,17 +183,19 @@ def _dense(
     share = wide.new_zeros(len(x), len(gate_up)).scatter_add(1, experts.long(), weights)
     if inputs:  # other experts get zero input and return zero
         h, share = share.unsqueeze(-1) * wide, torch.ones_like(share)
-    rows = torch.einsum("tei,ehi->teh", _gated(h, activation).to(x.dtype), down)
+    rows = torch.einsum("tei,ehi->teh", _activated(h, activation).to(x.dtype), down)
     rows = at_least_float32(rows if down_bias is None else rows + down_bias)
     return torch.einsum("te,teh->th", share, rows).to(x.dtype)
 
 
-def _gated(gate_up: Tensor, activation: Activation) -> Tensor:
+def _activated(h: Tensor, activation: Activation) -> Tensor:
     if isinstance(activation, ClampedSwiGLU):
-        return clamped_swiglu(gate_up, None, activation.alpha, activation.limit)
+        return clamped_swiglu(h, None, activation.alpha, activation.limit)
+    if activation == "relu2":
+        return relu2(h)
     if activation == "silu":
-        return swiglu(gate_up)
-    return geglu(gate_up, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return swiglu(h)
+    return geglu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _check(
@@ -206,11 +215,13 @@ def _check(
     if x.dim() != 2 or weights.dim() != 2 or weights.shape != experts.shape or len(weights) != len(x):
         shapes = f"x is {tuple(x.shape)}, weights {tuple(weights.shape)}, experts {tuple(experts.shape)}"
         raise ValueError(f"{shapes}; expected [T, H], [T, k] and [T, k]")
-    if gate_up.dim() != 3 or gate_up.shape[1] % 2 or gate_up.shape[2] != x.shape[1]:
-        raise ValueError(f"gate_up is {tuple(gate_up.shape)}; expected [E, 2 I, {x.shape[1]}]")
+    parts = 2 if has_gate(activation) else 1
+    if gate_up.dim() != 3 or gate_up.shape[1] % parts or gate_up.shape[2] != x.shape[1]:
+        rows = "2 I" if parts == 2 else "I"
+        raise ValueError(f"gate_up is {tuple(gate_up.shape)}; expected [E, {rows}, {x.shape[1]}]")
     num_experts, outputs, hidden = gate_up.shape
-    if down.shape != (num_experts, hidden, outputs // 2):
-        expected = f"{(num_experts, hidden, outputs // 2)}, which is [E, H, I]"
+    if down.shape != (num_experts, hidden, outputs // parts):
+        expected = f"{(num_experts, hidden, outputs // parts)}, which is [E, H, I]"
         raise ValueError(f"down is {tuple(down.shape)}; expected {expected}")
     for name, bias, width in (("gate_up_bias", gate_up_bias, outputs), ("down_bias", down_bias, hidden)):
         if bias is not None and bias.shape != (num_experts, width):
@@ -291,10 +302,10 @@ def _forward(
     activation: Activation,
     inputs: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the result [T, H] and h [R, 2 I]."""
+    """Return the result [T, H] and h [R, 2 I], or [R, I]."""
     gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
     h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True, bias=gate_up_bias)
-    product = weighted_gated(h, weights, order, activation) if inputs else _gated(h, activation)
+    product = weighted_activation(h, weights, order, activation) if inputs else _activated(h, activation)
     rows = rows_product(product, down.contiguous(), order, transposed=True, bias=down_bias)  # [R, H]
     return sum_slots(rows, None if inputs else weights, order), h
 
@@ -325,7 +336,7 @@ def _backward(
         dproduct = rows_product(dy, down.contiguous(), order, transposed=False)  # [R, I]
     dh: Any
     product: Any
-    dh, dweights, product = gated_backward(  # None where not required
+    dh, dweights, product = activation_backward(  # None where not required
         dproduct, h, weights, order, activation, want_h, want.weights, want.down, inputs, **biased
     )
     del dproduct

@@ -1,17 +1,21 @@
-"""Mixture of experts: gated MLPs, a few per token (Shazeer et al., 2017, arXiv:1701.06538).
+"""Mixture of experts: MLPs, a few per token (Shazeer et al., 2017, arXiv:1701.06538).
 
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)),   or with weight_e * x
     y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
+Plain experts compute down_e(act(up_e(x))). Latent experts (LatentMoE: Elango et al., 2026, arXiv:2601.18089)
+work in a narrower space, into which and out of which two matrices project, the same for all experts:
+
+    y = fc2(sum of weight_e * down_e(act(up_e(fc1(x))))) + shared(x)
+
 The choice of experts and their weights is in kernels/experts/moe_routing.py or, for random routing, in
 layers/experts/sparse_mixer.py. Native weights are stacked: gate_up_proj [E, 2 I, H], the gate's rows first,
-and down_proj [E, H, I].
+or up_proj [E, I, H] of plain experts, and down_proj [E, H, I].
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +24,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.kernels import moe_experts, rms_norm, route
-from liger_models.kernels._dispatch import at_least_float32, once_differentiable
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
+from liger_models.layers.experts.float32_product import product_in_float32
 from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
 from liger_models.layers.parts.mlp import make_mlp
 from liger_models.layers.projections.linear import Linear, as_wide_as, project, unwrapped
@@ -39,18 +44,24 @@ class MixtureOfExperts(nn.Module):
         spec: the experts, the routing, the shared expert.
 
     Raises:
-        ValueError: a gate without a shared expert.
+        ValueError: a gate without a shared expert, or biases of latent projections without these.
     """
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
         if spec.shared_gate and spec.shared_expert is None:
             raise ValueError("shared_gate is the gate of a shared expert, but shared_expert is None")
+        if spec.latent_bias and spec.latent_size is None:
+            raise ValueError("latent_bias is that of the latent projections, but latent_size is None")
         self.spec, self.hidden_size = spec, hidden_size
         mixer = spec.sparse_mixer
         self.input_noise = InputNoise(mixer.input_noise) if mixer and mixer.input_noise else None
         self.router = (SparseMixerRouter if mixer else Router)(hidden_size, spec)
-        self.experts = Experts(hidden_size, spec)
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if spec.latent_size is not None:
+            self.fc1_latent_proj = Linear(hidden_size, spec.latent_size, bias=spec.latent_bias)
+            self.fc2_latent_proj = Linear(spec.latent_size, hidden_size, bias=spec.latent_bias)
+        self.experts = Experts(spec.input_size(hidden_size), spec)
         self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
@@ -66,7 +77,9 @@ class MixtureOfExperts(nn.Module):
         logits, weights, experts = self.router(read, None if sequences is None else sequences.notes.routing)
         if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
             sequences.notes.router_logits.note(logits)
-        y = self.experts(x, weights, experts)
+        y = self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), weights, experts)
+        if self.fc2_latent_proj is not None:
+            y = self.fc2_latent_proj(y)
         if self.shared_expert is None:
             return y
         shared = self.shared_expert(x)
@@ -75,11 +88,13 @@ class MixtureOfExperts(nn.Module):
         return y + shared
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Saved bytes per token: those of its parts, both factors of a gated shared expert, and for input
-        noise the numbers and their product with x.
+        """Saved bytes per token: those of its parts, the latent experts' input and output, both factors of a
+        gated shared expert, and for input noise the numbers and their product with x.
         """
         parts = unwrapped(self.router), unwrapped(self.experts)
         kept = sum(part.activation_bytes(level, itemsize) for part in parts)
+        if self.spec.latent_size is not None:
+            kept += 2 * itemsize * self.spec.latent_size
         if self.shared_expert is not None:
             kept += self.shared_expert.activation_bytes(level, itemsize)
         if self.shared_expert_gate is not None:
@@ -162,7 +177,7 @@ class Router(nn.Module):
         if self.scale is not None:
             x = carry_recipe(self._normed(x, self.scale), self._normed, x, self.scale)
         if spec.float32_router:
-            logits = _ProductInFloat32.apply(x, self.weight)
+            logits = product_in_float32(x, self.weight)
             logits = logits if self.bias is None else logits + self.bias
         else:
             logits = project(x, self.weight, self.bias)
@@ -267,37 +282,51 @@ _FOR_ROUTE = (
 
 
 class Experts(nn.Module):
-    """Gated MLPs of one size, each computing the tokens routed to it.
+    """MLPs of one size, each computing the tokens routed to it.
 
-    Saved for the backward pass: the input, the weights and the gate and up products, [T k, 2 I]. When
-    recomputed in the backward pass (levels `mlp` and `checkpoint`), both matrix products are repeated. At
-    level `mlp` the router is not recomputed: its decision is saved.
+    Saved for the backward pass: the input, the weights and the first product, [T k, 2 I] with gates and
+    [T k, I] without. When recomputed in the backward pass (levels `mlp` and `checkpoint`), both matrix
+    products are repeated. At level `mlp` the router is not recomputed: its decision is saved.
+
+    Args:
+        hidden_size: the width H of input and output.
+        spec: number, size and activation of the experts.
 
     Attributes:
+        first: name of the first matrices: gate_up_proj, or up_proj without gates.
         exchange: token exchange with other ranks under expert parallelism, see
         layers/experts/expert_parallel.py.
     """
 
     activation_memory: ActivationMemory = "lean"
     exchange: ExpertExchange | None = None
-    stacked_vectors = ("gate_up_proj_bias", "down_proj_bias")  # of each expert
+    stacked_vectors = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")  # of each expert
+    down_proj_bias: Tensor | None
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
         self.spec, inner = spec, spec.intermediate_size
-        self.gate_up_proj = nn.Parameter(torch.empty(spec.num_experts, 2 * inner, hidden_size))
+        self.first, rows = ("gate_up_proj", 2 * inner) if spec.gated else ("up_proj", inner)
+        matrices = torch.empty(spec.num_experts, rows, hidden_size)
+        setattr(self, self.first, nn.Parameter(matrices))
         self.down_proj = nn.Parameter(torch.empty(spec.num_experts, hidden_size, inner))
-        self.gate_up_proj_bias = self.down_proj_bias = None
+        setattr(self, f"{self.first}_bias", None)
+        self.down_proj_bias = None
         if spec.bias:
-            self.gate_up_proj_bias = nn.Parameter(torch.empty(spec.num_experts, 2 * inner))
+            setattr(self, f"{self.first}_bias", nn.Parameter(torch.empty(spec.num_experts, rows)))
             self.down_proj_bias = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
         self.reset_parameters()
 
+    @property
+    def first_bias(self) -> Tensor | None:
+        bias: Tensor | None = getattr(self, f"{self.first}_bias")
+        return bias
+
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise matrices from a normal distribution, biases with zeros."""
-        nn.init.normal_(self.gate_up_proj, 0.0, std, generator)
+        nn.init.normal_(getattr(self, self.first), 0.0, std, generator)
         nn.init.normal_(self.down_proj, 0.0, std, generator)
-        for bias in (self.gate_up_proj_bias, self.down_proj_bias):
+        for bias in (self.first_bias, self.down_proj_bias):
             if bias is not None:
                 nn.init.zeros_(bias)
 
@@ -330,61 +359,36 @@ class Experts(nn.Module):
         """Matrices computed by parametrizations, or nothing for plain ones. Adapters withdraw theirs when
         this call returns, before recomputation. Plain parameters are read on use, as sharding requires.
         """
-        return (self.gate_up_proj, self.down_proj) if is_parametrized(self) else ()
+        return (getattr(self, self.first), self.down_proj) if is_parametrized(self) else ()
 
     def _forward(
         self, routes: Routes | None, x: Tensor, weights: Tensor, experts: Tensor, *matrices: Tensor
     ) -> Tensor:
-        gate_up, down = matrices or (self.gate_up_proj, self.down_proj)
-        biases = as_wide_as(gate_up, self.gate_up_proj_bias), as_wide_as(down, self.down_proj_bias)
+        first, down = matrices or (getattr(self, self.first), self.down_proj)
+        biases = as_wide_as(first, self.first_bias), as_wide_as(down, self.down_proj_bias)
         spec, num_rows = self.spec, None
         if routes is not None:
             own = routes.exchange.parameter
-            gate_up, down, biases = own(gate_up), own(down), (own(biases[0]), own(biases[1]))
+            first, down, biases = own(first), own(down), (own(biases[0]), own(biases[1]))
             x, weights, experts = routes.there(x, weights, experts)
             num_rows = routes.num_slots
-        operands = x, weights, experts, gate_up, down
+        operands = x, weights, experts, first, down
         y = moe_experts(*operands, spec.activation, *biases, weighted=spec.weighted, num_rows=num_rows)
         return y if routes is None else routes.back(y)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Saved bytes per token, as on a GPU: gate and up of each of its experts, and the permutation of rows
-        sorted by expert, both ways. The tiles' offsets are negligible.
+        """Saved bytes per token, as on a GPU: the first product of each of its experts, and the permutation
+        of rows sorted by expert, both ways. The tiles' offsets are negligible.
         """
         if level == "mlp" or level in RERUN:
             return 0
         spec, exchange = self.spec, self.exchange
-        kept = spec.experts_per_token * (2 * itemsize * spec.intermediate_size + 8)
+        parts = 2 if spec.gated else 1
+        kept = spec.experts_per_token * (parts * itemsize * spec.intermediate_size + 8)
         if exchange is not None:
-            kept += exchange.kept_bytes(self.gate_up_proj.shape[2], spec.experts_per_token, itemsize)
+            kept += exchange.kept_bytes(self.down_proj.shape[1], spec.experts_per_token, itemsize)
         return kept
 
     def extra_repr(self) -> str:
         num_experts, hidden, inner = shape_of(self.down_proj)
         return f"{num_experts} of {hidden} x {inner}, activation={self.spec.activation!r}"
-
-
-class _ProductInFloat32(torch.autograd.Function):
-    """x @ weight.T from operands cast to float32 (float64 stays), under autocast too.
-
-    For the backward pass it saves the operands, not their casts of twice the size.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return _wide_product(x, weight.T)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        want_x, want_weight = ctx.needs_input_grad
-        dx = _wide_product(dy, weight).to(x.dtype) if want_x else None
-        return dx, _wide_product(dy.T, x).to(weight.dtype) if want_weight else None
-
-
-def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    with torch.autocast(a.device.type, enabled=False):
-        return a.to(dtype) @ b.to(dtype)

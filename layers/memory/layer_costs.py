@@ -191,8 +191,9 @@ class _Moments:
         front_norm = min(stream, front - adapters.front.without - added)
         experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
         if isinstance(mlp, MixtureOfExperts):
-            rows = mlp.spec.experts_per_token * stream
-            last, front, after = rows + 4 * product, rows + 2 * product + 2 * stream, 0
+            rows = mlp.spec.experts_per_token * tokens * itemsize * mlp.spec.input_size(layer.hidden_size)
+            first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
+            last, front, after = rows + 2 * product + first, rows + first + 2 * stream, 0
             front_norm = stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)

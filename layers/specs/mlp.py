@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels.activations.gated import has_gate
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
 
@@ -40,7 +41,8 @@ class SparseMixerSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """Mixture of experts: each token goes to `experts_per_token` of `num_experts` gated MLPs.
+    """Mixture of experts: each token goes to `experts_per_token` of `num_experts` MLPs, which are gated, or
+    with the activation "relu2" plain.
 
     `bias` applies to the experts' projections, `router_bias` to the router's logits. The fields from `score`
     to `renormalize_eps` are the options of `route` in kernels/experts/moe_routing.py; `sparse_mixer`
@@ -48,7 +50,9 @@ class MoESpec:
     `float32_router` computes the router's logits in float32, whatever the model's dtype. With
     `router_norm_eps` the router's input is normalised (RMSNorm), multiplied by a learned vector and divided
     by the root of its width; with `expert_scale` each expert's final weights are multiplied by a learned
-    number. `shared_expert` is an additional MLP for all tokens; `shared_gate` weighs its output by
+    number. With `latent_size` the experts' inputs and outputs have that width: a projection precedes and one
+    follows them, with biases if `latent_bias`, while the router and the shared expert read the tokens
+    themselves. `shared_expert` is an additional MLP for all tokens; `shared_gate` weighs its output by
     sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's z-loss: see
     layers/sequences/router_loss.py.
     """
@@ -73,10 +77,21 @@ class MoESpec:
     float32_router: bool = False
     router_norm_eps: float | None = None
     expert_scale: bool = False
+    latent_size: int | None = None
+    latent_bias: bool = False
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
+
+    @property
+    def gated(self) -> bool:
+        """Whether the experts have gates."""
+        return has_gate(self.activation)
+
+    def input_size(self, hidden_size: int) -> int:
+        """Width of the experts' inputs and outputs."""
+        return hidden_size if self.latent_size is None else self.latent_size
 
     @property
     def has_router_loss(self) -> bool:

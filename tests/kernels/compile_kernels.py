@@ -73,6 +73,8 @@ def run_everything() -> None:
     backward(
         kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, weighted="inputs")
     )
+    plain = operand(8, 128, 64), operand(8, 64, 128)
+    backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *plain, "relu2"))
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
     elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)

@@ -164,13 +164,14 @@ def head():
 
 
 def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False, **how):
+    rows = intermediate_size if how.get("activation") == "relu2" else 2 * intermediate_size
     router = torch.rand(tokens, num_experts).topk(top_k)
-    gate_up = operand(num_experts, 2 * intermediate_size, hidden_size, dtype=dtype)
+    gate_up = operand(num_experts, rows, hidden_size, dtype=dtype)
     down = operand(num_experts, hidden_size, intermediate_size, dtype=dtype)
     x = operand(tokens, hidden_size, dtype=dtype)
     rest = []
     if biases:
-        widths = 2 * intermediate_size, hidden_size
+        widths = rows, hidden_size
         rest = [kernels.ClampedSwiGLU(), *(operand(num_experts, width, dtype=dtype) for width in widths)]
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest, **how))
 
@@ -258,6 +259,7 @@ CASES = {
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
     "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),
     "experts, Llama 4 Scout": lambda: experts(512, 5120, 8192, 16, 1, weighted="inputs"),
+    "experts, Nemotron 3 Nano": lambda: experts(2048, 2688, 1856, 128, 6, activation="relu2"),
     "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, torch.float32),
     "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, torch.float32),
 }

@@ -24,8 +24,14 @@ def formula(
     into = torch.einsum("tk,th->tkh", weights if weighted == "inputs" else torch.ones_like(weights), x)
     weights = torch.ones_like(weights) if weighted == "inputs" else weights
     h = torch.einsum("tkoh,tkh->tko", gate_up[experts], into)
-    gate, up = (h if gate_up_bias is None else h + gate_up_bias[experts]).chunk(2, -1)
-    if isinstance(activation, ClampedSwiGLU):
+    h = h if gate_up_bias is None else h + gate_up_bias[experts]
+    if activation == "relu2":
+        gate, up = h, None
+    else:
+        gate, up = h.chunk(2, -1)
+    if up is None:
+        product = gate.relu().square()
+    elif isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         product = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
     else:
@@ -36,6 +42,15 @@ def formula(
 
 def weighing_inputs(function):
     return lambda *inputs: function(*inputs, weighted="inputs")
+
+
+def without_gates(function):
+    """`function` with plain experts, of operands with gates: the first half of each expert's rows is up."""
+
+    def run(x, weights, experts, gate_up, down, **options):
+        return function(x, weights, experts, gate_up[:, : down.shape[2]], down, "relu2", **options)
+
+    return run
 
 
 CLAMPED = ClampedSwiGLU(alpha=1.3, limit=0.8)  # a third of all gates and half of all ups exceed the limit

@@ -147,14 +147,14 @@ def stack_single_experts(
     for path, module in model.named_modules():
         if isinstance(module, Experts):
             stacks = {}
-            for name in ("gate_up_proj", "down_proj"):
+            for name in (module.first, "down_proj"):
                 for layout in model.layouts:
                     parts = _single(model.weight_map(layout)[f"{path}.{name}"])
                     found = _joined(f"{path}.{name}", parts, tensors, scale_of)
                     if found is not None:
                         stacks[name] = found
             for name, (a, b, scale) in stacks.items():  # PEFT wraps the first wrapper in the second
-                inner = ".base_layer" if name == "gate_up_proj" and "down_proj" in stacks else ""
+                inner = ".base_layer" if name == module.first and "down_proj" in stacks else ""
                 stem = f"base_model.model.{path}{inner}"
                 tensors |= {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}
                 made[f"{path}.{name}"] = (len(a) // len(module.down_proj), scale)

@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 import torch.nn.functional as F
-from moe_problem import CLAMPED, doubled, formula, operands, run, weighing_inputs, with_biases
+from moe_problem import CLAMPED, doubled, formula, operands, run, weighing_inputs, with_biases, without_gates
 
 from liger_models.kernels import ClampedSwiGLU, moe_experts, route
 from liger_models.kernels.activations.gated import activation_constants
@@ -65,6 +65,26 @@ def test_biases_and_a_clamped_activation_match_the_formula(sizes, implementation
     # As without biases; one of them is the sum of up to 180 rows.
     for actual, expected in zip(run(with_biases(moe_experts), inputs, upstream), truth, strict=True):
         assert_near(actual, expected, 32)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2}, {}),
+        # Empty experts, and rows of more columns than a block.
+        ({"tokens": 70, "hidden": 33, "inner": 300, "num_experts": 3, "top_k": 1, "favourite": 1}, {}),
+        ({"tokens": 7, "hidden": 10, "inner": 20, "num_experts": 4, "top_k": 3}, {"weighted": "inputs"}),
+    ],
+)
+def test_experts_without_gates_match_the_formula(sizes, options, implementation, assert_near):
+    inputs = operands(**sizes)
+    upstream = torch.randn(sizes["tokens"], sizes["hidden"])
+    truth = run(without_gates(formula), doubled(inputs), upstream, **options)
+    # As with gates, of sums of up to 333 terms.
+    for actual, expected in zip(
+        run(without_gates(moe_experts), inputs, upstream, **options), truth, strict=True
+    ):
+        assert_near(actual, expected, 64)
 
 
 @pytest.mark.parametrize("kept", ["some", "none", "all"])
@@ -187,6 +207,9 @@ def test_the_plain_twin_passes_gradcheck():
         lambda x, w, g, d: weighing_inputs(moe_experts_plain)(x, w, experts, g, d),
         (x, weights, gate_up, down),
     )
+    assert torch.autograd.gradcheck(
+        lambda x, w, g, d: without_gates(moe_experts_plain)(x, w, experts, g, d), (x, weights, gate_up, down)
+    )
     x, weights, experts, *matrices = doubled(operands(4, 3, 2, 3, 2, biases=True))
     assert torch.autograd.gradcheck(
         lambda x, w, *m: with_biases(moe_experts_plain)(x, w, experts, *m), (x, weights, *matrices)
@@ -304,7 +327,8 @@ def test_the_backward_pass_keeps_only_operands_the_gate_up_product_and_the_order
 def test_a_compiled_graph_without_breaks_gives_the_same(assert_near):
     inputs = operands(7, 6, 5, 3, 2, biases=True)
     upstream = torch.randn(7, 6)
-    for case, given in ((with_biases, inputs), (weighing_inputs, inputs[:-2])):
+    cases = (with_biases, inputs), (weighing_inputs, inputs[:-2]), (without_gates, inputs[:-2])
+    for case, given in cases:
         compiled = torch.compile(case(moe_experts), backend="aot_eager", fullgraph=True)
         truth = run(case(formula), doubled(given), upstream)
         for actual, expected in zip(run(compiled, given, upstream), truth, strict=True):

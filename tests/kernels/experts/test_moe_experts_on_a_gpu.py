@@ -2,12 +2,17 @@
 
 import pytest
 import torch
-from moe_problem import operands, run, weighing_inputs, with_biases
+from moe_problem import operands, run, weighing_inputs, with_biases, without_gates
 
 from liger_models.kernels import moe_experts
 from liger_models.kernels.experts.moe_experts import moe_experts_plain
 
-FORMS = {"plain": lambda function: function, "biases": with_biases, "weighted inputs": weighing_inputs}
+FORMS = {
+    "plain": lambda function: function,
+    "biases": with_biases,
+    "weighted inputs": weighing_inputs,
+    "without gates": without_gates,
+}
 
 
 @pytest.mark.gpu
