@@ -137,6 +137,7 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
 COMPOSITIONS: dict[str, Callable[[int], Made]] = {
     "full, dense": full("llama"),
     "full, experts": full("qwen3_moe", mlp_only_layers=[]),
+    "full, latent experts": full("nemotron_h", ("moe",), layers_block_type=None, layer_types=()),
     "full, latent attention": full("deepseek_v3", first_k_dense_replace=0),
     "full, norms of heads": full("cohere"),
     "full, inputs of each layer": full("gemma4_text", num_kv_shared_layers=0, enable_moe_block=False),
@@ -230,6 +231,7 @@ FEW = ("lean", "tiled", "offload")
 CHOSEN = {
     "full, dense": LEVELS,
     "full, experts": FEW,
+    "full, latent experts": ("lean", "offload"),
     "full, latent attention": FEW,
     "full, norms of heads": ("lean", "offload"),
     "full, gated attention": ("all", "lean", "tiled"),

@@ -87,23 +87,35 @@ def _route(shape, dtype, device):
     biased=True,
 )
 @operation(
+    "moe_experts_without_gates",
+    "tokens x hidden x intermediate x experts x top k",
+    ((32768, 2688, 1856, 128, 6),),  # Nemotron 3 Nano 30B-A3B
+    tiny=(64, 32, 16, 4, 2),
+    gated=False,
+)
+@operation(
     "moe_experts",
     "tokens x hidden x intermediate x experts x top k",
     ((32768, 2048, 768, 128, 8),),  # Qwen3-30B-A3B
     tiny=(64, 32, 16, 4, 2),
 )
-def _moe_experts(shape, dtype, device, biased=False):
-    """The experts' products and their weighted sum, for given routing; with biases, as in gpt-oss."""
+def _moe_experts(shape, dtype, device, biased=False, gated=True):
+    """The experts' products and their weighted sum, for given routing; with biases, as in gpt-oss; without
+    gates, as in Nemotron 3.
+    """
     tokens, hidden, intermediate, num_experts, top_k = shape
     experts = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
     x, dy = normal((tokens, hidden), dtype, device), normal((tokens, hidden), dtype, device)
     weights = torch.rand(tokens, top_k, device=device)
-    gate_up = normal((num_experts, 2 * intermediate, hidden), dtype, device, hidden**-0.5)
+    parts = 2 if gated else 1
+    gate_up = normal((num_experts, parts * intermediate, hidden), dtype, device, hidden**-0.5)
     down = normal((num_experts, hidden, intermediate), dtype, device, intermediate**-0.5)
     widths = (2 * intermediate, hidden) if biased else ()
     leaves = x, weights, gate_up, down, *(normal((num_experts, width), dtype, device) for width in widths)
 
     def product(h):
+        if not gated:
+            return h.relu().square()
         gate, up = h.chunk(2, -1)
         if not biased:
             return F.silu(gate) * up
@@ -133,7 +145,7 @@ def _moe_experts(shape, dtype, device, biased=False):
         rows = (rows * weights.flatten()[order, None]).to(x.dtype)
         return rows[order.argsort()].view(tokens, top_k, hidden).sum(1)
 
-    chosen, activation = experts.int(), kernels.ClampedSwiGLU() if biased else "silu"
+    chosen, activation = experts.int(), kernels.ClampedSwiGLU() if biased else "silu" if gated else "relu2"
     theirs = liger(
         "LigerFusedMoEFunction",
         lambda apply, x, w, gate_up, down: apply(x, gate_up, down, chosen, w),
@@ -145,8 +157,9 @@ def _moe_experts(shape, dtype, device, biased=False):
         ours=lambda x, w, gate_up, down, *biases: kernels.moe_experts(
             x, w, experts, gate_up, down, activation, *biases
         ),
-        liger=None if biased else theirs,
+        liger=theirs if gated and not biased else None,
         eager=grouped,
-        training=Cost(flops=18 * tokens * top_k * intermediate * hidden),  # three products by three matrices
+        # Three products by each matrix.
+        training=Cost(flops=6 * (parts + 1) * tokens * top_k * intermediate * hidden),
         truth=lambda: true_results(plain, leaves, (dy,)),
     )

@@ -74,8 +74,8 @@ def activation_backward(
     """Return the requested ones of dh, dweights [T, k] and weights * a [R, I].
 
     h and dh are [R, 2 I], or [R, I] without gates, and dproduct [R, I] the gradient of a before weighting;
-    only the last result can be computed without it. dweights includes the gradient through the last product's bias, of_bias [T, E]
-    float32 at experts [T, k], if given.
+    only the last result can be computed without it. dweights includes the gradient through the last
+    product's bias, of_bias [T, E] float32 at experts [T, k], if given.
 
     With `inputs` the weights multiply h instead of a, and the last result is a.
     """

@@ -4,7 +4,8 @@
            gate, up = gate_up[e] @ x[t] + gate_up_bias[e],
            e = experts[t, j]                                     (Mixtral, arXiv:2401.04088, section 2.1)
 
-Experts with the activation "relu2" have no gates (Nemotron 3, arXiv:2512.20848): gate_up is up [E, I, H], and max(up, 0)^2 replaces act(gate) * up.
+Experts with the activation "relu2" have no gates (Nemotron 3, arXiv:2512.20848): gate_up is up [E, I, H], and
+max(up, 0)^2 replaces act(gate) * up.
 
 Biases are optional and added inside the products. Weights can multiply the experts' inputs instead (Llama 4);
 without biases that equals weighting the output of the first product:

@@ -139,6 +139,7 @@ FEATURES: Mapping[str, Any] = {
         for rope_type in ("linear", "dynamic", "yarn", "longrope", "llama3")
     },
     "experts": lambda spec: bool(_experts(spec)),
+    "latent experts": lambda spec: any(experts.latent_size for experts in _experts(spec)),
     "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
     "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),
     "sandwich norms": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),

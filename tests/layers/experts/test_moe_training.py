@@ -80,8 +80,12 @@ def run(layers, x, level="all") -> list[torch.Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, [x, *layers.parameters()])]
 
 
-def test_every_level_of_activation_memory_gives_the_same_bits(form, make_layers):
-    layers = make_layers(1 if form == "triton" else 2)
+LATENT = MoESpec(8, 2, 12, "relu2", latent_size=10, latent_bias=True, aux_loss_coef=0.3)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_every_level_of_activation_memory_gives_the_same_bits(latent, form, make_layers):
+    layers = make_layers(1 if form == "triton" else 2, **({"spec": LATENT} if latent else {}))
     x = torch.randn(4 if form == "triton" else TOKENS, HIDDEN)
     expected = run(layers, x, "all")
     for level in LEVELS[1:]:

@@ -26,6 +26,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shared expert, correction bias": {"family": "deepseek_v3", "dims": TWO},
     "weighted inputs": {"family": "llama4_text", "num_local_experts": 6, "dims": TWO},
     "with an MLP": {"family": "gemma4_text", "num_experts": 6, "dims": TWO},
+    "plain experts in a latent space": {"family": "nemotron_h", "dims": TWO},
     "experts that no token chooses": {"family": "deepseek_v3", "n_group": 2, "topk_group": 1, "dims": TWO},
     "with sequences": {"family": "gpt_oss", "num_local_experts": 6, "dims": {**TWO, "sequence": 2}},
     **{
