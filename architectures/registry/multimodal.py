@@ -121,6 +121,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         },
     ),
     "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
+    "lfm2_vl": Multimodal({"lfm2": "lfm2"}, tied=True, without=("tie_embedding",)),
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "llava_onevision": Multimodal({"qwen2": "qwen2"}, tied_by_text=True),
@@ -228,6 +229,9 @@ _ASIDE_NAMES = """
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
     projector_hidden_act multimodal_projector_bias spatial_merge_size projection_dim
     downsample_ratio video_token_index vision_aspect_ratio use_image_newline_parameter
+    downsample_factor projector_hidden_size projector_bias projector_use_layernorm tie_embedding
+    do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles
+    min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

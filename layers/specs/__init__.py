@@ -30,6 +30,7 @@ from liger_models.layers.specs.recurrent import (
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
     AdapterSpec,
+    AntialiasedTable,
     AnyresPictures,
     AxesTable,
     CubicTable,
@@ -44,6 +45,7 @@ from liger_models.layers.specs.vision import (
     PlacedPictures,
     PoolProjectorSpec,
     ProjectorSpec,
+    ShapedPictures,
     SquarePictures,
     StretchedTable,
     TiledVisionSpec,
@@ -54,6 +56,7 @@ from liger_models.layers.specs.vision import (
 __all__ = [
     "Activation",
     "AdapterSpec",
+    "AntialiasedTable",
     "AnyresPictures",
     "AttentionSpec",
     "AxesTable",
@@ -92,6 +95,7 @@ __all__ = [
     "RopeType",
     "SSDSpec",
     "SelectiveSpec",
+    "ShapedPictures",
     "SharedAttentionSpec",
     "SparseMixerSpec",
     "SquarePictures",

@@ -64,7 +64,7 @@ class LinearProjectorSpec:
 @dataclass(frozen=True)
 class MLPProjectorSpec:
     """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, and
-    two linear layers with an activation between them, the first one to the language model's width (LLaVA,
+    two linear layers with an activation between them, of width `size` or the language model's (LLaVA,
     InternVL).
     """
 
@@ -72,6 +72,7 @@ class MLPProjectorSpec:
     bias: bool = True
     merge: int = 1
     norm: NormSpec | LayerNormSpec | None = None
+    size: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,15 @@ class StretchedTable:
 
 
 @dataclass(frozen=True)
+class AntialiasedTable:
+    """A table of `side` times `side` positions, interpolated bilinearly to the size of each image, with
+    antialiasing where that is smaller (SigLIP 2).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class FixedTable:
     """A table of `side` times `side` positions, one per patch, and one for the class token (CLIP)."""
 
@@ -142,6 +152,14 @@ class PlacedPictures:
     padded to the most patches, and `image_position_ids` [images, patches, 2], column and row of each patch,
     -1 for padding; for video frames `pixel_values_videos` and `video_position_ids`, with
     `num_frames_per_video` (Gemma 4).
+    """
+
+
+@dataclass(frozen=True)
+class ShapedPictures:
+    """Processor outputs `pixel_values` [images, patches, width], channels last, padded to the most patches,
+    `spatial_shapes` [images, 2], rows and columns of patches, and `pixel_attention_mask` [images, patches], 0
+    for padding (SigLIP 2).
     """
 
 
@@ -227,11 +245,11 @@ class VisionSpec:
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
-    position_table: StretchedTable | FixedTable | CubicTable | AxesTable | None = None
+    position_table: StretchedTable | AntialiasedTable | FixedTable | CubicTable | AxesTable | None = None
     deep: tuple[int, ...] = ()
-    pictures: PlacedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures = (
-        GridPictures()
-    )
+    pictures: (
+        PlacedPictures | ShapedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures
+    ) = GridPictures()
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_after: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None

@@ -18,6 +18,7 @@ ON_HOST = frozenset(
     {
         *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "batch_num_images"),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
+        *("spatial_shapes", "pixel_attention_mask"),
         "cross_attention_mask",
     }
 )

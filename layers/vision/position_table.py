@@ -4,8 +4,12 @@
     x += table_x[column] + table_y[row]
     x += sum over four taps of weight * table[tap]              interpolated
 
-The interpolated table is a square of side S. Patch i of h has the coordinate i * (S - 1) / max(h - 1, 1), and
-likewise in width: corners map to corners, with linear interpolation between (Qwen3-VL).
+    x += sum over j, k of A[row, j] * B[column, k] * table[j, k]       interpolated with antialiasing
+
+Interpolated tables are squares of side S. In the first kind, patch i of h has the coordinate
+i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
+(Qwen3-VL). The second kind is resized like an image: A [h, S] and B [w, S] are torch's bilinear resizing of
+one axis (SigLIP 2, arXiv:2502.14786).
 """
 
 from __future__ import annotations
@@ -18,7 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._dispatch import at_least_float32
-from liger_models.layers.specs import AxesTable, CubicTable, FixedTable, StretchedTable, VisionSpec
+from liger_models.layers.specs import (
+    AntialiasedTable,
+    AxesTable,
+    CubicTable,
+    FixedTable,
+    StretchedTable,
+    VisionSpec,
+)
 from liger_models.layers.vision.patch_order import Grid, places_of
 
 
@@ -27,6 +38,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
     match spec.position_table:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
+        case AntialiasedTable(side):
+            return AntialiasedPositions(side**2, spec.hidden_size, side)
         case FixedTable(side) | CubicTable(side) as table:
             rows = side**2 + (spec.class_token is not None)
             kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
@@ -101,6 +114,21 @@ class StretchedPositions(PositionTable):
         return _taps(grid, merge, self.side)
 
 
+class AntialiasedPositions(PositionTable):
+    """Resizes the table to each picture's size like an image; in float32, for any table dtype."""
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        made = {grid: self._of_size(grid, merge) for grid in dict.fromkeys(grids)}
+        return torch.cat([made[grid] for grid in grids])
+
+    def _of_size(self, grid: Grid, merge: int) -> Tensor:
+        table = at_least_float32(self.weight).unflatten(0, (self.side, self.side))
+        rows, columns = (_resizing(n, self.side).to(table, non_blocking=True) for n in grid[1:])
+        row, column = places_of([grid], merge).to(table.device, non_blocking=True)
+        with torch.autocast(table.device.type, enabled=False):
+            return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
+
+
 class PositionsByAxes(nn.Module):
     """The sum of two rows of `width` for each patch, one by its column and one by its row, from `size`
     each.
@@ -130,6 +158,13 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
     row, column = places_of([(1, side, side)], merge)
     rest = torch.arange(rows, device="cpu")
     return torch.cat([rest[:first], first + row * side + column, rest[first + side**2 :]])
+
+
+@functools.lru_cache(maxsize=256)
+def _resizing(size: int, side: int) -> Tensor:
+    """The matrix [size, side] that resizes an axis from `side` to `size`, in float64 on the host."""
+    columns = torch.eye(side, dtype=torch.float64, device="cpu")[None, None]
+    return F.interpolate(columns, (size, side), mode="bilinear", align_corners=False, antialias=True)[0, 0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ from liger_models.layers.specs import (
     GridPictures,
     PaddedPictures,
     PlacedPictures,
+    ShapedPictures,
     SquarePictures,
     VisionSpec,
 )
@@ -186,9 +187,51 @@ def _placed_of_kind(
         row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
         patches.append(picture[row * w + column])
         grids.append((1, h, w))
+    return 2 * (_channels_first(spec, torch.cat(patches)) - 0.5), grids
+
+
+def _channels_first(spec: VisionSpec, patches: Tensor) -> Tensor:
+    """Reorder the pixels of patches [P, size * size * channels] to [P, channels * size * size]."""
     size, channels = spec.patches.size, spec.patches.channels
-    rows = torch.cat(patches).unflatten(1, (size, size, channels)).permute(0, 3, 1, 2).flatten(1)
-    return 2 * (rows - 0.5), grids
+    return patches.unflatten(1, (size, size, channels)).permute(0, 3, 1, 2).flatten(1)
+
+
+def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    names = "pixel_values", "spatial_shapes", "pixel_attention_mask"
+    given = _taken(keywords, *names)
+    if not _together(given, *names):
+        return None
+    values, shapes, mask = given[names[0]], *(torch.as_tensor(given[name]).cpu() for name in names[1:])
+    if values.dim() != 3 or values.shape[2] != spec.patches.width or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [images, patches, {spec.patches.width}]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if (
+        tuple(shapes.shape) != (len(values), 2)
+        or shapes.is_floating_point()
+        or mask.shape != values.shape[:2]
+    ):
+        raise DataError(
+            f"spatial_shapes must be integers [{len(values)}, 2] and pixel_attention_mask "
+            f"{tuple(values.shape[:2])}, by pixel_values; found {shapes.dtype} of shape "
+            f"{tuple(shapes.shape)} and {tuple(mask.shape)}"
+        )
+    patches, grids = [], []
+    for i, (image, (h, w), own) in enumerate(zip(values, shapes.tolist(), mask, strict=True)):
+        fits = min(h, w) > 0 and h % merge == w % merge == 0 and h * w <= len(own)
+        if not fits or not torch.equal(own != 0, torch.arange(len(own)) < h * w):
+            raise DataError(
+                f"spatial_shapes[{i}] is {(h, w)}; expected rows and columns of patches, multiples of "
+                f"{merge}, whose product is the number of leading ones in pixel_attention_mask[{i}], here "
+                f"{int((own != 0).sum())} of {len(own)}"
+            )
+        row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
+        patches.append(image[row * w + column])
+        grids.append((1, h, w))
+    if not patches:
+        return None
+    return Pictures(_channels_first(spec, torch.cat(patches)), grids, len(grids))
 
 
 def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -330,5 +373,6 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     PaddedPictures: _padded,
     SquarePictures: _squares,
     PlacedPictures: _placed,
+    ShapedPictures: _shaped,
     AnyresPictures: _anyres,
 }

@@ -100,15 +100,16 @@ class MLPProjector(nn.Module):
     Args:
         width: of a patch, D.
         hidden_size: of the language model, H.
-        spec: the merge factor, the norm, the activation and the biases.
+        spec: the merge factor, the norm, the inner width, the activation and the biases.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: MLPProjectorSpec):
         super().__init__()
         self.merged, self.activation = width * spec.merge**2, plain_activation(spec.activation)
         self.norm = None if spec.norm is None else make_norm(self.merged, spec.norm)
-        self.linear_1 = Linear(self.merged, hidden_size, bias=spec.bias)
-        self.linear_2 = Linear(hidden_size, hidden_size, bias=spec.bias)
+        inner = hidden_size if spec.size is None else spec.size
+        self.linear_1 = Linear(self.merged, inner, bias=spec.bias)
+        self.linear_2 = Linear(inner, hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""

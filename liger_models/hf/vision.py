@@ -29,7 +29,13 @@ from liger_models.layers.vision.vision import VisionInputs
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
-    *("second_per_grid_ts", "aspect_ratio_ids", "aspect_ratio_mask"),
+    *(
+        "second_per_grid_ts",
+        "aspect_ratio_ids",
+        "aspect_ratio_mask",
+        "spatial_shapes",
+        "pixel_attention_mask",
+    ),
 )
 """Outputs of processors for images and videos."""
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
@@ -148,6 +154,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         second_per_grid_ts: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
         aspect_ratio_mask: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        pixel_attention_mask: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,

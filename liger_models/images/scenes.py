@@ -25,6 +25,7 @@ from liger_models.layers.specs import (
     ModelSpec,
     PaddedPictures,
     PlacedPictures,
+    ShapedPictures,
     SquarePictures,
     TiledVisionSpec,
 )
@@ -238,6 +239,16 @@ class Scenes:
                 call["num_frames_per_video"] = torch.tensor([t for t, _, _ in own])
         return call
 
+    def _shaped(self, pieces: list[Piece]) -> dict[str, Any]:
+        """All padded to the same number of patches, with contents that must not be read."""
+        shapes = torch.tensor([self._grid(piece)[1:] for piece in pieces])
+        most = max(LEAST_PATCHES, int(shapes.prod(1).max()))
+        return {
+            "pixel_values": 0.1 * self._normal(len(pieces), most, self.vision.patches.width),
+            "spatial_shapes": shapes,
+            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
+        }
+
     def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
         size = self.vision.pictures.size
         return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
@@ -280,6 +291,7 @@ _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,
     PlacedPictures: Scenes._placed,
+    ShapedPictures: Scenes._shaped,
     AnyresPictures: Scenes._anyres,
 }
 """Builders of a processor's output, by kind of spec."""
