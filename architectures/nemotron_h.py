@@ -13,7 +13,15 @@ from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import AttentionSpec, BlockSpec, MixerSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockSpec,
+    MixerSpec,
+    MLPSpec,
+    ModelSpec,
+    MoESpec,
+    NormSpec,
+)
 
 OF_STATES = {**KEYS, "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "state": "ssm_state_size"}
 OF_STATES["activation"] = "mamba_hidden_act"
@@ -92,7 +100,7 @@ def nemotron_h(c: HFConfig) -> ModelSpec:
         )
     attn = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5, rope=None)
     mixers: dict[str, MixerSpec] = {LINEAR: mamba, FULL: attn}
-    mlps = {MLP: feed_forward, EXPERTS: experts}
+    mlps: dict[str, MLPSpec | MoESpec] = {MLP: feed_forward, EXPERTS: experts}
     blocks = [BlockSpec(mixers.get(kind), mlps.get(kind), norm, "one_part") for kind in kinds]
     # The reference never ties the head.
     return replace(decoder(c, blocks, norm), padding_idx=None, tie_word_embeddings=False)

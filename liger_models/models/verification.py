@@ -107,14 +107,16 @@ def verify_numbers(folder: Path) -> Comparison:
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
     again = _summed_otherwise(reference, call, skeleton.spec.is_recurrent)
     again |= _gradients(reference, stacks)
-    spread = {name: relative_distance(again[name], expected[name]) for name in expected}
+    least = {name: _least_size(name, expected) for name in expected}
+    spread = {name: relative_distance(again[name], expected[name], least[name]) for name in expected}
     del reference, again
 
     model = from_hub(folder, dtype=torch.float32, device="cpu", dropout=0.0).eval()
     found = _results(model, call, return_logits=True)
     found |= _gradients_as_named_in(expected, model, stacks)
     distance = {
-        name: relative_distance(found[name], expected[name]) for name in found.keys() & expected.keys()
+        name: relative_distance(found[name], expected[name], least[name])
+        for name in found.keys() & expected.keys()
     }
     lonely = tuple(sorted(found.keys() ^ expected.keys()))
     return Comparison(transformers.__version__, call["input_ids"].shape[1], images, distance, spread, lonely)
@@ -207,8 +209,20 @@ def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) 
     )
 
 
-def relative_distance(found: Tensor, expected: Tensor) -> float:
-    """|found - expected| / |expected|, in float64; |found| where nothing was expected."""
+def _least_size(name: str, expected: Mapping[str, Tensor]) -> float:
+    """Size with which a gradient that is only rounding is compared, else 0. Without positions, a key's bias
+    shifts all scores of a query equally: the terms of its gradient, which the weight's sums times inputs of
+    order one, cancel.
+    """
+    weight = expected.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
+    if weight is None or weight.dim() < 2:
+        return 0.0
+    terms = weight.double().norm().item() / weight[0].numel() ** 0.5
+    return terms if expected[name].double().norm().item() < 2**-16 * terms else 0.0
+
+
+def relative_distance(found: Tensor, expected: Tensor, least: float = 0.0) -> float:
+    """|found - expected| / max(|expected|, least), in float64; |found| where nothing was expected."""
     found, expected = found.double(), expected.double()
-    error, size = (found - expected).norm().item(), expected.norm().item()
+    error, size = (found - expected).norm().item(), max(expected.norm().item(), least)
     return error / size if size else error

@@ -207,6 +207,41 @@ def test_misplaced_patches_are_refused(change, message, make_pair, pairs_made):
         pair.ours(**change(call))
 
 
+OF_SHAPED = {
+    "no shapes": (lambda call: without(call, "spatial_shapes"), "without spatial_shapes"),
+    "no mask": (lambda call: without(call, "pixel_attention_mask"), "without pixel_attention_mask"),
+    "another shape": (
+        lambda call: call | {"spatial_shapes": torch.tensor([[6, 8], [4, 4]])},
+        r"spatial_shapes\[0\] is \(6, 8\); .* here 60 of 96",
+    ),
+    "an odd number of rows": (
+        lambda call: call | {"spatial_shapes": torch.tensor([[6, 10], [1, 16]])},
+        r"spatial_shapes\[1\] is \(1, 16\); expected .* multiples of 2",
+    ),
+    "gaps": (
+        lambda call: call | {"pixel_attention_mask": call["pixel_attention_mask"].flip(1)},
+        "leading ones",
+    ),
+    "fewer shapes": (
+        lambda call: call | {"spatial_shapes": torch.tensor([[6, 10]])},
+        r"integers \[2, 2\]",
+    ),
+    "another width": (
+        lambda call: call | {"pixel_values": call["pixel_values"][..., 1:]},
+        r"shape \[images, patches, 27\]",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), OF_SHAPED.values(), ids=OF_SHAPED)
+def test_shapes_that_do_not_fit_their_patches_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.get("lfm2_vl") or pairs_made.setdefault("lfm2_vl", make_pair("lfm2_vl"))
+    call = pair.scene([1, Image(6, 10), 2, Image(4, 4), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 OF_TILES = {
     "no mask": (
         lambda call: without(call, "cross_attention_mask"),

@@ -57,6 +57,22 @@ FAMILIES = {
         },
         ["<image>", "<video>"],
     ),
+    "lfm2_vl": (
+        "Lfm2Vl",
+        "Lfm2Vl",
+        {
+            "encoder_patch_size": 3,
+            "tile_size": 12,
+            "max_tiles": 2,
+            "min_image_tokens": 4,
+            "max_image_tokens": 9,
+        },
+        {},
+        [
+            *("<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>"),
+            *("<|img_row_1_col_1|>", "<|img_row_1_col_2|>", "<|img_row_2_col_1|>"),
+        ],
+    ),
     "mllama": (
         *("Mllama", "Mllama", {"size": {"height": 14, "width": 14}, "max_image_tiles": 3}, {}),
         ["<|image|>"],
@@ -93,7 +109,7 @@ IN_TEXT = {"gemma3": "<boi>", "qwen3_vl": "<|vision_start|><|image_pad|>"}
 def vision_model(request, tmp_path):
     """A preprocessor over generated files, its model, and the placeholder of an image in text."""
     family = request.param
-    if family == "mistral3" or (family == "gemma4" and transformers.__version__ < "5.23"):
+    if family in ("lfm2_vl", "mistral3") or (family == "gemma4" and transformers.__version__ < "5.23"):
         pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
     processor, images, settings, options, tokens = FAMILIES[family]
     torch.manual_seed(0)
