@@ -98,7 +98,8 @@ def hybrid_types(c: HFConfig, default: Callable[[int], str]) -> list[str]:
 
 
 def part_types(c: HFConfig) -> list[str]:
-    """Type of each layer of one part: LINEAR, FULL, MLP or EXPERTS. The config has names, or letters.
+    """Type of each layer of one part: LINEAR, FULL, MLP or EXPERTS. The config has names, or letters, or
+    neither, and then one layer of each type.
 
     Raises:
         ConfigError: an unknown type, or not as many as `num_hidden_layers`, where that is given.
@@ -107,6 +108,8 @@ def part_types(c: HFConfig) -> list[str]:
     letters = c.take("hybrid_override_pattern", None)
     if types is None and isinstance(letters, str):
         return _known(c, list(letters), _LETTERS)
+    if types is None:
+        types = [LINEAR, EXPERTS, FULL, MLP]
     return _known(c, types, {**_TYPES, MLP: MLP, EXPERTS: EXPERTS})
 
 

@@ -91,6 +91,7 @@ _TOWERS = (
     "visual.",
     "vision_embedder.",
     "image_newline",
+    *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -143,6 +144,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}),
     "paligemma": Multimodal(
         {"gemma": "gemma", "gemma2": "gemma2"},
         tied=True,
@@ -210,6 +212,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, intermediate_size_mlp=16384),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "nemotron_h": {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504},
     "mistral4": _sizes(
         *(131072, 4096, 12288, 36, 32),
         moe_intermediate_size=2048,
@@ -232,6 +235,8 @@ _ASIDE_NAMES = """
     downsample_factor projector_hidden_size projector_bias projector_use_layernorm tie_embedding
     do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles
     min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail
+    llm_config sound_config force_image_size vision_hidden_size vit_hidden_size video_pruning_rate
+    video_temporal_patch_size img_context_token_id video_context_token_id sound_context_token_id
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(
@@ -252,7 +257,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         UnsupportedModelError: an unsupported type of text part.
         ConfigError: there is no text part.
     """
-    family, nested = MULTIMODAL[raw["model_type"]], raw.get("text_config")
+    family, nested = MULTIMODAL[raw["model_type"]], raw.get("text_config", raw.get("llm_config"))
     top = {key: value for key, value in raw.items() if key not in _ASIDE}
     if nested is None and "hidden_size" in raw:  # the flat form of older configs
         nested = top

@@ -187,6 +187,24 @@ CASES = {
             "tie_word_embeddings": False,
         },
     ),
+    "nemotron_h_omni": (
+        "NemotronH_Omni_Reasoning_V3",
+        {
+            "model_type": "nemotron_h_omni",
+            "text_config": find_architecture("nemotron_h").tiny,
+            "vision_config": {
+                **TOWER,
+                "image_size": 28,
+                "patch_size": 14,
+                "max_img_size": 56,
+                "video_temporal_patch_size": 2,
+            },
+            "vision_hidden_size": 32,
+            "projector_hidden_size": 24,
+            "image_token_id": 3,
+            "audio_config": None,
+        },
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VLForConditionalGeneration",
         {
@@ -267,6 +285,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "embed_vision",
         "visual",
         "vision_embedder",
+        "mlp1",
     }
 
 
@@ -428,7 +447,8 @@ def test_a_text_part_of_another_family_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "part"), [("zamba2", "Mamba 2"), ("rwkv", "recurrence"), ("zamba", "state-space")]
+    ("model_type", "part"),
+    [("zamba2", "several layers share"), ("rwkv", "recurrence"), ("zamba", "state-space")],
 )
 def test_a_known_unsupported_family_is_refused_with_the_missing_part(model_type, part):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is known but not supported.*{part}"):
