@@ -19,12 +19,15 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
-FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]  # gpt-oss has transposed axes and another order
+# gpt-oss has transposed axes and another order, and Nemotron's experts have no gates.
+FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
 STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 
 def adapt(model, parameters=STACKS, modules=(), **settings):
     """Add random adapters, which change the model's output."""
+    if parameters is STACKS and model.config.model_type == "nemotron_h":
+        parameters = ["experts.up_proj", "experts.down_proj"]
     config = peft.LoraConfig(
         r=3, target_modules=list(modules), target_parameters=parameters, init_lora_weights=False, **settings
     )
