@@ -31,6 +31,7 @@ class Multimodal:
     cross_attention: key of the text part that lists cross-attention layers to images. They are skipped
         without images, and are not part of the text model.
     extra_ids: embedding rows after the vocabulary, unused by text.
+    missing: what its images need and liger_models does not have, for errors.
     """
 
     texts: Mapping[str, str]
@@ -43,6 +44,7 @@ class Multimodal:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     cross_attention: str | None = None
     extra_ids: int = 0
+    missing: str = ""
 
     def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
         """Name of a tensor in a text-only checkpoint; None for tensors of the towers and of cross-attention
@@ -120,6 +122,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             "max_position_embeddings": 262144,
             "sliding_window": 1024,
         },
+        missing="patches that are embedded without an encoder",
     ),
     "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
     "lfm2_vl": Multimodal({"lfm2": "lfm2"}, tied=True, without=("tie_embedding",)),
@@ -144,7 +147,11 @@ MULTIMODAL: dict[str, Multimodal] = {
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
-    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}),
+    "nemotron_h_omni": Multimodal(
+        {"nemotron_h": "nemotron_h"},
+        missing="RADIO's encoder: several tokens before the patches of each image, positions cropped from a "
+        "resized square, and scales that checkpoints leave out",
+    ),
     "paligemma": Multimodal(
         {"gemma": "gemma", "gemma2": "gemma2"},
         tied=True,

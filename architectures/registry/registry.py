@@ -189,10 +189,12 @@ def find_architecture(model_type: str) -> Architecture:
     if model_type in _ARCHITECTURES:
         return _ARCHITECTURES[model_type]
     if model_type in MULTIMODAL:
-        texts = " or ".join(sorted(set(MULTIMODAL[model_type].texts.values()) & _ARCHITECTURES.keys()))
+        family = MULTIMODAL[model_type]
+        texts = " or ".join(sorted(set(family.texts.values()) & _ARCHITECTURES.keys()))
         raise UnsupportedModelError(
-            f"the model type {model_type!r} is multimodal, and of such models only the text part is "
-            f"supported: from_hub(..., text_only=True), or --text-only, loads it as a {texts} model."
+            f"the model type {model_type!r} is multimodal, and only its text part is supported: "
+            f"from_hub(..., text_only=True), or --text-only, loads it as a {texts} model. Its images need "
+            f"{family.missing}, which liger_models does not have."
         )
     if model_type in MISSING:
         raise UnsupportedModelError(

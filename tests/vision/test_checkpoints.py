@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import CheckpointError, ConfigError
-from liger_models.models.verification import verify_numbers
+from liger_models.models import verification
 
 
 @pytest.fixture(scope="module")
@@ -141,9 +141,19 @@ def test_an_unknown_key_of_either_part_is_refused_by_name(part, family):
         liger_models.from_config({**tiny, "of_no_meaning": 2})
 
 
+def test_verify_measures_gradients_that_are_rounding_by_their_terms():
+    """A key's bias shifts all scores of a query equally, so its gradient is zero but for rounding."""
+    weight = torch.full((4, 16), 0.5)  # whose terms have a norm of 1
+    expected = {"k.weight": weight, "k.bias": torch.full((4,), 1e-8), "q.bias": torch.ones(4)}
+    assert verification._least_size("k.bias", expected) == 1.0
+    assert verification._least_size("q.bias", expected | {"q.weight": weight}) == 0.0  # as large as its terms
+    assert verification._least_size("k.weight", expected) == 0.0
+    assert verification.relative_distance(torch.zeros(4), expected["k.bias"], 1.0) == pytest.approx(2e-8)
+
+
 def test_verify_compares_images_too(make_pair, tmp_path):
     make_pair("qwen2_5_vl").reference.save_pretrained(tmp_path)
-    found = verify_numbers(tmp_path)
+    found = verification.verify_numbers(tmp_path)
     assert found.images == 3
     assert not found.too_far
     assert not found.lonely
