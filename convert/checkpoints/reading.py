@@ -16,7 +16,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -36,7 +36,6 @@ from liger_models.convert.checkpoints.tensor_bytes import (
     is_plain_memory,
     memory_of,
     pieces_of,
-    same_bits,
     stage_for,
 )
 from liger_models.convert.checkpoints.weight_map import WeightMap
@@ -63,6 +62,8 @@ class CheckpointReader:
         CheckpointError: no safetensors checkpoint in the folder, a damaged file, or files that contradict
             their index.
     """
+
+    is_quantised = False
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -142,6 +143,10 @@ class CheckpointReader:
         self.read_into(name, out)
         return out
 
+    def as_stored(self, weight_map: WeightMap) -> WeightMap:
+        """The same native tensors, as expressions over tensors in the order in which they are read."""
+        return weight_map
+
     def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
         """Fills `dest` with the elements [start, stop) of a tensor, in memory order; all by default.
 
@@ -153,13 +158,11 @@ class CheckpointReader:
             CheckpointError: the file ends too early or cannot be read.
         """
         info = self.tensors[name]
-        count = math.prod(info.shape)
-        stop = count if stop is None else stop
-        if not 0 <= start <= stop <= count or dest.numel() != stop - start:
-            raise ValueError(
-                f"elements [{start}, {stop}) of tensor {name!r} of shape {info.shape} do not fill a "
-                f"destination of shape {tuple(dest.shape)}"
-            )
+        self.read_elements(info, dest, start, math.prod(info.shape) if stop is None else stop)
+
+    def read_elements(self, info: TensorInfo, dest: Tensor, start: int, stop: int) -> None:
+        """As `read_into`, for a tensor in the files that need not be among `tensors`."""
+        check_range(info, dest, start, stop)
         dest = dest.detach()
         if dest.numel() == 0:
             return
@@ -258,6 +261,15 @@ class CheckpointReader:
         )
 
 
+def check_range(info: TensorInfo, dest: Tensor, start: int, stop: int) -> None:
+    """Raise ValueError unless the elements [start, stop) of a tensor fill `dest`."""
+    if not 0 <= start <= stop <= math.prod(info.shape) or dest.numel() != stop - start:
+        raise ValueError(
+            f"elements [{start}, {stop}) of tensor {info.name!r} of shape {info.shape} do not fill a "
+            f"destination of shape {tuple(dest.shape)}"
+        )
+
+
 def _read_small(path: Path) -> bytes:
     """The bytes of a JSON file next to the weights, with a size limit."""
     with open(open_file(path), "rb") as file:
@@ -292,6 +304,7 @@ def load_parameters(
             parameter.
     """
     check_parameters(parameters, weight_map)
+    weight_map = reader.as_stored(weight_map)
     jobs: list[_ReadJob] = []
 
     def plan(name: str, dest: Tensor, start: int, stop: int) -> None:
@@ -353,43 +366,3 @@ def _progress_bar(total: int, enabled: bool) -> Any:
 
     options = {"unit": "B", "unit_scale": True, "desc": "loading", "delay": 1.0}
     return ProgressBar(total=total, disable=not enabled, **options)
-
-
-# -------------------------------------------------------------------------------------------------- verifying
-
-
-@dataclass(frozen=True)
-class RoundTrip:
-    """Result of `verify_roundtrip`: the amount of data compared, and the names of changed tensors."""
-
-    tensors: int
-    nbytes: int
-    changed: tuple[str, ...]
-
-
-def verify_roundtrip(
-    reader: CheckpointReader, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]
-) -> RoundTrip:
-    """Converts every native tensor to checkpoint form and back, and compares it with the files bit by bit.
-
-    Holds one tensor in memory at a time, in the model's dtype (`dtypes`, by native name).
-    """
-    changed: list[str] = []
-    infos: list[TensorInfo] = []
-    for native_name, expr in weight_map.items():
-        infos += [reader.tensors[ref.name] for ref in expr.refs()]
-        native = torch.empty(expr.shape, dtype=dtypes[native_name])
-        expr.read_into(native, reader.read_into)
-        for name, tensor in expr.write(native).items():
-            if not _equals_file(reader, reader.tensors[name], tensor):
-                changed.append(name)
-    return RoundTrip(len(infos), sum(info.nbytes for info in infos), tuple(changed))
-
-
-def _equals_file(reader: CheckpointReader, info: TensorInfo, tensor: Tensor) -> bool:
-    for first, piece in pieces_of(tensor, info.dtype.itemsize):
-        expected = torch.empty(piece.shape, dtype=info.dtype)
-        reader.read_into(info.name, expected, first, first + piece.numel())
-        if not same_bits(torch.empty_like(expected).copy_(piece), expected):
-            return False
-    return True

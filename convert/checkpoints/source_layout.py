@@ -27,6 +27,7 @@ class SourceLayout:
         index: the bytes of the index file, if there was one.
         carried: tensors that the model does not use, to be written unchanged.
         tied: tensors that duplicate another one, by name; the value is the other one's name.
+        quantised: whether some weights were. `files` then has their dense forms.
     """
 
     layout: Any
@@ -34,6 +35,7 @@ class SourceLayout:
     index: bytes | None
     carried: Mapping[str, Tensor]
     tied: Mapping[str, str]
+    quantised: bool = False
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -65,7 +67,7 @@ def match_layout(
     best: tuple[int, list[str], list[str]] | None = None
     misshapen: list[str] = []
     for layout, weight_map in layouts.items():
-        shapes = checkpoint_shapes(weight_map)
+        shapes = checkpoint_shapes(reader.as_stored(weight_map))
         missing = [name for name in shapes if name not in found]
         unexpected = [name for name in found if name not in shapes and name not in extra and name not in tied]
         if not missing and not unexpected:
@@ -76,7 +78,8 @@ def match_layout(
             for name, original in source_tied.items():
                 _check_duplicate(reader, name, original)
             kept = {name: reader.read(name) for name in found if name in extra and name not in shapes}
-            return SourceLayout(layout, dict(reader.files), reader.index, kept, source_tied)
+            files, quantised = dict(reader.files), reader.is_quantised
+            return SourceLayout(layout, files, reader.index, kept, source_tied, quantised)
         if best is None or len(missing) + len(unexpected) < best[0]:
             best = (len(missing) + len(unexpected), missing, unexpected)
     if misshapen:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 
 import torch
 
-from liger_models.convert.checkpoints.expressions import Expr, Permute, Ref, Rows, Shape, places_by_ref
+from liger_models.convert.checkpoints.expressions import (
+    Cat,
+    Expr,
+    Permute,
+    Ref,
+    Rows,
+    Shape,
+    Stack,
+    places_by_ref,
+)
 
 
 def permuted(name: str, shape: Shape, pattern: str, **sizes: int) -> Permute:
@@ -66,6 +76,34 @@ def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, r
 
 
 WeightMap = Mapping[str, Expr]
+
+
+def with_transposed(expr: Expr, names: Set[str]) -> Expr:
+    """The same native tensor, over checkpoint tensors of which those in `names` are stored with their last
+    two dimensions swapped.
+    """
+    if not any(ref.name in names for ref in expr.refs()):
+        return expr
+    if isinstance(expr, Cat | Stack):
+        return replace(expr, parts=tuple(with_transposed(part, names) for part in expr.parts))
+    if isinstance(expr, Ref):
+        expr = Permute(expr, expr.shape, tuple(range(len(expr.shape))), expr.shape)
+    assert isinstance(expr, Permute | Rows)
+    if isinstance(expr, Rows) or not isinstance(expr.part, Ref):
+        return replace(expr, part=with_transposed(expr.part, names))
+    *before, rows, columns = expr.part.shape
+    # The dimensions of the view that divide the columns, and those that divide the rows.
+    at = len(expr.view) - _dividing(expr.view, columns)
+    above = at - _dividing(expr.view[:at], rows)
+    old = [*range(above), *range(at, len(expr.view)), *range(above, at)]
+    view = tuple(expr.view[dim] for dim in old)
+    order = tuple(old.index(dim) for dim in expr.order)
+    return Permute(Ref(expr.part.name, (*before, columns, rows)), view, order, expr.shape)
+
+
+def _dividing(view: Shape, size: int) -> int:
+    """The number of last dimensions of a view that one of `size` is divided into."""
+    return next(n for n in range(1, len(view) + 1) if math.prod(view[-n:]) == size)
 
 
 def connected(weight_map: WeightMap) -> list[dict[str, Expr]]:

@@ -141,7 +141,7 @@ def plan_checkpoint(
     check_whole(weight_map)
     outputs = _outputs(parameters, weight_map, source, dtype, fixed)
     index = None
-    if source is not None and limit is None:
+    if source is not None and limit is None and not source.quantised:
         names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
         stated = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
         if all((outputs[name].dtype, outputs[name].shape) == both for name, both in stated.items()):

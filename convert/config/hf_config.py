@@ -357,5 +357,5 @@ def _why(key: str) -> str:
     if key == "pretraining_tp":
         return " (only 1 is supported: other values split the matrix products and round differently)"
     if key == "quantization_config":
-        return " (quantised checkpoints are not supported; use the original weights)"
+        return " (only from_hub reads quantised weights; remove the key to make a model with dense ones)"
     return ""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from liger_models.cli.shared.checkpoints import add_base
 
 if TYPE_CHECKING:
-    from liger_models.convert.checkpoints.reading import RoundTrip
+    from liger_models.convert.checkpoints.round_trip import RoundTrip
     from liger_models.models.verification import Comparison
 
 SHOWN = 10

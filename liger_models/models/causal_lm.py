@@ -125,7 +125,7 @@ class LigerCausalLM(CausalLM):
 
         Old rows keep their bits, and tied weights stay tied. Each new row is the mean of the old ones, so
         that new tokens take at most their share of the probability from the old (Hewitt, 2021:
-        convert/checkpoints/new_rows.py).
+        liger_models/models/new_rows.py).
 
         Args:
             new_num_tokens: the number of tokens. Default: as many as there are.

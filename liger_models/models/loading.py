@@ -6,6 +6,7 @@ resolve the name to a folder -> read its config.json -> choose the architecture 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,12 +15,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 
 from liger_models.architectures import Architecture, find_architecture, with_mtp
-from liger_models.convert.checkpoints.new_rows import ReaderWithNewRows
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.model_config import ModelConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
+from liger_models.convert.quantised.recognition import dense_config
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.float8 import Float8Recipe
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
@@ -32,6 +33,7 @@ from liger_models.models.classifier import (
 )
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
+from liger_models.models.new_rows import ReaderWithNewRows
 from liger_models.models.text_part import select_text, text_config_of, warn_of
 from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
@@ -69,7 +71,8 @@ class LoadOptions:
             raise ConfigError(f"projections must be 'fused' or 'split', found {self.projections!r}")
 
     def read(self, config: Mapping[str, Any] | str | Path) -> HFConfig:
-        return HFConfig.load(config, ignore_config_keys=self.ignore_config_keys, dropout=self.dropout)
+        read = HFConfig.load(config, ignore_config_keys=self.ignore_config_keys, dropout=self.dropout)
+        return read.with_raw(dense_config(read.raw))  # in memory no weight is quantised
 
 
 def from_hub(
@@ -164,6 +167,8 @@ def from_hub(
         options = replace(options, labels=adapter.labels)
     config = options.read(folder)
     with ReaderWithNewRows(folder) as reader:
+        for remark in reader.quantisation.remarks if reader.quantisation else ():
+            warnings.warn(f"{folder}: {remark}", stacklevel=2)
         choice = _choose(config, options, reader)
         size = choice.architecture.spec(choice.config).vocab_size
         if adapter is not None and max(adapter.tokens, default=0) >= size and not new_tokens:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.reading import CheckpointReader, RoundTrip, verify_roundtrip
+from liger_models.convert.checkpoints.round_trip import RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.convert.quantised.reader import ModelReader
 from liger_models.images.scenes import Image, Scenes, documents_with_images
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.specs import ModelSpec
@@ -38,7 +39,7 @@ ROWS, LENGTH = 2, 64
 def verify_bytes(folder: Path) -> RoundTrip:
     """Compare every tensor with what comes back from our layout, one parameter at a time."""
     skeleton = from_config(folder, device="meta", dropout=0.0)
-    with CheckpointReader(folder) as reader:
+    with ModelReader(folder) as reader:
         find_layout(skeleton, reader)
         dtypes = exact_dtypes(skeleton, reader.dtypes)
         return verify_roundtrip(reader, skeleton.weight_map(), dtypes)

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.new_rows import AT_ONCE, mean_row
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.specs import ModelSpec
+from liger_models.models.new_rows import AT_ONCE, mean_row
 
 
 def check_vocabulary(spec: ModelSpec, size: int) -> None:

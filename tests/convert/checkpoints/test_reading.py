@@ -15,8 +15,8 @@ from liger_models.convert.checkpoints.reading import (
     SINGLE_FILE,
     CheckpointReader,
     load_parameters,
-    verify_roundtrip,
 )
+from liger_models.convert.checkpoints.round_trip import verify_roundtrip
 from liger_models.convert.errors import CheckpointError
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.int8, torch.bool]

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.quantised.reader import ModelReader
 
 AT_ONCE = 4096  # rows that are summed at once
 
@@ -30,7 +30,7 @@ def mean_row(pieces: Iterable[Tensor]) -> Tensor:
     return torch.stack(sums).sum(0) / count
 
 
-class ReaderWithNewRows(CheckpointReader):
+class ReaderWithNewRows(ModelReader):
     """A reader of a checkpoint in which tensors may have new rows."""
 
     def __init__(self, folder: str | Path):
@@ -53,7 +53,7 @@ class ReaderWithNewRows(CheckpointReader):
         self.tensors[name] = replace(info, shape=shape, nbytes=math.prod(shape) * info.dtype.itemsize)
 
     def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
-        """As `CheckpointReader.read_into`; a tensor with new rows passes through memory of its own size."""
+        """As `ModelReader.read_into`; a tensor with new rows passes through memory of its own size."""
         if name not in self._new:
             return super().read_into(name, dest, start, stop)
         rows, in_file, mean = self._new[name]

@@ -1,0 +1,50 @@
+"""Verification that a checkpoint's tensors come back unchanged from their native form."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+from liger_models.convert.checkpoints.tensor_bytes import pieces_of, same_bits
+from liger_models.convert.checkpoints.weight_map import WeightMap
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    """Result of `verify_roundtrip`: the amount of data compared, and the names of changed tensors."""
+
+    tensors: int
+    nbytes: int
+    changed: tuple[str, ...]
+
+
+def verify_roundtrip(
+    reader: CheckpointReader, weight_map: WeightMap, dtypes: Mapping[str, torch.dtype]
+) -> RoundTrip:
+    """Converts every native tensor to checkpoint form and back, and compares it with the files bit by bit.
+
+    Holds one tensor in memory at a time, in the model's dtype (`dtypes`, by native name).
+    """
+    changed: list[str] = []
+    infos: list[TensorInfo] = []
+    weight_map = reader.as_stored(weight_map)
+    for native_name, expr in weight_map.items():
+        infos += [reader.tensors[ref.name] for ref in expr.refs()]
+        native = torch.empty(expr.shape, dtype=dtypes[native_name])
+        expr.read_into(native, reader.read_into)
+        for name, tensor in expr.write(native).items():
+            if not _equals_file(reader, reader.tensors[name], tensor):
+                changed.append(name)
+    return RoundTrip(len(infos), sum(info.nbytes for info in infos), tuple(changed))
+
+
+def _equals_file(reader: CheckpointReader, info: TensorInfo, tensor: Tensor) -> bool:
+    for first, piece in pieces_of(tensor, info.dtype.itemsize):
+        expected = torch.empty(piece.shape, dtype=info.dtype)
+        reader.read_into(info.name, expected, first, first + piece.numel())
+        if not same_bits(torch.empty_like(expected).copy_(piece), expected):
+            return False
+    return True

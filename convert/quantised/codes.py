@@ -1,0 +1,67 @@
+"""Stored numbers of quantised weights: packing, and conversion to float32.
+
+Numbers of four bits lie in bytes, the low half first, and so they do in 32-bit words, whose lowest bits come
+first. float4 is E2M1 of the OCP Microscaling specification (version 1.0, section 5.3.3): a sign and one of
+eight magnitudes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Numbers of one kind.
+
+    Attributes:
+        label: for people.
+        bits: per number.
+        dtypes: of tensors that hold them.
+        decode: from the words of some rows [rows, words] to float32 [rows, numbers]; a row may end in
+        padding.
+    """
+
+    label: str
+    bits: int
+    dtypes: tuple[torch.dtype, ...]
+    decode: Callable[[Tensor], Tensor]
+
+    def words(self, columns: int) -> int:
+        """The number of words that hold a row of `columns` numbers."""
+        return -(-columns * self.bits // (8 * self.dtypes[0].itemsize))
+
+
+def _halves(values: list[float]) -> Callable[[Tensor], Tensor]:
+    """Decode words of half bytes, the low one first, by a table of 16 values."""
+    pairs = [[values[byte % 16], values[byte // 16]] for byte in range(256)]
+
+    def decode(words: Tensor) -> Tensor:
+        table = torch.tensor(pairs, device=words.device)
+        return torch.nn.functional.embedding(words.view(torch.uint8).int(), table).flatten(1)
+
+    return decode
+
+
+FLOAT8 = Codes("float8", 8, (torch.float8_e4m3fn,), lambda words: words.float())
+INT8 = Codes("int8", 8, (torch.int8,), lambda words: words.float())
+FLOAT4 = Codes(
+    "float4", 4, (torch.uint8, torch.int8), _halves([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
+)
+PACKED = {
+    4: Codes("int4", 4, (torch.int32,), _halves([number - 8.0 for number in range(16)])),
+    8: Codes("int8", 8, (torch.int32,), lambda words: words.view(torch.uint8).float() - 128.0),
+}
+
+
+def as_scale(stored: Tensor) -> Tensor:
+    """Convert scales to float32, exactly. Bytes are exponents of two (E8M0): 2^(byte - 127), and 255 is "
+    "NaN."""
+    return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()

@@ -1,0 +1,6 @@
+"""Make quantised_files, in the same folder, importable."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent))

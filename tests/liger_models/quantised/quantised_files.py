@@ -1,0 +1,197 @@
+"""Tiny quantised checkpoints, with the values that they stand for by formulas of their own.
+
+    checkpoint = QuantisedCheckpoint.make(tmp_path / "fp8", "qwen3", float8_blocks((8, 16)), settings)
+    checkpoint.dense                     # float32 values by name, as a dense checkpoint has them
+    checkpoint.write(without="model.layers.0.mlp.up_proj.weight_scale_inv")
+
+Each maker takes the shape of a weight [..., rows, columns] and gives its parts, by what follows its name, and
+its values, number by number.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import liger_models
+from liger_models.architectures import find_architecture
+
+Parts = dict[str, Tensor]
+Maker = Callable[[tuple[int, ...]], tuple[Parts, Tensor]]
+
+
+def float8(shape: tuple[int, ...]) -> Tensor:
+    """Random codes of float8, as a quantiser gives: the largest of a block has the largest code."""
+    return (torch.randn(shape) * 150).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def scales(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Random scales, so that values are of order 0.1; exponents for uint8 and float8_e8m0fnu."""
+    if dtype in (torch.uint8, torch.float8_e8m0fnu):
+        return torch.randint(115, 120, shape, dtype=torch.uint8).view(dtype)
+    return (torch.rand(shape) * 9e-4 + 1e-4).to(dtype)
+
+
+def numbers(scale: Tensor) -> Tensor:
+    """Scales as float32 numbers; those of one byte are exponents."""
+    if scale.element_size() > 1:
+        return scale.float()
+    exponents = scale.view(torch.uint8).view(-1).tolist()
+    return torch.tensor([2.0 ** (byte - 127) for byte in exponents]).view(scale.shape)
+
+
+def spread(grid: Tensor, block: tuple[int, int], shape: tuple[int, ...]) -> Tensor:
+    """The number of each element's block: the Kronecker product with ones, cut to the shape."""
+    return torch.kron(grid, torch.ones(block))[..., : shape[-2], : shape[-1]]
+
+
+def float8_blocks(
+    block: tuple[int, int], dtype: torch.dtype = torch.float32, ending: str = "_scale_inv"
+) -> Maker:
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        codes, (height, width) = float8(shape), block
+        grid = (*shape[:-2], math.ceil(shape[-2] / height), math.ceil(shape[-1] / width))
+        scale = scales(grid, dtype)
+        return {"": codes, ending: scale}, codes.float() * spread(numbers(scale), block, shape)
+
+    return make
+
+
+def float8_of(
+    scale_shape: Callable[[tuple[int, ...]], tuple[int, ...]],
+    dtype: torch.dtype,
+    ending: str,
+    **further: Tensor,
+) -> Maker:
+    """float8 with a scale that broadcasts, and tensors that readers ignore."""
+
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        codes, scale = float8(shape), scales(scale_shape(shape), dtype)
+        return {"": codes, ending: scale, **further}, codes.float() * scale.float()
+
+    return make
+
+
+def float4(codes: Tensor) -> Tensor:
+    """Values of codes of four bits: a sign, two bits of exponent with bias 1, and one of mantissa."""
+    sign, exponent, mantissa = codes // 8, codes // 2 % 4, codes % 2
+    normal = 2.0 ** (exponent - 1) * (1 + mantissa / 2)
+    return torch.where(exponent == 0, mantissa / 2, normal) * (1 - 2 * sign)
+
+
+def mxfp4(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    """gpt-oss: [experts, inputs, outputs] stored as [experts, outputs, inputs / 32, 16]."""
+    experts, inputs, outputs = shape
+    codes = torch.randint(0, 16, (experts, outputs, inputs))
+    exponents = torch.randint(118, 124, (experts, outputs, inputs // 32), dtype=torch.uint8)
+    low, high = codes[..., 0::2], codes[..., 1::2]
+    blocks = (low + 16 * high).to(torch.uint8).view(experts, outputs, inputs // 32, 16)
+    values = float4(codes) * spread(numbers(exponents), (1, 32), (outputs, inputs))
+    return {"_blocks": blocks, "_scales": exponents}, values.transpose(1, 2)
+
+
+@dataclass
+class QuantisedCheckpoint:
+    """A quantised checkpoint, and its dense twin.
+
+    Attributes:
+        folder: of the checkpoint.
+        config: the content of its config.json.
+        tensors: in its files.
+        dense: what a dense checkpoint of the same values has, float32 where it is quantised here.
+        quantised: names of the quantised weights.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    dense: dict[str, Tensor]
+    quantised: list[str] = field(default_factory=list)
+
+    @classmethod
+    def make(
+        cls,
+        folder: Path,
+        config: Mapping[str, Any],
+        maker: Maker | Mapping[str, Maker],
+        settings: Mapping[str, Any] | None,
+        weights: str = "*_proj.weight",
+        stacked: bool = False,
+    ) -> QuantisedCheckpoint:
+        """Write a checkpoint with random weights, of which those named like `weights` are quantised.
+
+        Args:
+            maker: of all of them, or by patterns of their names.
+            settings: the quantization_config.
+            stacked: experts in one tensor, if the family has both forms.
+        """
+        torch.manual_seed(0)
+        model = liger_models.from_config(config, dtype="bfloat16", device="cpu")
+        model.layout = model.architecture.layouts[-1 if stacked else 0]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_(0, 0.1)
+        model.save_pretrained(folder)
+        tensors: dict[str, Tensor] = {}
+        dense = load_file(folder / "model.safetensors")
+        (folder / "model.safetensors").unlink()
+        raw = json.loads((folder / "config.json").read_text()) | {"dtype": "bfloat16"}
+        if settings is not None:
+            raw["quantization_config"] = dict(settings)
+        quantised = []
+        makers = maker if isinstance(maker, Mapping) else {weights: maker}
+        for name in list(dense):
+            chosen = next((m for pattern, m in makers.items() if fnmatchcase(name, pattern)), None)
+            if chosen is None or dense[name].dim() < 2:
+                tensors[name] = dense[name]
+                continue
+            parts, values = chosen(tuple(dense[name].shape))
+            dense[name] = values
+            quantised.append(name)
+            for ending, part in parts.items():
+                stem = name if not ending.startswith("!") else name.rpartition(".")[0]
+                tensors[stem + ending.removeprefix("!")] = part
+        checkpoint = cls(folder, raw, tensors, dense, quantised)
+        checkpoint.write()
+        return checkpoint
+
+    def write(self, without: str = "", settings: Any = ..., **changed: Tensor) -> Path:
+        """Write the files: the tensors in two of them, by turns, so that parts of a weight are apart.
+
+        Args:
+            without: the name of a tensor to leave out.
+            settings: another quantization_config; None for none.
+            changed: tensors instead of those of the same name, or further ones.
+        """
+        config = dict(self.config)
+        if settings is not ...:
+            config.pop("quantization_config", None)
+            config |= {} if settings is None else {"quantization_config": settings}
+        (self.folder / "config.json").write_text(json.dumps(config))
+        tensors = {name: x for name, x in (self.tensors | changed).items() if name != without}
+        names, placed = sorted(tensors), {}
+        for number in range(2):
+            file = f"model-{number + 1:05d}-of-00002.safetensors"
+            held = {name: tensors[name].contiguous().clone() for name in names[number::2]}
+            save_file(held, self.folder / file, metadata={"format": "pt"})
+            placed |= dict.fromkeys(held, file)
+        index = {"metadata": {}, "weight_map": placed}
+        (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        return self.folder
+
+    def expected(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The dense tensors in a dtype, rounded once."""
+        return {name: x.to(dtype) for name, x in self.dense.items()}
+
+
+def tiny(family: str, **changes: Any) -> dict[str, Any]:
+    return {**find_architecture(family).tiny, **changes}
