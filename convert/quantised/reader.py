@@ -64,6 +64,23 @@ class ModelReader(CheckpointReader):
             return weight_map
         return {native: with_transposed(expr, names) for native, expr in weight_map.items()}
 
+    def dense_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor in the order of a dense checkpoint."""
+        info = self.tensors[name]
+        swapped = isinstance(info, QuantisedInfo) and info.weight.transposed
+        return (*info.shape[:-2], info.shape[-1], info.shape[-2]) if swapped else info.shape
+
+    def read_dense(self, name: str, dtype: torch.dtype) -> Tensor:
+        """Read a whole tensor, in the order of a dense checkpoint: a quantised one in `dtype`, others in that
+        of the file.
+        """
+        info = self.tensors[name]
+        if not isinstance(info, QuantisedInfo):
+            return self.read(name)
+        whole = torch.empty(info.shape, dtype=dtype)
+        self.read_into(name, whole)
+        return whole.transpose(-1, -2) if info.weight.transposed else whole
+
     def read_into(self, name: str, dest: Tensor, start: int = 0, stop: int | None = None) -> None:
         """As `CheckpointReader.read_into`. Quantised values are decoded in float32 and rounded once.
 

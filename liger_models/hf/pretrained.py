@@ -29,6 +29,7 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_sharded, is_zero3, shape_of
 from liger_models.convert.errors import CheckpointError
 from liger_models.hf.checkpointing import CheckpointingSwitches
+from liger_models.hf.checkpoints.dense import dense_tensors, with_dense_config
 from liger_models.hf.checkpoints.merged import merged_tensors
 from liger_models.hf.checkpoints.module_names import refuse_ambiguous
 from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
@@ -105,18 +106,20 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
                 "modules. Load it whole and let accelerate, Trainer or torch's fully_shard divide it, or "
                 "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
             )
-        loaded = super().from_pretrained(*args, **kwargs)
+        loaded = super().from_pretrained(*args, **with_dense_config(cls.config_class, args, kwargs))
         leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).base_decoder)
         return loaded
 
     @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load_pretrained_model(model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert a given state dict to checkpoint form, the only one that transformers' loader reads.
         `model.state_dict()` may have other shapes under the same names (gpt-oss).
         """
         if state_dict is not None:
             state_dict = as_checkpoint(model, state_dict)
-        return PreTrainedModel._load_pretrained_model(model, state_dict, *args, **kwargs)
+        with dense_tensors(model, files if state_dict is None else None) as dense:
+            tensors = state_dict if dense is None else dense
+            return PreTrainedModel._load_pretrained_model(model, tensors, files, *args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Ignore the experts implementation that transformers stored in a config; ours has only one."""

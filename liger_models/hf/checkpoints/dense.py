@@ -1,0 +1,92 @@
+"""Quantised checkpoints in transformers' loader, which gets their weights dense.
+
+Formats that `liger_models.convert.quantised` reads are decoded there, and not by transformers' quantisers:
+these
+need a GPU for some formats, and are wrong for others (ragged blocks, stacked experts). bitsandbytes' layers
+train as they are, with adapters, and so keep transformers' own path.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.json_file import read_json
+from liger_models.convert.quantised.methods import METHODS
+from liger_models.convert.quantised.reader import ModelReader
+from liger_models.convert.quantised.recognition import MODELOPT_FILE, settings_of
+
+_LOCATION = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+_LEFT_TO_TRANSFORMERS = ("bitsandbytes",)
+
+
+def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `from_pretrained`, with a config of dense weights if the checkpoint is quantised in a
+    format that is decoded here. A request to dequantise, such as `Mxfp4Config(dequantize=True)`, is then met.
+    """
+    config, name = options.get("config"), args[0] if args else options.get("pretrained_model_name_or_path")
+    if isinstance(config, str | Path) or (config is None and name is not None):
+        location = {key: options[key] for key in _LOCATION if key in options}
+        config = config_class.from_pretrained(config or name, **location)
+    settings = None if config is None else settings_of(config.to_dict())
+    if settings is None or not _is_decoded_here(settings):
+        return options
+    config = copy.deepcopy(config)
+    for part in (config, getattr(config, "text_config", None)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    if config.dtype is None:
+        config.dtype = torch.bfloat16
+    options = {**options, "config": config}
+    if getattr(options.get("quantization_config"), "dequantize", False):
+        del options["quantization_config"]
+    return options
+
+
+@contextmanager
+def dense_tensors(model: Any, files: Sequence[str] | None) -> Iterator[dict[str, Any] | None]:
+    """Yield the tensors of a quantised checkpoint, each decoded when transformers' loader takes it; None for
+    other checkpoints.
+    """
+    folder = Path(files[0]).parent if files else None
+    if folder is None or not _may_be_decoded(folder):
+        yield None
+        return
+    # Matrices alone are quantised. They are decoded in the dtype of the model's, or rounded by the loader.
+    dtypes = {p.dtype for p in model.parameters() if p.dim() > 1}
+    with ModelReader(folder) as reader:
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+        yield {name: _Lazy(reader, name, dtype) for name in reader.tensors}
+
+
+def _may_be_decoded(folder: Path) -> bool:
+    config = folder / "config.json"
+    settings = settings_of(read_json(config)) if config.is_file() else None
+    return (folder / MODELOPT_FILE).is_file() if settings is None else _is_decoded_here(settings)
+
+
+def _is_decoded_here(settings: Mapping[str, Any]) -> bool:
+    method = settings.get("quant_method")
+    return isinstance(method, str) and method in METHODS and method not in _LEFT_TO_TRANSFORMERS
+
+
+class _Lazy:
+    """A tensor that is read when it is indexed, like a slice of a safetensors file."""
+
+    def __init__(self, reader: ModelReader, name: str, dtype: torch.dtype):
+        self._reader, self._name, self._dtype = reader, name, dtype
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._reader.read_dense(self._name, self._dtype)[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._reader.dense_shape(self._name))
+
+    def get_dtype(self) -> str:
+        return str(self._dtype)
