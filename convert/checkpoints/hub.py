@@ -147,8 +147,10 @@ def belongs_to(file: Path, folder: Path) -> bool:
 
 def read_headers(
     repo_id: str, *, revision: str | None = None, token: str | bool | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read the config of a repository and the dtype of each of its tensors, without downloading weights.
+) -> tuple[dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]:
+    """Read the config of a repository, and the dtype and the shape of each of its tensors, without
+    downloading
+    weights.
 
     Nothing is written to the cache, where a partial checkpoint would shadow a complete one.
 
@@ -171,8 +173,11 @@ def read_headers(
         raise _explained(error, "read", repo_id, revision) from error
     if not headers:
         raise CheckpointError(f"{repo_id}: the repository has no safetensors weights at its top level")
-    found = {name: info.dtype for header in headers for name, info in header.tensors.items()}
-    return raw, {name: str(DTYPES.get(dtype, dtype)).removeprefix("torch.") for name, dtype in found.items()}
+    found = {name: info for header in headers for name, info in header.tensors.items()}
+    return raw, {
+        name: (str(DTYPES.get(info.dtype, info.dtype)).removeprefix("torch."), tuple(info.shape))
+        for name, info in found.items()
+    }
 
 
 def _ignored(name: str) -> bool:

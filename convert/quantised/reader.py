@@ -64,12 +64,6 @@ class ModelReader(CheckpointReader):
             return weight_map
         return {native: with_transposed(expr, names) for native, expr in weight_map.items()}
 
-    def dense_shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor in the order of a dense checkpoint."""
-        info = self.tensors[name]
-        swapped = isinstance(info, QuantisedInfo) and info.weight.transposed
-        return (*info.shape[:-2], info.shape[-1], info.shape[-2]) if swapped else info.shape
-
     def read_dense(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor, in the order of a dense checkpoint: a quantised one in `dtype`, others in that
         of the file.
@@ -121,21 +115,27 @@ class ModelReader(CheckpointReader):
         if found is None:
             return
         self.quantisation = found
-        dtype = _dtype_of(config)
-        parts = {info.name for weight in found.weights.values() for info in weight.parts.values()}
-        dense = {name: info for name, info in self.tensors.items() if name not in parts}
-        for name in found.ignored:
-            del dense[name]
-        for name, weight in found.weights.items():
-            codes = weight.parts[CODES]
-            nbytes = math.prod(weight.shape) * dtype.itemsize
-            dense[name] = QuantisedInfo(name, codes.file, dtype, weight.shape, codes.offset, nbytes, weight)
-        self.tensors = dict(sorted(dense.items(), key=lambda item: (item[1].file, item[1].offset)))
+        self.tensors = dense_tensors(self.tensors, found, config)
         self.index = None  # it lists the tensors in the files
         for file, header in self.files.items():
             held = tuple(info for info in self.tensors.values() if info.file == file)
             entries = [(info.name, info.dtype, info.shape) for info in held]
             self.files[file] = replace(header, raw=build_header(entries, header.metadata), tensors=held)
+
+
+def dense_tensors(
+    tensors: Mapping[str, TensorInfo], quantisation: Quantisation, config: Mapping[str, Any]
+) -> dict[str, TensorInfo]:
+    """The tensors of a checkpoint as if it were dense, in the order of the files."""
+    dtype = _dtype_of(config)
+    parts = {info.name for weight in quantisation.weights.values() for info in weight.parts.values()}
+    parts |= set(quantisation.ignored)
+    dense = {name: info for name, info in tensors.items() if name not in parts}
+    for name, weight in quantisation.weights.items():
+        codes = weight.parts[CODES]
+        nbytes = math.prod(weight.shape) * dtype.itemsize
+        dense[name] = QuantisedInfo(name, codes.file, dtype, weight.shape, codes.offset, nbytes, weight)
+    return dict(sorted(dense.items(), key=lambda item: (item[1].file, item[1].offset)))
 
 
 def _dtype_of(config: Mapping[str, Any]) -> torch.dtype:

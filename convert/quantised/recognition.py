@@ -127,12 +127,14 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model with dense weights."""
-    return {
-        key: dense_config(value) if isinstance(value, Mapping) and key.endswith("_config") else value
+    """The config of the same model with dense weights, in bfloat16 if it states no dtype."""
+    dense = {
+        key: dense_config(value) if key == "text_config" and isinstance(value, Mapping) else value
         for key, value in config.items()
         if key not in KEYS
     }
+    stated = any(dense.get(key) for key in ("dtype", "torch_dtype"))
+    return dense if stated or len(dense) == len(config) else {**dense, "dtype": "bfloat16"}
 
 
 def _modelopt_settings(folder: Path) -> Mapping[str, Any] | None:

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from liger_models.convert.checkpoints.expressions import Expr
+    from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+    from liger_models.convert.quantised.recognition import Quantisation
     from liger_models.models.causal_lm import LigerCausalLM
 
 
@@ -41,20 +45,23 @@ def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
 
     import liger_models
 
-    config, dtypes, folder = find_config(name)
-    preset = not dtypes and folder is None  # `init` creates it in bfloat16
+    config, headers, folder = find_config(name)
+    preset = not headers and folder is None  # `init` creates it in bfloat16
     dtype = "bfloat16" if preset else "auto"
     model = liger_models.from_config(config, device="meta", dtype=dtype, dropout=0.0, mtp=mtp)
+    stored: Mapping[str, TensorInfo] = {}
+    quantisation = None
     if folder is not None:
-        dtypes = _checked_dtypes(folder, model)
-    elif dtypes:
+        stored, quantisation = _checked_tensors(folder, model)
+    elif headers:
         from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 
+        stored, quantisation = _remote_tensors(name, config, headers)
         for layout in model.architecture.layouts:
-            if checkpoint_shapes(model.weight_map(layout)).keys() <= dtypes.keys():
+            if checkpoint_shapes(model.weight_map(layout)).keys() <= stored.keys():
                 model.layout = layout
                 break
-    parameters = _parameters(model, dtypes)
+    parameters = _parameters(model, stored)
     return {
         "name": name,
         "architecture": model.architecture.model_type,
@@ -62,13 +69,16 @@ def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
         "num_parameters": model.num_parameters(),
         "spec": asdict(model.spec),
         "parameters": parameters,
-        "copied": sorted(dtypes.keys() - {name for row in parameters for name in row["from"]}),
-        "memory": _memory(model, dtypes),
+        "copied": sorted(stored.keys() - {name for row in parameters for name in row["from"]}),
+        "quantisation": None if quantisation is None else _quantisation(quantisation, stored),
+        "memory": _memory(model, stored),
     }
 
 
-def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
-    """The config, the dtypes of the checkpoint's tensors if the hub lists them, and the folder if any."""
+def find_config(name: str) -> tuple[Any, dict[str, tuple[str, tuple[int, ...]]], Path | None]:
+    """The config, the dtypes and shapes of the checkpoint's tensors if the hub lists them, and the folder if
+    any.
+    """
     from liger_models.cli.shared.checkpoints import find_checkpoint
     from liger_models.convert.checkpoints.adapter import resolve_model
     from liger_models.convert.checkpoints.hub import read_headers, resolve
@@ -87,23 +97,71 @@ def find_config(name: str) -> tuple[Any, dict[str, str], Path | None]:
     return folder, {}, folder
 
 
-def _checked_dtypes(folder: Path, model: "LigerCausalLM") -> dict[str, str]:
-    """Dtype of every checkpoint tensor, after checking that the files match the model."""
-    from liger_models.convert.checkpoints.reading import CheckpointReader
+def _checked_tensors(
+    folder: Path, model: "LigerCausalLM"
+) -> "tuple[Mapping[str, TensorInfo], Quantisation | None]":
+    """The checkpoint's tensors in dense form, after checking that the files match the model."""
+    from liger_models.convert.quantised.reader import ModelReader
     from liger_models.models.matching import find_layout
 
-    with CheckpointReader(folder) as reader:
+    with ModelReader(folder) as reader:
         find_layout(model, reader)
-        return {name: str(info.dtype).removeprefix("torch.") for name, info in reader.tensors.items()}
+        return reader.tensors, reader.quantisation
 
 
-def _parameters(model: "LigerCausalLM", dtypes: dict[str, str]) -> list[dict[str, Any]]:
-    made = str(model.dtype).removeprefix("torch.")
+def _remote_tensors(
+    name: str, config: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]]
+) -> "tuple[Mapping[str, TensorInfo], Quantisation | None]":
+    """The tensors of a repository in dense form."""
+    import math
+
+    import torch
+
+    from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+    from liger_models.convert.errors import HubError
+    from liger_models.convert.quantised.reader import dense_tensors
+    from liger_models.convert.quantised.recognition import recognise
+
+    def read(info: TensorInfo) -> Any:
+        raise HubError(f"{name}: its format is not known without values of {info.name!r}; download it first")
+
+    tensors = {}
+    for tensor, (stated, shape) in headers.items():
+        dtype = getattr(torch, stated)
+        tensors[tensor] = TensorInfo(tensor, "", dtype, shape, 0, math.prod(shape) * dtype.itemsize)
+    quantisation = recognise(Path(name), config, tensors, read)
+    return (tensors if quantisation is None else dense_tensors(tensors, quantisation, config)), quantisation
+
+
+def _quantisation(found: "Quantisation", stored: "Mapping[str, TensorInfo]") -> dict[str, Any]:
+    """The formats of the quantised weights, and the size of the checkpoint on disk and with dense tensors."""
+    from collections import Counter
+
+    labels = Counter(weight.format.label for weight in found.weights.values())
+    dense = sum(info.nbytes for info in stored.values())
+    saved = sum(stored[name].nbytes - weight.nbytes for name, weight in found.weights.items())
+    return {
+        "method": found.method,
+        "weights": dict(labels),
+        "bytes on disk": dense - saved,
+        "bytes dense": dense,
+    }
+
+
+def _parameters(model: "LigerCausalLM", stored: "Mapping[str, TensorInfo]") -> list[dict[str, Any]]:
+    from liger_models.convert.quantised.reader import QuantisedInfo
+
+    def form(name: str) -> str:
+        info = stored.get(name)
+        if isinstance(info, QuantisedInfo):
+            return info.weight.format.label
+        return str(model.dtype if info is None else info.dtype).removeprefix("torch.")
+
     return [
         {
             "name": name,
             "shape": list(expr.shape),
-            "dtype": "/".join(sorted({dtypes.get(ref.name, made) for ref in expr.refs()})),
+            "dtype": "/".join(sorted({form(ref.name) for ref in expr.refs()})),
             "expression": _expression(expr),
             "from": {ref.name: list(ref.shape) for ref in expr.refs()},
         }
@@ -128,15 +186,15 @@ def _expression(expr: "Expr") -> str:
     raise TypeError(f"no text for a {type(expr).__name__}")
 
 
-def _memory(model: "LigerCausalLM", dtypes: dict[str, str]) -> dict[str, Any]:
+def _memory(model: "LigerCausalLM", stored: "Mapping[str, TensorInfo]") -> dict[str, Any]:
     import torch
 
     from liger_models.layers.recompute.activation_memory import LEVELS
     from liger_models.models.matching import exact_dtypes
 
-    if dtypes:
-        stored = {name: getattr(torch, dtype) for name, dtype in dtypes.items()}
-        model.materialize("meta", exact_dtypes(model, stored))
+    if stored:
+        dtypes = {name: info.dtype for name, info in stored.items()}
+        model.materialize("meta", exact_dtypes(model, dtypes))
     dtype = model.dtype
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {
@@ -174,9 +232,12 @@ def print_report(report: dict[str, Any]) -> None:
         rows.append((row["name"], str(row["shape"]), row["dtype"], f"= {row['expression']}"))
     print_table(rows)
 
-    if copied := report["copied"]:
-        shown = ", ".join(copied[:4]) + ", ..." * (len(copied) > 4)
-        print(f"\n{len(copied)} tensors of the checkpoint are no parameters, and exports copy them: {shown}")
+        "copied": sorted(stored.keys() - {name for row in parameters for name in row["from"]}),
+    if quantised := report["quantisation"]:
+        print(f"\nQuantised weights ({quantised['method']}), read as dense ones")
+        print_table([(format, f"{count} tensors") for format, count in quantised["weights"].items()])
+        disk, dense = (bytes_text(quantised[key]) for key in ("bytes on disk", "bytes dense"))
+        print(f"  {disk} on disk, {dense} in memory")
 
     print(f"\nMemory, in {memory['dtype']}")
     print_table(

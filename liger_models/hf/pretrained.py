@@ -111,15 +111,17 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         return loaded
 
     @staticmethod
-    def _load_pretrained_model(model: Any, state_dict: Any, files: Any, *args: Any, **kwargs: Any) -> Any:
+    def _load_pretrained_model(
+        model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Convert a given state dict to checkpoint form, the only one that transformers' loader reads.
         `model.state_dict()` may have other shapes under the same names (gpt-oss).
         """
         if state_dict is not None:
             state_dict = as_checkpoint(model, state_dict)
-        with dense_tensors(model, files if state_dict is None else None) as dense:
+        with dense_tensors(model, checkpoint_files if state_dict is None else None) as dense:
             tensors = state_dict if dense is None else dense
-            return PreTrainedModel._load_pretrained_model(model, tensors, files, *args, **kwargs)
+            return PreTrainedModel._load_pretrained_model(model, tensors, checkpoint_files, *args, **kwargs)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Ignore the experts implementation that transformers stored in a config; ours has only one."""

@@ -142,9 +142,9 @@ def test_inspect_of_a_repository_reads_its_headers_from_the_hub(checkpoint, caps
         raise liger_models.HubError("not in the cache")
 
     raw = json.loads((checkpoint / "config.json").read_text())
-    dtypes = dict.fromkeys(tensors(checkpoint), "float16")
+    headers = {name: ("float16", tuple(x.shape)) for name, x in tensors(checkpoint).items()}
     monkeypatch.setattr(hub, "resolve", uncached)
-    monkeypatch.setattr(hub, "read_headers", lambda name: {"org/model": (raw, dtypes)}[name])
+    monkeypatch.setattr(hub, "read_headers", lambda name: {"org/model": (raw, headers)}[name])
     assert main(["inspect", "org/model", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {row["dtype"] for row in report["parameters"]} == {"float16"}

@@ -30,7 +30,8 @@ def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str,
     """The arguments of `from_pretrained`, with a config of dense weights if the checkpoint is quantised in a
     format that is decoded here. A request to dequantise, such as `Mxfp4Config(dequantize=True)`, is then met.
     """
-    config, name = options.get("config"), args[0] if args else options.get("pretrained_model_name_or_path")
+    config: Any = options.get("config")
+    name = args[0] if args else options.get("pretrained_model_name_or_path")
     if isinstance(config, str | Path) or (config is None and name is not None):
         location = {key: options[key] for key in _LOCATION if key in options}
         config = config_class.from_pretrained(config or name, **location)
@@ -84,9 +85,3 @@ class _Lazy:
 
     def __getitem__(self, index: Any) -> Tensor:
         return self._reader.read_dense(self._name, self._dtype)[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self._reader.dense_shape(self._name))
-
-    def get_dtype(self) -> str:
-        return str(self._dtype)

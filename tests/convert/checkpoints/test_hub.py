@@ -296,7 +296,10 @@ def test_headers_are_read_without_the_weights(hub, client, home):
     file = len(header).to_bytes(8, "little") + header  # declares two terabytes of weights
     hub.add("org/huge", {**FILES, **UNWANTED, "model.safetensors": file})
     value = client("read_headers", "org/huge")["value"]
-    assert ast.literal_eval(value) == ({"model_type": "llama"}, {"a.weight": "bfloat16"})
+    assert ast.literal_eval(value) == (
+        {"model_type": "llama"},
+        {"a.weight": ("bfloat16", (1 << 20, 1 << 20))},
+    )
     assert not list(home.glob("**/*org--huge*"))
     message = message_of(client("read_headers", "org/missing"))
     assert "cannot read org/missing: there is no such repository" in message
