@@ -39,13 +39,18 @@ class Codes:
         return -(-columns * self.bits // (8 * self.dtypes[0].itemsize))
 
 
+def _bytes(words: Tensor) -> Tensor:
+    """The bytes of words [rows, words], in memory order: uint8 [rows, bytes]."""
+    return words.reshape(-1).view(torch.uint8).view(len(words), -1)
+
+
 def _halves(values: list[float]) -> Callable[[Tensor], Tensor]:
     """Decode words of half bytes, the low one first, by a table of 16 values."""
     pairs = [[values[byte % 16], values[byte // 16]] for byte in range(256)]
 
     def decode(words: Tensor) -> Tensor:
         table = torch.tensor(pairs, device=words.device)
-        return torch.nn.functional.embedding(words.view(torch.uint8).int(), table).flatten(1)
+        return torch.nn.functional.embedding(_bytes(words).int(), table).flatten(1)
 
     return decode
 
@@ -57,11 +62,10 @@ FLOAT4 = Codes(
 )
 PACKED = {
     4: Codes("int4", 4, (torch.int32,), _halves([number - 8.0 for number in range(16)])),
-    8: Codes("int8", 8, (torch.int32,), lambda words: words.view(torch.uint8).float() - 128.0),
+    8: Codes("int8", 8, (torch.int32,), lambda words: _bytes(words).float() - 128.0),
 }
 
 
 def as_scale(stored: Tensor) -> Tensor:
-    """Convert scales to float32, exactly. Bytes are exponents of two (E8M0): 2^(byte - 127), and 255 is "
-    "NaN."""
+    """Convert scales to float32, exactly. Bytes are exponents (E8M0): 2^(byte - 127), and 255 is NaN."""
     return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()

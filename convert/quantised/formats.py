@@ -21,6 +21,7 @@ from liger_models.convert.quantised.codes import PACKED, Codes, as_scale
 Fetch = Callable[[str, int, int], Tensor]
 """`fetch(part, start, stop)` reads the elements [start, stop) of a part of a weight, on the CPU."""
 
+MATRIX, ROW, COLUMN = (None, None), (1, None), (None, 1)  # blocks: the rows and columns that share a scale
 CODES, SCALE, SECOND, ZERO, GROUPS = "codes", "scale", "second scale", "zero point", "groups"
 
 
@@ -80,18 +81,20 @@ class Blocks(Format):
         codes: the stored numbers.
         block: rows and columns of a block; None for all of them.
         second: how a further scale of the whole matrix applies to the scales: "times", "divided by", or not.
+        factor: of all values, multiplied last.
         allow_zero: a block of zeros may have the scale 0, to which small scales round in float8.
     """
 
     codes: Codes
     block: tuple[int | None, int | None]
     second: str | None = None
+    factor: float | None = None
     allow_zero: bool = False
 
     @property
     def label(self) -> str:  # type: ignore[override]
         match self.block:
-            case None, None:
+            case (None, None):
                 return f"{self.codes.label}, one scale a matrix"
             case 1, None:
                 return f"{self.codes.label}, one scale a row"
@@ -137,14 +140,25 @@ class Blocks(Format):
         scale = scale[block_of_row].to(device)  # [rows of the band, blocks along a row]
         groups = None
         if GROUPS in matrix.weight.parts:  # columns in groups of their own choice
-            groups = matrix.part(GROUPS, 1, 0, 1)[0].to(device, torch.int64)
+            groups = self._groups(matrix).to(device)
         if ZERO in matrix.weight.parts:
             zero = self._zeros(matrix, above, below)[block_of_row].to(device)
             values = values - _spread(zero, width, columns, groups)
         if groups is None and columns % width == 0:
-            blocks = values.reshape(bottom - top, -1, width)
-            return blocks.mul_(scale[:, :, None]).view(bottom - top, columns)
-        return values * _spread(scale, width, columns, groups)
+            values = (values.reshape(bottom - top, -1, width) * scale[:, :, None]).view(bottom - top, columns)
+        else:
+            values = values * _spread(scale, width, columns, groups)
+        return values if self.factor is None else values * self.factor
+
+    def _groups(self, matrix: _Matrix) -> Tensor:
+        """The block of each column."""
+        groups, count = matrix.part(GROUPS, 1, 0, 1)[0].long(), self.grid(matrix.weight.shape)[1]
+        if groups.min() < 0 or groups.max() >= count:
+            raise BadScaleError(
+                f"tensor {matrix.weight.parts[GROUPS].name!r} holds the numbers {int(groups.min())} to "
+                f"{int(groups.max())}, but there are {count} groups; the file is damaged: download it again"
+            )
+        return groups
 
     def _scales(self, matrix: _Matrix, above: int, below: int) -> Tensor:
         """The scales of some rows of blocks, float32 [rows, columns of blocks]."""
@@ -198,6 +212,5 @@ def _check_scales(scale: Tensor, info: TensorInfo, allow_zero: bool) -> None:
     if not good.all():
         raise BadScaleError(
             f"tensor {info.name!r} holds the scale {scale[~good][0].item()}, but scales of weights are "
-            "finite and "
-            "positive; the file is damaged: download it again"
+            "finite and positive; the file is damaged: download it again"
         )

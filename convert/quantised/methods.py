@@ -14,10 +14,8 @@ import torch
 
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.quantised.codes import FLOAT4, FLOAT8, FLOAT8_DTYPES
-from liger_models.convert.quantised.formats import CODES, SCALE, Blocks
+from liger_models.convert.quantised.formats import CODES, COLUMN, MATRIX, ROW, SCALE, Blocks
 from liger_models.convert.quantised.pairing import Pairing
-
-MATRIX, ROW, COLUMN = (None, None), (1, None), (None, 1)  # blocks with a scale
 
 
 def mxfp4(pairing: Pairing) -> None:
@@ -31,12 +29,9 @@ def mxfp4(pairing: Pairing) -> None:
         if codes.dtype.is_floating_point and f"{name}_scales" not in pairing.tensors:
             raise CheckpointError(
                 f"{pairing.where(codes)}: tensor {codes.name!r} is {codes.dtype}, which are not blocks of "
-                "float4. "
-                "A model that transformers had dequantised was probably saved with the names of its "
-                "quantised "
-                f"tensors: rename them to {name!r} and so on and remove quantization_config, or use the "
-                "original "
-                "checkpoint"
+                "float4. A model that transformers had dequantised was probably saved with the names of its "
+                f"quantised tensors: rename them to {name!r} and so on and remove quantization_config, or "
+                "use the original checkpoint"
             )
         scale = pairing.companion(codes, f"{name}_scales")
         *rows, groups, _ = codes.shape if len(codes.shape) > 2 else (0, 0, 0)
@@ -82,7 +77,7 @@ def fbgemm_fp8(pairing: Pairing) -> None:
 def add_float8(pairing: Pairing, blocks: list[Any]) -> None:
     """Add every float8 tensor, in the first of these `blocks` that its scale fits."""
     for name, codes in list(pairing.tensors.items()):
-        if codes.dtype not in FLOAT8_DTYPES:
+        if codes.dtype not in FLOAT8_DTYPES or pairing.is_part(codes):  # scales are in float8, too
             continue
         pairing.check_matrix(codes)
         scale = pairing.companion(codes, f"{name}_scale_inv", f"{name}_scale")
@@ -99,6 +94,3 @@ def _check_excluded(pairing: Pairing) -> None:
             raise pairing.bad_setting(key, value, "a list of names of modules")
         listed += value
     pairing.check_excluded(listed, fnmatchcase)
-
-
-METHODS = {"mxfp4": mxfp4, "fp8": fp8, "mxfp8": fp8, "fbgemm_fp8": fbgemm_fp8}

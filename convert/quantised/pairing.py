@@ -14,12 +14,13 @@ from torch import Tensor
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.errors import CheckpointError, ConfigError, abbreviate
 from liger_models.convert.quantised.codes import FLOAT8_DTYPES
-from liger_models.convert.quantised.formats import CODES, SCALE, Blocks, Format, QuantisedWeight
+from liger_models.convert.quantised.formats import CODES, SCALE, SECOND, Blocks, Format, QuantisedWeight
 
 Shape = tuple[int, ...]
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of scales; uint8 are the bytes of float8_e8m0fnu."""
+FLOAT_SCALES = SCALES[:3]
 
 # Scales of activations and of the key/value cache, for servers that compute in eight bits.
 OF_ACTIVATIONS = re.compile(
@@ -42,6 +43,7 @@ class Pairing:
         tensors: the tensors in the files, by name.
         weights: the quantised weights found, by the name of the dense weight.
         ignored: names of scales of activations.
+        described_by: names of further tensors that describe weights.
     """
 
     def __init__(
@@ -49,15 +51,16 @@ class Pairing:
         settings: Mapping[str, Any],
         tensors: Mapping[str, TensorInfo],
         folder: Path,
-        read: Callable[[TensorInfo], Tensor],
+        read: Callable[[TensorInfo], Tensor] | None,
     ):
         self.settings = settings
         self.tensors = tensors
         self.weights: dict[str, QuantisedWeight] = {}
         self.ignored: list[str] = []
+        self.described_by: list[str] = []
         self._folder = folder
         self._read = read
-        self._owners: dict[str, str] = {}  # part -> the dense weight that it belongs to
+        self._owned: set[str] = set()  # parts and descriptions of weights
 
     def where(self, info: TensorInfo) -> str:
         return str(self._folder / info.file)
@@ -68,9 +71,14 @@ class Pairing:
             if ending := next((ending for ending in endings if name.endswith(ending)), None):
                 yield name.removesuffix(ending), info
 
-    def values(self, info: TensorInfo) -> Tensor:
-        """Read a small tensor."""
-        return self._read(info)
+    def values(self, info: TensorInfo) -> Tensor | None:
+        """Read a small tensor; None if only the headers of the files are known."""
+        return None if self._read is None else self._read(info)
+
+    def own(self, info: TensorInfo) -> None:
+        """Record a tensor that describes a weight."""
+        self.described_by.append(info.name)
+        self._owned.add(info.name)
 
     def get(self, *names: str) -> TensorInfo | None:
         """The tensor with one of these alternative names.
@@ -82,8 +90,7 @@ class Pairing:
         if len(found) > 1:
             raise CheckpointError(
                 f"{self.where(found[0])}: both {found[0].name!r} and {found[1].name!r} are scales of one "
-                "weight; "
-                "remove the one that is wrong"
+                "weight; remove the one that is wrong"
             )
         return found[0] if found else None
 
@@ -98,8 +105,7 @@ class Pairing:
             raise CheckpointError(
                 f"{self.where(codes)}: tensor {codes.name!r} is quantised ({_name(codes.dtype)}), but "
                 f"{' or '.join(map(repr, names))} is not in the checkpoint; without it the weight would be "
-                "wrong "
-                "by a large factor. Download the checkpoint again"
+                "wrong by a large factor. Download the checkpoint again"
             )
         return found
 
@@ -114,18 +120,23 @@ class Pairing:
         if info.shape not in shapes or info.dtype not in dtypes:
             raise CheckpointError(
                 f"{self.where(info)}: tensor {info.name!r} is {_name(info.dtype)} of shape {info.shape}, "
-                "expected "
-                f"{' or '.join(map(_name, dtypes))} of shape {' or '.join(map(str, dict.fromkeys(shapes)))} "
-                "for a "
-                f"weight of shape {weight} in this format; config.json or the file belongs to another "
-                "checkpoint"
+                f"expected {' or '.join(map(_name, dtypes))} of shape "
+                f"{' or '.join(map(str, dict.fromkeys(shapes)))} for a weight of shape {weight} in this "
+                "format; config.json or the file belongs to another checkpoint"
             )
 
-    def check_matrix(self, codes: TensorInfo) -> None:
-        """Raise CheckpointError unless codes are of a matrix or of a stack, and not empty."""
-        if len(codes.shape) < 2 or not math.prod(codes.shape):
+    def is_part(self, info: TensorInfo) -> bool:
+        """Whether a tensor is a part of a weight that was found."""
+        return info.name in self._owned
+
+    def check_matrix(self, codes: TensorInfo, shape: Shape | None = None) -> None:
+        """Raise CheckpointError unless a weight, of the shape of its codes by default, is a matrix or a stack
+        of them, and not empty.
+        """
+        shape = codes.shape if shape is None else shape
+        if len(shape) < 2 or not math.prod(shape):
             raise CheckpointError(
-                f"{self.where(codes)}: tensor {codes.name!r} of shape {codes.shape} is quantised "
+                f"{self.where(codes)}: tensor {codes.name!r} of shape {shape} is quantised "
                 f"({_name(codes.dtype)}), but only matrices and stacks of them can be"
             )
 
@@ -139,26 +150,36 @@ class Pairing:
         """
         found = {role: info for role, info in parts.items() if info is not None}
         codes = found[CODES]
-        self.check_matrix(codes)
-        if name in self.weights or (name in self.tensors and self.tensors[name] is not codes):
+        self.check_matrix(codes, shape)
+        if name in self.weights or (name in self.tensors and name != codes.name):
             raise CheckpointError(
-                f"{self.where(codes)}: tensor {codes.name!r} holds the weight {name!r}, which the "
-                "checkpoint has "
-                "in another form, too; remove the one that is wrong"
+                f"{self.where(codes)}: tensor {codes.name!r} holds the weight {name!r}, which the checkpoint "
+                "has in another form, too; remove the one that is wrong"
             )
         self.weights[name] = QuantisedWeight(name, shape, format, found, **options)
-        self._owners |= {info.name: name for info in found.values()}
+        self._owned |= {info.name for info in found.values()}
 
     def add_blocks(
-        self, name: str, shape: Shape, format: Blocks, parts: Mapping[str, TensorInfo | None], **options: Any
+        self,
+        name: str,
+        shape: Shape,
+        format: Blocks,
+        parts: Mapping[str, TensorInfo | None],
+        scales: Sequence[torch.dtype] = SCALES,
     ) -> None:
-        """Record a weight in blocks, whose codes and scales are checked here."""
+        """Record a weight in blocks, whose codes and scales are checked here.
+
+        Args:
+            scales: dtypes that its scales may have.
+        """
         codes, scale = parts[CODES], parts[SCALE]
         assert codes is not None
         assert scale is not None
         self.check(codes, [(*shape[:-1], format.codes.words(shape[-1]))], format.codes.dtypes, shape)
-        self.check(scale, format.scale_shapes(shape), SCALES, shape)
-        self.add(name, shape, format, parts, **options)
+        self.check(scale, format.scale_shapes(shape), scales, shape)
+        if (second := parts.get(SECOND)) is not None:
+            self.check(second, [(*shape[:-2], 1), shape[:-2]], [torch.float32], shape)
+        self.add(name, shape, format, parts)
 
     def finish(self) -> None:
         """Check that no tensor was overlooked.
@@ -168,7 +189,7 @@ class Pairing:
                 weights has no scale.
         """
         for name, info in self.tensors.items():
-            if name in self._owners:
+            if name in self._owned:
                 continue
             if OF_ACTIVATIONS.search(name):
                 self.ignored.append(name)
@@ -180,18 +201,15 @@ class Pairing:
             elif OF_WEIGHTS.search(name):
                 raise CheckpointError(
                     f"{self.where(info)}: tensor {name!r} belongs to no weight that is quantised as "
-                    "config.json "
-                    f"says ({abbreviate(dict(self.settings))}); the weight is missing, or is dense already: "
-                    "download the checkpoint again, or remove this tensor if you know that the weight is "
-                    "dense"
+                    f"config.json says ({abbreviate(dict(self.settings))}); the weight is missing, or is "
+                    "dense already: download the checkpoint again, or remove this tensor if you know that "
+                    "the weight is dense"
                 )
             elif info.dtype in NEVER_DENSE and info.shape:
                 raise CheckpointError(
                     f"{self.where(info)}: tensor {name!r} is {_name(info.dtype)}, and no scale of it is in "
-                    "the "
-                    "checkpoint; without it the weight would be wrong by a large factor. Download the "
-                    "checkpoint "
-                    "again"
+                    "the checkpoint; without it the weight would be wrong by a large factor. Download the "
+                    "checkpoint again"
                 )
 
     def check_excluded(self, patterns: Sequence[str], matches: Callable[[str, str], bool]) -> None:
@@ -211,9 +229,8 @@ class Pairing:
                     codes = weight.parts[CODES]
                     raise CheckpointError(
                         f"{self.where(codes)}: tensor {codes.name!r} is quantised ({_name(codes.dtype)}), "
-                        "but "
-                        f"config.json excludes it from quantisation ({pattern!r}); config.json or the file "
-                        "belongs to another checkpoint"
+                        f"but config.json excludes it from quantisation ({pattern!r}); config.json or the "
+                        "file belongs to another checkpoint"
                     )
 
     def setting(self, key: str, *expected: Any, default: Any = None) -> Any:
@@ -232,8 +249,7 @@ class Pairing:
     def bad_setting(self, key: str, value: Any, expected: str) -> ConfigError:
         return ConfigError(
             f"{self._folder}: quantization_config has {key} = {abbreviate(value)}, expected {expected}; use "
-            "the "
-            "original weights, or a newer version of liger_models"
+            "the original weights, or a newer version of liger_models"
         )
 
 

@@ -129,7 +129,7 @@ def dense_tensors(
     """The tensors of a checkpoint as if it were dense, in the order of the files."""
     dtype = _dtype_of(config)
     parts = {info.name for weight in quantisation.weights.values() for info in weight.parts.values()}
-    parts |= set(quantisation.ignored)
+    parts |= {*quantisation.ignored, *quantisation.described_by}
     dense = {name: info for name, info in tensors.items() if name not in parts}
     for name, weight in quantisation.weights.items():
         codes = weight.parts[CODES]

@@ -13,13 +13,26 @@ from torch import Tensor
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError, abbreviate
 from liger_models.convert.json_file import read_json
+from liger_models.convert.quantised.bitsandbytes import bitsandbytes
 from liger_models.convert.quantised.codes import FLOAT8_DTYPES
+from liger_models.convert.quantised.compressed_tensors import compressed_tensors
 from liger_models.convert.quantised.formats import QuantisedWeight
-from liger_models.convert.quantised.methods import METHODS
+from liger_models.convert.quantised.methods import fbgemm_fp8, fp8, mxfp4
+from liger_models.convert.quantised.modelopt import modelopt
 from liger_models.convert.quantised.pairing import Pairing
 
 KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
+
+METHODS: dict[str, Callable[[Pairing], None]] = {
+    "mxfp4": mxfp4,
+    "fp8": fp8,
+    "mxfp8": fp8,
+    "fbgemm_fp8": fbgemm_fp8,
+    "compressed-tensors": compressed_tensors,
+    "bitsandbytes": bitsandbytes,
+    "modelopt": modelopt,
+}
 
 # Methods that are not read, and what the names of such repositories add to those of the original.
 _REFUSED = {
@@ -49,7 +62,8 @@ class Quantisation:
         method: `quant_method` of its config.
         settings: the content of its `quantization_config`.
         weights: the quantised weights, by the name of the dense weight.
-        ignored: names of tensors that are of no use here: scales of activations.
+        ignored: names of scales of activations and of the cache, which are of no use here.
+        described_by: names of further tensors that describe weights, such as their shapes.
         remarks: for the user, one sentence each.
     """
 
@@ -57,6 +71,7 @@ class Quantisation:
     settings: Mapping[str, Any]
     weights: Mapping[str, QuantisedWeight]
     ignored: tuple[str, ...]
+    described_by: tuple[str, ...]
 
     @property
     def remarks(self) -> list[str]:
@@ -64,14 +79,12 @@ class Quantisation:
         if not self.weights:
             found.append(
                 f"config.json says that the weights are quantised ({self.method}), but all of them are "
-                "dense; "
-                "they are read as they are"
+                "dense; they are read as they are"
             )
         if self.ignored:
             found.append(
                 f"{len(self.ignored)} scales of activations or of the cache ({self.ignored[0]!r} and so on) "
-                "are "
-                "ignored: the model computes in the dtype of its parameters"
+                "are ignored: the model computes in the dtype of its parameters"
             )
         return found
 
@@ -80,7 +93,7 @@ def recognise(
     folder: Path,
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
-    read: Callable[[TensorInfo], Tensor],
+    read: Callable[[TensorInfo], Tensor] | None,
 ) -> Quantisation | None:
     """Find the quantised weights of a checkpoint; None if it is not quantised.
 
@@ -88,7 +101,7 @@ def recognise(
         folder: for messages, and for `hf_quant_config.json`.
         config: the content of config.json.
         tensors: the tensors in the files, by name.
-        read: reads a small tensor.
+        read: reads a small tensor; None if only the headers of the files are known.
 
     Raises:
         UnsupportedModelError: the method is not supported; says where the original weights are.
@@ -107,7 +120,9 @@ def recognise(
     pairing = Pairing(settings, tensors, folder, read)
     METHODS[method](pairing)
     pairing.finish()
-    return Quantisation(method, settings, pairing.weights, tuple(pairing.ignored))
+    return Quantisation(
+        method, settings, pairing.weights, tuple(pairing.ignored), tuple(pairing.described_by)
+    )
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -152,15 +167,12 @@ def _unsupported(folder: Path, method: Any) -> UnsupportedModelError:
     if not isinstance(method, str) or method not in _REFUSED:
         return UnsupportedModelError(
             f"{folder}: the weights are quantised with {abbreviate(method)}, which is not known here; "
-            "supported "
-            f"are {supported}. Use the original weights"
+            f"supported are {supported}. Use the original weights"
         )
     return UnsupportedModelError(
         f"{folder}: the weights are quantised with {method}, which is not supported (supported are "
-        f"{supported}). "
-        "Use the original bfloat16 weights: their repository is named as base_model on the page of this "
-        "one, and "
-        f"usually has its name without {_REFUSED[method]}"
+        f"{supported}). Use the original bfloat16 weights: their repository is named as base_model on the "
+        f"page of this one, and usually has its name without {_REFUSED[method]}"
     )
 
 
@@ -173,9 +185,7 @@ def _check_dense(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
         if (info.dtype in FLOAT8_DTYPES and scaled) or half or unnamed or info.dtype == torch.float8_e8m0fnu:
             raise CheckpointError(
                 f"{folder / info.file}: tensor {name!r} ({info.dtype}) is quantised or named as if it were, "
-                "but "
-                "config.json has no quantization_config that says how. transformers writes such folders "
-                "when a "
-                "model is saved that it had dequantised; use the original checkpoint, or add its "
+                "but config.json has no quantization_config that says how. transformers writes such folders "
+                "when a model is saved that it had dequantised; use the original checkpoint, or add its "
                 "quantization_config"
             )

@@ -118,18 +118,14 @@ def _remote_tensors(
     import torch
 
     from liger_models.convert.checkpoints.safetensors_header import TensorInfo
-    from liger_models.convert.errors import HubError
     from liger_models.convert.quantised.reader import dense_tensors
     from liger_models.convert.quantised.recognition import recognise
-
-    def read(info: TensorInfo) -> Any:
-        raise HubError(f"{name}: its format is not known without values of {info.name!r}; download it first")
 
     tensors = {}
     for tensor, (stated, shape) in headers.items():
         dtype = getattr(torch, stated)
         tensors[tensor] = TensorInfo(tensor, "", dtype, shape, 0, math.prod(shape) * dtype.itemsize)
-    quantisation = recognise(Path(name), config, tensors, read)
+    quantisation = recognise(Path(name), config, tensors, None)
     return (tensors if quantisation is None else dense_tensors(tensors, quantisation, config)), quantisation
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.json_file import read_json
-from liger_models.convert.quantised.methods import METHODS
 from liger_models.convert.quantised.reader import ModelReader
-from liger_models.convert.quantised.recognition import MODELOPT_FILE, settings_of
+from liger_models.convert.quantised.recognition import METHODS, MODELOPT_FILE, settings_of
 
 _LOCATION = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 _LEFT_TO_TRANSFORMERS = ("bitsandbytes",)
@@ -39,7 +38,8 @@ def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str,
     if settings is None or not _is_decoded_here(settings):
         return options
     config = copy.deepcopy(config)
-    for part in (config, getattr(config, "text_config", None)):
+    parts: list[Any] = [config, getattr(config, "text_config", None)]
+    for part in parts:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     if config.dtype is None:

@@ -99,6 +99,114 @@ def mxfp4(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
     return {"_blocks": blocks, "_scales": exponents}, values.transpose(1, 2)
 
 
+def packed(numbers: Tensor) -> Tensor:
+    """Numbers 0 to 15 [rows, columns] in words of 32 bits, the first in the lowest bits."""
+    words = torch.zeros(numbers.shape[0], math.ceil(numbers.shape[1] / 8), dtype=torch.int64)
+    for column in range(numbers.shape[1]):
+        words[:, column // 8] += numbers[:, column] << 4 * (column % 8)
+    return words.where(words < 2**31, words - 2**32).to(torch.int32)
+
+
+def int4(group: int | None, asymmetric: bool = False, ordered: bool = False) -> Maker:
+    """compressed-tensors' pack-quantized: groups of columns, or one scale a row."""
+
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        rows, columns = shape
+        width = group or columns
+        numbers = torch.randint(-8, 8, shape)
+        scale = (torch.rand(rows, math.ceil(columns / width)) * 0.03 + 0.01).bfloat16()
+        zero = torch.randint(-3, 4, scale.shape) * asymmetric
+        parts = {"_packed": packed(numbers + 8), "_scale": scale, "_shape": torch.tensor(shape)}
+        if asymmetric:
+            parts["_zero_point"] = packed(zero.t() + 8).t().contiguous()
+        groups = torch.arange(columns) // width
+        if ordered:
+            groups = groups[torch.randperm(columns)]
+            parts["_g_idx"] = groups.int()
+        return parts, (numbers - zero[:, groups]).float() * scale.float()[:, groups]
+
+    return make
+
+
+def int8(asymmetric: bool) -> Maker:
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        numbers = torch.randint(-128, 128, shape, dtype=torch.int8)
+        scale, zero = (torch.rand(shape[0], 1) * 1e-3 + 1e-4).bfloat16(), torch.zeros(shape[0], 1)
+        parts = {"": numbers, "_scale": scale}
+        if asymmetric:
+            zero = torch.randint(-20, 20, (shape[0], 1), dtype=torch.int8)
+            parts["_zero_point"] = zero
+        return parts, (numbers.float() - zero.float()) * scale.float()
+
+    return make
+
+
+def pairs(codes: Tensor) -> Tensor:
+    """Codes of four bits in bytes, the first in the low half."""
+    return (codes[..., 0::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+
+
+def nvfp4(ending: str, divides: bool) -> Maker:
+    """Groups of 16 with a scale in float8, and a second one, which divides those (compressed-tensors) or
+    multiplies them (Model Optimizer).
+    """
+
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        rows, columns = shape
+        codes = torch.randint(0, 16, shape)
+        scale = (torch.rand(rows, columns // 16) * 400).to(torch.float8_e4m3fn)
+        second = torch.rand(1) * 1e4 + 1e4 if divides else torch.rand(()) * 1e-4 + 1e-4
+        whole = scale.float() / second if divides else scale.float() * second
+        values = float4(codes) * spread(whole, (1, 16), shape)
+        return {"_packed" if divides else "": pairs(codes), "_scale": scale, ending: second}, values
+
+    return make
+
+
+def mxfp4_packed(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    codes = torch.randint(0, 16, shape)
+    exponents = torch.randint(118, 124, (shape[0], math.ceil(shape[1] / 32)), dtype=torch.uint8)
+    values = float4(codes) * spread(numbers(exponents), (1, 32), shape)
+    return {"_packed": pairs(codes), "_scale": exponents}, values
+
+
+def bnb_four_bits(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Maker:
+    """bitsandbytes: blocks of 64 elements of the flattened matrix, by tables in the file."""
+
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        count = math.prod(shape)
+        codes, table = torch.randint(0, 16, (count,)), torch.rand(16) * 2 - 1
+        state: dict[str, Any] = {
+            "quant_type": kind,
+            "blocksize": 64,
+            "dtype": "bfloat16",
+            "shape": list(shape),
+        }
+        stored = (16 * codes[0::2] + codes[1::2]).to(torch.uint8)
+        parts = {"": stored.view(storage).view(-1, 1), ".quant_map": table}
+        blocks = math.ceil(count / 64)
+        scale = stored_scale = torch.rand(blocks) * 0.1
+        if nested:
+            stored_scale, names = torch.randint(0, 256, (blocks,), dtype=torch.uint8), torch.rand(256)
+            above, offset = torch.rand(math.ceil(blocks / 16)) * 0.1, float(torch.rand(1) * 0.1)
+            state |= {"nested_blocksize": 16, "nested_dtype": "float32", "nested_offset": offset}
+            parts |= {".nested_absmax": above, ".nested_quant_map": names}
+            scale = names[stored_scale.long()] * above[torch.arange(blocks) // 16] + torch.tensor(offset)
+        parts[".absmax"] = stored_scale
+        text = json.dumps(state).encode()
+        parts[f".quant_state.bitsandbytes__{kind}"] = torch.tensor(list(text), dtype=torch.uint8)
+        values = table[codes] * scale[torch.arange(count) // 64]
+        return parts, values.view(shape)
+
+    return make
+
+
+def bnb_int8(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    numbers, scale = torch.randint(-127, 128, shape, dtype=torch.int8), torch.rand(shape[0]) * 3
+    values = numbers.float() * scale[:, None] * torch.tensor(7.874015718698502e-3)
+    return {"": numbers, "!.SCB": scale, "!.weight_format": torch.zeros((), dtype=torch.uint8)}, values
+
+
 @dataclass
 class QuantisedCheckpoint:
     """A quantised checkpoint, and its dense twin.

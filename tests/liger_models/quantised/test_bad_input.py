@@ -49,7 +49,9 @@ def parts(checkpoint: QuantisedCheckpoint) -> list[str]:
     """The names of all parts of one weight, its codes among them."""
     first = checkpoint.quantised[-1]
     stem = first.removesuffix("weight")
-    return [name for name in checkpoint.tensors if name.startswith(first) or name.startswith(f"{stem}weight")]
+    of_weight = (first, f"{stem}weight_", f"{stem}SCB")
+    optional = f"{stem}weight_format"
+    return [name for name in checkpoint.tensors if name.startswith(of_weight) and name != optional]
 
 
 @pytest.mark.parametrize("format", CASES)
