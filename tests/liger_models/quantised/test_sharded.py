@@ -20,6 +20,9 @@ NAMES = [
     "float8, one scale a matrix",
     "fbgemm",
     "mxfp4",
+    "int4, asymmetric",
+    "nf4, nested",
+    "nvfp4 of compressed-tensors",
 ]
 
 
