@@ -14,11 +14,14 @@ from liger_models.convert.checkpoints.weight_map import WeightMap
 
 @dataclass(frozen=True)
 class RoundTrip:
-    """Result of `verify_roundtrip`: the amount of data compared, and the names of changed tensors."""
+    """Result of `verify_roundtrip`: the amount of data compared, the names of changed tensors, and whether
+    quantised weights were compared as dense ones.
+    """
 
     tensors: int
     nbytes: int
     changed: tuple[str, ...]
+    quantised: bool = False
 
 
 def verify_roundtrip(
@@ -38,7 +41,8 @@ def verify_roundtrip(
         for name, tensor in expr.write(native).items():
             if not _equals_file(reader, reader.tensors[name], tensor):
                 changed.append(name)
-    return RoundTrip(len(infos), sum(info.nbytes for info in infos), tuple(changed))
+    nbytes = sum(info.nbytes for info in infos)
+    return RoundTrip(len(infos), nbytes, tuple(changed), reader.is_quantised)
 
 
 def _equals_file(reader: CheckpointReader, info: TensorInfo, tensor: Tensor) -> bool:

@@ -54,6 +54,12 @@ class ModelReader(CheckpointReader):
     def is_quantised(self) -> bool:  # type: ignore[override]
         return self.quantisation is not None and bool(self.quantisation.weights)
 
+    @property
+    def decoded_dtype(self) -> torch.dtype | None:
+        """The dtype in which quantised weights appear; None if there are none."""
+        found = (info.dtype for info in self.tensors.values() if isinstance(info, QuantisedInfo))
+        return next(found, None)
+
     def as_stored(self, weight_map: WeightMap) -> WeightMap:
         """The same native tensors, as expressions over tensors in the order of the files."""
         weights = {

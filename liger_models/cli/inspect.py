@@ -185,12 +185,14 @@ def _expression(expr: "Expr") -> str:
 def _memory(model: "LigerCausalLM", stored: "Mapping[str, TensorInfo]") -> dict[str, Any]:
     import torch
 
+    from liger_models.convert.quantised.reader import QuantisedInfo
     from liger_models.layers.recompute.activation_memory import LEVELS
     from liger_models.models.matching import exact_dtypes
 
     if stored:
         dtypes = {name: info.dtype for name, info in stored.items()}
-        model.materialize("meta", exact_dtypes(model, dtypes))
+        decoded = next((info.dtype for info in stored.values() if isinstance(info, QuantisedInfo)), None)
+        model.materialize("meta", exact_dtypes(model, dtypes, decoded))
     dtype = model.dtype
     weights = sum(parameter.nbytes for parameter in model.parameters())
     return {

@@ -20,6 +20,7 @@ from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.model_config import ModelConfig
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
+from liger_models.convert.quantised.reader import ModelReader
 from liger_models.convert.quantised.recognition import dense_config
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.float8 import Float8Recipe
@@ -109,7 +110,8 @@ def from_hub(
         cache_dir: the hub's cache.
         local_files_only: take the repository from the cache, without a network.
         dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest dtype that holds the
-            checkpoint's exactly, and norms and biases that the checkpoint has in a wider one keep it.
+            checkpoint's exactly, and norms and biases that the checkpoint has in a wider one keep it. The
+            matrices of a quantised checkpoint get the dtype of its config, or bfloat16.
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention/backends.py.
         activation_memory: what is kept for the backward pass (layers/recompute/activation_memory.py). "auto"
@@ -328,13 +330,13 @@ def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) ->
 
 
 def _dtype_of_files(
-    model: LigerCausalLM, reader: CheckpointReader, fresh: tuple[str, ...]
+    model: LigerCausalLM, reader: ModelReader, fresh: tuple[str, ...]
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor that rounds nothing. Fresh parameters have the dtype of the embedding."""
+    """The dtype of each tensor that rounds nothing but quantised weights. Fresh parameters have the dtype of the embedding."""
     stored = reader.dtypes
     for name in fresh:
         stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
-    return exact_dtypes(model, stored)
+    return exact_dtypes(model, stored, reader.decoded_dtype)
 
 
 def _lay_out(model: LigerCausalLM, options: LoadOptions, auto: str | dict[str, torch.dtype]) -> None:

@@ -71,7 +71,9 @@ def has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
     return any(not repeats(reader, head, embedding) for head, embedding in there.items())
 
 
-def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+def exact_dtypes(
+    model: CausalLM, stored: Mapping[str, torch.dtype], of_decoded: torch.dtype | None = None
+) -> dict[str, torch.dtype]:
     """Dtype of each of the model's tensors, by native name, that represents the checkpoint's values exactly.
 
     All matrices have the same dtype, since they are multiplied with each other's results. Other tensors
@@ -81,6 +83,8 @@ def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str
     Args:
         model: with the checkpoint's layout.
         stored: dtypes of the checkpoint's tensors.
+        of_decoded: dtype of the quantised weights of a checkpoint, which all of its matrices get. No narrow
+            one holds the products of codes and scales exactly.
     """
     tensors, canonical = model.saved_tensors(), model.weight_map(Layout())
     found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
@@ -90,7 +94,7 @@ def exact_dtypes(model: CausalLM, stored: Mapping[str, torch.dtype]) -> dict[str
     }
     # Dtypes unsupported for weights raise an error with their name during loading.
     of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
-    shared = functools.reduce(torch.promote_types, of_matrices or {torch.float32})
+    shared = of_decoded or functools.reduce(torch.promote_types, of_matrices or {torch.float32})
 
     def exact(name: str) -> torch.dtype:
         if name in matrices:

@@ -68,3 +68,12 @@ def test_an_export_is_that_of_the_dense_checkpoint(checkpoint, tmp_path):
     assert written == {k: v for k, v in checkpoint.config.items() if k != "quantization_config"}
     again = liger_models.from_hub(tmp_path / "out", device="cpu")
     assert_same(dict(again.checkpoint_tensors()), checkpoint.expected(torch.bfloat16))
+
+
+def test_a_matrix_in_float32_does_not_widen_a_quantised_model(tmp_path):
+    checkpoint = CASES["float8 blocks, experts one by one"](tmp_path)
+    name = "model.layers.0.mlp.gate.weight"
+    wide = checkpoint.dense[name].float() + 1e-5
+    model = liger_models.from_hub(checkpoint.write(**{name: wide}), device="cpu")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert torch.equal(dict(model.checkpoint_tensors())[name], wide.bfloat16())
