@@ -332,7 +332,9 @@ def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) ->
 def _dtype_of_files(
     model: LigerCausalLM, reader: ModelReader, fresh: tuple[str, ...]
 ) -> dict[str, torch.dtype]:
-    """The dtype of each tensor that rounds nothing but quantised weights. Fresh parameters have the dtype of the embedding."""
+    """The dtype of each tensor that rounds nothing but quantised weights. Fresh parameters have the dtype of
+    the embedding.
+    """
     stored = reader.dtypes
     for name in fresh:
         stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
