@@ -21,8 +21,8 @@ DEFAULTS = {
 }
 UNREAD = {
     "mamba_ssm_dtype": "states are always float32",
-    "mtp_num_hidden_layers": "heads for further tokens are carried along",
-    "mtp_use_dedicated_embeddings": "heads for further tokens are carried along",
+    "mtp_num_hidden_layers": "modules for further tokens are carried along, unless they are asked for",
+    "mtp_use_dedicated_embeddings": "modules for further tokens are carried along, unless they are asked for",
 }
 
 

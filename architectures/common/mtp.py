@@ -42,8 +42,12 @@ def _modules(c: HFConfig, decoder: ModelSpec, key: str, count: object, most: int
             f"{c.name}: {key} is {count!r}, but mtp needs {f'1 to {most}' if most > 1 else 'exactly 1'}; "
             "load the model without mtp"
         )
-    full = next(block.mixer for block in reversed(decoder.blocks) if block.recurrent is None)
-    return MTPSpec((replace(decoder.blocks[-1], mixer=full),) * count, decoder.norm, first)
+    full = [block.mixer for block in decoder.blocks if block.recurrent is None]
+    if not full:
+        raise ConfigError(
+            f"{c.name}: no layer has full attention, but mtp needs its sizes; load the model without mtp"
+        )
+    return MTPSpec((replace(decoder.blocks[-1], mixer=full[-1]),) * count, decoder.norm, first)
 
 
 _IN_LAYERS = ((".block.", "."), (".lm_head.", ".shared_head.head."))

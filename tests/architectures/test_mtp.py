@@ -377,5 +377,7 @@ def test_models_that_cannot_have_the_modules_are_refused():
     refuses(ConfigError, "labels makes a classifier", "glm4_moe", labels=2)
     refuses(ConfigError, "num_nextn_predict_layers is 0", "glm4_moe", num_nextn_predict_layers=0)
     refuses(ConfigError, "mtp needs exactly 1", "qwen3_5_text", mtp_num_hidden_layers=2)
+    linear = {"layer_types": ["linear_attention"] * 3}
+    refuses(ConfigError, "no layer has full attention", "qwen3_5_text", **linear)
     dedicated = {"mtp_use_dedicated_embeddings": True}
     refuses(ConfigError, "mtp_use_dedicated_embeddings is true", "qwen3_5_text", **dedicated)
