@@ -100,7 +100,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     if ranks > 1:
         torch.distributed.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
+            store=torch.distributed.FileStore(store, ranks),
             rank=rank,
             world_size=ranks,
             timeout=timedelta(seconds=SECONDS / 2),

@@ -230,7 +230,9 @@ def print_report(report: dict[str, Any]) -> None:
         rows.append((row["name"], str(row["shape"]), row["dtype"], f"= {row['expression']}"))
     print_table(rows)
 
-        "copied": sorted(stored.keys() - {name for row in parameters for name in row["from"]}),
+    if copied := report["copied"]:
+        shown = ", ".join(copied[:4]) + ", ..." * (len(copied) > 4)
+        print(f"\n{len(copied)} tensors of the checkpoint are no parameters, and exports copy them: {shown}")
     if quantised := report["quantisation"]:
         print(f"\nQuantised weights ({quantised['method']}), read as dense ones")
         print_table([(format, f"{count} tensors") for format, count in quantised["weights"].items()])

@@ -149,19 +149,8 @@ def from_hub(
     from liger_models.convert.checkpoints.adapter import resolve_model
 
     options = LoadOptions(
-        dtype,
-        device,
-        attention,
-        activation_memory,
-        memory_budget,
-        projections,
-        shard,
-        text_only,
-        labels,
-        dropout,
-        float8,
-        mtp,
-        ignore_config_keys,
+        *(dtype, device, attention, activation_memory, memory_budget, projections, shard),
+        *(text_only, labels, dropout, float8, mtp, ignore_config_keys),
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
@@ -236,19 +225,8 @@ def from_config(
         UnsupportedModelError, ConfigError: as for `from_hub`.
     """
     options = LoadOptions(
-        dtype,
-        device,
-        attention,
-        activation_memory,
-        memory_budget,
-        projections,
-        shard,
-        text_only,
-        labels,
-        dropout,
-        float8,
-        mtp,
-        ignore_config_keys,
+        *(dtype, device, attention, activation_memory, memory_budget, projections, shard),
+        *(text_only, labels, dropout, float8, mtp, ignore_config_keys),
     )
     if isinstance(config, ModelConfig):
         config = config.to_dict()
