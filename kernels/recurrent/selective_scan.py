@@ -309,17 +309,25 @@ class _Recurrence(NamedTuple):
 
 
 def _prefix(decay: Tensor, added: Tensor) -> Tensor:
-    """h_t = decay_t h_{t-1} + added_t over the first dimension, in steps that double their reach (Hillis and
-    Steele, 1986).
+    """h_t = decay_t h_{t-1} + added_t over the first dimension: token by token in blocks of 16 side by side,
+    and so over the blocks.
     """
-    reach = 1
-    while reach < len(added):
-        earlier = (F.pad(values, (0, 0, 0, 0, reach, 0))[: len(added)] for values in (decay, added))
-        decay_before, added_before = earlier
-        added = added + decay * added_before
-        decay = decay * decay_before
-        reach *= 2
-    return added
+    tokens, width = len(added), min(16, len(added))
+    if tokens < 2:
+        return added
+    decays, terms = (
+        F.pad(values, (0, 0, 0, 0, 0, -tokens % width)).unflatten(0, (-1, width)).unbind(1)
+        for values in (decay, added)
+    )
+    h, reach = [terms[0]], [decays[0]]
+    for d, term in zip(decays[1:], terms[1:], strict=True):
+        h.append(torch.addcmul(term, d, h[-1]))
+        reach.append(d * reach[-1])
+    inside = torch.stack(h, 1)
+    if len(inside) > 1:
+        before = F.pad(_prefix(reach[-1], h[-1]), (0, 0, 0, 0, 1, 0))[:-1]
+        inside = torch.addcmul(inside, torch.stack(reach, 1), before[:, None])
+    return inside.flatten(0, 1)[:tokens]
 
 
 def _slabs(x: Tensor, states: int) -> Iterator[slice]:
