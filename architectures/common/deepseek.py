@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common.mlps import activation, expert_layouts, experts_and_chosen, mlp
+from liger_models.architectures.common.model import layer_types
 from liger_models.architectures.common.rotary import rope
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -91,10 +92,22 @@ def dense_then(
     return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
 
 
+def experts_after(c: HFConfig, first_dense: int) -> list[str]:
+    """Type of each layer's MLP, "dense" or "sparse" (experts), from `mlp_layer_types`; by default the first
+    `first_dense` layers are dense.
+
+    Raises:
+        ConfigError: not one type per layer, or another type.
+    """
+    kinds = ("dense", "sparse")
+    return layer_types(c, lambda i: kinds[i >= first_dense], kinds, "mlp_layer_types")
+
+
 def routed_and_shared_experts(
     c: HFConfig,
     keys: Sequence[str] = ("n_routed_experts",),
     *,
+    shared: str = "n_shared_experts",
     in_groups: bool = True,
     bias: bool = False,
     plain: str | None = None,
@@ -105,6 +118,7 @@ def routed_and_shared_experts(
 
     Args:
         keys: names of the key with the number of experts.
+        shared: the key with the number of shared experts.
         in_groups: choose a token's experts from the best groups.
         bias: of the shared experts.
         plain: key of the activation of experts without gates; default: they have gates.
@@ -115,7 +129,7 @@ def routed_and_shared_experts(
     smallest = 1 if settings.get("group_score") == "max" else 2  # groups are scored by their two best
     groups = groups_and_chosen(c, count, chosen, smallest=smallest) if in_groups else (1, 1)
     inner, act = c.take_count("moe_intermediate_size"), activation(c, plain or "hidden_act", plain is None)
-    shared_size = c.take_count("n_shared_experts") * inner if shared_size is None else shared_size
+    shared_size = c.take_count(shared) * inner if shared_size is None else shared_size
     return MoESpec(
         count,
         chosen,

@@ -177,6 +177,15 @@ class HFConfig:
         value = self.take(key, default)
         return self._checked(key, value, isinstance(value, bool), "true or false")
 
+    def take_choice(self, key: str, *names: str) -> str:
+        """Take a key with one of these names, the first if it is absent.
+
+        Raises:
+            ConfigError: another value.
+        """
+        value = self.take(key, names[0])
+        return self._checked(key, value, value in names, " or ".join(map(repr, names)))
+
     def take_only(self, **values: Any) -> None:
         """Take keys with a single supported value each; they may be absent.
 

@@ -1,7 +1,7 @@
 """Mixture of experts: MLPs, a few per token (Shazeer et al., 2017, arXiv:1701.06538).
 
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)),   or with weight_e * x
-    y = y + shared(x),   or   y + sigmoid(gate(x)) * shared(x)
+    y = y + scale * shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
 Plain experts compute down_e(act(up_e(x))). Latent experts (LatentMoE: Elango et al., 2026, arXiv:2601.18089)
 work in a narrower space, into which and out of which two matrices project, the same for all experts:
@@ -44,13 +44,15 @@ class MixtureOfExperts(nn.Module):
         spec: the experts, the routing, the shared expert.
 
     Raises:
-        ValueError: a gate without a shared expert, or biases of latent projections without these.
+        ValueError: a gate or a scale without a shared expert, or biases of latent projections without these.
     """
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
-        if spec.shared_gate and spec.shared_expert is None:
-            raise ValueError("shared_gate is the gate of a shared expert, but shared_expert is None")
+        if spec.shared_expert is None and (spec.shared_gate or spec.shared_scale != 1.0):
+            raise ValueError(
+                "shared_gate and shared_scale belong to a shared expert, but shared_expert is None"
+            )
         if spec.latent_bias and spec.latent_size is None:
             raise ValueError("latent_bias is that of the latent projections, but latent_size is None")
         self.spec, self.hidden_size = spec, hidden_size
@@ -85,7 +87,7 @@ class MixtureOfExperts(nn.Module):
         shared = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
-        return y + shared
+        return torch.add(y, shared, alpha=self.spec.shared_scale)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: those of its parts, the latent experts' input and output, both factors of a

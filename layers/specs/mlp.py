@@ -52,9 +52,9 @@ class MoESpec:
     by the root of its width; with `expert_scale` each expert's final weights are multiplied by a learned
     number. With `latent_size` the experts' inputs and outputs have that width: a projection precedes and one
     follows them, with biases if `latent_bias`, while the router and the shared expert read the tokens
-    themselves. `shared_expert` is an additional MLP for all tokens; `shared_gate` weighs its output by
-    sigmoid(gate(x)). The coefficients are those of the load balancing loss and of the router's z-loss: see
-    layers/sequences/router_loss.py.
+    themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale` multiplies its output, and
+    `shared_gate` weighs it by sigmoid(gate(x)). The coefficients are those of the load balancing loss and of
+    the router's z-loss: see layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -81,6 +81,7 @@ class MoESpec:
     latent_bias: bool = False
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
+    shared_scale: float = 1.0
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
