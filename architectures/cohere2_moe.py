@@ -15,7 +15,7 @@ from liger_models.architectures.common import (
     experts_and_chosen,
     windows,
 )
-from liger_models.architectures.common.deepseek import SHARED_EXPERTS, experts_after
+from liger_models.architectures.common.deepseek import SHARED_EXPERTS, dense_or_sparse
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
@@ -49,12 +49,12 @@ def cohere2_moe(c: HFConfig) -> ModelSpec:
 
     act = activation(c)
     dense = MLPSpec(c.take_count("prefix_dense_intermediate_size", c.take_count("intermediate_size")), act)
-    mlps = {"dense": dense, "sparse": experts(c)}
+    mlps = dense_or_sparse(c, dense, experts(c), first)
     blocks = []
-    for window, kind in zip(windows(c, usual), experts_after(c, first), strict=True):
-        turns = window is not None or (kind == "dense" and every_dense == 1)
+    for window, inner in zip(windows(c, usual), mlps, strict=True):
+        turns = window is not None or (inner == dense and every_dense == 1)
         mixer = replace(attn, window=window, rope=attn.rope if turns else None)
-        blocks.append(BlockSpec(mixer, mlps[kind], norm, "parallel"))
+        blocks.append(BlockSpec(mixer, inner, norm, "parallel"))
     return decoder(c, blocks, norm, logit_scale=c.take_number("logit_scale"))
 
 

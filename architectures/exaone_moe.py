@@ -18,7 +18,7 @@ from liger_models.architectures.common.deepseek import (
     SHARED_EXPERTS,
     TINY_EXPERTS,
     corrected_layouts,
-    experts_after,
+    dense_or_sparse,
     routed_and_shared_experts,
 )
 from liger_models.architectures.registry import for_tests, register
@@ -61,8 +61,8 @@ def exaone_moe(c: HFConfig) -> ModelSpec:
         float32_router=True,
     )
     first = c.take_count("first_k_dense_replace", 1, least=0)
-    kinds = experts_after(c, first)
-    mlps, every = {"dense": mlp(c), "sparse": sparse}, c.take("sliding_window_pattern", 4)
+    mlps = dense_or_sparse(c, mlp(c), sparse, first)
+    every = c.take("sliding_window_pattern", 4)
 
     def usual(layer: int) -> str:
         if type(every) is not int or every < 1:
@@ -73,8 +73,8 @@ def exaone_moe(c: HFConfig) -> ModelSpec:
         return SLIDING if (layer + 1) % every else FULL
 
     blocks = [
-        BlockSpec(replace(attn, window=window, rope=attn.rope if window else None), mlps[kind], norm)
-        for window, kind in zip(windows(c, usual), kinds, strict=True)
+        BlockSpec(replace(attn, window=window, rope=attn.rope if window else None), inner, norm)
+        for window, inner in zip(windows(c, usual), mlps, strict=True)
     ]
     return decoder(c, blocks, norm)
 

@@ -5,14 +5,12 @@ base for each layer, or no positions.
 from collections.abc import Callable
 from dataclasses import replace
 
-from liger_models.architectures.common import FULL, SLIDING, mlp, windows
+from liger_models.architectures.common import FULL, SLIDING, by_layer, mlp, windows
 from liger_models.architectures.granite import MULTIPLIERS, multiplied
 from liger_models.architectures.granite_moe import DEFAULTS, LAYOUTS, SKIP, TINY, experts, with_shared
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.config.rope_config import is_finite
-from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AttentionSpec, ModelSpec, RopeSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec
 
 
 @register(
@@ -46,29 +44,15 @@ def with_sinks(c: HFConfig) -> Callable[[AttentionSpec], list[AttentionSpec]]:
 
     def mixers(attn: AttentionSpec) -> list[AttentionSpec]:
         assert attn.rope is not None
-        thetas = rotary_bases(c, attn.rope)
+        bases = by_layer(c, "layer_rope_theta", attn.rope.theta)  # 0: no positions
         return [
-            replace(attn, sinks=True, window=window, rope=replace(attn.rope, theta=theta) if theta else None)
-            for window, theta in zip(windows(c, lambda i: SLIDING if i % 4 else FULL), thetas, strict=True)
+            replace(
+                attn, sinks=True, window=window, rope=replace(attn.rope, theta=float(base)) if base else None
+            )
+            for window, base in zip(windows(c, lambda i: SLIDING if i % 4 else FULL), bases, strict=True)
         ]
 
     return mixers
-
-
-def rotary_bases(c: HFConfig, rope: RopeSpec) -> list[float]:
-    """Rotary base of each layer, 0 for layers without positions, from `layer_rope_theta`.
-
-    Raises:
-        ConfigError: not one for each layer.
-    """
-    count = c.take_count("num_hidden_layers")
-    bases = c.take("layer_rope_theta", [rope.theta] * count)
-    if not isinstance(bases, list) or len(bases) != count or not all(is_finite(x) and x >= 0 for x in bases):
-        raise ConfigError(
-            f"{c.name}: layer_rope_theta must give each of the {count} layers a base, or 0 for no positions, "
-            f"found {abbreviate(bases)}"
-        )
-    return [float(base) for base in bases]
 
 
 # -- tests

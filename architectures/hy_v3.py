@@ -11,7 +11,7 @@ from liger_models.architectures.common import (
     experts_and_chosen,
     mlp,
 )
-from liger_models.architectures.common.deepseek import SHARED_EXPERTS, experts_after
+from liger_models.architectures.common.deepseek import SHARED_EXPERTS, dense_or_sparse
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -50,9 +50,8 @@ def hy_v3(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     attn = attention(c, bias=c.take_flag("attention_bias", False), theta=11158840.0)
     attn = replace(attn, qk_norm=QKNormSpec(norm))
-    dense, sparse = mlp(c, bias=c.take_flag("mlp_bias", False)), experts(c)
-    mlps = {"dense": dense, "sparse": sparse}
-    blocks = [BlockSpec(attn, mlps[kind], norm) for kind in experts_after(c, 1)]
+    mlps = dense_or_sparse(c, mlp(c, bias=c.take_flag("mlp_bias", False)), experts(c), 1)
+    blocks = [BlockSpec(attn, inner, norm) for inner in mlps]
     return decoder(c, blocks, norm)
 
 

@@ -59,7 +59,7 @@ def lfm3(c: HFConfig) -> ModelSpec:
     full = replace(
         attention(c, bias=c.take_flag("attention_bias", False), layer_type=FULL, theta=1e6, scaling=PARTIAL),
         qk_norm=QKNormSpec(norm),
-        head_gates=c.take_flag("use_attention_gate", True),
+        gates="heads" if c.take_flag("use_attention_gate", True) else None,
     )
     local = rope(c, full.head_dim, layer_type=SLIDING, local_theta=1e4)
     of_kind: dict[str, AttentionSpec | GatedConvSpec] = {

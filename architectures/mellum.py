@@ -15,7 +15,7 @@ from liger_models.architectures.common import (
     rope,
     windows,
 )
-from liger_models.architectures.common.deepseek import experts_after
+from liger_models.architectures.common.deepseek import dense_or_sparse
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
@@ -46,11 +46,11 @@ def mellum(c: HFConfig) -> ModelSpec:
     full = attention(c, bias=c.take_flag("attention_bias", False), layer_type=FULL, theta=500000.0)
     full = replace(full, qk_norm=QKNormSpec(norm))
     sliding = replace(full, rope=rope(c, full.head_dim, layer_type=SLIDING))
-    kinds = experts_after(c, 0)
-    mlps = {"dense": mlp(c), "sparse": chosen_experts(c, renormalize=c.take_flag("norm_topk_prob", True))}
+    sparse = chosen_experts(c, renormalize=c.take_flag("norm_topk_prob", True))
+    mlps = dense_or_sparse(c, mlp(c), sparse, 0)
     blocks = [
-        BlockSpec(replace(sliding, window=window) if window else full, mlps[kind], norm)
-        for window, kind in zip(windows(c, lambda i: FULL), kinds, strict=True)
+        BlockSpec(replace(sliding, window=window) if window else full, inner, norm)
+        for window, inner in zip(windows(c, lambda i: FULL), mlps, strict=True)
     ]
     return decoder(c, blocks, norm)
 

@@ -92,15 +92,18 @@ def dense_then(
     return [dense if i < first else experts for i in range(c.take_count("num_hidden_layers"))]
 
 
-def experts_after(c: HFConfig, first_dense: int) -> list[str]:
-    """Type of each layer's MLP, "dense" or "sparse" (experts), from `mlp_layer_types`; by default the first
-    `first_dense` layers are dense.
+def dense_or_sparse(
+    c: HFConfig, dense: MLPSpec, sparse: MoESpec, first_dense: int
+) -> list[MLPSpec | MoESpec]:
+    """MLP or experts of each layer, from `mlp_layer_types`; by default the first `first_dense` layers have
+    the MLP.
 
     Raises:
         ConfigError: not one type per layer, or another type.
     """
     kinds = ("dense", "sparse")
-    return layer_types(c, lambda i: kinds[i >= first_dense], kinds, "mlp_layer_types")
+    types = layer_types(c, lambda i: kinds[i >= first_dense], kinds, "mlp_layer_types")
+    return [dense if kind == "dense" else sparse for kind in types]
 
 
 def routed_and_shared_experts(

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.config.rope_config import is_finite
+from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, NormSpec
 
 
@@ -42,6 +43,24 @@ def padding_row(c: HFConfig) -> int | None:
             f"{c.name}: pad_token_id must be an id of the vocabulary of {vocab}, or null, found {pad!r}"
         )
     return pad
+
+
+def by_layer(c: HFConfig, key: str, usual: float, *, whole: bool = False) -> list[Any]:
+    """Number of each layer, from the list `key`, by default `usual`: `whole` numbers from 1, or any from 0.
+
+    Raises:
+        ConfigError: not one such number per layer.
+    """
+    count = c.take_count("num_hidden_layers")
+    found = c.take(key, [usual] * count)
+    good = isinstance(found, list) and len(found) == count
+    if not good or not all((type(n) is int and n > 0) if whole else (is_finite(n) and n >= 0) for n in found):
+        expected = "a whole number of 1 or more" if whole else "a finite number of 0 or more"
+        raise ConfigError(
+            f"{c.name}: {key} must be a list with {expected} for each of the {count} layers, found "
+            f"{abbreviate(found)}"
+        )
+    return found
 
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.recompute.activation_memory import carry_recipe
 
 
-def gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    """The output of attention [T, q_size] times the sigmoid of a gate, [T, q_size] or [T, heads]."""
+def gated(out: Tensor, gate: Tensor | None, softplus: bool = False) -> Tensor:
+    """The output of attention [T, q_size] times the sigmoid of a gate, [T, q_size] or [T, heads], or its
+    softplus in float32.
+    """
     if gate is None:
         return out
-    open_by = gate.sigmoid()
+    open_by = F.softplus(at_least_float32(gate)).to(gate.dtype) if softplus else gate.sigmoid()
     return carry_recipe(_by_head(out, open_by), _by_head, out, open_by)
 
 

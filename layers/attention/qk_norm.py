@@ -42,6 +42,8 @@ class QKNormScale(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, spec: QKNormSpec):
         super().__init__()
+        if not spec.norm.weighted:
+            raise ValueError("a QKNormSpec without weights has scope 'unweighted', not a norm without them")
         self.spec = spec
         shapes = {"head": (head_dim,), "own_head": (heads, head_dim), "all_heads": (heads * head_dim,)}
         shape = shapes.get(spec.scope)

@@ -2,7 +2,7 @@
 
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
-    or, with a gate per head, g = x @ W_g^T:    the same
+    or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head
 
 Norms of queries and keys: layers/attention/qk_norm.py. Query, key and value are one matrix product, with
 weights concatenated by rows in this order, in whole heads.
@@ -70,8 +70,12 @@ class Attention(nn.Module):
             parts["v_proj"] = spec.kv_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
-        if spec.head_gates:
-            self.g_proj = Linear(hidden_size, spec.num_attention_heads, bias=False)
+        if spec.gated and spec.gates:
+            raise ValueError("an AttentionSpec has one gate: either `gated` or `gates`, not both")
+        if spec.softplus_gates and not spec.gate_size:
+            raise ValueError("softplus_gates belongs to a gate, but neither `gated` nor `gates` is set")
+        if spec.gates:
+            self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)
         self.o_proj = linear(spec.q_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -87,22 +91,25 @@ class Attention(nn.Module):
         """
         sequences = sequences.on(x.device)
         qkv, gate = self._without_gate(self.qkv_proj(x))
-        gate = self.g_proj(x) if self.spec.head_gates else gate
+        gate = self.g_proj(x) if self.spec.gates else gate
+        if (limit := self.spec.qkv_limit) is not None:
+            qkv = qkv.clamp(-limit, limit)
         q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is not None:
             out, k, v = self._attend_cached(q, k, v, sequences)
-            out = self.o_proj(gated(out.flatten(1), gate))
+            out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
         elif self.activation_memory in TILED:
             groups = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
                 gates = gate.tensor_split(len(pieces), dim=-1)
-                pieces = [gated(piece, own) for piece, own in zip(pieces, gates, strict=True)]
+                softplus = self.spec.softplus_gates
+                pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
             out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1)
-            out = self.o_proj(gated(out, gate))
+            out = self.o_proj(gated(out, gate, self.spec.softplus_gates))
         return (out, k, v) if return_keys_values else out
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -148,15 +155,18 @@ class Attention(nn.Module):
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
         for query and key norms their inputs and statistics; for scaled queries the projection that k and v
-        are views of; for a gate its sigmoid, and with `all` the product.
+        are views of; for a gate its sigmoid, or with softplus also its input in float32, and with `all` the
+        product; for clamped projections what they were.
         """
         spec = self.spec
         kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
         if spec.qk_norm is not None:
             kept += norm_bytes(spec, itemsize)
-        if spec.gated or spec.head_gates:
-            gates = spec.q_size if spec.gated else spec.num_attention_heads
-            kept += itemsize * (gates + (spec.q_size if level == "all" else 0))
+        if spec.gate_size:
+            kept += itemsize * (spec.gate_size + (spec.q_size if level == "all" else 0))
+            kept += 4 * spec.gate_size if spec.softplus_gates else 0
+        if spec.qkv_limit is not None:
+            kept += itemsize * (spec.q_size + 2 * spec.kv_size)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(

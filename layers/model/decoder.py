@@ -27,7 +27,7 @@ from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
 from liger_models.layers.model.mtp import make_mtp
-from liger_models.layers.parts.embedding import TokenEmbedding
+from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
@@ -73,6 +73,9 @@ class Decoder(ActivationLevels):
         self.spec = spec
         scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale
         self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
+        self.embed_positions: LearnedPositions | None = None
+        if spec.learned_positions is not None:
+            self.embed_positions = LearnedPositions(spec.learned_positions, spec.hidden_size)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -117,6 +120,8 @@ class Decoder(ActivationLevels):
             check_windows(self.spec, sequences.documents.gapped_extent)
         if self.vision is not None and vision_inputs is not None:
             self.vision.prepare(vision_inputs, sequences, input_ids)
+        if self.spec.learned_positions is not None:
+            sequences.positions.check_end(self.spec.learned_positions, sequences.documents.shape)
         sequences.prepare_rotary(self.spec.ropes)
 
     def begin_checks(self, checks: CallChecks, vision_inputs: Any = None) -> None:
@@ -160,6 +165,8 @@ class Decoder(ActivationLevels):
             layer_inputs |= self.vision.layer_inputs(vision_inputs, sequences)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
+        if self.embed_positions is not None:
+            inputs_embeds = self.embed_positions(inputs_embeds, sequences.positions.ids)
 
         x, residual = inputs_embeds, None
         del inputs_embeds  # frozen embeddings are freed after layer 0

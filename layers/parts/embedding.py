@@ -1,4 +1,4 @@
-"""Token embeddings, scaled in some families.
+"""Token embeddings, scaled in some families, and learned positions.
 
 x = scale * weight[id],    the scale rounded to the weight's dtype
 """
@@ -79,3 +79,25 @@ class TokenEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.embed_scale == 1.0 else f", scale={self.embed_scale:.6g}")
+
+
+class LearnedPositions(nn.Module):
+    """A learned vector for each position (Radford et al., 2019: GPT-2).
+
+    No `nn.Embedding`: tools would take it for a table of tokens.
+    """
+
+    def __init__(self, positions: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(positions, hidden_size))
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Draw the vectors from a normal distribution."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, H], positions [T] -> x plus the vectors of its positions, in x's dtype."""
+        return x + nn.functional.embedding(positions, self.weight).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}"

@@ -16,8 +16,8 @@ from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
 def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
     """Create the norm that the spec describes, over a last dimension of `width`."""
     if isinstance(spec, NormSpec):
-        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast, spec.float32_stream)
-    return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset)
+        return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast, spec.float32_stream, spec.weighted)
+    return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset, spec.weighted)
 
 
 class LigerRMSNorm(nn.Module):
@@ -33,6 +33,7 @@ class LigerRMSNorm(nn.Module):
         cast: "llama", "gemma" or "float32": where the result is rounded to the input's dtype.
         float32_stream: the sum is in float32, and is normalised as rounded to the dtype of x or of the
             residual, whichever is narrower.
+        weighted: whether there is a weight.
     """
 
     def __init__(
@@ -42,15 +43,18 @@ class LigerRMSNorm(nn.Module):
         offset: float = 0.0,
         cast: NormCast = "llama",
         float32_stream: bool = False,
+        weighted: bool = True,
     ):
         super().__init__()
+        self.hidden_size = hidden_size
         self.eps, self.offset, self.cast, self.float32_stream = eps, offset, cast, float32_stream
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size)) if weighted else None
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
         """Initialise the factor to one, regardless of the initialisation of matrices."""
-        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
@@ -61,18 +65,25 @@ class LigerRMSNorm(nn.Module):
             total = x.to(torch.promote_types(x.dtype, torch.float32)) + residual
             return self._alone(total.to(branch)), total
         cast = self._cast_for(x)
-        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
         y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
-        return carry_recipe(y, norm, total, self.weight, late=True), total
+        return self._with_recipe(y, total, cast), total
 
     def _alone(self, x: Tensor) -> Tensor:
-        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=self._cast_for(x))
-        return carry_recipe(norm(x, self.weight), norm, x, self.weight, late=True)
+        cast = self._cast_for(x)
+        return self._with_recipe(rms_norm(x, self.weight, self.eps, self.offset, cast), x, cast)
+
+    def _with_recipe(self, y: Tensor, x: Tensor, cast: NormCast) -> Tensor:
+        norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
+        if self.weight is None:
+            return carry_recipe(y, functools.partial(norm, weight=None), x, late=True)
+        return carry_recipe(y, norm, x, self.weight, late=True)
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """Cast to use: a weight wider than the model's matrices would promote the result, which they could
         not take; under autocast the result is rounded anyway.
         """
+        if self.weight is None:
+            return self.cast
         promotes = torch.promote_types(x.dtype, self.weight.dtype) != x.dtype
         if promotes and self.cast == "llama" and not torch.is_autocast_enabled(x.device.type):
             return "float32"
@@ -80,10 +91,10 @@ class LigerRMSNorm(nn.Module):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: the input, and 1/rms in float32. The consumer accounts for the output."""
-        return itemsize * self.weight.numel() + 4
+        return itemsize * self.hidden_size + 4
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
+        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, cast={self.cast!r}"
 
 
 class LigerLayerNorm(nn.Module):
@@ -95,25 +106,42 @@ class LigerLayerNorm(nn.Module):
         eps: added to the variance.
         bias: whether there is a bias.
         offset: added to the weight (Nemotron: 1.0). The weight starts at `1 - offset`.
+        weighted: whether there is a weight.
+
+    Raises:
+        ValueError: a bias without a weight.
     """
 
-    def __init__(self, hidden_size: int, eps: float = 1e-5, bias: bool = True, offset: float = 0.0):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        offset: float = 0.0,
+        weighted: bool = True,
+    ):
         super().__init__()
+        if bias and not weighted:
+            raise ValueError("a LayerNorm with a bias has a weight; set both, or neither")
+        self.hidden_size = hidden_size
         self.eps, self.offset = eps, offset
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight = nn.Parameter(torch.empty(hidden_size)) if weighted else None
         self.bias = nn.Parameter(torch.empty(hidden_size)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, *_: Any) -> None:
         """Initialise the factor to one and the bias to zero, regardless of the initialisation of matrices."""
-        nn.init.constant_(self.weight, 1.0 - self.offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x [..., H] -> normalised [..., H]; with `residual` [..., H]: (normalised sum, sum)."""
         norm = functools.partial(layer_norm, eps=self.eps, offset=self.offset)
-        parameters = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        if self.weight is None:
+            norm = functools.partial(norm, weight=None)
+        parameters = tuple(p for p in (self.weight, self.bias) if p is not None)
         if residual is None:
             return carry_recipe(norm(x, *parameters), norm, x, *parameters, late=True)
         y, total = add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.offset)
@@ -122,10 +150,10 @@ class LigerLayerNorm(nn.Module):
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: the input, mean and 1/std in float32. The consumer accounts for the
         output."""
-        return itemsize * self.weight.numel() + 8
+        return itemsize * self.hidden_size + 8
 
     def extra_repr(self) -> str:
-        return f"{self.weight.numel()}, eps={self.eps}, bias={self.bias is not None}, offset={self.offset}"
+        return f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, offset={self.offset}"
 
 
 Norm = LigerRMSNorm | LigerLayerNorm

@@ -69,6 +69,24 @@ class Positions(Part):
             tables[rope] = rotary_tables(rope, positions, self.end)
         return replace(self, rotary=tables)
 
+    def check_end(self, limit: int, shape: tuple[int, int]) -> None:
+        """Check that a table of `limit` learned positions has all of these. `shape` (batch, seq) is for the
+        error.
+
+        Raises:
+            DataError: a position beyond the table, or positions on several axes.
+        """
+        if self.end > limit:
+            raise DataError(
+                f"position {self.end - 1} is beyond the {limit} positions that the model has learned vectors "
+                "for; shorten the sequences"
+            )
+        if self.axes is not None and self.given:
+            raise DataError(
+                f"position_ids came on {len(self.axes)} axes, and the positions of this model have one: "
+                f"expected the shape of the tokens, {shape}"
+            )
+
     def query_scale(self, spec: QueryScaleSpec) -> Tensor:
         """The factor of each token's query, [T] float32, made once for all layers."""
         return self._once(spec, lambda: self._query_scale(spec))

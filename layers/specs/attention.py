@@ -51,7 +51,9 @@ class AttentionSpec(_Heads):
     tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
     contributes no value. `query_scale` scales the queries by position after their rotation. With `gated`
     the query projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid
-    multiplies the head's output; with `head_gates` a projection computes one number per head instead.
+    multiplies the head's output; with `gates` a projection of its own computes it, by channel or one number
+    by head, and with `softplus_gates` the softplus multiplies the output instead. `qkv_limit` clamps queries,
+    keys and values as they leave their projection.
     With `values_are_keys` one projection computes both: values are the keys before norm and rotation.
     Spans of tokens that all see one another (`Visibility.spans`) are limited by the window, unless
     `whole_spans` is set. Without `sees_spans` spans are ignored. `clipped` projections clamp to stored
@@ -77,12 +79,20 @@ class AttentionSpec(_Heads):
     sees_spans: bool = True
     clipped: bool = False
     gated: bool = False
-    head_gates: bool = False
+    gates: Literal["channels", "heads"] | None = None
+    softplus_gates: bool = False
+    qkv_limit: float | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
+
+    @property
+    def gate_size(self) -> int:
+        """Width of the gate, over all heads; 0 without one."""
+        by_head = self.gates == "heads"
+        return (self.num_attention_heads if by_head else self.q_size) if self.gated or self.gates else 0
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ class ModelSpec:
     lookup has no gradient, as in the reference, and that is initialised with zeros. (A tied head still gives
     it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer embeddings, if there are any.
     `vision` is the image encoder. `extra_ids` ids after the vocabulary have embeddings and are never
-    predicted. `mtp` are modules that predict further tokens.
+    predicted. `learned_positions` is the number of positions with a learned vector, which is added to the
+    embedding. `mtp` are modules that predict further tokens.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class ModelSpec:
     vision: VisionSpec | TiledVisionSpec | None = None
     extra_ids: int = 0
     mtp: MTPSpec | None = None
+    learned_positions: int | None = None
 
     @property
     def num_ids(self) -> int:
@@ -79,8 +81,11 @@ class ModelSpec:
 
     @property
     def position_limit(self) -> int | None:
-        """First position beyond the range of some layer's rotary embedding; None if all are unlimited."""
-        limits = [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
+        """First position beyond the table of positions or some layer's rotary embedding; None if all are
+        unlimited.
+        """
+        limits = [] if self.learned_positions is None else [self.learned_positions]
+        limits += [rope.position_limit for rope in self.ropes if rope.position_limit is not None]
         return min(limits, default=None)
 
     @property

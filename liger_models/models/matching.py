@@ -32,7 +32,8 @@ def find_layout(
         if original in reader.tensors
     }
     if model.spec.tie_word_embeddings:  # the head's tensor may duplicate the embedding
-        tied |= map(_head_and_embedding, model.architecture.layouts)
+        pairs = map(_head_and_embedding, model.architecture.layouts)  # layouts may share the head's name
+        tied |= {head: embedding for head, embedding in pairs if embedding in reader.tensors}
     maps = {
         layout: {name: expr for name, expr in model.weight_map(layout).items() if name not in missing}
         for layout in model.architecture.layouts

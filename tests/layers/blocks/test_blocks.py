@@ -80,6 +80,11 @@ BLOCKS = {
     "norms without weights": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
     ),
+    "gates by channel": replace(PRE_NORM, mixer=replace(ATTENTION, gates="channels")),
+    "softplus gates by head": replace(PRE_NORM, mixer=replace(ATTENTION, gates="heads", softplus_gates=True)),
+    "clamped projections": replace(PRE_NORM, mixer=replace(ATTENTION, qkv_limit=0.1)),
+    "layer norm without parameters": replace(PRE_NORM, norm=LayerNormSpec(bias=False, weighted=False)),
+    "norm without a weight": replace(PRE_NORM, norm=NormSpec(weighted=False)),
     "chunks": replace(PRE_NORM, mixer=replace(ATTENTION, chunk=7)),
     "queries that grow": replace(PRE_NORM, mixer=replace(ATTENTION, query_scale=GROWING)),
     "queries that grow without positions": replace(
