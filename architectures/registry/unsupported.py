@@ -1,4 +1,8 @@
-"""Known families that are not supported, and the missing features that each needs."""
+"""Known families that are not supported, and the missing features that each needs: those that transformers
+has as causal or image-text models.
+
+    liger-models list --missing
+"""
 
 MISSING: dict[str, str] = {
     "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
@@ -11,3 +15,99 @@ MISSING: dict[str, str] = {
     "zamba2": "blocks of attention and an MLP that several layers share, with adapters for each layer",
 }
 """The missing part, by `model_type`. An entry goes when its family is registered."""
+
+_ALIBI = "attention biased by distance (ALiBi)"
+_CHOSEN_KEYS = "attention to the keys that an indexer chooses"
+_ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
+_ENCODER_DECODER = "an encoder, and cross-attention to it"
+_STREAMS = "several residual streams"
+_UNDESCRIBED = "a description of its parts, which nobody has written yet"
+_SEES = "its image encoder"
+_HEARS = "its audio encoder"
+
+MISSING |= {
+    "bitnet": "norms within attention and within the MLP",
+    "blt": "models of bytes and of patches of them, with cross-attention between",
+    "bloom": _ALIBI,
+    "codegen": "projections joined in an order of its own",
+    "cpmant": "learned biases by distance",
+    "ctrl": "sinusoidal positions",
+    "dbrx": "experts that checkpoints hold in one matrix",
+    "deepseek_v32": _CHOSEN_KEYS,
+    "deepseek_v4": f"{_CHOSEN_KEYS}, compressed keys, and {_STREAMS}",
+    "diffllama": "the difference of two attentions",
+    "doge": "attention biased by learned functions of the values",
+    "glm_moe_dsa": _CHOSEN_KEYS,
+    "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
+    "gpt_neo": "attention without a scale and windows next to learned positions",
+    "gpt_neox_japanese": "a bias of attention in the last layer alone",
+    "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
+    "internlm3": "a reference that it shares with LLaMA: load it as llama, with its keys renamed",
+    "iquestcoder": "a reference that it shares with LLaMA: load it as llama",
+    "jetmoe": "mixtures of attention heads",
+    "lfm2_vl": _SEES,
+    "longcat_flash": "layers with two attentions, and experts that return their input",
+    "mimo_v2_flash": "values of another width than keys",
+    "mistral_large4": f"{_CHOSEN_KEYS}, and latents that layers share",
+    "minimax_m3_vl": _CHOSEN_KEYS,
+    "minimax_m3_vl_text": _CHOSEN_KEYS,
+    "modernbert-decoder": "a first layer without a norm, and a head of two layers",
+    "mpt": _ALIBI,
+    "nanochat": "rotary positions that turn the other way, and a norm of the embeddings",
+    "openai-gpt": "learned positions next to norms after each sum",
+    "opt": "learned positions that leave padding out",
+    "biogpt": "learned positions that leave padding out",
+    "xglm": "sinusoidal positions that leave padding out",
+    "xlnet": "attention in permuted orders",
+    "reformer": "attention within hashed buckets",
+    "zaya": "attention on convolved, compressed projections",
+    **dict.fromkeys(("axk2", "beam", "glm5_next"), _CHOSEN_KEYS),
+    **dict.fromkeys(("inkling_text", "inkling2_text"), "short convolutions and relative scores in attention"),
+    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "gated residuals"),
+    **dict.fromkeys(
+        (
+            *("axk1", "cohere_compass_text", "dots3_note_text", "flint", "hrm_text", "kolibri1"),
+            *("aria_text", "xlm"),
+        ),
+        _UNDESCRIBED,
+    ),
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
+            *("megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer"),
+            *("xlm-roberta", "xlm-roberta-xl", "xmod"),
+        ),
+        _ENCODER_BLOCKS,
+    ),
+    **dict.fromkeys(
+        (
+            *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "florence2", "marian", "mbart"),
+            *("mvp", "musicgen", "musicgen_melody", "pegasus", "pix2struct", "plbart", "pp_formulanet"),
+            *("prophetnet", "t5gemma2", "trocr", "udop", "vision-encoder-decoder", "whisper"),
+        ),
+        _ENCODER_DECODER,
+    ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified_assistant"),
+        "the keys and values of the model that it drafts for; it has none of its own to train",
+    ),
+    "gemma4_unified_text": "its image and audio inputs: load gemma4_unified with text_only",
+    **dict.fromkeys(("dots3_note", "moshi", "moss_transcribe_diarize", "phi4_multimodal"), _HEARS),
+    **dict.fromkeys(("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "muse_spark"), _HEARS),
+    **dict.fromkeys(
+        (
+            *("aria", "aya_vision", "blip", "blip-2", "chameleon", "cohere2_vision", "cohere_compass"),
+            *("cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "emu3"),
+            *("diffusion_gemma", "ernie4_5_vl_moe", "evolla", "exaone4_5", "fast_vlm", "fuyu", "git"),
+            *("glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision"),
+            *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2", "idefics3"),
+            *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus", "kimi_k25"),
+            *("kosmos-2", "kosmos-2.5", "lfm3_vl", "lighton_ocr", "llava_next", "llava_next_video"),
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2", "muse_glimmer", "nemotron_h_omni"),
+            *("ovis2", "paddleocr_vl", "perception_lm", "pi0", "pp_chart2table", "qianfan_ocr"),
+            *("shieldgemma2", "smolvlm", "step3p7", "unlimited_ocr", "video_llama_3", "video_llava"),
+            "vipllava",
+        ),
+        _SEES,
+    ),
+}

@@ -9,10 +9,19 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers) -> None:
-    subparsers.add_parser("list", help="show the supported models and the presets", description=__doc__)
+    parser = subparsers.add_parser(
+        "list", help="show the supported models and the presets", description=__doc__
+    )
+    parser.add_argument(
+        "--missing",
+        action="store_true",
+        help="show the models of transformers that are not supported, and why",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.missing:
+        return _list_missing()
     from liger_models.cards.results import SHARED, SHARED_NOTE, against_peers, read_card
     from liger_models.cli.shared.checkpoints import print_table
     from liger_models.families import list_families
@@ -38,6 +47,19 @@ def run(args: argparse.Namespace) -> None:
             for name, config in PRESETS.items()
         ]
     )
+
+
+def _list_missing() -> None:
+    from liger_models.architectures.registry.multimodal import MULTIMODAL
+    from liger_models.architectures.registry.unsupported import MISSING
+    from liger_models.cli.shared.checkpoints import print_table
+    from liger_models.families import list_families
+
+    print("Not supported: model_type in config.json, and what is missing:")
+    print_table(sorted(MISSING.items()))
+    names = {family.model_type for family in list_families()}
+    print("Supported without images and sound (text_only=True, or --text-only):")
+    print_table([(name,) for name in sorted(MULTIMODAL.keys() - names)])
 
 
 def _names(family: "Family") -> tuple[str, str, str]:
