@@ -94,6 +94,9 @@ _TOWERS = (
     "vision_embedder.",
     "image_newline",
     *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
+    "connector.",
+    "projector.",
+    "visual_embeddings_table.",
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -111,6 +114,19 @@ _QWEN2: dict[str, Any] = {
 }
 
 MULTIMODAL: dict[str, Multimodal] = {
+    # The whole model does not scale its logits, though Command R's own does.
+    **{
+        kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
+        for kind in ("aya_vision", "cohere2_vision")
+    },
+    "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
+    **{
+        kind: Multimodal({"llama": "llama"}, (("model.text_model.", "model."),))
+        for kind in ("idefics3", "smolvlm")
+    },
+    "llava_next": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
+    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
+    "video_llama_3": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied_by_text=True),
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "gemma4_unified": Multimodal(
@@ -212,6 +228,8 @@ _SIZES: dict[str, dict[str, int]] = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
+    "cohere2": _sizes(256000, 8192, 22528, 40, 64),
+    "exaone4": _sizes(102400, 4096, 16384, 32, 32),
     "gemma": _sizes(256000, 3072, 24576, 28, 16),
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
@@ -244,6 +262,9 @@ _ASIDE_NAMES = """
     min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail
     llm_config sound_config force_image_size vision_hidden_size vit_hidden_size video_pruning_rate
     video_temporal_patch_size img_context_token_id video_context_token_id sound_context_token_id
+    downsample_factor alignment_intermediate_size adapter_layer_norm_eps scale_factor
+    projection_hidden_size projection_layer_norm_eps image_start_token_id image_end_token_id
+    video_start_token_id video_end_token_id visual_indicator_token_ids
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

@@ -38,10 +38,83 @@ SIGLIP = {"model_type": "siglip_vision_model", **TOWER, "image_size": 28, "patch
 CLIP = {"model_type": "clip_vision_model", **TOWER, "image_size": 28, "patch_size": 14}
 PIXTRAL = {"model_type": "pixtral", **TOWER, "image_size": 28, "patch_size": 14, "head_dim": 16}
 QWEN_TOWER = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 48}
+COHERE = {name: value for name, value in TEXT.items() if name != "rms_norm_eps"}
+COHERE |= {"model_type": "cohere2", "sliding_window": 7, "logit_scale": 0.3}
 AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
+
 
 # By name: the class in transformers, and its config.
 CASES = {
+    "aya_vision": (
+        "AyaVisionForConditionalGeneration",
+        {
+            "model_type": "aya_vision",
+            "text_config": COHERE,
+            "vision_config": SIGLIP,
+            "alignment_intermediate_size": 40,
+        },
+    ),
+    "cohere2_vision": (
+        "Cohere2VisionForConditionalGeneration",
+        {
+            "model_type": "cohere2_vision",
+            "text_config": COHERE,
+            "vision_config": SIGLIP,
+            "alignment_intermediate_size": 40,
+        },
+    ),
+    "exaone4_5": (
+        "Exaone4_5_ForConditionalGeneration",
+        {
+            "model_type": "exaone4_5",
+            "text_config": {
+                **TEXT,
+                "model_type": "exaone4",
+                "sliding_window": 7,
+                "sliding_window_pattern": 2,
+            },
+            "vision_config": {**QWEN_TOWER, "num_key_value_heads": 1, "fullatt_block_indexes": [0]},
+        },
+    ),
+    "idefics3": (
+        "Idefics3ForConditionalGeneration",
+        {
+            "model_type": "idefics3",
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "image_token_id": 130,
+        },
+    ),
+    "smolvlm": (
+        "SmolVLMForConditionalGeneration",
+        {
+            "model_type": "smolvlm",
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "image_token_id": 130,
+        },
+    ),
+    "llava_next": (
+        "LlavaNextForConditionalGeneration",
+        {"model_type": "llava_next", "text_config": {**TEXT, "model_type": "llama"}, "vision_config": CLIP},
+    ),
+    "ovis2": (
+        "Ovis2ForConditionalGeneration",
+        {
+            "model_type": "ovis2",
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14, "vocab_size": 24},
+            "visual_indicator_token_ids": [1, 2, 3, 4, 5],
+        },
+    ),
+    "video_llama_3": (
+        "VideoLlama3ForConditionalGeneration",
+        {
+            "model_type": "video_llama_3",
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "patch_size": 14},
+        },
+    ),
     "gemma3": (
         "Gemma3ForConditionalGeneration",
         {
@@ -286,6 +359,10 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "visual",
         "vision_embedder",
         "mlp1",
+        "connector",
+        "projector",
+        "visual_embeddings_table",
+        "image_newline",
     }
 
 
@@ -357,8 +434,11 @@ def in_memory(name: str) -> str:
         return "model.language_model." + name.removeprefix("language_model.model.")
     if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
         return f"model.{name}"
-    towers = ("model.visual.", "model.vision_tower.", "model.embed_vision.", "model.vision_embedder.")
-    if name.startswith("model.") and not name.startswith(("model.language_model.", *towers)):
+    towers = ("visual.", "vision_tower.", "vision_model.", "embed_vision.", "vision_embedder.", "connector.")
+    towers += ("projector.", "multi_modal_projector.", "visual_embeddings_table.", "text_model.")
+    if name.startswith("model.") and not name.startswith(
+        tuple(f"model.{part}" for part in ("language_model.", *towers))
+    ):
         return "model.language_model." + name.removeprefix("model.")
     return name
 
