@@ -262,7 +262,7 @@ _ASIDE_NAMES = """
     min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail
     llm_config sound_config force_image_size vision_hidden_size vit_hidden_size video_pruning_rate
     video_temporal_patch_size img_context_token_id video_context_token_id sound_context_token_id
-    downsample_factor alignment_intermediate_size adapter_layer_norm_eps scale_factor
+    alignment_intermediate_size adapter_layer_norm_eps scale_factor
     projection_hidden_size projection_layer_norm_eps image_start_token_id image_end_token_id
     video_start_token_id video_end_token_id visual_indicator_token_ids
 """
