@@ -1,4 +1,4 @@
-"""Tiles of a chunk of 64 tokens, and their inverses, for the kernels of the delta rules.
+"""Tiles of a chunk of 64 tokens, and their inverses, for the kernels of the delta rules and of Mamba 2.
 
 Rows past the end of a document read as zeros, with the last token's running decay, so that differences of
 decays cannot overflow.
@@ -67,7 +67,13 @@ def columns_of(x, tiles, stride, start, count, head, begin, BLOCK: tl.constexpr,
 @jit
 def store_rows(x, values, start, count, head, column, HEADS: tl.constexpr, D: tl.constexpr):
     """Write [C, columns] into contiguous [T, HEADS, D]."""
-    begin, offsets, mask = _places(HEADS * D, start, count, head, column, D)
+    store_strided_rows(x, values, HEADS * D, start, count, head, column, D)
+
+
+@jit
+def store_strided_rows(x, values, stride, start, count, head, column, D: tl.constexpr):
+    """Write [C, columns] into [T, heads, D] whose tokens are `stride` elements apart."""
+    begin, offsets, mask = _places(stride, start, count, head, column, D)
     tl.store(x + begin + offsets, values.to(x.dtype.element_ty), mask)
 
 

@@ -1,4 +1,4 @@
-"""The kernel that joins the states of segments; see `_states.py`."""
+"""Kernels that join the states of segments; see `_states.py`."""
 
 from __future__ import annotations
 
@@ -41,3 +41,31 @@ def boundaries_kernel(
         place = boundaries + (boundary * HEADS + head) * DK * DV + key * DV + column
         state = tl.load(place, inside, 0.0) + tl.dot(transfer, state, input_precision=PRECISION)
         tl.store(place, state, inside)
+
+
+@jit
+def decayed_boundaries_kernel(
+    boundaries,
+    transfers,
+    cu_seqlens,
+    first_segments,
+    heads,
+    size,
+    SEGMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """As `boundaries_kernel`, for transfers that are one factor per head."""
+    head, document = tl.program_id(1), tl.program_id(2)
+    length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)
+    inner = (length - 1) // SEGMENT  # boundaries within the document
+    first = (tl.load(first_segments + document) - document).to(tl.int64)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    state = tl.zeros([BLOCK], tl.float32)
+    for nth in range(0, inner):
+        boundary = first + (inner - 1 - nth if REVERSE else nth)
+        between = boundary + 1 if REVERSE else boundary
+        transfer = tl.load(transfers + between * heads + head, nth > 0, 0.0)  # none before the first
+        place = boundaries + (boundary * heads + head) * size + element
+        state = tl.load(place, element < size, 0.0) + transfer * state
+        tl.store(place, state, element < size)

@@ -7,14 +7,15 @@ For every head, with a state S [head_dim, N] that starts at zero in each documen
     y_t = S C_t + D x_t
 
 A group of B and C serves as many heads in a row as there are heads per group. Everything is computed in
-float32.
+float32 but for the operands of the kernels' matrix products, which are rounded to x's dtype.
 
-All tokens but those of decoding run in chunks of 64 (section 6 of the paper). Documents never share a chunk.
-With g_t = -exp(A_log) d_t and G its cumulative sum within a chunk that starts from the state S_0:
+All tokens but those of decoding run in chunks of 64 (section 6 of the paper; `_ssd_chunks.py` has the kernels
+and their formulas). Documents never share a chunk. With g_t = -exp(A_log) d_t and G its cumulative sum within
+a chunk that starts from the state S_0:
 
     y_i = sum over j <= i of exp(G_i - G_j) (C_i . B_j) d_j x_j + exp(G_i) S_0 C_i + D x_i
 
-Only the operands are kept for the backward pass, which runs the forward pass again.
+Only the operands are kept for the backward pass, which computes the states again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
+from liger_models.kernels.recurrent._chunk_table import CHUNK, chunk_table, use_chunks
+from liger_models.kernels.recurrent._ssd_chunks import SSD, WIDEST
 
-CHUNK = 64
 NO_LIMIT = (0.0, None)
 Limit = tuple[float, float | None]
 
@@ -58,13 +60,20 @@ def ssd(
 
     Returns:
         y [T, heads, head_dim] in x's dtype, and the final state of every document, as `state`; float64 for
-        float64 operands. Gradients flow through both, except to `dt_limit`.
+        float64 operands. Gradients flow through both, except to `dt_limit`. Running it again gives the same
+        bits.
+
+        On a GPU, heads or states wider than 256, and in float32 wider than 64, run the plain form, which is
+        slow.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes that do not fit, or tensors on several devices.
     """
     _check(x, dt, B, C, (A_log, D, dt_bias), cu_seqlens, state)
-    return _SSD.apply(x, dt, B, C, A_log, D, dt_bias, state, cu_seqlens, dt_limit)
+    if max(x.shape[2], B.shape[2]) <= WIDEST and use_chunks(x, B, dt, C, A_log, D, dt_bias, state):
+        table = chunk_table(cu_seqlens, len(x), x.device)
+        return SSD.apply(x, dt, B, C, A_log, D, dt_bias, state, table, dt_limit)
+    return _PlainSSD.apply(x, dt, B, C, A_log, D, dt_bias, state, cu_seqlens, dt_limit)
 
 
 def ssd_plain(
@@ -140,7 +149,7 @@ def ssd_step(
     return y.to(x.dtype), state
 
 
-class _SSD(torch.autograd.Function):
+class _PlainSSD(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *operands: Any) -> tuple[Tensor, Tensor]:
         *tensors, ctx.dt_limit = operands

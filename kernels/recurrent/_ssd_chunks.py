@@ -1,0 +1,386 @@
+"""The scan of Mamba 2 on chunks of C = 64 tokens.
+
+In a chunk of one head, with the state S [P, N] at its start, G the running sum of g = -exp(A_log) d, and rows
+i, j of its tokens:
+
+    W[i, j] = exp(G_i - G_j) C_i . B_j        for i >= j, else 0
+    Y       = W (d X) + exp(G) C S^T + D X
+    S'      = exp(G_C) S + (exp(G_C - G) d X)^T B
+
+and backward, with dS' from the next chunk, dV the gradient of d X, and R the gradient of C B^T:
+
+    dV      = W^T dY + exp(G_C - G) B dS'^T
+    R       = exp(G_i - G_j) (dY (d X)^T)     for i >= j, else 0; summed over the heads of a group
+    dC      = R B + sum over heads of exp(G) dY S
+    dB      = R^T C + sum over heads of (exp(G_C - G) d X) dS'
+    dS      = exp(G_C) dS' + (exp(G) dY)^T C
+
+The kernels (`_ssd_kernels.py`); only the second and third depend on other chunks:
+
+    prepare        d and G, by chunk
+    states         S, by segment and in order over its chunks; Y with it in the forward pass
+    state_grads    dS', in reverse order, and <S, dS'>
+    query_grads    dC, R and its share of dG, by chunk and group
+    key_grads      dX, dB, the gradients of the gates and of D, by chunk and group
+
+The states of all chunks together are larger than X: with N = 128, twice as large. The backward pass goes
+through slices of the heads, one after another, and keeps the states of one slice in memory that its dS' then
+takes: a quarter of X's size.
+
+Documents are divided into segments as in `_states.py`. The state after a segment is the state before it times
+one factor, plus the segment's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import ceil_div, next_power_of_2, num_sms, on_device_of, once_differentiable
+from liger_models.kernels.recurrent._chunk_table import (
+    NARROWEST,
+    ChunkTable,
+    product_precision,
+    with_whole_heads,
+)
+from liger_models.kernels.recurrent._ssd_kernels import (
+    key_grads_kernel,
+    prepare_kernel,
+    query_grads_kernel,
+    state_grads_kernel,
+    states_kernel,
+)
+from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
+
+WIDEST = 256  # maximum of P and N
+SLICE_SHARE = 4  # the states of a slice take at most this share of X's bytes
+_HEADS = 32  # heads per program of the first kernel
+_TILE = 64  # rows and columns of a state per program of the passes over chunks
+
+
+class _Slice(NamedTuple):
+    """Some heads in a row: whole groups, or a part of one."""
+
+    x: Tensor  # [T, heads, P]
+    dt: Tensor  # [T, heads]
+    B: Tensor  # [T, groups, N]
+    C: Tensor
+    A_log: Tensor  # [heads]
+    D: Tensor
+    dt_bias: Tensor
+    state: Tensor | None  # [documents, heads, P, N], a view of contiguous states of all heads
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Constants of the kernels."""
+        heads, width = self.x.shape[1:]
+        return {
+            "PER_GROUP": heads // self.B.shape[1],
+            "P": width,
+            "N": self.B.shape[2],
+            "PRECISION": product_precision(self.x.dtype),
+        }
+
+
+class _Boundaries(NamedTuple):
+    states: Tensor  # [boundaries, heads, P, N] float32, the states between a document's segments
+    transfers: Tensor  # [boundaries, heads] float32, the decay over the segment before each
+
+
+class SSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dt, B, C, A_log, D, dt_bias, state, table, dt_limit):
+        x, B, C = (with_whole_heads(tensor) for tensor in (x, B, C))
+        A_log, D, dt_bias = (tensor.contiguous() for tensor in (A_log, D, dt_bias))
+        state = None if state is None else state.float().contiguous()
+        ctx.save_for_backward(x, dt, B, C, A_log, D, dt_bias, state)
+        ctx.table, ctx.limit = table, (dt_limit[0], float("inf") if dt_limit[1] is None else dt_limit[1])
+        ctx.set_materialize_grads(False)
+        own = _Slice(x, dt, B, C, A_log, D, dt_bias, state)
+        documents = len(table.first_segments)
+        y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
+        with on_device_of(x):
+            gates = _prepare(own, table, ctx.limit)
+            _pass_states(own, gates, table, y=y, final=final)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dfinal):
+        x, dt, B, C, A_log, D, dt_bias, state = ctx.saved_tensors
+        table, (tokens, heads, width) = ctx.table, x.shape
+        groups, chunks = B.shape[1], table.ranges.shape[1]
+        dy = torch.zeros_like(x) if dy is None else with_whole_heads(dy)
+        dfinal = None if dfinal is None else dfinal.float().contiguous()
+        dstate = None if state is None else torch.empty_like(state)
+        empty: dict[str, Any] = {"device": x.device, "memory_format": torch.contiguous_format}
+        dx, ddt = torch.empty_like(x, **empty), torch.empty_like(dt, **empty)
+        count, parts = _slices(x, B, chunks), 1
+        if count <= groups:  # a slice has whole groups: few chunks divide each among several programs
+            parts = _parts(heads // groups, chunks * groups // count, x)
+        else:
+            parts = _parts(heads // count, chunks, x)
+        whole = parts == 1 and count <= groups
+        shape = (parts, tokens, groups, B.shape[2])
+        dB, dC = (
+            torch.empty(shape, dtype=x.dtype if whole else torch.float32, device=x.device) for _ in range(2)
+        )
+        sums = torch.zeros(chunks, 3, heads, dtype=torch.float32, device=x.device)
+        with on_device_of(x):
+            for nth in range(count if tokens else 0):
+                some = slice(nth * heads // count, (nth + 1) * heads // count)
+                of = slice(nth * groups // count, max(nth * groups // count + 1, (nth + 1) * groups // count))
+                own = _Slice(
+                    *(x[:, some], dt[:, some], B[:, of], C[:, of], A_log[some], D[some], dt_bias[some]),
+                    None if state is None else state[:, some],
+                )
+                of_slice = (None if tensor is None else tensor[:, some] for tensor in (dfinal, dstate))
+                results = dx[:, some], ddt[:, some], dB[:, :, of], dC[:, :, of], sums[:, :, some]
+                add = count > groups and nth % (count // groups) > 0
+                _slice_backward(own, dy[:, some], *of_slice, *results, table, ctx.limit, parts, add)
+            if not tokens and dstate is not None:
+                dstate.copy_(torch.zeros_like(dstate) if dfinal is None else dfinal)
+        dA_log, dbias, dD = sums.sum(0)
+        dB, dC = (tensor[0] if parts == 1 else tensor.sum(0) for tensor in (dB, dC))
+        return (
+            *(dx, ddt, dB.to(x.dtype), dC.to(x.dtype)),
+            *(dA_log.to(A_log.dtype), dD.to(D.dtype), dbias.to(dt_bias.dtype)),
+            *(dstate, None, None),
+        )
+
+
+def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
+    """Number of slices of the heads in the backward pass."""
+    heads, groups = x.shape[1], B.shape[1]
+    states = chunks * heads * x.shape[2] * B.shape[2] * x.element_size()
+    most = max(SLICE_SHARE * ceil_div(states, max(x.numel() * x.element_size(), 1)), 1)
+    for count in range(min(most, heads), 0, -1):
+        if heads % count == 0 and (groups % count == 0 or count % groups == 0):
+            return count
+    return 1
+
+
+def _parts(heads: int, programs: int, x: Tensor) -> int:
+    """Number of programs that share the heads of a group in a chunk, so that all multiprocessors work."""
+    parts = 1
+    while heads % (2 * parts) == 0 and heads > 2 * parts and programs * parts < num_sms(x):
+        parts *= 2
+    return parts
+
+
+def _prepare(own: _Slice, table: ChunkTable, limit: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """d and G, [heads, T] each."""
+    (tokens, heads), chunks = own.dt.shape, table.ranges.shape[1]
+    steps, cumulative = torch.empty(2, heads, tokens, dtype=torch.float32, device=own.x.device)
+    if tokens:
+        block = min(_HEADS, next_power_of_2(heads))
+        prepare_kernel[(chunks, ceil_div(heads, block))](
+            own.dt,
+            own.A_log,
+            own.dt_bias,
+            steps,
+            cumulative,
+            table.ranges,
+            *own.dt.stride(),
+            tokens,
+            chunks,
+            heads,
+            *limit,
+            BLOCK_HEADS=block,
+            num_warps=4,
+        )
+    return steps, cumulative
+
+
+def _pass_states(
+    own: _Slice,
+    gates: tuple[Tensor, Tensor],
+    table: ChunkTable,
+    y: Tensor | None = None,
+    states: Tensor | None = None,
+    final: Tensor | None = None,
+) -> _Boundaries | None:
+    """Pass the states over the chunks. Write y, the state before every chunk and the final states of those
+    that are given, and return the states between segments.
+    """
+    x, B, C = own.x, own.B, own.C
+    (tokens, heads, width), N = x.shape, B.shape[2]
+    count = table.segments.shape[1]
+    if not count:
+        return None
+    operands = x, B, C, own.D, *gates, table.cu_seqlens, table.segments, own.state
+    strides = x.stride(0), B.stride(0), C.stride(0), _state_stride(own), tokens, heads, count
+    tiles = {"BLOCK_P": _TILE, "BLOCK_N": _TILE, **own.sizes}
+    blocks = ceil_div(width, _TILE) * ceil_div(N, _TILE)
+    between = None
+    if table.boundaries:
+        like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+        between = _Boundaries(
+            torch.empty(table.boundaries, heads, width, N, **like),
+            torch.empty(table.boundaries, heads, **like),
+        )
+        states_kernel[(blocks, heads, count)](
+            *operands, *between, None, None, None, *strides, LOCAL=True, **tiles, num_warps=4, num_stages=3
+        )
+        _join(between.states, between.transfers, table, reverse=False)
+    starts = None if between is None else between.states
+    warps = 4
+    if y is not None:  # a query reads all of its row
+        tiles["BLOCK_N"] = max(NARROWEST, next_power_of_2(N))
+        blocks, warps = ceil_div(width, _TILE), 4 if N <= 128 else 8
+    states_kernel[(blocks, heads, count)](
+        *(*operands, starts, None, y, states, final, *strides),
+        LOCAL=False,
+        **tiles,
+        num_warps=warps,
+        num_stages=2 if y is not None else 3,
+    )
+    return between
+
+
+def _slice_backward(
+    own: _Slice,
+    dy: Tensor,
+    dfinal: Tensor | None,
+    dstate: Tensor | None,
+    dx: Tensor,
+    ddt: Tensor,
+    dB: Tensor,
+    dC: Tensor,
+    sums: Tensor,
+    table: ChunkTable,
+    limit: tuple[float, float],
+    parts: int,
+    add: bool,
+) -> None:
+    """Write the gradients of a slice of the heads; dB and dC [parts, T, groups, N] by part of each group's
+    heads, added to what is there if `add`.
+    """
+    x, dt, B, C = own.x, own.dt, own.B, own.C
+    (tokens, heads, width), N = x.shape, B.shape[2]
+    chunks, programs = table.ranges.shape[1], B.shape[1] * parts
+    gates = steps, cumulative = _prepare(own, table, limit)
+    states = torch.empty(chunks, heads, width, N, dtype=x.dtype, device=x.device)
+    pairs = torch.empty(chunks, programs, 64, 64, dtype=x.dtype, device=x.device)
+    dcumulative = torch.empty_like(cumulative)
+    between = _pass_states(own, gates, table, states=states)
+    sizes = {
+        **own.sizes,
+        "PARTS": parts,
+        "ADD": add,
+        "BLOCK_P": _TILE,
+        "BLOCK_N": max(NARROWEST, next_power_of_2(N)),
+    }
+    strides = x.stride(0), B.stride(0), C.stride(0), dy.stride(0)
+    query_grads_kernel[(chunks, programs)](
+        x,
+        B,
+        C,
+        dy,
+        *gates,
+        table.ranges,
+        states,
+        dC,
+        pairs,
+        dcumulative,
+        *strides,
+        dC.stride(1),
+        tokens,
+        heads,
+        chunks,
+        **sizes,
+        num_warps=8,
+        num_stages=2,
+    )
+    carried = _pass_state_grads(own, dy, cumulative, table, dfinal, between, states, dstate)
+    key_grads_kernel[(chunks, programs)](
+        x,
+        B,
+        C,
+        own.D,
+        dy,
+        dt,
+        own.A_log,
+        own.dt_bias,
+        *gates,
+        table.ranges,
+        states,
+        carried,
+        pairs,
+        dcumulative,
+        dx,
+        dB,
+        ddt,
+        sums,
+        *strides,
+        *dt.stride(),
+        dx.stride(0),
+        dB.stride(1),
+        ddt.stride(0),
+        sums.stride(1),
+        tokens,
+        heads,
+        chunks,
+        *limit,
+        BLOCKS=carried.shape[2],
+        **sizes,
+        num_warps=8,
+        num_stages=2,
+    )
+
+
+def _pass_state_grads(
+    own: _Slice,
+    dy: Tensor,
+    cumulative: Tensor,
+    table: ChunkTable,
+    dfinal: Tensor | None,
+    between: _Boundaries | None,
+    states: Tensor,
+    dstate: Tensor | None,
+) -> Tensor:
+    """Pass the gradients of the states back over the chunks: write dS' of every chunk over its S, and the
+    gradients of the initial states if their tensor is given.
+
+    Returns <S, dS'> by chunk, head and block: [chunks, heads, blocks].
+    """
+    C, (chunks, heads, width, N) = own.C, states.shape
+    count = table.segments.shape[1]
+    grid = ceil_div(width, _TILE) * ceil_div(N, _TILE), heads, count
+    carried = torch.empty(chunks, heads, grid[0], dtype=torch.float32, device=states.device)
+    operands = C, dy, cumulative, table.cu_seqlens, table.segments, dfinal
+    stride = dfinal if dfinal is not None else dstate
+    strides = C.stride(0), dy.stride(0), 0 if stride is None else stride.stride(0), len(dy), heads, count
+    options = {"BLOCK_P": _TILE, "BLOCK_N": _TILE, **own.sizes, "num_warps": 4, "num_stages": 3}
+    ends = None
+    if between is not None:
+        ends = torch.empty_like(between.states)
+        state_grads_kernel[grid](*operands, ends, None, None, None, *strides, LOCAL=True, **options)
+        _join(ends, between.transfers, table, reverse=True)
+    state_grads_kernel[grid](*operands, ends, states, carried, dstate, *strides, LOCAL=False, **options)
+    return carried
+
+
+def _state_stride(own: _Slice) -> int:
+    """Elements from one document's states to the next's; of initial and final states alike."""
+    return own.x.shape[1] * own.x.shape[2] * own.B.shape[2] if own.state is None else own.state.stride(0)
+
+
+def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, reverse: bool) -> None:
+    """Turn the local states at the boundaries of segments into the true ones."""
+    heads, size = boundaries.shape[1], boundaries[0, 0].numel()
+    decayed_boundaries_kernel[(ceil_div(size, 1024), heads, len(table.first_segments))](
+        boundaries,
+        transfers,
+        table.cu_seqlens,
+        table.first_segments,
+        heads,
+        size,
+        SEGMENT=table.segment,
+        BLOCK=1024,
+        REVERSE=reverse,
+        num_warps=4,
+    )

@@ -1,0 +1,413 @@
+"""Kernels of the scan of Mamba 2 on chunks of 64 tokens; `_ssd_chunks.py` has the formulas."""
+
+from __future__ import annotations
+
+from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels.recurrent._chunk_tiles import (
+    decay,
+    log1p,
+    numbers_of,
+    rows_of,
+    running_decay,
+    segment_of,
+    store_numbers,
+    store_strided_rows,
+)
+
+
+@jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@jit
+def prepare_kernel(
+    dt,
+    A_log,
+    dt_bias,
+    steps,
+    cumulative,
+    ranges,
+    dt_stride,
+    dt_head,
+    tokens,
+    chunks,
+    heads,
+    lowest,
+    highest,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Write d and G of a chunk: [heads, tokens] each."""
+    chunk = tl.program_id(0)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    token = start.to(tl.int64) + tl.arange(0, 64)
+    live = (tl.arange(0, 64) < count)[:, None] & (head < heads)[None, :]
+    shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
+    shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
+    step = tl.minimum(tl.maximum(_softplus(shifted), lowest), highest)
+    rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))
+    total = tl.cumsum(tl.where(live, rate[None, :] * step, 0.0), 0)
+    place = head[None, :].to(tl.int64) * tokens + token[:, None]
+    tl.store(steps + place, step, live)
+    tl.store(cumulative + place, total, live)
+
+
+@jit
+def states_kernel(
+    x,
+    B,
+    C,
+    D,
+    steps,
+    cumulative,
+    cu_seqlens,
+    segments,
+    initial,
+    boundaries,
+    transfers,
+    y,
+    states,
+    final,
+    x_stride,
+    b_stride,
+    c_stride,
+    state_stride,
+    tokens,
+    heads,
+    segment_count,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """Pass a block of a head's state over the chunks of a segment: write the state before each chunk, the
+    output and the final state, of those that are given.
+
+    LOCAL: write the state after the segment for a start from zero (or from the initial state, in the first),
+    to `boundaries`, and the segment's decay, to `transfers`. Else start from `boundaries`, the true states.
+    """
+    document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
+    if (document < 0) | (LOCAL & (end == ending)):
+        return
+    head = tl.program_id(1)
+    group = head // PER_GROUP
+    column = tl.program_id(0) % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    channel = tl.program_id(0) // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (column < P)[:, None] & (channel < N)[None, :]
+    place = column[:, None] * N + channel[None, :]
+    of_document = document.to(tl.int64) * state_stride + head * P * N
+    steps += head.to(tl.int64) * tokens
+    cumulative += head.to(tl.int64) * tokens
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    dtype = x.dtype.element_ty
+    state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    if initial is not None:
+        state += tl.load(initial + of_document + place, inside & (first == opening), 0.0)
+    if not LOCAL and boundaries is not None:
+        before = ((boundary - 1) * heads + head) * P * N
+        state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
+    total = 0.0
+    for nth in range(0, tl.cdiv(end - first, 64)):
+        start = first + nth * 64
+        count = end - start
+        x_rows = rows_of(x, x_stride, start, count, head, column, P)
+        b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+        g, last = running_decay(cumulative, start, count, 0, 1)
+        step = numbers_of(steps, start, count, 0, 1)
+        rounded = state.to(dtype)
+        if states is not None:
+            tl.store(states + (chunk * heads + head) * P * N + place, rounded, inside)
+        if y is not None:
+            c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+            scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
+            scores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
+            out = tl.dot(c_rows, tl.trans(rounded), input_precision=PRECISION) * tl.exp(g)[:, None]
+            out += tl.dot(scores.to(dtype), x_rows, input_precision=PRECISION)
+            out += x_rows.to(tl.float32) * tl.load(D + head).to(tl.float32)
+            store_strided_rows(y, out, heads * P, start, count, head, column, P)
+        written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(dtype)
+        state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
+        total += last
+        chunk += 1
+    if LOCAL:
+        tl.store(boundaries + (boundary * heads + head) * P * N + place, state, inside)
+        tl.store(transfers + boundary * heads + head, tl.exp(total), tl.program_id(0) == 0)
+    elif final is not None:
+        tl.store(final + of_document + place, state, inside & (end == ending))
+
+
+@jit
+def state_grads_kernel(
+    C,
+    dy,
+    cumulative,
+    cu_seqlens,
+    segments,
+    dfinal,
+    dboundaries,
+    states,
+    carried,
+    dinitial,
+    c_stride,
+    dy_stride,
+    state_stride,
+    tokens,
+    heads,
+    segment_count,
+    PER_GROUP: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """Pass the gradient of a block of a head's state back over the chunks of a segment. Replace the state
+    before each chunk by the gradient dS' of the state after it, and write this block's share of <S, dS'>.
+
+    LOCAL: write the gradient before the segment to `dboundaries`, for a start from zero (in the last segment,
+    from the final state's gradient). Else start from `dboundaries`, the true gradients.
+    """
+    document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
+    if (document < 0) | (LOCAL & (first == opening)):
+        return
+    head = tl.program_id(1)
+    group = head // PER_GROUP
+    column = tl.program_id(0) % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    channel = tl.program_id(0) // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = (column < P)[:, None] & (channel < N)[None, :]
+    place = column[:, None] * N + channel[None, :]
+    of_document = document.to(tl.int64) * state_stride + head * P * N
+    cumulative += head.to(tl.int64) * tokens
+    chunks = tl.cdiv(end - first, 64)
+    chunk += chunks - 1
+    dtype = dy.dtype.element_ty
+    dstate = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    if dfinal is not None:
+        dstate += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
+    if not LOCAL and dboundaries is not None:
+        after = (boundary * heads + head) * P * N
+        dstate += tl.load(dboundaries + after + place, inside & (end < ending), 0.0)
+    for nth in range(0, chunks):
+        start = first + (chunks - 1 - nth) * 64
+        count = end - start
+        dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+        c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+        g, last = running_decay(cumulative, start, count, 0, 1)
+        if not LOCAL:
+            here = states + (chunk * heads + head) * P * N + place
+            state = tl.load(here, inside, 0.0).to(tl.float32)
+            share = tl.sum(tl.sum(state * dstate, 1), 0)
+            tl.store(carried + (chunk * heads + head) * tl.num_programs(0) + tl.program_id(0), share)
+            tl.debug_barrier()  # all threads have read S
+            tl.store(here, dstate.to(dtype), inside)
+        asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dtype)
+        dstate = dstate * tl.exp(last) + tl.dot(tl.trans(asked), c_rows, input_precision=PRECISION)
+        chunk -= 1
+    if LOCAL:
+        tl.store(dboundaries + ((boundary - 1) * heads + head) * P * N + place, dstate, inside)
+    elif dinitial is not None:
+        tl.store(dinitial + of_document + place, dstate, inside & (first == opening))
+
+
+@jit
+def query_grads_kernel(
+    x,
+    B,
+    C,
+    dy,
+    steps,
+    cumulative,
+    ranges,
+    states,
+    dC,
+    pairs,
+    dcumulative,
+    x_stride,
+    b_stride,
+    c_stride,
+    dy_stride,
+    dc_stride,
+    tokens,
+    heads,
+    chunks,
+    PER_GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dC, the gradient of C B^T and its share of dG, summed over a part of a group's heads."""
+    chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    channel = tl.arange(0, BLOCK_N)
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    dtype = x.dtype.element_ty
+    b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+    c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+    scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
+    dc_rows = tl.zeros([64, BLOCK_N], tl.float32)
+    summed = tl.zeros([64, 64], tl.float32)
+    for nth in range(0, PER_GROUP // PARTS):
+        head = group * PER_GROUP + part * (PER_GROUP // PARTS) + nth
+        numbers = head.to(tl.int64) * tokens
+        g, _ = running_decay(cumulative + numbers, start, count, 0, 1)
+        step = numbers_of(steps + numbers, start, count, 0, 1)
+        by_state = tl.zeros([64, BLOCK_N], tl.float32)
+        dscores = tl.zeros([64, 64], tl.float32)
+        for begin in tl.static_range(0, P, BLOCK_P):
+            column = begin + tl.arange(0, BLOCK_P)
+            x_rows = rows_of(x, x_stride, start, count, head, column, P)
+            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+            inside = (column < P)[:, None] & (channel < N)[None, :]
+            place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
+            state = tl.load(states + place, inside, 0.0)
+            by_state += tl.dot(dy_rows, state, input_precision=PRECISION)
+            dscores += tl.dot(dy_rows, tl.trans(x_rows), input_precision=PRECISION)
+        by_state *= tl.exp(g)[:, None]
+        dc_rows += by_state
+        dtotal = tl.sum(c_rows.to(tl.float32) * by_state, 1)
+        dscores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
+        summed += dscores
+        # A token's own score does not decay: omitting it avoids a cancellation.
+        product = tl.where(row > other, dscores * scores, 0.0)
+        dtotal += tl.sum(product, 1) - tl.sum(product, 0)
+        store_numbers(dcumulative + numbers, dtotal, start, count, 0, 1)
+    rounded = summed.to(dtype)
+    square = ((chunk * tl.num_programs(1) + tl.program_id(1)) * 4096).to(tl.int64)
+    tl.store(pairs + square + row * 64 + other, rounded)
+    dc_rows += tl.dot(rounded, b_rows, input_precision=PRECISION)
+    dC += part.to(tl.int64) * tokens * dc_stride
+    if ADD:
+        dc_rows += rows_of(dC, dc_stride, start, count, group, channel, N)
+    store_strided_rows(dC, dc_rows, dc_stride, start, count, group, channel, N)
+
+
+@jit
+def key_grads_kernel(
+    x,
+    B,
+    C,
+    D,
+    dy,
+    dt,
+    A_log,
+    dt_bias,
+    steps,
+    cumulative,
+    ranges,
+    dstates,
+    carried,
+    pairs,
+    dcumulative,
+    dx,
+    dB,
+    ddt,
+    sums,
+    x_stride,
+    b_stride,
+    c_stride,
+    dy_stride,
+    dt_stride,
+    dt_head,
+    dx_stride,
+    db_stride,
+    ddt_stride,
+    sums_stride,
+    tokens,
+    heads,
+    chunks,
+    lowest,
+    highest,
+    PER_GROUP: tl.constexpr,
+    PARTS: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write dx, dB, ddt and the chunk's sums for dA_log, ddt_bias and dD, over a part of a group's heads."""
+    chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    channel = tl.arange(0, BLOCK_N)
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    token, live = start.to(tl.int64) + tl.arange(0, 64), tl.arange(0, 64) < count
+    last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
+    dtype = x.dtype.element_ty
+    b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+    c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+    scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)  # transposed: rows are keys
+    square = ((chunk * tl.num_programs(1) + tl.program_id(1)) * 4096).to(tl.int64)
+    dscores = tl.load(pairs + square + other * 64 + row)  # transposed
+    db_rows = tl.dot(dscores, c_rows, input_precision=PRECISION)
+    for nth in range(0, PER_GROUP // PARTS):
+        head = group * PER_GROUP + part * (PER_GROUP // PARTS) + nth
+        numbers = head.to(tl.int64) * tokens
+        g, last = running_decay(cumulative + numbers, start, count, 0, 1)
+        step = numbers_of(steps + numbers, start, count, 0, 1)
+        left = tl.exp(last - g)
+        weights = (scores * decay(g[None, :], g[:, None], other >= row)).to(dtype)
+        skip = tl.load(D + head).to(tl.float32)
+        share = tl.zeros([64], tl.float32)
+        dstep = tl.zeros([64], tl.float32)
+        dskip = tl.zeros([64], tl.float32)
+        for begin in tl.static_range(0, P, BLOCK_P):
+            column = begin + tl.arange(0, BLOCK_P)
+            x_rows = rows_of(x, x_stride, start, count, head, column, P)
+            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+            inside = (column < P)[:, None] & (channel < N)[None, :]
+            place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
+            dstate = tl.load(dstates + place, inside, 0.0)
+            by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
+            dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
+            wide, dwide = x_rows.to(tl.float32), dy_rows.to(tl.float32)
+            share += tl.sum(wide * by_state, 1)
+            dstep += tl.sum(wide * dwritten, 1)
+            dskip += tl.sum(wide * dwide, 1)
+            dx_rows = dwritten * step[:, None] + dwide * skip
+            store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
+            written = (wide * (step * left)[:, None]).to(dtype)
+            db_rows += tl.dot(written, dstate, input_precision=PRECISION)
+        # The last token's write into the next state does not decay either.
+        share = tl.where(last_row, 0.0, share * step)
+        through = 0.0
+        for block in tl.static_range(BLOCKS):
+            through += tl.load(carried + (chunk * heads + head) * BLOCKS + block)
+        dlast = tl.sum(share, 0) + tl.exp(last) * through
+        dtotal = numbers_of(dcumulative + numbers, start, count, 0, 1) - share
+        # A token's g is part of G of all later tokens of the chunk.
+        dg = tl.cumsum(tl.where(last_row, dtotal + dlast, dtotal), 0, reverse=True)
+        rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
+        shifted = tl.load(dt + token * dt_stride + head * dt_head, live, 0.0).to(tl.float32)
+        shifted += tl.load(dt_bias + head).to(tl.float32)
+        unbounded = _softplus(shifted)
+        moves = live & (unbounded >= lowest) & (unbounded <= highest)
+        draw = tl.where(moves, (dstep + dg * rate) * tl.sigmoid(shifted), 0.0)
+        tl.store(ddt + token * ddt_stride + head, draw.to(ddt.dtype.element_ty), live)
+        place = sums + chunk * 3 * sums_stride + head
+        tl.store(place, tl.sum(dg * rate * step, 0))
+        tl.store(place + sums_stride, tl.sum(draw, 0))
+        tl.store(place + 2 * sums_stride, tl.sum(dskip, 0))
+    dB += part.to(tl.int64) * tokens * db_stride
+    if ADD:
+        db_rows += rows_of(dB, db_stride, start, count, group, channel, N)
+    store_strided_rows(dB, db_rows, db_stride, start, count, group, channel, N)
