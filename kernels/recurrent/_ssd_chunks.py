@@ -55,7 +55,7 @@ from liger_models.kernels.recurrent._ssd_kernels import (
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 
 WIDEST = 256  # maximum of P and N
-SLICE_SHARE = 4  # the states of a slice take at most this share of X's bytes
+SLICE_SHARE, LEAST_SLICE = 4, 2**25  # the states of a slice take at most this share of X's bytes, or 32 MiB
 _HEADS = 32  # heads per program of the first kernel
 _TILE = 64  # rows and columns of a state per program of the passes over chunks
 
@@ -156,7 +156,7 @@ def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
     """Number of slices of the heads in the backward pass."""
     heads, groups = x.shape[1], B.shape[1]
     states = chunks * heads * x.shape[2] * B.shape[2] * x.element_size()
-    most = max(SLICE_SHARE * ceil_div(states, max(x.numel() * x.element_size(), 1)), 1)
+    most = max(ceil_div(states, max(x.numel() * x.element_size() // SLICE_SHARE, LEAST_SLICE)), 1)
     for count in range(min(most, heads), 0, -1):
         if heads % count == 0 and (groups % count == 0 or count % groups == 0):
             return count

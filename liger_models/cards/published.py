@@ -63,7 +63,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     count = "n_layer" if "n_layer" in config else "num_hidden_layers"
     before: Any = config.get(count)  # None: the default of its class
     cut = {
-        key: value[:layers] if isinstance(value, list) and len(value) == before else value
+        key: value[:layers] if _by_layer(key, value) and len(value) == before else value
         for key, value in config.items()
     }
     if shared := cut.get("num_kv_shared_layers"):  # the last ones
@@ -72,6 +72,11 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]
     return {**cut, count: layers}
+
+
+def _by_layer(key: str, value: Any) -> bool:
+    """Whether a value may have one element, or one letter (Nemotron-H), per layer."""
+    return isinstance(value, list) or (isinstance(value, str) and key.endswith("_pattern"))
 
 
 def layers_of_every_kind(config: Mapping[str, Any]) -> int:

@@ -287,12 +287,12 @@ def reference_model(architecture: Architecture, config: Mapping[str, Any], atten
         reference = reference_class(architecture)(own_config)
     except Exception as error:  # an error of any type is a refusal
         raise RefusedByReference(f"{architecture.reference}: {error}") from error
-    _skip_groups_normalised_together(reference, own_config)
+    skip_groups_normalised_together(reference, own_config)
     randomise(reference, torch.Generator().manual_seed(1))
     return reference
 
 
-def _skip_groups_normalised_together(reference: nn.Module, config: Any) -> None:
+def skip_groups_normalised_together(reference: nn.Module, config: Any) -> None:
     """Skip where an older transformers normalises the groups of Mamba 2's heads together. Mamba 2's own code
     normalises each (arXiv:2405.21060, section 8.2), as later releases do.
     """

@@ -110,6 +110,12 @@ def channel_delta_rule(heads, width, **options):
     backward(*kernels.channel_delta_rule(q, k, v, f, *gates, **options))
 
 
+def ssd(heads, head_dim, groups, state):
+    x, dt = operand(TOKENS, heads, head_dim), operand(TOKENS, heads)
+    B, C = (operand(TOKENS, groups, state) for _ in range(2))
+    backward(*kernels.ssd(x, dt, B, C, *(operand(heads) for _ in range(3))))
+
+
 def short_conv(channels, taps, activation):
     documents = torch.tensor([0, TOKENS])
     backward(
@@ -234,6 +240,9 @@ CASES = {
     "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
     "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, torch.float32),
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
+    "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
+    "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),
+    "SSD, Falcon H1 34B": lambda: ssd(32, 128, 2, 256),
     "gated activations": lambda: gated(14336),
     "softmax": softmax,
     "cross entropy": cross_entropy,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
+import delta_problem
 import pytest
 import torch
+from delta_problem import DOCUMENTS, in_float64, relative
 
+from liger_models.kernels.recurrent import _chunk_table, _ssd_chunks
 from liger_models.kernels.recurrent.ssd import ssd, ssd_step
 
 LENGTHS = [70, 1, 0, 64, 3]
@@ -106,3 +110,160 @@ def test_shapes_that_do_not_fit_are_refused(changes, message):
         given[1] = torch.zeros(9, 3, dtype=torch.float64)
     with pytest.raises(ValueError, match=message):
         ssd(*given[:-1], state=given[-1])
+
+
+# -- the kernels, against the plain form in float64
+
+
+def tensors(tokens, heads, head_dim, groups, state, documents=0, device="cpu", dtype=torch.float32):
+    """x, dt, B, C, A_log, D, dt_bias, and a state for each document."""
+    shapes = [(tokens, heads, head_dim), (tokens, heads), *[(tokens, groups, state)] * 2]
+    inputs = [torch.randn(*shape, device=device, dtype=dtype) for shape in shapes]
+    inputs += [torch.randn(heads, device=device) for _ in range(3)]
+    if documents:
+        inputs.append(torch.randn(documents, heads, head_dim, state, device=device))
+    return [x.requires_grad_() for x in inputs]
+
+
+def run(inputs, **options):
+    *rest, state = inputs if len(inputs) == 8 else [*inputs, None]
+    return ssd(*rest, state=state, **options)
+
+
+with_gradients = functools.partial(delta_problem.with_gradients, run)
+
+
+def assert_exact(inputs, bound, **options):
+    """Results and all gradients are within a relative `bound` of the truth."""
+    found, upstream = with_gradients(inputs, **options)
+    if "cu_seqlens" in options:
+        options["cu_seqlens"] = options["cu_seqlens"].cpu()
+    truth, _ = with_gradients(in_float64(inputs), upstream, **options)
+    for ours, true in zip(found, truth, strict=True):
+        assert relative(ours, true) < bound
+
+
+@pytest.mark.parametrize(
+    ("shape", "documents", "options"),
+    [
+        ((70, 2, 16, 1, 16), None, {}),
+        ((150, 4, 16, 2, 20), DOCUMENTS, {"dt_limit": LIMIT}),
+        ((67, 2, 72, 2, 70), [0, 67], {}),
+    ],
+    ids=["one document", "packed, two heads a group", "states of several tiles"],
+)
+def test_kernels_follow_the_recurrence(shape, documents, options, interpreted):
+    inputs = tensors(*shape, documents=0 if documents is None else len(documents) - 1)
+    if documents is not None:
+        options = options | {"cu_seqlens": torch.tensor(documents)}
+    assert_exact(inputs, 2e-5, **options)  # a dozen sums in a row over up to 64 tokens in float32
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_heads_are_divided_into_slices_and_parts(groups, interpreted, monkeypatch):
+    monkeypatch.setattr(_ssd_chunks, "_slices", lambda *_: 2)
+    monkeypatch.setattr(_ssd_chunks, "_parts", lambda *_: 2)
+    inputs = tensors(70, 4, 16, groups, 16, documents=2)
+    assert_exact(inputs, 2e-5, cu_seqlens=torch.tensor([0, 3, 70]))  # as above
+
+
+def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 64)
+    inputs = tensors(350, 2, 16, 1, 16, documents=5)
+    documents = torch.tensor([0, 260, 260, 349, 349, 350])  # with five segments, none, two, none and one
+    assert_exact(inputs, 2e-5, cu_seqlens=documents)  # as above
+
+
+def test_a_document_does_not_affect_the_one_before_it(interpreted):
+    inputs = tensors(70, 2, 64, 1, 64, dtype=torch.float16)
+    rows, by_head = inputs[:4], inputs[4:]
+    first = [x.detach()[:66].requires_grad_() for x in rows]
+    upstream = [torch.randn(66, 2, 64).half(), torch.zeros(1, 2, 64, 64)]
+    truth, _ = with_gradients(in_float64([*first, *by_head]), upstream)
+    with torch.no_grad():
+        rows[0][66:] = float("nan")
+    y, _ = ssd(*inputs, cu_seqlens=torch.tensor([0, 66, 70]))
+    rest = torch.full_like(upstream[0][:4], float("nan"))
+    found = [y, *torch.autograd.grad(y, rows, torch.cat([upstream[0], rest]))]
+    for ours, true in zip(found, [truth[0], *truth[2:6]], strict=True):
+        # a dozen roundings in a row
+        assert relative(ours[:66], true) < 12 * torch.finfo(torch.float16).eps / 2
+
+
+def test_no_tokens_give_no_outputs_and_the_given_states(implementation):
+    inputs = tensors(0, 2, 16, 1, 16, documents=2)
+    y, final = run(inputs, cu_seqlens=torch.tensor([0, 0, 0]))
+    assert y.shape == (0, 2, 16)
+    assert torch.equal(final, inputs[7])
+    (dstate,) = torch.autograd.grad(final, inputs[7:], upstream := torch.randn_like(final))
+    assert torch.equal(dstate, upstream)
+
+
+def test_parts_of_a_document_equal_the_whole(interpreted):
+    *rows, A_log, D, dt_bias = tensors(150, 2, 16, 1, 16)
+    whole, final = ssd(*rows, A_log, D, dt_bias)
+    state, parts = None, []
+    for first, end in ((0, 64), (64, 65), (65, 150)):
+        y, state = ssd(*(x[first:end] for x in rows), A_log, D, dt_bias, state=state)
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+
+
+def test_a_second_run_gives_the_same_bits(interpreted):
+    inputs = tensors(70, 2, 16, 1, 16)
+    first, upstream = with_gradients(inputs)
+    second, _ = with_gradients(inputs, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# Granite 4 H Small, Nemotron-H 8B, Falcon-H1 34B, and heads that fill no tile.
+WIDTHS = [(128, 64, 1, 128), (128, 64, 8, 128), (32, 128, 2, 256), (6, 40, 2, 72)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_every_gradient_is_correct_on_a_gpu(width, dtype):
+    documents = torch.tensor([0, 1, 70, 70, 200], device="cuda")
+    inputs = tensors(200, *width, documents=4, device="cuda", dtype=dtype)
+    # Operands of products are rounded to x's dtype: about a dozen roundings in a row from x to a gradient.
+    assert_exact(inputs, 12 * torch.finfo(dtype).eps / 2, cu_seqlens=documents, dt_limit=(0.01, 4.0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [16, 64])
+def test_float32_is_exact_on_a_gpu(width, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 64)
+    documents = torch.tensor([0, 1, 70, 200], device="cuda")
+    inputs = tensors(200, 4, width, 2, width, documents=3, device="cuda")
+    assert_exact(inputs, 2e-5, cu_seqlens=documents)  # as on a CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [1, 8])
+def test_documents_of_several_segments_and_slices_are_correct_on_a_gpu(groups, monkeypatch):
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 256)
+    monkeypatch.setattr(_ssd_chunks, "LEAST_SLICE", 2**19)
+    documents = torch.tensor([0, 1100, 1400, 1401, 1500], device="cuda")
+    inputs = tensors(1500, 16, 64, groups, 128, documents=4, device="cuda", dtype=torch.bfloat16)
+    assert_exact(inputs, 12 * torch.finfo(torch.bfloat16).eps / 2, cu_seqlens=documents)  # as above
+
+
+@pytest.mark.gpu
+def test_a_thousand_documents_on_a_gpu_equal_separate_ones():
+    bounds = [0, *itertools.accumulate(delta_problem.LENGTHS)]
+    inputs = tensors(bounds[-1], 8, 64, 2, 128, device="cuda", dtype=torch.bfloat16)
+    y, final = run(inputs, cu_seqlens=torch.tensor(bounds, device="cuda"))
+    grads = torch.autograd.grad(y, inputs[:4], upstream := torch.randn_like(y))
+    for nth, (first, end) in list(enumerate(itertools.pairwise(bounds)))[::7]:
+        alone, state = ssd(*(x[first:end] for x in inputs[:4]), *inputs[4:])
+        assert torch.equal(alone, y[first:end])
+        assert torch.equal(state[0], final[nth])
+        if first < end:
+            single = torch.autograd.grad(alone, inputs[:4], upstream[first:end])
+            for of, one, packed in zip("x dt B C".split(), single, grads, strict=True):
+                if of in ("x", "dt"):
+                    assert torch.equal(one[first:end], packed[first:end])
+                else:  # the heads of a group may be divided among programs in another way, in float32
+                    assert relative(one[first:end], packed[first:end]) < torch.finfo(torch.bfloat16).eps
