@@ -40,22 +40,24 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, next_power_of_2, num_sms, on_device_of, once_differentiable
 from liger_models.kernels.recurrent._chunk_table import (
+    CHUNK,
     NARROWEST,
     ChunkTable,
     product_precision,
     with_whole_heads,
 )
 from liger_models.kernels.recurrent._ssd_kernels import (
+    gate_grads_kernel,
     key_grads_kernel,
+    pass_kernel,
     prepare_kernel,
     query_grads_kernel,
-    state_grads_kernel,
     states_kernel,
 )
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 
 WIDEST = 256  # maximum of P and N
-SLICE_SHARE, LEAST_SLICE = 4, 2**25  # the states of a slice take at most this share of X's bytes, or 32 MiB
+SLICE_SHARE, LEAST_SLICE = 2, 2**25  # S and dS' of a slice take at most half of X's bytes, or 32 MiB
 _HEADS = 32  # heads per program of the first kernel
 _TILE = 64  # rows and columns of a state per program of the passes over chunks
 
@@ -84,11 +86,6 @@ class _Slice(NamedTuple):
         }
 
 
-class _Boundaries(NamedTuple):
-    states: Tensor  # [boundaries, heads, P, N] float32, the states between a document's segments
-    transfers: Tensor  # [boundaries, heads] float32, the decay over the segment before each
-
-
 class SSD(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dt, B, C, A_log, D, dt_bias, state, table, dt_limit):
@@ -103,8 +100,7 @@ class SSD(torch.autograd.Function):
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
-            gates = _prepare(own, table, ctx.limit)
-            _pass_states(own, gates, table, y=y, final=final)
+            _run(own, _prepare(own, table, ctx.limit), table, y, final)
         return y, final
 
     @staticmethod
@@ -155,7 +151,7 @@ class SSD(torch.autograd.Function):
 def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
     """Number of slices of the heads in the backward pass."""
     heads, groups = x.shape[1], B.shape[1]
-    states = chunks * heads * x.shape[2] * B.shape[2] * x.element_size()
+    states = 2 * chunks * heads * x.shape[2] * B.shape[2] * x.element_size()
     most = max(ceil_div(states, max(x.numel() * x.element_size() // SLICE_SHARE, LEAST_SLICE)), 1)
     for count in range(min(most, heads), 0, -1):
         if heads % count == 0 and (groups % count == 0 or count % groups == 0):
@@ -195,50 +191,39 @@ def _prepare(own: _Slice, table: ChunkTable, limit: tuple[float, float]) -> tupl
     return steps, cumulative
 
 
-def _pass_states(
-    own: _Slice,
-    gates: tuple[Tensor, Tensor],
-    table: ChunkTable,
-    y: Tensor | None = None,
-    states: Tensor | None = None,
-    final: Tensor | None = None,
-) -> _Boundaries | None:
-    """Pass the states over the chunks. Write y, the state before every chunk and the final states of those
-    that are given, and return the states between segments.
-    """
+def _run(own: _Slice, gates: tuple[Tensor, Tensor], table: ChunkTable, y: Tensor, final: Tensor) -> None:
+    """Write y and the final states of all heads."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]
     if not count:
-        return None
-    operands = x, B, C, own.D, *gates, table.cu_seqlens, table.segments, own.state
-    strides = x.stride(0), B.stride(0), C.stride(0), _state_stride(own), tokens, heads, count
-    tiles = {"BLOCK_P": _TILE, "BLOCK_N": _TILE, **own.sizes}
-    blocks = ceil_div(width, _TILE) * ceil_div(N, _TILE)
-    between = None
-    if table.boundaries:
-        like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-        between = _Boundaries(
-            torch.empty(table.boundaries, heads, width, N, **like),
-            torch.empty(table.boundaries, heads, **like),
-        )
-        states_kernel[(blocks, heads, count)](
-            *operands, *between, None, None, None, *strides, LOCAL=True, **tiles, num_warps=4, num_stages=3
-        )
-        _join(between.states, between.transfers, table, reverse=False)
-    starts = None if between is None else between.states
-    warps = 4
-    if y is not None:  # a query reads all of its row
-        tiles["BLOCK_N"] = max(NARROWEST, next_power_of_2(N))
-        blocks, warps = ceil_div(width, _TILE), 4 if N <= 128 else 8
-    states_kernel[(blocks, heads, count)](
-        *(*operands, starts, None, y, states, final, *strides),
-        LOCAL=False,
-        **tiles,
-        num_warps=warps,
-        num_stages=2 if y is not None else 3,
+        return
+    boundaries = _boundaries(own, None, gates, table, None, directions=1)
+    states_kernel[(ceil_div(width, _TILE), heads, count)](
+        x,
+        B,
+        C,
+        own.D,
+        *gates,
+        table.cu_seqlens,
+        table.segments,
+        own.state,
+        boundaries,
+        y,
+        final,
+        x.stride(0),
+        B.stride(0),
+        C.stride(0),
+        final.stride(0),
+        tokens,
+        heads,
+        count,
+        BLOCK_P=_TILE,
+        BLOCK_N=max(NARROWEST, next_power_of_2(N)),
+        **own.sizes,
+        num_warps=4 if N <= 128 else 8,
+        num_stages=2 if N <= 128 else 1,
     )
-    return between
 
 
 def _slice_backward(
@@ -262,11 +247,13 @@ def _slice_backward(
     x, dt, B, C = own.x, own.dt, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     chunks, programs = table.ranges.shape[1], B.shape[1] * parts
-    gates = steps, cumulative = _prepare(own, table, limit)
-    states = torch.empty(chunks, heads, width, N, dtype=x.dtype, device=x.device)
-    pairs = torch.empty(chunks, programs, 64, 64, dtype=x.dtype, device=x.device)
-    dcumulative = torch.empty_like(cumulative)
-    between = _pass_states(own, gates, table, states=states)
+    like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+    gates = _prepare(own, table, limit)
+    states = torch.empty(2, chunks, heads, width, N, dtype=x.dtype, device=x.device)
+    _pass_both(own, dy, gates, table, dfinal, dstate, states)
+    pairs = torch.empty(chunks, programs, CHUNK, CHUNK, dtype=x.dtype, device=x.device)
+    carried = torch.empty(chunks, heads, width, **like)
+    dcumulative, shares, dsteps, dskips = torch.empty(4, heads, tokens, **like)
     sizes = {
         **own.sizes,
         "PARTS": parts,
@@ -293,94 +280,160 @@ def _slice_backward(
         chunks,
         **sizes,
         num_warps=8,
-        num_stages=2,
+        num_stages=2 if N <= 128 else 1,
     )
-    carried = _pass_state_grads(own, dy, cumulative, table, dfinal, between, states, dstate)
     key_grads_kernel[(chunks, programs)](
         x,
         B,
         C,
         own.D,
         dy,
+        *gates,
+        table.ranges,
+        states,
+        pairs,
+        shares,
+        dsteps,
+        dskips,
+        carried,
+        dx,
+        dB,
+        *strides,
+        dx.stride(0),
+        dB.stride(1),
+        tokens,
+        heads,
+        chunks,
+        **sizes,
+        num_warps=8,
+        num_stages=2 if N <= 128 else 1,
+    )
+    block = min(_HEADS, next_power_of_2(heads))
+    gate_grads_kernel[(chunks, ceil_div(heads, block))](
         dt,
         own.A_log,
         own.dt_bias,
         *gates,
-        table.ranges,
-        states,
-        carried,
-        pairs,
         dcumulative,
-        dx,
-        dB,
+        shares,
+        dsteps,
+        dskips,
+        carried,
+        table.ranges,
         ddt,
         sums,
-        *strides,
         *dt.stride(),
-        dx.stride(0),
-        dB.stride(1),
         ddt.stride(0),
         sums.stride(1),
         tokens,
-        heads,
         chunks,
+        heads,
         *limit,
-        BLOCKS=carried.shape[2],
-        **sizes,
-        num_warps=8,
-        num_stages=2,
+        P=width,
+        BLOCK_P=next_power_of_2(width),
+        BLOCK_HEADS=block,
+        num_warps=4,
     )
 
 
-def _pass_state_grads(
+def _pass_both(
     own: _Slice,
     dy: Tensor,
-    cumulative: Tensor,
+    gates: tuple[Tensor, Tensor],
     table: ChunkTable,
     dfinal: Tensor | None,
-    between: _Boundaries | None,
-    states: Tensor,
     dstate: Tensor | None,
-) -> Tensor:
-    """Pass the gradients of the states back over the chunks: write dS' of every chunk over its S, and the
-    gradients of the initial states if their tensor is given.
-
-    Returns <S, dS'> by chunk, head and block: [chunks, heads, blocks].
+    states: Tensor,
+) -> None:
+    """Write S and dS' of every chunk to `states` [2, chunks, heads, P, N], and the gradients of the initial
+    states if their tensor is given.
     """
-    C, (chunks, heads, width, N) = own.C, states.shape
-    count = table.segments.shape[1]
-    grid = ceil_div(width, _TILE) * ceil_div(N, _TILE), heads, count
-    carried = torch.empty(chunks, heads, grid[0], dtype=torch.float32, device=states.device)
-    operands = C, dy, cumulative, table.cu_seqlens, table.segments, dfinal
-    stride = dfinal if dfinal is not None else dstate
-    strides = C.stride(0), dy.stride(0), 0 if stride is None else stride.stride(0), len(dy), heads, count
-    options = {"BLOCK_P": _TILE, "BLOCK_N": _TILE, **own.sizes, "num_warps": 4, "num_stages": 3}
-    ends = None
-    if between is not None:
-        ends = torch.empty_like(between.states)
-        state_grads_kernel[grid](*operands, ends, None, None, None, *strides, LOCAL=True, **options)
-        _join(ends, between.transfers, table, reverse=True)
-    state_grads_kernel[grid](*operands, ends, states, carried, dstate, *strides, LOCAL=False, **options)
-    return carried
+    boundaries = _boundaries(own, dy, gates, table, dfinal, directions=2)
+    _pass(own, dy, gates, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
 
 
-def _state_stride(own: _Slice) -> int:
-    """Elements from one document's states to the next's; of initial and final states alike."""
-    return own.x.shape[1] * own.x.shape[2] * own.B.shape[2] if own.state is None else own.state.stride(0)
-
-
-def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, reverse: bool) -> None:
-    """Turn the local states at the boundaries of segments into the true ones."""
-    heads, size = boundaries.shape[1], boundaries[0, 0].numel()
-    decayed_boundaries_kernel[(ceil_div(size, 1024), heads, len(table.first_segments))](
+def _boundaries(
+    own: _Slice,
+    dy: Tensor | None,
+    gates: tuple[Tensor, Tensor],
+    table: ChunkTable,
+    dfinal: Tensor | None,
+    *,
+    directions: int,
+) -> Tensor | None:
+    """The states between a document's segments, and with two directions their gradients: [directions,
+    boundaries, heads, P, N] float32. None if there are no such segments.
+    """
+    if not table.boundaries:
+        return None
+    heads, (width, N) = own.x.shape[1], (own.x.shape[2], own.B.shape[2])
+    like: dict[str, Any] = {"dtype": torch.float32, "device": own.x.device}
+    boundaries = torch.empty(directions, table.boundaries, heads, width, N, **like)
+    transfers = torch.empty(table.boundaries, heads, **like)
+    _pass(own, dy, gates, table, dfinal, boundaries, transfers, None, None, directions=directions, local=True)
+    size, block = width * N, 1024
+    decayed_boundaries_kernel[(directions * ceil_div(size, block), heads, len(table.first_segments))](
         boundaries,
         transfers,
         table.cu_seqlens,
         table.first_segments,
+        table.boundaries,
         heads,
         size,
         SEGMENT=table.segment,
-        BLOCK=1024,
-        REVERSE=reverse,
+        BLOCK=block,
         num_warps=4,
+    )
+    return boundaries
+
+
+def _pass(
+    own: _Slice,
+    dy: Tensor | None,
+    gates: tuple[Tensor, Tensor],
+    table: ChunkTable,
+    dfinal: Tensor | None,
+    boundaries: Tensor | None,
+    transfers: Tensor | None,
+    states: Tensor | None,
+    dstate: Tensor | None,
+    *,
+    directions: int,
+    local: bool,
+) -> None:
+    x, B, C = own.x, own.B, own.C
+    (tokens, heads, width), N = x.shape, B.shape[2]
+    count = table.segments.shape[1]
+    dy = x if dy is None else dy  # not read
+    given = next((tensor for tensor in (own.state, dfinal, dstate) if tensor is not None), None)
+    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, _TILE), heads, count)](
+        x,
+        B,
+        C,
+        dy,
+        *gates,
+        table.cu_seqlens,
+        table.segments,
+        own.state,
+        dfinal,
+        boundaries,
+        transfers,
+        states,
+        dstate,
+        x.stride(0),
+        B.stride(0),
+        C.stride(0),
+        dy.stride(0),
+        0 if given is None else given.stride(0),
+        tokens,
+        heads,
+        table.ranges.shape[1],
+        table.boundaries,
+        count,
+        BLOCK_P=_TILE,
+        BLOCK_N=_TILE,
+        **own.sizes,
+        LOCAL=local,
+        num_warps=4,
+        num_stages=3,
     )

@@ -68,9 +68,7 @@ def states_kernel(
     segments,
     initial,
     boundaries,
-    transfers,
     y,
-    states,
     final,
     x_stride,
     b_stride,
@@ -85,21 +83,17 @@ def states_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
-    LOCAL: tl.constexpr,
 ):
-    """Pass a block of a head's state over the chunks of a segment: write the state before each chunk, the
-    output and the final state, of those that are given.
-
-    LOCAL: write the state after the segment for a start from zero (or from the initial state, in the first),
-    to `boundaries`, and the segment's decay, to `transfers`. Else start from `boundaries`, the true states.
+    """Pass a head's state over the chunks of a segment, from the true state before it, and write the output
+    and the final state.
     """
-    document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
-    if (document < 0) | (LOCAL & (end == ending)):
+    document, first, end, _, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
+    if document < 0:
         return
     head = tl.program_id(1)
     group = head // PER_GROUP
-    column = tl.program_id(0) % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
-    channel = tl.program_id(0) // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    channel = tl.arange(0, BLOCK_N)
     inside = (column < P)[:, None] & (channel < N)[None, :]
     place = column[:, None] * N + channel[None, :]
     of_document = document.to(tl.int64) * state_stride + head * P * N
@@ -107,59 +101,56 @@ def states_kernel(
     cumulative += head.to(tl.int64) * tokens
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     dtype = x.dtype.element_ty
+    skip = tl.load(D + head).to(tl.float32)
     state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     if initial is not None:
         state += tl.load(initial + of_document + place, inside & (first == opening), 0.0)
-    if not LOCAL and boundaries is not None:
+    if boundaries is not None:
         before = ((boundary - 1) * heads + head) * P * N
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
-    total = 0.0
     for nth in range(0, tl.cdiv(end - first, 64)):
         start = first + nth * 64
         count = end - start
         x_rows = rows_of(x, x_stride, start, count, head, column, P)
         b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+        c_rows = rows_of(C, c_stride, start, count, group, channel, N)
         g, last = running_decay(cumulative, start, count, 0, 1)
         step = numbers_of(steps, start, count, 0, 1)
-        rounded = state.to(dtype)
-        if states is not None:
-            tl.store(states + (chunk * heads + head) * P * N + place, rounded, inside)
-        if y is not None:
-            c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-            scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
-            scores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
-            out = tl.dot(c_rows, tl.trans(rounded), input_precision=PRECISION) * tl.exp(g)[:, None]
-            out += tl.dot(scores.to(dtype), x_rows, input_precision=PRECISION)
-            out += x_rows.to(tl.float32) * tl.load(D + head).to(tl.float32)
-            store_strided_rows(y, out, heads * P, start, count, head, column, P)
+        scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
+        scores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
+        out = tl.dot(c_rows, tl.trans(state.to(dtype)), input_precision=PRECISION) * tl.exp(g)[:, None]
+        out += tl.dot(scores.to(dtype), x_rows, input_precision=PRECISION)
+        store_strided_rows(y, out + x_rows.to(tl.float32) * skip, heads * P, start, count, head, column, P)
         written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(dtype)
         state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
-        total += last
-        chunk += 1
-    if LOCAL:
-        tl.store(boundaries + (boundary * heads + head) * P * N + place, state, inside)
-        tl.store(transfers + boundary * heads + head, tl.exp(total), tl.program_id(0) == 0)
-    elif final is not None:
-        tl.store(final + of_document + place, state, inside & (end == ending))
+    tl.store(final + of_document + place, state, inside & (end == ending))
 
 
 @jit
-def state_grads_kernel(
+def pass_kernel(
+    x,
+    B,
     C,
     dy,
+    steps,
     cumulative,
     cu_seqlens,
     segments,
+    initial,
     dfinal,
-    dboundaries,
+    boundaries,
+    transfers,
     states,
-    carried,
     dinitial,
+    x_stride,
+    b_stride,
     c_stride,
     dy_stride,
     state_stride,
     tokens,
     heads,
+    chunks,
+    boundary_count,
     segment_count,
     PER_GROUP: tl.constexpr,
     P: tl.constexpr,
@@ -169,52 +160,79 @@ def state_grads_kernel(
     PRECISION: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """Pass the gradient of a block of a head's state back over the chunks of a segment. Replace the state
-    before each chunk by the gradient dS' of the state after it, and write this block's share of <S, dS'>.
+    """Pass a block of a head's state over the chunks of a segment, or the state's gradient back.
 
-    LOCAL: write the gradient before the segment to `dboundaries`, for a start from zero (in the last segment,
-    from the final state's gradient). Else start from `dboundaries`, the true gradients.
+    The former writes S of every chunk to the first of `states` [2, chunks, ...], the latter dS' to the second.
+    With LOCAL they start from zero (at a document's ends, from what is given there) and write what leaves
+    the segment to `boundaries` [2, boundaries, ...], and the segment's decay to `transfers`. Without, they
+    start from `boundaries`, the true states and gradients.
     """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
-    if (document < 0) | (LOCAL & (first == opening)):
+    blocks = tl.cdiv(P, BLOCK_P) * tl.cdiv(N, BLOCK_N)
+    back = tl.program_id(0) >= blocks
+    block = tl.where(back, tl.program_id(0) - blocks, tl.program_id(0))
+    leaves = tl.where(back, first > opening, end < ending)  # for another segment of the document
+    if (document < 0) | (LOCAL & (leaves == 0)):
         return
     head = tl.program_id(1)
     group = head // PER_GROUP
-    column = tl.program_id(0) % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
-    channel = tl.program_id(0) // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
+    channel = block // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = (column < P)[:, None] & (channel < N)[None, :]
     place = column[:, None] * N + channel[None, :]
     of_document = document.to(tl.int64) * state_stride + head * P * N
+    steps += head.to(tl.int64) * tokens
     cumulative += head.to(tl.int64) * tokens
-    chunks = tl.cdiv(end - first, 64)
-    chunk += chunks - 1
-    dtype = dy.dtype.element_ty
-    dstate = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    if dfinal is not None:
-        dstate += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
-    if not LOCAL and dboundaries is not None:
-        after = (boundary * heads + head) * P * N
-        dstate += tl.load(dboundaries + after + place, inside & (end < ending), 0.0)
-    for nth in range(0, chunks):
-        start = first + (chunks - 1 - nth) * 64
-        count = end - start
-        dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
-        c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-        g, last = running_decay(cumulative, start, count, 0, 1)
-        if not LOCAL:
-            here = states + (chunk * heads + head) * P * N + place
-            state = tl.load(here, inside, 0.0).to(tl.float32)
-            share = tl.sum(tl.sum(state * dstate, 1), 0)
-            tl.store(carried + (chunk * heads + head) * tl.num_programs(0) + tl.program_id(0), share)
-            tl.debug_barrier()  # all threads have read S
-            tl.store(here, dstate.to(dtype), inside)
-        asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dtype)
-        dstate = dstate * tl.exp(last) + tl.dot(tl.trans(asked), c_rows, input_precision=PRECISION)
-        chunk -= 1
-    if LOCAL:
-        tl.store(dboundaries + ((boundary - 1) * heads + head) * P * N + place, dstate, inside)
-    elif dinitial is not None:
-        tl.store(dinitial + of_document + place, dstate, inside & (first == opening))
+    size = (heads * P * N).to(tl.int64)
+    state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    total = 0.0
+    if back:
+        chunk += tl.cdiv(end - first, 64) - 1
+        if dfinal is not None:
+            state += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
+        if not LOCAL and boundaries is not None:
+            after = boundaries + (boundary_count + boundary) * size + head * P * N
+            state += tl.load(after + place, inside & (end < ending), 0.0)
+        for nth in range(0, tl.cdiv(end - first, 64)):
+            start = first + (tl.cdiv(end - first, 64) - 1 - nth) * 64
+            count = end - start
+            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+            c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+            g, last = running_decay(cumulative, start, count, 0, 1)
+            if not LOCAL:
+                here = states + (chunks + chunk) * size + head * P * N
+                tl.store(here + place, state.to(states.dtype.element_ty), inside)
+            asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dy.dtype.element_ty)
+            state = state * tl.exp(last) + tl.dot(tl.trans(asked), c_rows, input_precision=PRECISION)
+            chunk -= 1
+        if LOCAL:
+            before = boundaries + (boundary_count + boundary - 1) * size + head * P * N
+            tl.store(before + place, state, inside)
+        elif dinitial is not None:
+            tl.store(dinitial + of_document + place, state, inside & (first == opening))
+    else:
+        if initial is not None:
+            state += tl.load(initial + of_document + place, inside & (first == opening), 0.0)
+        if not LOCAL and boundaries is not None:
+            before = boundaries + (boundary - 1) * size + head * P * N
+            state += tl.load(before + place, inside & (first > opening), 0.0)
+        for nth in range(0, tl.cdiv(end - first, 64)):
+            start = first + nth * 64
+            count = end - start
+            x_rows = rows_of(x, x_stride, start, count, head, column, P)
+            b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+            g, last = running_decay(cumulative, start, count, 0, 1)
+            step = numbers_of(steps, start, count, 0, 1)
+            if not LOCAL:
+                here = states + chunk * size + head * P * N
+                tl.store(here + place, state.to(states.dtype.element_ty), inside)
+            written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(x.dtype.element_ty)
+            state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
+            total += last
+            chunk += 1
+        if LOCAL:
+            tl.store(boundaries + boundary * size + head * P * N + place, state, inside)
+            tl.store(transfers + boundary * heads + head, tl.exp(total), block == 0)
 
 
 @jit
@@ -247,7 +265,7 @@ def query_grads_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dC, the gradient of C B^T and its share of dG, summed over a part of a group's heads."""
+    """Write dC, R and its and the queries' share of dG, over a part of a group's heads."""
     chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
@@ -266,7 +284,7 @@ def query_grads_kernel(
         numbers = head.to(tl.int64) * tokens
         g, _ = running_decay(cumulative + numbers, start, count, 0, 1)
         step = numbers_of(steps + numbers, start, count, 0, 1)
-        by_state = tl.zeros([64, BLOCK_N], tl.float32)
+        dtotal = tl.zeros([64], tl.float32)
         dscores = tl.zeros([64, 64], tl.float32)
         for begin in tl.static_range(0, P, BLOCK_P):
             column = begin + tl.arange(0, BLOCK_P)
@@ -275,11 +293,11 @@ def query_grads_kernel(
             inside = (column < P)[:, None] & (channel < N)[None, :]
             place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
             state = tl.load(states + place, inside, 0.0)
-            by_state += tl.dot(dy_rows, state, input_precision=PRECISION)
             dscores += tl.dot(dy_rows, tl.trans(x_rows), input_precision=PRECISION)
-        by_state *= tl.exp(g)[:, None]
-        dc_rows += by_state
-        dtotal = tl.sum(c_rows.to(tl.float32) * by_state, 1)
+            read = tl.dot(c_rows, tl.trans(state), input_precision=PRECISION)
+            asked = dy_rows.to(tl.float32) * tl.exp(g)[:, None]
+            dtotal += tl.sum(read * asked, 1)
+            dc_rows += tl.dot(asked.to(dtype), state, input_precision=PRECISION)
         dscores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
         summed += dscores
         # A token's own score does not decay: omitting it avoids a cancellation.
@@ -287,7 +305,7 @@ def query_grads_kernel(
         dtotal += tl.sum(product, 1) - tl.sum(product, 0)
         store_numbers(dcumulative + numbers, dtotal, start, count, 0, 1)
     rounded = summed.to(dtype)
-    square = ((chunk * tl.num_programs(1) + tl.program_id(1)) * 4096).to(tl.int64)
+    square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
     tl.store(pairs + square + row * 64 + other, rounded)
     dc_rows += tl.dot(rounded, b_rows, input_precision=PRECISION)
     dC += part.to(tl.int64) * tokens * dc_stride
@@ -303,46 +321,38 @@ def key_grads_kernel(
     C,
     D,
     dy,
-    dt,
-    A_log,
-    dt_bias,
     steps,
     cumulative,
     ranges,
-    dstates,
-    carried,
+    states,
     pairs,
-    dcumulative,
+    shares,
+    dsteps,
+    dskips,
+    carried,
     dx,
     dB,
-    ddt,
-    sums,
     x_stride,
     b_stride,
     c_stride,
     dy_stride,
-    dt_stride,
-    dt_head,
     dx_stride,
     db_stride,
-    ddt_stride,
-    sums_stride,
     tokens,
     heads,
     chunks,
-    lowest,
-    highest,
     PER_GROUP: tl.constexpr,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
-    BLOCKS: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dx, dB, ddt and the chunk's sums for dA_log, ddt_bias and dD, over a part of a group's heads."""
+    """Write dX, dB and, for the gates' gradients, each token's share through the next state, dd and dD, and
+    <S, dS'> by row of the state, over a part of a group's heads.
+    """
     chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
@@ -350,13 +360,11 @@ def key_grads_kernel(
         return
     channel = tl.arange(0, BLOCK_N)
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    token, live = start.to(tl.int64) + tl.arange(0, 64), tl.arange(0, 64) < count
-    last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
     dtype = x.dtype.element_ty
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
     scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)  # transposed: rows are keys
-    square = ((chunk * tl.num_programs(1) + tl.program_id(1)) * 4096).to(tl.int64)
+    square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
     dscores = tl.load(pairs + square + other * 64 + row)  # transposed
     db_rows = tl.dot(dscores, c_rows, input_precision=PRECISION)
     for nth in range(0, PER_GROUP // PARTS):
@@ -376,7 +384,10 @@ def key_grads_kernel(
             dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
             inside = (column < P)[:, None] & (channel < N)[None, :]
             place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
-            dstate = tl.load(dstates + place, inside, 0.0)
+            state = tl.load(states + place, inside, 0.0)
+            dstate = tl.load(states + chunks * heads * P * N + place, inside, 0.0)
+            by_row = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+            tl.store(carried + (chunk * heads + head) * P + column, by_row, column < P)
             by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
             dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
             wide, dwide = x_rows.to(tl.float32), dy_rows.to(tl.float32)
@@ -387,27 +398,75 @@ def key_grads_kernel(
             store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
             written = (wide * (step * left)[:, None]).to(dtype)
             db_rows += tl.dot(written, dstate, input_precision=PRECISION)
-        # The last token's write into the next state does not decay either.
-        share = tl.where(last_row, 0.0, share * step)
-        through = 0.0
-        for block in tl.static_range(BLOCKS):
-            through += tl.load(carried + (chunk * heads + head) * BLOCKS + block)
-        dlast = tl.sum(share, 0) + tl.exp(last) * through
-        dtotal = numbers_of(dcumulative + numbers, start, count, 0, 1) - share
-        # A token's g is part of G of all later tokens of the chunk.
-        dg = tl.cumsum(tl.where(last_row, dtotal + dlast, dtotal), 0, reverse=True)
-        rate = -tl.exp(tl.load(A_log + head).to(tl.float32))
-        shifted = tl.load(dt + token * dt_stride + head * dt_head, live, 0.0).to(tl.float32)
-        shifted += tl.load(dt_bias + head).to(tl.float32)
-        unbounded = _softplus(shifted)
-        moves = live & (unbounded >= lowest) & (unbounded <= highest)
-        draw = tl.where(moves, (dstep + dg * rate) * tl.sigmoid(shifted), 0.0)
-        tl.store(ddt + token * ddt_stride + head, draw.to(ddt.dtype.element_ty), live)
-        place = sums + chunk * 3 * sums_stride + head
-        tl.store(place, tl.sum(dg * rate * step, 0))
-        tl.store(place + sums_stride, tl.sum(draw, 0))
-        tl.store(place + 2 * sums_stride, tl.sum(dskip, 0))
+        store_numbers(shares + numbers, share * step, start, count, 0, 1)
+        store_numbers(dsteps + numbers, dstep, start, count, 0, 1)
+        store_numbers(dskips + numbers, dskip, start, count, 0, 1)
     dB += part.to(tl.int64) * tokens * db_stride
     if ADD:
         db_rows += rows_of(dB, db_stride, start, count, group, channel, N)
     store_strided_rows(dB, db_rows, db_stride, start, count, group, channel, N)
+
+
+@jit
+def gate_grads_kernel(
+    dt,
+    A_log,
+    dt_bias,
+    steps,
+    cumulative,
+    dcumulative,
+    shares,
+    dsteps,
+    dskips,
+    carried,
+    ranges,
+    ddt,
+    sums,
+    dt_stride,
+    dt_head,
+    ddt_stride,
+    sums_stride,
+    tokens,
+    chunks,
+    heads,
+    lowest,
+    highest,
+    P: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+):
+    """Write ddt and the chunk's sums for dA_log, ddt_bias and dD."""
+    chunk = tl.program_id(0)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    token = start.to(tl.int64) + tl.arange(0, 64)
+    live = (tl.arange(0, 64) < count)[:, None] & (head < heads)[None, :]
+    place = head[None, :].to(tl.int64) * tokens + token[:, None]
+    column = tl.arange(0, BLOCK_P)
+    rows = (chunk.to(tl.int64) * heads + head[:, None]) * P + column[None, :]
+    through = tl.sum(tl.load(carried + rows, (head < heads)[:, None] & (column < P)[None, :], 0.0), 1)
+    final = (start + tl.minimum(count, 64) - 1).to(tl.int64)
+    last = tl.load(cumulative + head.to(tl.int64) * tokens + final, head < heads, 0.0)
+    last_row = (tl.arange(0, 64) == tl.minimum(count, 64) - 1)[:, None]
+    # The last token's write into the next state does not decay either.
+    share = tl.where(last_row, 0.0, tl.load(shares + place, live, 0.0))
+    dlast = tl.sum(share, 0) + tl.exp(last) * through
+    dtotal = tl.load(dcumulative + place, live, 0.0) - share + tl.where(last_row, dlast[None, :], 0.0)
+    # A token's g is part of G of all later tokens of the chunk.
+    dg = tl.cumsum(dtotal, 0, reverse=True)
+    rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))[None, :]
+    shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
+    shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
+    unbounded = _softplus(shifted)
+    moves = live & (unbounded >= lowest) & (unbounded <= highest)
+    draw = (tl.load(dsteps + place, live, 0.0) + dg * rate) * tl.sigmoid(shifted)
+    draw = tl.where(moves, draw, 0.0)
+    drate = tl.where(live, dg * rate * tl.load(steps + place, live, 0.0), 0.0)
+    tl.store(ddt + token[:, None] * ddt_stride + head[None, :], draw.to(ddt.dtype.element_ty), live)
+    target = sums + chunk * 3 * sums_stride + head
+    tl.store(target, tl.sum(drate, 0), head < heads)
+    tl.store(target + sums_stride, tl.sum(draw, 0), head < heads)
+    tl.store(target + 2 * sums_stride, tl.sum(tl.load(dskips + place, live, 0.0), 0), head < heads)
