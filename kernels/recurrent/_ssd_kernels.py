@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
-    decay,
     log1p,
     numbers_of,
     rows_of,
@@ -18,6 +17,12 @@ from liger_models.kernels.recurrent._chunk_tiles import (
 @jit
 def _softplus(x):
     return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@jit
+def _decay(g_row, g_column):
+    """exp(G_row - G_column), and 1 where the row comes first: mask those. G falls, so nothing overflows."""
+    return tl.exp(tl.minimum(g_row - g_column, 0.0))
 
 
 @jit
@@ -117,7 +122,7 @@ def states_kernel(
         g, last = running_decay(cumulative, start, count, 0, 1)
         step = numbers_of(steps, start, count, 0, 1)
         scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
-        scores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
+        scores = tl.where(row >= other, scores * step[None, :] * _decay(g[:, None], g[None, :]), 0.0)
         out = tl.dot(c_rows, tl.trans(state.to(dtype)), input_precision=PRECISION) * tl.exp(g)[:, None]
         out += tl.dot(scores.to(dtype), x_rows, input_precision=PRECISION)
         store_strided_rows(y, out + x_rows.to(tl.float32) * skip, heads * P, start, count, head, column, P)
@@ -276,7 +281,8 @@ def query_grads_kernel(
     dtype = x.dtype.element_ty
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-    scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
+    # A token's own score does not decay: without it there is no cancellation in the sums for dG.
+    others = tl.where(row > other, tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION), 0.0)
     dc_rows = tl.zeros([64, BLOCK_N], tl.float32)
     summed = tl.zeros([64, 64], tl.float32)
     for nth in range(0, PER_GROUP // PARTS):
@@ -295,16 +301,15 @@ def query_grads_kernel(
             state = tl.load(states + place, inside, 0.0)
             dscores += tl.dot(dy_rows, tl.trans(x_rows), input_precision=PRECISION)
             read = tl.dot(c_rows, tl.trans(state), input_precision=PRECISION)
-            asked = dy_rows.to(tl.float32) * tl.exp(g)[:, None]
-            dtotal += tl.sum(read * asked, 1)
-            dc_rows += tl.dot(asked.to(dtype), state, input_precision=PRECISION)
-        dscores *= step[None, :] * decay(g[:, None], g[None, :], row >= other)
+            dtotal += tl.sum(read * dy_rows.to(tl.float32), 1)
+            asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dtype)
+            dc_rows += tl.dot(asked, state, input_precision=PRECISION)
+        dscores *= step[None, :] * _decay(g[:, None], g[None, :])
         summed += dscores
-        # A token's own score does not decay: omitting it avoids a cancellation.
-        product = tl.where(row > other, dscores * scores, 0.0)
-        dtotal += tl.sum(product, 1) - tl.sum(product, 0)
+        product = dscores * others
+        dtotal = dtotal * tl.exp(g) + tl.sum(product, 1) - tl.sum(product, 0)
         store_numbers(dcumulative + numbers, dtotal, start, count, 0, 1)
-    rounded = summed.to(dtype)
+    rounded = tl.where(row >= other, summed, 0.0).to(dtype)
     square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
     tl.store(pairs + square + row * 64 + other, rounded)
     dc_rows += tl.dot(rounded, b_rows, input_precision=PRECISION)
@@ -364,6 +369,7 @@ def key_grads_kernel(
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
     scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)  # transposed: rows are keys
+    scores = tl.where(other >= row, scores, 0.0)
     square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
     dscores = tl.load(pairs + square + other * 64 + row)  # transposed
     db_rows = tl.dot(dscores, c_rows, input_precision=PRECISION)
@@ -373,7 +379,7 @@ def key_grads_kernel(
         g, last = running_decay(cumulative + numbers, start, count, 0, 1)
         step = numbers_of(steps + numbers, start, count, 0, 1)
         left = tl.exp(last - g)
-        weights = (scores * decay(g[None, :], g[:, None], other >= row)).to(dtype)
+        weights = (scores * _decay(g[None, :], g[:, None])).to(dtype)
         skip = tl.load(D + head).to(tl.float32)
         share = tl.zeros([64], tl.float32)
         dstep = tl.zeros([64], tl.float32)
