@@ -188,7 +188,6 @@ def pass_kernel(
     of_document = document.to(tl.int64) * state_stride + head * P * N
     steps += head.to(tl.int64) * tokens
     cumulative += head.to(tl.int64) * tokens
-    size = (heads * P * N).to(tl.int64)
     state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     total = 0.0
     if back:
@@ -196,7 +195,7 @@ def pass_kernel(
         if dfinal is not None:
             state += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
         if not LOCAL and boundaries is not None:
-            after = boundaries + (boundary_count + boundary) * size + head * P * N
+            after = boundaries + ((boundary_count + boundary) * heads + head) * P * N
             state += tl.load(after + place, inside & (end < ending), 0.0)
         for nth in range(0, tl.cdiv(end - first, 64)):
             start = first + (tl.cdiv(end - first, 64) - 1 - nth) * 64
@@ -205,13 +204,13 @@ def pass_kernel(
             c_rows = rows_of(C, c_stride, start, count, group, channel, N)
             g, last = running_decay(cumulative, start, count, 0, 1)
             if not LOCAL:
-                here = states + (chunks + chunk) * size + head * P * N
+                here = states + ((chunks + chunk) * heads + head) * P * N
                 tl.store(here + place, state.to(states.dtype.element_ty), inside)
             asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dy.dtype.element_ty)
             state = state * tl.exp(last) + tl.dot(tl.trans(asked), c_rows, input_precision=PRECISION)
             chunk -= 1
         if LOCAL:
-            before = boundaries + (boundary_count + boundary - 1) * size + head * P * N
+            before = boundaries + ((boundary_count + boundary - 1) * heads + head) * P * N
             tl.store(before + place, state, inside)
         elif dinitial is not None:
             tl.store(dinitial + of_document + place, state, inside & (first == opening))
@@ -219,7 +218,7 @@ def pass_kernel(
         if initial is not None:
             state += tl.load(initial + of_document + place, inside & (first == opening), 0.0)
         if not LOCAL and boundaries is not None:
-            before = boundaries + (boundary - 1) * size + head * P * N
+            before = boundaries + ((boundary - 1) * heads + head) * P * N
             state += tl.load(before + place, inside & (first > opening), 0.0)
         for nth in range(0, tl.cdiv(end - first, 64)):
             start = first + nth * 64
@@ -229,14 +228,14 @@ def pass_kernel(
             g, last = running_decay(cumulative, start, count, 0, 1)
             step = numbers_of(steps, start, count, 0, 1)
             if not LOCAL:
-                here = states + chunk * size + head * P * N
+                here = states + (chunk * heads + head) * P * N
                 tl.store(here + place, state.to(states.dtype.element_ty), inside)
             written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(x.dtype.element_ty)
             state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
             total += last
             chunk += 1
         if LOCAL:
-            tl.store(boundaries + boundary * size + head * P * N + place, state, inside)
+            tl.store(boundaries + (boundary * heads + head) * P * N + place, state, inside)
             tl.store(transfers + boundary * heads + head, tl.exp(total), block == 0)
 
 
@@ -391,7 +390,8 @@ def key_grads_kernel(
             inside = (column < P)[:, None] & (channel < N)[None, :]
             place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
             state = tl.load(states + place, inside, 0.0)
-            dstate = tl.load(states + chunks * heads * P * N + place, inside, 0.0)
+            after = ((chunks + chunk) * heads + head) * P * N + column[:, None] * N + channel[None, :]
+            dstate = tl.load(states + after, inside, 0.0)
             by_row = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
             tl.store(carried + (chunk * heads + head) * P + column, by_row, column < P)
             by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]

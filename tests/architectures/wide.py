@@ -71,9 +71,9 @@ def wide_config(family: str) -> dict[str, Any]:
     if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
         text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
-    # The reference's plain form of a state space holds the product of a chunk's tokens, its tokens, heads and
-    # states in memory: 34 GB for a row of Bamba. The size of a chunk changes no result.
-    text |= {key: 16 for key in ("chunk_size", "mamba_chunk_size") if key in text}
+    # The reference's plain form of a state space keeps, for all pairs of a chunk's tokens and for all pairs of
+    # chunks, a product as large as the states. Chunks of 64, which change no result, take the least memory.
+    text |= {key: 64 for key in ("chunk_size", "mamba_chunk_size") if key in text}
     for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
     fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # so that routers have a choice
