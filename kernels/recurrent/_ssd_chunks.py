@@ -15,17 +15,17 @@ and backward, with dS' from the next chunk, dV the gradient of d X, and R the gr
     dB      = R^T C + sum over heads of (exp(G_C - G) d X) dS'
     dS      = exp(G_C) dS' + (exp(G) dY)^T C
 
-The kernels (`_ssd_kernels.py`); only the second and third depend on other chunks:
+The kernels (`_ssd_kernels.py`); only states and pass depend on other chunks:
 
     prepare        d and G, by chunk
-    states         S, by segment and in order over its chunks; Y with it in the forward pass
-    state_grads    dS', in reverse order, and <S, dS'>
+    states         Y, by segment and in order over its chunks, with S in registers
+    pass           S and dS' of every chunk, likewise; in the backward pass
     query_grads    dC, R and its share of dG, by chunk and group
-    key_grads      dX, dB, the gradients of the gates and of D, by chunk and group
+    key_grads      dX, dB and what the gates need, by chunk and group
+    gate_grads     the gradients of dt, dt_bias, A_log and D, by chunk
 
-The states of all chunks together are larger than X: with N = 128, twice as large. The backward pass goes
-through slices of the heads, one after another, and keeps the states of one slice in memory that its dS' then
-takes: a quarter of X's size.
+S and dS' of all chunks together are larger than X: with N = 128, four times as large. The backward pass goes
+through slices of the heads, one after another, whose S and dS' take no more memory than X.
 
 Documents are divided into segments as in `_states.py`. The state after a segment is the state before it times
 one factor, plus the segment's own.
@@ -38,7 +38,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, next_power_of_2, num_sms, on_device_of, once_differentiable
+from liger_models.kernels._dispatch import (
+    ceil_div,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
+    once_differentiable,
+)
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     NARROWEST,
@@ -57,7 +63,7 @@ from liger_models.kernels.recurrent._ssd_kernels import (
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 
 WIDEST = 256  # maximum of P and N
-SLICE_SHARE, LEAST_SLICE = 2, 2**25  # S and dS' of a slice take at most half of X's bytes, or 32 MiB
+LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less
 _HEADS = 32  # heads per program of the first kernel
 _TILE = 64  # rows and columns of a state per program of the passes over chunks
 
@@ -107,18 +113,15 @@ class SSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy, dfinal):
         x, dt, B, C, A_log, D, dt_bias, state = ctx.saved_tensors
-        table, (tokens, heads, width) = ctx.table, x.shape
+        table, (tokens, heads) = ctx.table, x.shape[:2]
         groups, chunks = B.shape[1], table.ranges.shape[1]
         dy = torch.zeros_like(x) if dy is None else with_whole_heads(dy)
         dfinal = None if dfinal is None else dfinal.float().contiguous()
         dstate = None if state is None else torch.empty_like(state)
         empty: dict[str, Any] = {"device": x.device, "memory_format": torch.contiguous_format}
         dx, ddt = torch.empty_like(x, **empty), torch.empty_like(dt, **empty)
-        count, parts = _slices(x, B, chunks), 1
-        if count <= groups:  # a slice has whole groups: few chunks divide each among several programs
-            parts = _parts(heads // groups, chunks * groups // count, x)
-        else:
-            parts = _parts(heads // count, chunks, x)
+        count = _slices(x, B, chunks)
+        parts = _parts(heads // max(count, groups), chunks * max(groups // count, 1), x)
         whole = parts == 1 and count <= groups
         shape = (parts, tokens, groups, B.shape[2])
         dB, dC = (
@@ -152,7 +155,7 @@ def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
     """Number of slices of the heads in the backward pass."""
     heads, groups = x.shape[1], B.shape[1]
     states = 2 * chunks * heads * x.shape[2] * B.shape[2] * x.element_size()
-    most = max(ceil_div(states, max(x.numel() * x.element_size() // SLICE_SHARE, LEAST_SLICE)), 1)
+    most = max(ceil_div(states, max(x.numel() * x.element_size(), LEAST_SLICE)), 1)
     for count in range(min(most, heads), 0, -1):
         if heads % count == 0 and (groups % count == 0 or count % groups == 0):
             return count
@@ -250,7 +253,8 @@ def _slice_backward(
     like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     gates = _prepare(own, table, limit)
     states = torch.empty(2, chunks, heads, width, N, dtype=x.dtype, device=x.device)
-    _pass_both(own, dy, gates, table, dfinal, dstate, states)
+    boundaries = _boundaries(own, dy, gates, table, dfinal, directions=2)
+    _pass(own, dy, gates, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
     pairs = torch.empty(chunks, programs, CHUNK, CHUNK, dtype=x.dtype, device=x.device)
     carried = torch.empty(chunks, heads, width, **like)
     dcumulative, shares, dsteps, dskips = torch.empty(4, heads, tokens, **like)
@@ -336,22 +340,6 @@ def _slice_backward(
     )
 
 
-def _pass_both(
-    own: _Slice,
-    dy: Tensor,
-    gates: tuple[Tensor, Tensor],
-    table: ChunkTable,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
-    states: Tensor,
-) -> None:
-    """Write S and dS' of every chunk to `states` [2, chunks, heads, P, N], and the gradients of the initial
-    states if their tensor is given.
-    """
-    boundaries = _boundaries(own, dy, gates, table, dfinal, directions=2)
-    _pass(own, dy, gates, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
-
-
 def _boundaries(
     own: _Slice,
     dy: Tensor | None,
@@ -401,6 +389,7 @@ def _pass(
     directions: int,
     local: bool,
 ) -> None:
+    """Launch `pass_kernel`: with one direction, for the states alone."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]

@@ -167,10 +167,10 @@ def pass_kernel(
 ):
     """Pass a block of a head's state over the chunks of a segment, or the state's gradient back.
 
-    The former writes S of every chunk to the first of `states` [2, chunks, ...], the latter dS' to the second.
-    With LOCAL they start from zero (at a document's ends, from what is given there) and write what leaves
-    the segment to `boundaries` [2, boundaries, ...], and the segment's decay to `transfers`. Without, they
-    start from `boundaries`, the true states and gradients.
+    The former writes S of every chunk to the first of `states` [2, chunks, ...], the latter dS' to the
+    second. With LOCAL they start from zero (at a document's ends, from what is given there) and write what
+    leaves the segment to `boundaries` [2, boundaries, ...], and the segment's decay to `transfers`. Without,
+    they start from `boundaries`, the true states and gradients.
     """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     blocks = tl.cdiv(P, BLOCK_P) * tl.cdiv(N, BLOCK_N)

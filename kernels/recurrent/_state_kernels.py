@@ -55,8 +55,8 @@ def decayed_boundaries_kernel(
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """As `boundaries_kernel`, for transfers that are one factor per head: turn the states `boundaries[0]` and,
-    in programs past the size of a state, the gradients `boundaries[1]`.
+    """As `boundaries_kernel`, for transfers that are one factor per head: join the states `boundaries[0]`
+    and, in programs past the size of a state, the gradients `boundaries[1]`.
     """
     head, document = tl.program_id(1), tl.program_id(2)
     length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)
@@ -68,7 +68,8 @@ def decayed_boundaries_kernel(
     state = tl.zeros([BLOCK], tl.float32)
     for nth in range(0, inner):
         boundary = first + tl.where(back == 1, inner - 1 - nth, nth)
-        transfer = tl.load(transfers + (boundary + back) * heads + head, nth > 0, 0.0)  # none before the first
+        between = boundary + back
+        transfer = tl.load(transfers + between * heads + head, nth > 0, 0.0)  # none before the first
         place = boundaries + ((back * boundary_count + boundary) * heads + head) * size + element
         state = tl.load(place, element < size, 0.0) + transfer * state
         tl.store(place, state, element < size)

@@ -71,8 +71,8 @@ def wide_config(family: str) -> dict[str, Any]:
     if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
         text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
-    # The reference's plain form of a state space keeps, for all pairs of a chunk's tokens and for all pairs of
-    # chunks, a product as large as the states. Chunks of 64, which change no result, take the least memory.
+    # The reference's plain form of a state space makes products for all pairs of a chunk's tokens and for all
+    # pairs of chunks. Chunks of 64, which change no result, take the least memory.
     text |= {key: 64 for key in ("chunk_size", "mamba_chunk_size") if key in text}
     for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
@@ -266,10 +266,11 @@ def _of_the_mean(compared: Sequence[_Compared]) -> float:
 
 
 def _needs_eager(spec: ModelSpec) -> bool:
-    """Whether the reference has only plain attention for the spec: soft caps, sinks, or no attention at all."""
-    named = list(spec_fields(spec))
-    attends = any("AttentionSpec." in field for _, field, _, _ in named)
-    return not attends or any(field.endswith((".softcap", ".sinks")) and value for _, field, value, _ in named)
+    """Whether the reference has only plain attention for the spec: soft caps, sinks, or no attention."""
+    named = [(field, value) for _, field, value, _ in spec_fields(spec)]
+    if not any("AttentionSpec." in field for field, _ in named):
+        return True
+    return any(field.endswith((".softcap", ".sinks")) and value for field, value in named)
 
 
 def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.dtype, kind: str) -> Any:

@@ -262,8 +262,6 @@ def test_a_thousand_documents_on_a_gpu_equal_separate_ones():
         assert torch.equal(state[0], final[nth])
         if first < end:
             single = torch.autograd.grad(alone, inputs[:4], upstream[first:end])
-            for of, one, packed in zip("x dt B C".split(), single, grads, strict=True):
-                if of in ("x", "dt"):
-                    assert torch.equal(one[first:end], packed[first:end])
-                else:  # the heads of a group may be divided among programs in another way, in float32
-                    assert relative(one[first:end], packed[first:end]) < torch.finfo(torch.bfloat16).eps
+            # The heads may be divided into other slices and parts: sums in another order, then rounded.
+            for one, packed in zip(single, grads, strict=True):
+                assert relative(one[first:end], packed[first:end]) < torch.finfo(torch.bfloat16).eps
