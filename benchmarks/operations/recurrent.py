@@ -10,6 +10,7 @@ from liger_models import kernels
 from liger_models.kernels.recurrent.channel_delta_rule import channel_delta_rule_plain
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
 from liger_models.kernels.recurrent.selective_scan import selective_scan_plain
+from liger_models.kernels.recurrent.ssd import NO_LIMIT, ssd_plain
 
 TAPS, HEAD_DIM, STATE = 4, 128, 16
 
@@ -122,4 +123,27 @@ def _selective_scan(shape, dtype, device):
         # Forward: x and dt in, y out. Backward: x, dt and dy in, two gradients out. Exponentials take longer.
         forward=Cost(3 * x.nbytes),
         training=Cost(8 * x.nbytes),
+    )
+
+
+@operation(
+    "ssd", "tokens x heads", ((16384, 128),), tiny=(80, 2), providers=("ours", "eager"), small=(2048, 16)
+)
+def _ssd(shape, dtype, device):
+    """Heads of 64 and states of 128, eight groups, one document, as in Nemotron-H. Eager has chunks of 64."""
+    tokens, heads = shape
+    groups = min(8, heads)
+    x, dy = (normal((tokens, heads, 64), dtype, device) for _ in range(2))
+    B, C = (normal((tokens, groups, 128), dtype, device) for _ in range(2))
+    dt = normal((tokens, heads), dtype, device)
+    by_head = (normal((heads,), torch.float32, device) for _ in range(3))
+    return standard_case(
+        (x, dt, B, C, *by_head),
+        (dy,),
+        ours=lambda *operands: kernels.ssd(*operands)[0],
+        liger=None,
+        eager=lambda *operands: ssd_plain(*operands, None, None, NO_LIMIT)[0],
+        # Products of a chunk of 64 tokens and a head: 57,000 operations a token forward, 115,000 backward.
+        forward=Cost(flops=tokens * heads * 57_000),
+        training=Cost(flops=tokens * heads * 172_000),
     )

@@ -6,7 +6,7 @@
 The scan and its gates are in kernels/recurrent/ssd.py. State and convolution restart at every document.
 
 Between the projections and the norm, `lean` keeps x, B, C before the convolution, dt, z and y. The
-convolution runs again in the backward pass.
+convolution runs again in the backward pass. The states of chunks are never kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step, swiglu
-from liger_models.kernels.recurrent.ssd import CHUNK
+from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels.recurrent._chunk_table import CHUNK
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
@@ -101,21 +102,24 @@ class SSD(RecurrentMixer):
         return self.spec.heads, self.spec.head_dim, self.spec.state
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per token: x, B and C before the convolution, z, dt and y; with `all` also x, B and C
-        after it and the norm's output.
+        """Bytes kept per token on a GPU: x, B and C before the convolution, z, dt and y; with `all` also x, B
+        and C after it and the norm's output.
         """
         spec = self.spec
         kept = spec.conv_size + 2 * spec.size + spec.heads
         return itemsize * (kept + (spec.conv_size + spec.size if level == "all" else 0))
 
     def backward_bytes(self, itemsize: int) -> int:
-        """Peak bytes per token during the backward pass of the scan, in addition to what `lean` keeps, in
-        float32 as the plain form computes: products within a chunk, B and C for each head, three states for
-        each chunk and head, and the same again for gradients.
+        """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
+        keeps: gradients of y and z; x, B and C after the convolution and their gradients; the states of a
+        slice of the heads and their gradients, together no larger than x; and in float32 seven numbers for
+        each token and head of a slice, and gradients of B and C of groups that several slices share.
         """
         spec = self.spec
-        by_head = 3 * CHUNK + 4 * spec.state + 4 * spec.head_dim + 3 * spec.head_dim * spec.state // CHUNK
-        return itemsize * (2 * spec.size + 2 * spec.conv_size) + 8 * spec.heads * by_head
+        slices = max(ceil_div(2 * spec.state, CHUNK), 1)
+        shared = 2 * spec.groups * spec.state if slices > spec.groups else 0
+        numbers = 7 * ceil_div(spec.heads, slices)
+        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * (shared + numbers)
 
     def extra_repr(self) -> str:
         spec = self.spec

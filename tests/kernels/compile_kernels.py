@@ -112,6 +112,11 @@ def recurrent() -> None:
         heads = operand(tokens, 4, key), operand(tokens, 4, key), operand(tokens, 4, value)
         decays = operand(tokens, 4, key), operand(tokens, 4), operand(4), operand(4, key)
         backward(*kernels.channel_delta_rule(*heads, *decays, lower_bound=-5.0, **settings))
+        count = 1 if tokens == 16 else 4
+        rows = operand(tokens, count, value), operand(tokens, count)
+        rows += operand(tokens, 1, key), operand(tokens, 1, key)
+        settings["state"] = operand(2, count, value, key, dtype=torch.float32)
+        backward(*kernels.ssd(*rows, *(operand(count) for _ in range(3)), dt_limit=(0.01, 1.0), **settings))
 
 
 def norms() -> None:

@@ -19,6 +19,7 @@ from liger_models.kernels import (
     adamw,
     channel_delta_rule,
     gated_delta_rule,
+    ssd,
     sum_of_squares,
 )
 from liger_models.kernels.recurrent import _chunk_table
@@ -42,12 +43,13 @@ def run_everything(device: str) -> None:
 
 
 def pass_a_state(device: str, key: int, value: int) -> None:
-    """Run the delta rules with states, on documents that fill no chunk and heads that fill no tile."""
+    """Run the rules with states, on documents that fill no chunk and heads that fill no tile."""
     documents = torch.tensor([0, 1, 67], device=device)
     values = [(67, 2, value)]
     for rule, shapes in (
         (gated_delta_rule, [(67, 1, key)] * 2 + values + [(67, 2)] * 2 + [(2,)] * 2),
         (channel_delta_rule, [(67, 2, key)] * 2 + values + [(67, 2, key), (67, 2), (2,), (2, key)]),
+        (ssd, [*values, (67, 2)] + [(67, 1, key)] * 2 + [(2,)] * 3),
     ):
         inputs = [
             torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
