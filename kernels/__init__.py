@@ -36,7 +36,12 @@ from liger_models.kernels.recurrent.channel_delta_rule import (
 )
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels.recurrent.selective_scan import selective_scan, selective_scan_step
-from liger_models.kernels.recurrent.short_conv import conv_state, short_conv, short_conv_step
+from liger_models.kernels.recurrent.short_conv import (
+    conv_state,
+    gated_short_conv,
+    short_conv,
+    short_conv_step,
+)
 from liger_models.kernels.recurrent.ssd import ssd, ssd_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
@@ -63,6 +68,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_delta_rule_step",
     "gated_rms_norm",
+    "gated_short_conv",
     "geglu",
     "generalized_jsd",
     "has_float8_products",

@@ -36,6 +36,29 @@ def _short_conv(shape, dtype, device):
     )
 
 
+@operation("gated_short_conv", "tokens x channels", ((16384, 2048),), tiny=(32, 16), small=(512, 2048))
+def _gated_short_conv(shape, dtype, device):
+    """Width 3 between two gates over one document, as in LFM2."""
+    tokens, channels = shape
+    x, dy = normal((tokens, 3 * channels), dtype, device), normal(shape, dtype, device)
+
+    def eager(x, weight):
+        before, after, u = x.chunk(3, dim=-1)
+        padded = F.pad((before * u).T[None], (2, 0))
+        return after * F.conv1d(padded, weight[:, None], groups=len(weight))[0].T
+
+    return standard_case(
+        (x, normal((channels, 3), dtype, device)),
+        (dy,),
+        ours=kernels.gated_short_conv,
+        liger=None,
+        eager=eager,
+        # Forward: x in, y out. Backward: x and dy in, dx out.
+        forward=Cost(x.nbytes + dy.nbytes),
+        training=Cost(3 * x.nbytes + 2 * dy.nbytes),
+    )
+
+
 @operation("gated_rms_norm", "tokens x channels", ((16384, 4096),), tiny=(32, 256), small=(512, 4096))
 def _gated_rms_norm(shape, dtype, device):
     """Norm before gate, over heads of 128, as in Qwen3-Next."""

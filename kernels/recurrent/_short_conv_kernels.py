@@ -14,13 +14,23 @@ from liger_models.kernels._dispatch import jit, tl
 
 
 @jit
-def _inputs_before(x, begin, column, x_stride, channels, TAPS: tl.constexpr):
+def _inputs_of(x, row, column, mask, x_stride, channels, GATED: tl.constexpr):
+    """The convolution's inputs of a row; with GATED, B * u of B, C and u next to one another."""
+    place = x + row.to(tl.int64) * x_stride + column
+    value = tl.load(place, mask, 0.0).to(tl.float32)
+    if GATED:
+        value *= tl.load(place + 2 * channels, mask, 0.0).to(tl.float32)
+    return value
+
+
+@jit
+def _inputs_before(x, begin, column, x_stride, channels, TAPS: tl.constexpr, GATED: tl.constexpr):
     """The TAPS - 1 inputs before row `begin`, oldest first."""
     window = ()
     for nth in tl.static_range(TAPS - 1):
         row = begin - (TAPS - 1) + nth
         mask = (row >= 0) & (column < channels)
-        window += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+        window += (_inputs_of(x, row, column, mask, x_stride, channels, GATED),)
     return window
 
 
@@ -54,6 +64,7 @@ def forward_kernel(
     channels,
     TAPS: tl.constexpr,
     SILU: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -64,14 +75,17 @@ def forward_kernel(
     bias_of = tl.zeros([COLUMNS], tl.float32)
     if bias is not None:
         bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
-    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS, GATED)
     for group in range(0, ROWS // GROUP):
         first = begin + group * GROUP
-        values, positions = (), ()
+        values, gates, positions = (), (), ()
         for nth in tl.static_range(GROUP):
             row = first + nth
             mask = (row < tokens) & (column < channels)
-            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            values += (_inputs_of(x, row, column, mask, x_stride, channels, GATED),)
+            if GATED:
+                gate = tl.load(x + row.to(tl.int64) * x_stride + channels + column, mask, 0.0)
+                gates += (gate.to(tl.float32),)
             start = 0
             if starts is not None:
                 start = tl.load(starts + row, row < tokens, 0)
@@ -84,6 +98,8 @@ def forward_kernel(
                 z = tl.fma(seen[tap], taps[tap], z)
             if SILU:
                 z *= tl.sigmoid(z)
+            if GATED:
+                z *= gates[nth]
             mask = (row < tokens) & (column < channels)
             tl.store(y + row.to(tl.int64) * channels + column, z.to(y.dtype.element_ty), mask)
             moved = ()
@@ -104,10 +120,12 @@ def backward_kernel(
     sums,
     dy_stride,
     x_stride,
+    dx_stride,
     tokens,
     channels,
     TAPS: tl.constexpr,
     SILU: tl.constexpr,
+    GATED: tl.constexpr,
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -119,7 +137,7 @@ def backward_kernel(
     bias_of = tl.zeros([COLUMNS], tl.float32)
     if bias is not None:
         bias_of += tl.load(bias + column, column < channels, 0.0).to(tl.float32)
-    window = _inputs_before(x, begin, column, x_stride, channels, TAPS)
+    window = _inputs_before(x, begin, column, x_stride, channels, TAPS, GATED)
     gradients = ()  # gradients so far of the TAPS - 1 rows before the current one
     for _ in tl.static_range(TAPS - 1):
         gradients += (tl.zeros([COLUMNS], tl.float32),)
@@ -129,14 +147,17 @@ def backward_kernel(
     # The TAPS - 1 rows after the last also read it.
     for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
         first = begin + group * GROUP
-        values, incoming, positions = (), (), ()
+        values, incoming, gates, positions = (), (), (), ()
         grouped = ()  # the group's own sums: a few long sums of short ones round less
         for _ in tl.static_range(TAPS + 1):
             grouped += (tl.zeros([COLUMNS], tl.float32),)
         for nth in tl.static_range(GROUP):
             row = first + nth
             mask = (row < tokens) & (column < channels)
-            values += (tl.load(x + row.to(tl.int64) * x_stride + column, mask, 0.0).to(tl.float32),)
+            values += (_inputs_of(x, row, column, mask, x_stride, channels, GATED),)
+            if GATED:
+                gate = tl.load(x + row.to(tl.int64) * x_stride + channels + column, mask, 0.0)
+                gates += (gate.to(tl.float32),)
             incoming += (tl.load(dy + row.to(tl.int64) * dy_stride + column, mask, 0.0).to(tl.float32),)
             start = 0
             if starts is not None:
@@ -146,10 +167,15 @@ def backward_kernel(
             row = first + nth
             seen = _visible(window, values[nth], positions[nth], TAPS)
             dz = incoming[nth]
-            if SILU:
+            if SILU or GATED:
                 z = bias_of
                 for tap in tl.static_range(TAPS):
                     z = tl.fma(seen[tap], taps[tap], z)
+            if GATED:
+                place = dx + row.to(tl.int64) * dx_stride + channels + column
+                tl.store(place, (dz * z).to(dx.dtype.element_ty), (row < end) & (column < channels))
+                dz *= gates[nth]
+            if SILU:
                 slope = tl.sigmoid(z)
                 dz *= tl.fma(z, slope * (1 - slope), slope)
             own = tl.where(row < end, dz, 0.0)
@@ -163,7 +189,15 @@ def backward_kernel(
             passed += (dz * taps[TAPS - 1],)
             target = row - (TAPS - 1)
             mask = (target >= begin) & (target < end) & (column < channels)
-            tl.store(dx + target.to(tl.int64) * channels + column, passed[0].to(dx.dtype.element_ty), mask)
+            place = dx + target.to(tl.int64) * dx_stride + column
+            if GATED:
+                before = x + target.to(tl.int64) * x_stride + column
+                gate = tl.load(before, mask, 0.0).to(tl.float32)
+                u = tl.load(before + 2 * channels, mask, 0.0).to(tl.float32)
+                tl.store(place, (passed[0] * u).to(dx.dtype.element_ty), mask)
+                tl.store(place + 2 * channels, (passed[0] * gate).to(dx.dtype.element_ty), mask)
+            else:
+                tl.store(place, passed[0].to(dx.dtype.element_ty), mask)
             kept = ()
             for older in tl.static_range(TAPS - 1):
                 kept += (passed[older + 1],)

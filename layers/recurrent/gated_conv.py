@@ -2,8 +2,8 @@
 
     B, C, u = split(x @ W_in^T + b);   out = (C * conv(B * u)) @ W_o^T + b
 
-The convolution is kernels/recurrent/short_conv.py, and restarts at every document. `lean` keeps B, C and u;
-both products and the convolution run again in the backward pass.
+The convolution is kernels/recurrent/short_conv.py, which also multiplies, and restarts at every document.
+`lean` keeps B, C and u; both products and the convolution run again in the backward pass.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ class GatedConvolution(RecurrentMixer):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
-        before, after, u = self.in_proj(x).chunk(3, dim=-1)
+        projected, sequences = self.in_proj(x), sequences.on(x.device)
+        if sequences.cache is None and sequences.slice is None and sequences.documents.tree is None:
+            (gated,) = self.conv1d(projected, None, sequences.documents.bounds(), gated=True)
+            return self.out_proj(gated)
+        before, after, u = projected.chunk(3, dim=-1)
         inner = carry_recipe(before * u, torch.mul, before, u)
         convolved, after = self.mix(inner, (), sequences), after.unsqueeze(-1)  # [T, channels, 1]
         return self.out_proj(carry_recipe(_gated(convolved, after), _gated, convolved, after, deep=True))
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per token: gates and u; with `all` also the convolution's input, its output, and the
-        gated output.
-        """
-        return itemsize * self.spec.channels * (6 if level == "all" else 3)
+        """Bytes kept per token on a GPU: gates and u; with `all` also the gated output."""
+        return itemsize * self.spec.channels * (4 if level == "all" else 3)
 
     def backward_bytes(self, itemsize: int) -> int:
-        """Peak bytes per token during the backward pass, in addition to what `lean` keeps: the gradients of
-        gates and u, apart and next to one another.
+        """Peak bytes per token during the backward pass on a GPU, in addition to what `lean` keeps: the
+        gradients of the gated output, of gates and of u.
         """
-        return itemsize * self.spec.channels * 6
+        return itemsize * self.spec.channels * 4
 
     def extra_repr(self) -> str:
         return f"{self.spec.channels} channels"

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import permuted
-from liger_models.kernels import conv_state, short_conv, short_conv_step
-from liger_models.layers.recompute.activation_memory import carry_recipes
+from liger_models.kernels import conv_state, gated_short_conv, short_conv, short_conv_step
+from liger_models.layers.recompute.activation_memory import carry_recipe, carry_recipes
 
 Share = tuple[int, int]
 WHOLE: Share = (0, 1)
@@ -76,18 +76,23 @@ class ShortConvolution(nn.Module):
         bounds: Tensor | None,
         state: Tensor | None = None,
         share: Share = WHOLE,
+        gated: bool = False,
     ) -> tuple[Tensor, ...]:
-        """x [T, C] -> each part [T, heads, width].
+        """x [T, C] -> each part [T, heads, width]; of gated inputs all channels, [T, C].
 
         Args:
             documents: [n + 1], boundaries of the documents; None for one.
             bounds: `document_bounds` of the same.
             state: [n, K - 1, C], the inputs before each document; None for zeros.
             share: (index, count): x has this share of the heads in each part.
+            gated: x [T, 3 C] holds a gate of the inputs, a gate of the outputs, and the inputs.
         """
+        operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
+        if gated:
+            gate = functools.partial(gated_short_conv, bounds=bounds)
+            return (carry_recipe(gate(*operands), gate, *operands),)
         if state is None:
             make = functools.partial(self._parts, bounds=bounds, share=share)
-            operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
             return carry_recipes(make(*operands), make, *operands, deep=True)
         y = short_conv(
             x, self.weight, self.bias, activation=self.activation, cu_seqlens=documents, state=state

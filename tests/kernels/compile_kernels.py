@@ -93,6 +93,7 @@ def recurrent() -> None:
         backward(kernels.short_conv(operand(16, 256), operand(256, taps)))
         settings = {"activation": "silu", "cu_seqlens": documents}
         backward(kernels.short_conv(operand(16, 256), operand(256, taps), operand(256), **settings))
+        backward(kernels.gated_short_conv(operand(16, 768), operand(256, taps)))
     for width in (16, 128):
         settings = {"cu_seqlens": documents}
         state = operand(2, 96, width, dtype=torch.float32)

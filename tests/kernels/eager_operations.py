@@ -48,6 +48,11 @@ def eager_selective_scan(x, dt, A_log, B, C, D, dt_bias):
     return torch.stack(outputs, 1).flatten(0, 1)[: len(x)].to(x.dtype)
 
 
+def eager_gated_short_conv(x, weight, bias):
+    before, after, u = x.chunk(3, dim=-1)
+    return after * eager_short_conv(before * u, weight, bias)
+
+
 def eager_turn(x, cos, sin, interleaved):
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
     turned, rest = x[..., : 2 * cos.shape[-1]], x[..., 2 * cos.shape[-1] :]

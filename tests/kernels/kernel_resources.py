@@ -135,6 +135,11 @@ def selective_scan(channels, width, dtype=BF16):
     backward(*kernels.selective_scan(x, dt, *parameters))
 
 
+def gated_short_conv(channels, taps):
+    bounds = kernels.document_bounds(torch.tensor([0, TOKENS]), TOKENS)
+    backward(kernels.gated_short_conv(operand(TOKENS, 3 * channels), operand(channels, taps), bounds=bounds))
+
+
 def softmax():
     for width in (8, 128, 4096, 16384, VOCAB):
         backward(kernels.softmax(operand(TOKENS, width)))
@@ -234,8 +239,8 @@ CASES = {
     "gated norm, Nemotron H": lambda: gated_norm(8192, 1024, gate_first=True),
     "gated norm, Granite 4": lambda: gated_norm(8192, 8192, gate_first=True),
     "short convolution, Qwen 3 Next": lambda: short_conv(8192, 4, "silu"),
-    "short convolution, LFM 2": lambda: short_conv(2048, 3, None),
-    "short convolution, LFM 3": lambda: short_conv(2048, 7, None),
+    "short convolution, LFM 2": lambda: gated_short_conv(2048, 3),
+    "short convolution, LFM 3": lambda: gated_short_conv(2048, 7),
     "gated delta rule, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128),
     "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
     "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),

@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels import conv_state, document_bounds, short_conv, short_conv_step
+from liger_models.kernels import (
+    conv_state,
+    document_bounds,
+    gated_short_conv,
+    short_conv,
+    short_conv_step,
+)
 
 CHANNELS = 6
 DOCUMENTS = [0, 1, 4, 4, 13, 30]  # one token, shorter than the state, empty, and across tiles
@@ -48,6 +54,28 @@ def test_documents_are_convolved_separately_after_their_states(taps, continues, 
     # A sum of up to eight products, and SiLU; gradients sum as many of these, and over 30 tokens.
     assert_near(y, truth, 12 + taps)
     for grad, true in zip(grads, true_grads, strict=True):
+        assert_near(grad, true, 24 + taps + 30)
+
+
+@pytest.mark.parametrize("taps", [3, 7])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_gates_multiply_before_and_after_the_convolution(taps, with_bias, implementation, assert_near):
+    _, weight, bias, _ = operands(taps)
+    wide = torch.randn(30, 3 * CHANNELS + 2).requires_grad_()
+    inputs = [wide, weight, bias] if with_bias else [wide, weight]
+    documents = torch.tensor(DOCUMENTS)
+
+    def gated(wide, weight, bias=None):
+        return gated_short_conv(wide[:, 1:-1], weight, bias, bounds=document_bounds(documents, 30))
+
+    y = gated(*inputs)
+    grads = torch.autograd.grad(y, inputs, upstream := torch.randn_like(y))
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    before, after, u = exact[0][:, 1:-1].chunk(3, dim=1)
+    truth = after * short_conv(before * u, *exact[1:], cu_seqlens=documents)
+    # A sum of up to eight products of three numbers; gradients sum as many of these, and over 30 tokens.
+    assert_near(y, truth, 12 + taps)
+    for grad, true in zip(grads, torch.autograd.grad(truth, exact, upstream.double()), strict=True):
         assert_near(grad, true, 24 + taps + 30)
 
 
