@@ -9,26 +9,50 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
-from liger_models.convert.checkpoints.expressions import Place, Ref
+from liger_models.convert.checkpoints.expressions import Expr, Place, Ref
+from liger_models.convert.checkpoints.expressions import write as in_checkpoint
 from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.shards import write_together
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.tensor_files import Output, TensorFiles
-from liger_models.convert.checkpoints.weight_map import WeightMap, check_whole
+from liger_models.convert.checkpoints.weight_map import WeightMap, check_whole, connected
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.sizes import parse_size
 
 
+class Encoder(Protocol):
+    """Form of a checkpoint's tensors in its files, if it is not the dense one.
+
+    Attributes:
+        extras: further tensors of the files, by name.
+    """
+
+    extras: Mapping[str, Tensor]
+
+    def outputs(self, outputs: Mapping[str, Output]) -> dict[str, Output]:
+        """All tensors of the files, given those of the dense checkpoint."""
+        ...
+
+    def encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Convert a tensor of the dense checkpoint to those of the files."""
+        ...
+
+
 def save_checkpoint(
-    folder: str | Path, parameters: Mapping[str, Tensor], weight_map: WeightMap, **options: Any
+    folder: str | Path,
+    parameters: Mapping[str, Tensor],
+    weight_map: WeightMap,
+    *,
+    encoder: Encoder | None = None,
+    **options: Any,
 ) -> None:
     """Writes a checkpoint folder, which atomically replaces an old one when complete.
 
@@ -37,13 +61,15 @@ def save_checkpoint(
     folder at the same time, one writes and the others wait.
 
     Args:
+        encoder: of tensors that are not dense in the files.
         options: and their errors: as for `plan_checkpoint`.
 
     Raises:
         CheckpointError: the disk is full or cannot be written to. An old checkpoint is then untouched.
     """
     folder = Path(folder)
-    plan = plan_checkpoint(parameters, weight_map, **options)
+    plan = plan_checkpoint(parameters, weight_map, encoder=encoder, **options)
+    groups = connected(weight_map)
 
     def write(tensors: Iterator[Tensor]) -> None:
         try:
@@ -51,8 +77,9 @@ def save_checkpoint(
                 check_free_space(folder, plan.nbytes)  # after removal of a killed save's remains
                 plan.lay_out(new)
                 with plan.files.open(new) as write_place:
-                    for expr, native in zip(weight_map.values(), tensors, strict=True):
-                        for place in expr.places(native):
+                    for group in groups:
+                        natives = [(expr, next(tensors)) for expr in group.values()]
+                        for place in _places(natives, encoder):
                             write_place(place)
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -63,7 +90,18 @@ def save_checkpoint(
                 "untouched."
             ) from error
 
-    write_together([parameters[name] for name in weight_map], write, folder)
+    write_together([parameters[name] for group in groups for name in group], write, folder)
+
+
+def _places(natives: Sequence[tuple[Expr, Tensor]], encoder: Encoder | None) -> Iterator[Place]:
+    """The values of native tensors, as they are written."""
+    if encoder is None:
+        for expr, native in natives:
+            yield from expr.places(native)
+        return
+    for name, tensor in in_checkpoint(natives).items():
+        for stored, values in encoder.encode(name, tensor):
+            yield Place(Ref(stored, tuple(values.shape)), 0, values.numel(), values)
 
 
 @dataclass(frozen=True)
@@ -110,6 +148,7 @@ def plan_checkpoint(
     dtype: torch.dtype | Literal["parameters"] | None = None,
     fixed: Collection[str] = (),
     aux_files: Mapping[str, Path | bytes] | None = None,
+    encoder: Encoder | None = None,
 ) -> CheckpointPlan:
     """Plan a checkpoint of these parameters.
 
@@ -125,6 +164,7 @@ def plan_checkpoint(
         fixed: native names of tensors that keep their dtype in any case.
         aux_files: other files, by plain file name or as `additional_chat_templates/NAME.jinja`: bytes, or a
             path to copy from (see `find_aux_files`).
+        encoder: of tensors that are not dense in the files. They are then not divided as in the source.
 
     Raises:
         ValueError: the names or shapes of `parameters` do not match the map, or `max_shard_size` is not a
@@ -140,8 +180,13 @@ def plan_checkpoint(
     check_parameters(parameters, weight_map)
     check_whole(weight_map)
     outputs = _outputs(parameters, weight_map, source, dtype, fixed)
+    carried: Mapping[str, Tensor] = {} if source is None else source.carried
+    if encoder is not None:
+        outputs = encoder.outputs(outputs)
+        carried = dict(pair for name, tensor in carried.items() for pair in encoder.encode(name, tensor))
+        carried |= encoder.extras
     index = None
-    if source is not None and limit is None and not source.quantised:
+    if source is not None and limit is None and not source.quantised and encoder is None:
         names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
         stated = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
         if all((outputs[name].dtype, outputs[name].shape) == both for name, both in stated.items()):
@@ -152,7 +197,7 @@ def plan_checkpoint(
     if index is None and len(files) > 1:
         index = _index(names, outputs, sum(out.nbytes for out in outputs.values()))
     headers = {file: _header(file, within, source) for file, within in files.items()}
-    carried, tied = ({}, {}) if source is None else (source.carried, source.tied)
+    tied = {} if source is None else source.tied
     copies: dict[str, list[str]] = {}
     for name, original in tied.items():
         copies.setdefault(original, []).append(name)

@@ -36,6 +36,7 @@ class ModelReader(CheckpointReader):
 
     Attributes:
         quantisation: of the checkpoint, or None.
+        stored: the tensors in the files, by name.
 
     Raises:
         UnsupportedModelError, ConfigError, CheckpointError: see `recognise`.
@@ -43,6 +44,7 @@ class ModelReader(CheckpointReader):
 
     def __init__(self, folder: str | Path):
         self.quantisation: Quantisation | None = None
+        self.stored: dict[str, TensorInfo] = {}
         super().__init__(folder)
         try:
             self._recognise()
@@ -109,7 +111,9 @@ class ModelReader(CheckpointReader):
                 raise CheckpointError(f"{self.folder / info.file}: {error}") from error
             piece.copy_(band.view(piece.shape))
 
-    def _whole(self, info: TensorInfo) -> Tensor:
+    def read_stored(self, name: str) -> Tensor:
+        """Read a whole tensor as it is in the files."""
+        info = self.stored[name]
         stored = torch.empty(info.shape, dtype=info.dtype)
         self.read_elements(info, stored, 0, stored.numel())
         return stored
@@ -117,7 +121,8 @@ class ModelReader(CheckpointReader):
     def _recognise(self) -> None:
         path = self.folder / "config.json"
         config = read_json(path) if path.is_file() else {}
-        found = recognise(self.folder, config, self.tensors, self._whole)
+        self.stored = dict(self.tensors)
+        found = recognise(self.folder, config, self.tensors, lambda info: self.read_stored(info.name))
         if found is None:
             return
         self.quantisation = found

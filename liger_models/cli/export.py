@@ -34,6 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum file size, such as 5GB or 500MiB (default: the source's files)",
     )
 
+    parser.add_argument(
+        "--quantization",
+        choices=("as_loaded", "fp8-block", "nvfp4", "mxfp4"),
+        help="format of the layers' matrices, for servers: the source's, or a new one (default: dense)",
+    )
     add_base(parser)
     parser.add_argument(
         "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
@@ -66,5 +71,7 @@ def run(args: argparse.Namespace) -> None:
         raise CheckpointError(
             f"{source} is no adapter, so there is nothing to merge; see `liger-models export`"
         )
-    model.save_pretrained(out, max_shard_size=args.max_shard_size, dtype=dtype)
+    model.save_pretrained(
+        out, max_shard_size=args.max_shard_size, dtype=dtype, quantization=args.quantization
+    )
     print(f"{out}: {model.num_parameters():,} parameters from {source}")

@@ -28,6 +28,7 @@ from liger_models.generating.generation import generate
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec
+from liger_models.models.quantised_export import encoder_of
 from liger_models.models.vocabulary import resize
 
 GENERATION_CONFIG = "generation_config.json"
@@ -145,6 +146,7 @@ class LigerCausalLM(CausalLM):
         folder: str | Path,
         max_shard_size: int | str | None = None,
         dtype: str | torch.dtype | None = None,
+        quantization: str | None = None,
     ) -> None:
         """Write a Hugging Face checkpoint that transformers and vLLM read.
 
@@ -161,15 +163,23 @@ class LigerCausalLM(CausalLM):
                 files, or 5 GB.
             dtype: of the tensors, torch.bfloat16 or "bfloat16"; "parameters" is each tensor's dtype in
                 memory. Default: the source's, or each tensor's dtype in memory.
+            quantization: of the matrices of layers, for servers: "as_loaded" is the format of the checkpoint
+                that was read, with the same bits of weights that have not changed; "fp8-block", "nvfp4" and
+                "mxfp4" (gpt-oss alone) are made anew (convert/quantised/encoding.py). Default: none.
 
         Raises:
+            UnsupportedModelError: the weights cannot be written in that format.
             CheckpointError: the disk is full or not writable; an old checkpoint is then untouched. Or the
                 model's parameters have changed since its creation, for example by adding an adapter.
             ConfigError: an invalid `dtype`.
         """
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         options = self._plan_options(parameters, weight_map, dtype)
-        save_checkpoint(folder, parameters, weight_map, max_shard_size=max_shard_size, **options)
+        with encoder_of(self, quantization) as encoder:
+            if encoder is not None:
+                options["config"]["quantization_config"] = dict(encoder.settings)
+            options |= {"max_shard_size": max_shard_size, "encoder": encoder}
+            save_checkpoint(folder, parameters, weight_map, **options)
 
     def checkpoint_plan(self, dtype: str | torch.dtype | None = None) -> CheckpointPlan:
         """Plan of the files that `save_pretrained` would write, for writing their values in another way.
