@@ -32,6 +32,7 @@ from liger_models.models.classifier import (
     leave_out_head,
     with_labels,
 )
+from liger_models.models.devices import parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
@@ -365,20 +366,3 @@ def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
 def _split_if(projections: str, model: LigerCausalLM) -> None:
     if projections == "split":
         model.split_projections()
-
-
-def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device that is there; None for torch's default.
-
-    Raises:
-        ConfigError: torch does not know the device, or has none of it.
-    """
-    if device is None:
-        return None
-    try:
-        parsed = torch.device(device)
-        torch.empty(0, device=parsed)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"device {str(device)!r} cannot be used ({reason}); 'cpu' always can") from error
-    return parsed

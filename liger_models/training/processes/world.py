@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import ConfigError
 from liger_models.convert.progress import ProgressBar
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.loading import parse_device
+from liger_models.models.devices import parse_device
 
 SHARDS = ("full", "hybrid", "none")
 # Timeout of collectives; training/watch.py detects lost processes sooner.
