@@ -39,7 +39,7 @@ test: lint types
 # tests/hf lets a family through only if its adapters, its checkpoints and its quantised form are transformers' own.
 family: $(VENV)/.liger-models-dev
 	@test -n "$(NAME)" || { echo "name the family: make family NAME=llama" >&2; exit 1; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -x --timeout 600 tests/architectures tests/hf -k "$(NAME)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -x --timeout 600 --all-families tests/architectures tests/hf -k "$(NAME)"
 	$(BIN)/liger-models card $(NAME)
 
 matrix: $(VENV)/.liger-models-dev

@@ -49,6 +49,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="write the table of docs/frameworks.md after the tests that are marked `supports`",
     )
+    parser.addoption(
+        "--all-families",
+        action="store_true",
+        help="run the tests marked `of_layers` for all families, not only for some that have every part",
+    )
     parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")
 
 
@@ -73,6 +78,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+def pytest_sessionstart():
+    gc.set_threshold(10_000, 20, 20)  # collections of a model's many small objects took 3% of the time
 
 
 @pytest.fixture(scope="module", autouse=True)

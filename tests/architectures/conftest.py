@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parent))  # for pairs, variants and mutations in this folder
+sys.path.append(str(Path(__file__).parent))  # for pairs, variants and others in this folder
 
 import pairs
+from representatives import representatives
 
 from liger_models.architectures import list_architectures
 
@@ -29,6 +30,20 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
     """A factory like `make_pair` for unchanged tiny configs, which makes each pair once."""
     pytest.importorskip("transformers")
     return pairs.make_pair_once()
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests of layers to some families, unless `--all-families` is given."""
+    if config.getoption("--all-families"):
+        return
+    chosen = representatives()
+    left_out = [
+        item
+        for item in items
+        if item.get_closest_marker("of_layers") and item.callspec.params["family"] not in chosen
+    ]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(params=list_architectures())

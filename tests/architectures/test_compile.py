@@ -46,6 +46,7 @@ PACKED = torch.arange(LENGTH) % 8
 MASK = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [LENGTH - 4]])).long()
 
 
+@pytest.mark.of_layers
 def test_a_compiled_model_has_the_same_bits(family, ids):
     assert_same_bits_compiled(small_model(family), ids)
 

@@ -7,8 +7,6 @@ its registration, `skip={"field:RopeSpec.truncate": "..."}`.
 
 from __future__ import annotations
 
-import functools
-
 from mutations import (
     Additions,
     is_noticed,
@@ -20,9 +18,9 @@ from mutations import (
     without_norm,
 )
 from pairs import spec_of
-from variants import ROPE_FIELDS, rope_types, skipped, variants
+from variants import ROPE_FIELDS, first_that_rotates_like, rope_types, skipped, variants
 
-from liger_models.architectures import find_architecture, list_architectures
+from liger_models.architectures import find_architecture
 
 
 def test_without_a_fault_the_comparison_passes(pair):
@@ -36,30 +34,13 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
     """
     faults = unnoticed_fields(pair)
     missed = {fault: field for fault, field in faults.items() if not skipped(family, "field", field)}
-    if first_with(rotation(family)) != family:
+    if first_that_rotates_like(family) != family:
         missed = {fault: field for fault, field in missed.items() if field not in ROPE_FIELDS}
     noticed = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
     unnoticed = [fault for fault, field in missed.items() if field not in noticed]
     assert not unnoticed, "\n".join(unnoticed)
     needless = {f"field:{field}" for field in set(values_by_field(pair.ours.spec)) - set(faults.values())}
     assert not needless & find_architecture(family).skip.keys()
-
-
-@functools.cache
-def rotation(family):
-    """The token mixers that rotate and how, and the rope types that the family accepts."""
-    turned = {
-        (type(mixer), rope.interleaved, rope.turning is None)
-        for block in spec_of(family).blocks
-        for mixer in block.mixers
-        for rope in mixer.ropes
-    }
-    return frozenset(turned), frozenset(rope_types(family))
-
-
-@functools.cache
-def first_with(kind):
-    return next(family for family in list_architectures() if rotation(family) == kind)
 
 
 def fields_noticed_in_variants(family, pair, make_pair, wanted):

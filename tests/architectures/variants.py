@@ -10,7 +10,7 @@ from typing import Any
 
 from pairs import ABSENT, LENGTH, changed, reference_class, spec_of
 
-from liger_models.architectures import Architecture, find_architecture
+from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 
@@ -200,6 +200,22 @@ def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> 
     if "sliding_attention" in new:
         old["rope_local_base_freq"] = new["sliding_attention"]["rope_theta"]
     return old
+
+
+def first_that_rotates_like(family: str) -> str:
+    """The first family whose token mixers rotate in the same way and that accepts the same rope types."""
+    return next(other for other in list_architectures() if _rotation(other) == _rotation(family))
+
+
+@functools.cache
+def _rotation(family: str) -> tuple[frozenset[Any], frozenset[str]]:
+    turned = {
+        (type(mixer), rope.interleaved, rope.turning is None)
+        for block in spec_of(family).blocks
+        for mixer in block.mixers
+        for rope in mixer.ropes
+    }
+    return frozenset(turned), frozenset(rope_types(family))
 
 
 # -- keys without an effect
