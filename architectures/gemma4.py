@@ -54,8 +54,8 @@ def gemma4(c: HFConfig) -> ModelSpec:
     blocks = []
     for block in text.blocks:
         assert isinstance(block.mixer, AttentionSpec | SharedAttentionSpec)
-        sees = not bidirectional or block.mixer.window is not None
-        blocks.append(replace(block, mixer=replace(block.mixer, sees_spans=sees)))
+        spans = not bidirectional or block.mixer.window is not None
+        blocks.append(replace(block, mixer=replace(block.mixer, bidirectional_spans=spans)))
     return replace(text, blocks=tuple(blocks), vision=vision)
 
 

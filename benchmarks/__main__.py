@@ -3,7 +3,7 @@
     python -m benchmarks [ops]    kernels against liger-kernel, torch.compile and eager PyTorch
     python -m benchmarks tune     alternative tile sizes of our kernels
     python -m benchmarks train    a training step against transformers, and transformers with liger-kernel
-    python -m benchmarks see      a training step of vision-language models, against the same
+    python -m benchmarks vision   a training step of vision-language models, against the same
     python -m benchmarks long     peak memory of training steps with long contexts, against the plan
     python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, against TRL
     python -m benchmarks lora     a training step with LoRA against transformers and PEFT
@@ -40,16 +40,16 @@ from benchmarks import (
     parallel,
     prompt,
     resume,
-    see,
     train,
     tune,
+    vision,
 )
 
 COMMANDS = {
     "ops": ops,
     "tune": tune,
     "train": train,
-    "see": see,
+    "vision": vision,
     "long": long,
     "lengths": lengths,
     "lora": lora,

@@ -62,12 +62,12 @@ class Multimodal:
         if self.cross_attention is None or not name.startswith("model.layers."):
             return name
         number, _, own = name.removeprefix("model.layers.").partition(".")
-        layers = self.layers_that_see(raw["text_config"])
+        layers = self.cross_attention_layers(raw["text_config"])
         if not number.isdecimal() or int(number) in layers:
             return None if number.isdecimal() else name
         return f"model.layers.{int(number) - sum(layer < int(number) for layer in layers)}.{own}"
 
-    def layers_that_see(self, text: Mapping[str, Any]) -> list[int]:
+    def cross_attention_layers(self, text: Mapping[str, Any]) -> list[int]:
         """Cross-attention layers to image features, from a text part's config.
 
         Raises:
@@ -311,7 +311,7 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         tied = tied or nested.get("tie_word_embeddings", False)
     text |= {"model_type": family.texts[kind], "tie_word_embeddings": tied}
     if family.cross_attention is not None:
-        layers, listed = text["num_hidden_layers"], family.layers_that_see(text)
+        layers, listed = text["num_hidden_layers"], family.cross_attention_layers(text)
         text["num_hidden_layers"] = layers - sum(layer < layers for layer in listed)
         del text[family.cross_attention]
     text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}

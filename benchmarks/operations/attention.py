@@ -183,10 +183,10 @@ def _flex_attention(form: _Form) -> Provider:
         document = torch.arange(len(lengths), device=form.device).repeat_interleave(lengths)
 
     def visible(batch, head, query, key):
-        sees = query >= key
+        visible = query >= key
         if window is not None:
-            sees = sees & (query - key < window)
-        return sees if document is None else sees & (document[query] == document[key])
+            visible = visible & (query - key < window)
+        return visible if document is None else visible & (document[query] == document[key])
 
     def capped(score, batch, head, query, key):
         return softcap * torch.tanh(score / softcap)

@@ -83,7 +83,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 
 # Vision-language models: layers of the language model measured with the whole encoder. All, or as many as fit
 # 140 GB with liger-kernel, too, with three rows.
-SEEING: Mapping[str, int] = {"qwen2.5-vl-7b": 28, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 24}
+VISION_MODELS: Mapping[str, int] = {"qwen2.5-vl-7b": 28, "gemma-3-4b-it": 34, "llama-3.2-11b-vision": 24}
 
 
 def config_of(model: str, layers: int | None = None, seq: int = 0) -> dict[str, Any]:

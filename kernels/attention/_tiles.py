@@ -1,9 +1,9 @@
 """Building blocks of the kernels of `flash_attention.py`: the tiles a block visits, their scores, loads and
 stores.
 
-Each query sees a range of keys, and each key is seen by a range of queries. A block therefore visits partly
-visible tiles at both ends of its range and fully visible ones between. Only the partly visible tiles need a
-mask, and they are visited first.
+Each query attends to a range of keys, and each key is visible to a range of queries. A block therefore
+visits partly visible tiles at both ends of its range and fully visible ones between. Only the partly visible
+tiles need a mask, and they are visited first.
 
 In causal attention the ranges are `first .. query` and `key .. last`, where `bounds` [2, T] holds the start
 and end of each token's document. With RANGES they are explicit, and several disjoint ones are allowed:
@@ -23,14 +23,14 @@ from liger_models.kernels._dispatch import jit, tl
 
 @jit
 def query_block(tokens, heads, BLOCK_Q: tl.constexpr):
-    """This program's head and first query. The last queries, which see the most keys, come first."""
+    """This program's head and first query. The last queries, which have the most keys, come first."""
     block = tl.cdiv(tokens, BLOCK_Q) - 1 - tl.program_id(0) // heads
     return (tl.program_id(0) % heads).to(tl.int64), block * BLOCK_Q
 
 
 @jit
 def first_key(query, bounds, part, tokens, window, RANGES: tl.constexpr):
-    """First key that each query sees; out-of-range queries are treated as the last."""
+    """First key visible to each query; out-of-range queries are treated as the last."""
     query = tl.minimum(query, tokens - 1)
     if RANGES:
         return _load_bound(bounds, 2 * part, tokens, query)
@@ -45,7 +45,7 @@ def first_key(query, bounds, part, tokens, window, RANGES: tl.constexpr):
 
 @jit
 def end_key(query, bounds, part, tokens, RANGES: tl.constexpr):
-    """End (exclusive) of the keys that each query sees."""
+    """End (exclusive) of the keys visible to each query."""
     if RANGES:
         return _load_bound(bounds, 2 * part + 1, tokens, tl.minimum(query, tokens - 1))
     else:
@@ -54,7 +54,7 @@ def end_key(query, bounds, part, tokens, RANGES: tl.constexpr):
 
 @jit
 def first_query(key, bounds, part, tokens, RANGES: tl.constexpr):
-    """First query that sees each key."""
+    """First query that attends to each key."""
     if RANGES:
         return _load_bound(bounds, 2 * part, tokens, tl.minimum(key, tokens - 1))
     else:
@@ -63,7 +63,7 @@ def first_query(key, bounds, part, tokens, RANGES: tl.constexpr):
 
 @jit
 def end_query(key, bounds, part, tokens, window, RANGES: tl.constexpr):
-    """End (exclusive) of the queries that see each key; out-of-range keys are treated as the last."""
+    """End (exclusive) of the queries that attend to each key; out-of-range keys are treated as the last."""
     key = tl.minimum(key, tokens - 1)
     if RANGES:
         return _load_bound(bounds, 2 * part + 1, tokens, key)

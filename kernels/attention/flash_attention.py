@@ -4,7 +4,7 @@
     p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys visible to q
     out_q = sum_k p_qk v_k
 
-A query sees the tokens of its own document up to itself, or with a window the last `window` of those.
+A query attends to the tokens of its own document up to itself, or with a window the last `window` of those.
 Explicit ranges of keys (visible_keys.py) replace this rule: the whole document, as in an image encoder; the
 tokens of the same image in addition to the preceding ones; or a parent document in addition to its own.
 
@@ -125,15 +125,15 @@ def attention_plain(
 
 
 def attention_weights(
-    scores: Tensor, sees: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+    scores: Tensor, visible: Tensor, softcap: float | None = None, sinks: Tensor | None = None
 ) -> Tensor:
     """Softmax weights from scaled scores [..., heads, queries, keys]: applies the cap, then the softmax over
-    the sinks and the keys where `sees` is true.
+    the sinks and the keys where `visible` is true.
     """
     wide = at_least_float32(scores)
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
-    wide = wide.masked_fill(~sees, float("-inf"))
+    wide = wide.masked_fill(~visible, float("-inf"))
     if sinks is None:
         return wide.softmax(-1).to(scores.dtype)
     sink = sinks.to(wide.dtype)[:, None, None].expand(*wide.shape[:-1], 1)
@@ -155,7 +155,7 @@ def _check(
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"found q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype")
     if window is not None and window < 1:
-        raise ValueError(f"window is {window}; expected 1 or more (a query sees itself), or None")
+        raise ValueError(f"window is {window}; expected 1 or more (a query attends to itself), or None")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no cap")
     if sinks is None:

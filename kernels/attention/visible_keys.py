@@ -1,9 +1,9 @@
 """Visibility of keys to queries, as tensors that `attention` takes: documents or ranges of keys.
 
 `document_bounds` gives the start and end of documents in causal attention. `KeyRanges` defines visibility
-completely: the ranges of keys that each query sees, and the ranges of queries that see each key.
+completely: the ranges of keys visible to each query, and the ranges of queries that attend to each key.
 Bidirectional spans need one range of each (`key_ranges`). If documents continue others (`tree_ranges`), a
-query sees part of the parent document and part of its own.
+query attends to part of the parent document and part of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class KeyRanges(NamedTuple):
     """Disjoint ranges, [2 * ranges, T] int32 each: start and end of the first, then of the next.
 
     Attributes:
-        of_queries: ranges of keys that each query sees. The first one is never empty.
-        of_keys: ranges of queries that see each key; their number may differ.
+        of_queries: ranges of keys visible to each query. The first one is never empty.
+        of_keys: ranges of queries that attend to each key; their number may differ.
 
     An empty range goes from T to 0. A token's empty ranges come last.
     """
@@ -60,9 +60,9 @@ def key_ranges(
 
     Args:
         bounds: [2, T] int32, start and end of each token's document, as `document_bounds` returns it.
-        spans: [2, T] int32, start and end of the span that contains each token. Tokens of a span all see one
-            another, in addition to the preceding tokens. (t, t + 1) for a token in no span. Both rows are
-            non-decreasing. None: each document is one span.
+        spans: [2, T] int32, start and end of the span that contains each token. Tokens of a span all
+            attend to one another, in addition to the preceding tokens. (t, t + 1) for a token in no span.
+            Both rows are non-decreasing. None: each document is one span.
         window: maximum number of visible tokens up to the query, itself included.
         whole_spans: make the whole span visible, even the part before the window.
     """
@@ -75,7 +75,7 @@ def key_ranges(
         if whole_spans:
             first = torch.minimum(first, torch.maximum(spans[0], bounds[0]))
             end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
-    # A query of the same span sees later keys, and a query within the window sees earlier ones.
+    # Queries of the same span attend to later keys, and queries within the window to earlier ones.
     of_queries = torch.stack([first, torch.minimum(spans[1], bounds[1])])
     return KeyRanges(of_queries, torch.stack([torch.maximum(spans[0], bounds[0]), end]))
 
@@ -89,21 +89,21 @@ def tree_ranges(
     spans: Tensor | None = None,
     shared: Sequence[int] | None = None,
 ) -> KeyRanges:
-    """Ranges for causal attention where documents continue others: a query sees its document's parent, and
-    its own document up to itself or to the end of its span. Does not synchronise the device.
+    """Ranges for causal attention where documents continue others: a query attends to its document's
+    parent, and to its own document up to itself or to the end of its span. Does not synchronise the device.
 
     Args:
         bounds: [documents + 1], the documents' boundaries in the row.
         parents: [documents], the number of the document that each continues, or -1. A parent has no parent
             itself, and its children follow it directly.
-        shared: [documents], how many of the parent's first tokens each document sees, in descending order
-            among children of one parent. None: all of them.
+        shared: [documents], how many of the parent's first tokens each document attends to, in descending
+            order among children of one parent. None: all of them.
         window: maximum number of visible tokens, the query's own included.
-        chunk: a query sees nothing before the last multiple of it.
+        chunk: a query attends to nothing before the last multiple of it.
         spans: as in `key_ranges`, each within a document.
 
     Window and chunk count positions. In a document that continues another, positions go on after the last
-    token that it sees of the parent.
+    token that it attends to in the parent.
     """
     total, limited = bounds[-1], window is not None or chunk is not None
     if shared is None:
@@ -112,7 +112,7 @@ def tree_ranges(
     (start, end, parent_start, before), answers = table[:4], table[4:].view((len(table) - 4) // 3, 3, total)
     token = torch.arange(total, dtype=torch.int32, device=device)
     position = token - start + before
-    # Positions: the first that it sees, and the end of those that see it.
+    # Positions: the first visible one, and the end of those that attend to it.
     first, beyond = torch.zeros_like(token), torch.full_like(token, total)
     if window is not None:
         first, beyond = torch.maximum(first, position - window + 1), torch.minimum(beyond, position + window)
@@ -129,12 +129,12 @@ def tree_ranges(
 
 
 def _seen_by(answers: Tensor, place: Tensor, beyond: Tensor, limited: bool) -> Tensor:
-    """Ranges of queries in other documents that see each key, [2 * n, T].
+    """Ranges of queries in other documents that attend to each key, [2 * n, T].
 
     Args:
         answers: [n, 3, T], as `_of_each_token` returns them.
         place: [T], position of the key in its document, which has no parent if it has children.
-        beyond: [T], end of the positions that see the key.
+        beyond: [T], end of the positions that attend to the key.
     """
     first, end, shared = answers.unbind(1)
     end = torch.minimum(end, first + beyond - shared)
@@ -142,7 +142,7 @@ def _seen_by(answers: Tensor, place: Tensor, beyond: Tensor, limited: bool) -> T
     if limited:  # the first ones are empty if the window ends before they begin
         first, order = ranges[0].sort(dim=0)
         ranges = torch.stack([first, ranges[1].gather(0, order)])
-    elif len(answers):  # adjacent, and the first of them see the key
+    elif len(answers):  # adjacent, and the first of them attend to the key
         ranges = torch.stack([ranges[0].amin(0, True), ranges[1].amax(0, True)])
     return ranges.transpose(0, 1).flatten(0, 1)
 
@@ -156,7 +156,7 @@ def _of_each_token(
 ) -> Tensor:
     """[4 + 3 * n, T] int32: start and end of the token's document; start of its parent and the number of its
     visible tokens; then, for each child, its start, end and number of visible parent tokens. Without limits,
-    adjacent children that see the same count as one.
+    adjacent children that attend to the same count as one.
     """
     total = bounds[-1]
     answers: list[list[tuple[int, int, int]]] = [[] for _ in parents]
@@ -188,14 +188,14 @@ def _range(first: Tensor, end: Tensor) -> Tensor:
 def visible_keys(
     tokens: int, bounds: Tensor | KeyRanges | None, window: int | None, device: torch.device
 ) -> Tensor:
-    """Mask [tokens, tokens] of the keys (columns) that each query (row) sees. `bounds` as in `attention`."""
+    """Mask [tokens, tokens] of the keys (columns) visible to each query (row). `bounds` as in `attention`."""
     token = torch.arange(tokens, device=device)
     if isinstance(bounds, KeyRanges):
         ranges = bounds.of_queries.unflatten(0, (-1, 2))[..., None]
         return ((token >= ranges[:, 0]) & (token < ranges[:, 1])).any(0)
-    sees = token[:, None] >= token
+    visible = token[:, None] >= token
     if bounds is not None:
-        sees = sees & (token >= bounds[0][:, None])
+        visible = visible & (token >= bounds[0][:, None])
     if window is not None:
-        sees = sees & (token > token[:, None] - window)
-    return sees
+        visible = visible & (token > token[:, None] - window)
+    return visible

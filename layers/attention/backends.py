@@ -237,7 +237,7 @@ def attend_cached(
 
 
 def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
-    visibility = visibility if spec.sees_spans else visibility.without_spans()
+    visibility = visibility if spec.bidirectional_spans else visibility.without_spans()
     return (
         visibility
         if spec.chunk is None or visibility.documents.tree is not None

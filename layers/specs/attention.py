@@ -46,7 +46,7 @@ class AttentionSpec(_Heads):
     """Attention with grouped key/value heads: `causal`, or bidirectional within documents.
 
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
-    all preceding). `chunk` splits documents into pieces of that many tokens, and a query sees only its
+    all preceding). `chunk` splits documents into pieces of that many tokens, and a query attends only to its
     own piece. `rope` is None for a layer without positions. `softcap` bounds the scores: softcap *
     tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
     contributes no value. `query_scale` scales the queries by position after their rotation. With `gated`
@@ -55,9 +55,9 @@ class AttentionSpec(_Heads):
     by head, and with `softplus_gates` the softplus multiplies the output instead. `qkv_limit` clamps queries,
     keys and values as they leave their projection.
     With `values_are_keys` one projection computes both: values are the keys before norm and rotation.
-    Spans of tokens that all see one another (`Visibility.spans`) are limited by the window, unless
-    `whole_spans` is set. Without `sees_spans` spans are ignored. `clipped` projections clamp to stored
-    bounds: layers/projections/clipped_linear.py.
+    Within spans (`Visibility.spans`) all tokens attend to each other, limited by the window unless
+    `whole_spans` is set. Without `bidirectional_spans` spans are ignored. `clipped` projections clamp to
+    stored bounds: layers/projections/clipped_linear.py.
     """
 
     num_attention_heads: int
@@ -76,7 +76,7 @@ class AttentionSpec(_Heads):
     chunk: int | None = None
     causal: bool = True
     whole_spans: bool = False
-    sees_spans: bool = True
+    bidirectional_spans: bool = True
     clipped: bool = False
     gated: bool = False
     gates: Literal["channels", "heads"] | None = None
@@ -113,14 +113,18 @@ class SharedAttentionSpec(_Heads):
     window: int | None = None
     bias: bool = False
     q_norm: NormSpec | LayerNormSpec | None = None
-    sees_spans: bool = True
+    bidirectional_spans: bool = True
 
     @property
     def attention(self) -> AttentionSpec:
         """The attention product, after the queries are computed."""
         heads = self.num_attention_heads, self.num_key_value_heads
         return AttentionSpec(
-            *heads, self.head_dim, self.scale, window=self.window, sees_spans=self.sees_spans
+            *heads,
+            self.head_dim,
+            self.scale,
+            window=self.window,
+            bidirectional_spans=self.bidirectional_spans,
         )
 
     @property

@@ -232,8 +232,8 @@ class VisionSpec:
     is the first, and 0 its input. Rotary positions of patches start at 1 if the class token is at 0.
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
-    `spans` are tokens of the language model that all see one another: those of an image ("images"), or the
-    initial tokens of type 0 in a document ("prefix").
+    `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
+    the initial tokens of type 0 in a document ("prefix").
     """
 
     hidden_size: int

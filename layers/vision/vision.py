@@ -136,8 +136,8 @@ class Vision(nn.Module):
         pictures = take_pictures(self.spec, self.merge, keywords)
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
-                f"got images without {name}, by which tokens get their positions or see one another: give "
-                f"them as the processor does ({self._meaning})"
+                f"got images without {name}, by which tokens get their positions or attend to one another: "
+                f"give them as the processor does ({self._meaning})"
             )
         return VisionInputs(pictures, kinds)
 

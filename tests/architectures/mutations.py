@@ -52,8 +52,8 @@ OF_IMAGES = (
     "RopeSpec.axes",
     "RopeSpec.frequencies",
     "RopeSpec.halves",
-    "AttentionSpec.sees_spans",
-    "SharedAttentionSpec.sees_spans",
+    "AttentionSpec.bidirectional_spans",
+    "SharedAttentionSpec.bidirectional_spans",
     "AttentionSpec.whole_spans",
     "ModelSpec.vision",
     "ModelSpec.extra_ids",
@@ -176,7 +176,7 @@ def unnoticed_fields(
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # without rotation the order has no effect
-        if field == "AttentionSpec.sees_spans" and not at(pair.ours.spec, path[:-1]).causal:
+        if field == "AttentionSpec.bidirectional_spans" and not at(pair.ours.spec, path[:-1]).causal:
             continue  # every token attends to all others
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:
             continue  # without a window no span is cut

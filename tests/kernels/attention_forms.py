@@ -36,8 +36,8 @@ def eager_attention(q, k, v, *, softcap=None, sinks=None, **options):
     bounds = options.get("bounds")
     if options.get("cu_seqlens") is not None:
         bounds = document_bounds(options["cu_seqlens"], len(q))
-    sees = visible_keys(len(q), bounds, options.get("window"), q.device)
-    scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
+    visible = visible_keys(len(q), bounds, options.get("window"), q.device)
+    scores = scores.masked_fill(~visible, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)[..., : len(q)]

@@ -188,10 +188,10 @@ def eager_route(x):
 
 def eager_attention(q, k, v, sinks):
     document = torch.arange(len(q), device=q.device) // 4
-    sees = (document[:, None] == document).tril() & ~(document[:, None] == document).tril(-3)
+    visible = (document[:, None] == document).tril() & ~(document[:, None] == document).tril(-3)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     scores = 2.0 * torch.tanh(torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 / 2.0)
-    scores = scores.masked_fill(~sees, float("-inf"))
+    scores = scores.masked_fill(~visible, float("-inf"))
     scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], -1)
     return torch.einsum("hqk,khd->qhd", wide(scores).softmax(-1).to(q.dtype)[..., : len(k)], v)
 

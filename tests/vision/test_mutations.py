@@ -19,7 +19,11 @@ def test_another_value_of_any_field_is_detected(pair):
     if 2 not in pair.scenes.kinds(pair.batch()["input_ids"]):
         skip |= {"VisionSpec.video_id"}  # no token has it
     if getattr(pair.vision, "spans", None) is None:
-        skip |= {"AttentionSpec.whole_spans", "AttentionSpec.sees_spans", "SharedAttentionSpec.sees_spans"}
+        skip |= {
+            "AttentionSpec.whole_spans",
+            "AttentionSpec.bidirectional_spans",
+            "SharedAttentionSpec.bidirectional_spans",
+        }
     if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.ropes):
         skip |= {"VisionSpec.positions"}  # axes that nothing reads
     faults = list(unnoticed_fields(pair, of_images=True, skip=skip))

@@ -68,9 +68,7 @@ class Batch(NamedTuple):
 class Counts(NamedTuple):
     """Counts of a set of rows, the denominators of mean losses."""
 
-    lengths: (
-        Tensor  # of the sequences that do not see one another, int64; of groups the first ones come first
-    )
+    lengths: Tensor  # int64, of sequences that do not attend to one another; groups' first ones come first
     labels: int
     groups: int = 0
     first_labels: int = 0  # labels of the groups' first sequences

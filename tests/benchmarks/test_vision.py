@@ -12,27 +12,27 @@ MODEL = "tiny-vl"
 
 def test_providers_are_compared_on_images_of_three_sizes(benchmarks, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
-    from benchmarks import see
+    from benchmarks import vision
     from benchmarks.training import batches, step
 
     def in_this_process(groups, devices, time_limit, ahead):
         for job in (job for group in groups for job in group):
             yield job, step.measure(job, step.torch.device("cpu"))
 
-    monkeypatch.setattr(see, "measure_all", in_this_process)
+    monkeypatch.setattr(vision, "measure_all", in_this_process)
     for name, size in (("SMALL", (4, 4)), ("MIDDLE", (8, 6)), ("LARGE", (10, 12))):
         monkeypatch.setattr(batches, name, batches.Image(*size))
     providers = ("ours:lean", "ours:auto=1", "transformers:none")
     wanted = [word for provider in providers for word in ("--configuration", provider)]
     sizes = ["--seq", "16", "--warmup", "1", "--steps", "1", "--device", "cpu", "--out", str(tmp_path)]
     page = tmp_path / "page.md"
-    assert benchmarks.__main__.main(["see", "--model", MODEL, *wanted, *sizes, "--page", str(page)]) == 0
+    assert benchmarks.__main__.main(["vision", "--model", MODEL, *wanted, *sizes, "--page", str(page)]) == 0
     ours, chosen, theirs = capsys.readouterr().out.strip().splitlines()[-3:]
     assert f"| {MODEL} | ours | lean |" in ours
     assert f"| {MODEL} | ours | auto=1 |" in chosen
     assert f"| {MODEL} | transformers | none |" in theirs
     assert " x |" in theirs
-    assert see.TITLE in page.read_text()
+    assert vision.TITLE in page.read_text()
 
 
 @pytest.mark.parametrize("family", liger_models.list_architectures(vision=True))

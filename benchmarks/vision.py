@@ -18,13 +18,13 @@ from benchmarks.report import machine, markdown_table, publish, renew
 from benchmarks.training.batches import IMAGES
 from benchmarks.training.check import check_alone
 from benchmarks.training.pool import measure_all
-from benchmarks.training.shapes import SEEING, config_of
+from benchmarks.training.shapes import VISION_MODELS, config_of
 from benchmarks.training.step import Job, Result, check_provider
 
 SUMMARY = "a training step of vision-language models, against transformers with liger-kernel"
 CONFIGURATIONS = ("ours:lean", "transformers+liger:none")
 HEADER = ("model", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
-MARKS = "<!-- images: python -m benchmarks see -->", "<!-- end of images -->"
+MARKS = "<!-- images: python -m benchmarks vision -->", "<!-- end of images -->"
 TITLE = "Vision-language models"
 
 
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         action="append",
-        choices=[*SEEING, "tiny-vl"],
-        help=f"repeatable ({' '.join(SEEING)})",
+        choices=[*VISION_MODELS, "tiny-vl"],
+        help=f"repeatable ({' '.join(VISION_MODELS)})",
     )
     parser.add_argument(
         "--layers",
         type=int,
         help="layers of the language model, the encoder is whole ("
-        + ", ".join(f"{count} of {name}" for name, count in SEEING.items())
+        + ", ".join(f"{count} of {name}" for name, count in VISION_MODELS.items())
         + ")",
     )
     parser.add_argument(
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    groups = [_jobs(model, args) for model in args.model or SEEING]
+    groups = [_jobs(model, args) for model in args.model or VISION_MODELS]
     jobs = [job for group in groups for job in group]
     results: dict[int, Result] = {}
     for job, result in measure_all(groups, args.device, args.time_limit, args.ahead):
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _jobs(model: str, args: argparse.Namespace) -> list[Job]:
-    layers = args.layers or SEEING.get(model)
+    layers = args.layers or VISION_MODELS.get(model)
     sizes = {"batch": args.batch, "seq": args.seq, "warmup": args.warmup, "steps": args.steps, "data": IMAGES}
     name = f"{model} ({layers} layers)" if layers else model
     asked = args.configuration or map(_configuration, CONFIGURATIONS)
@@ -115,7 +115,7 @@ def _write(args: argparse.Namespace, rows: Sequence[tuple[Job, Result]], checks:
     lines = [_line(job, result, first[job.model]) for job, result in rows]
     records = [{k: v for k, v in {**asdict(job), **result}.items() if k != "config"} for job, result in rows]
     text = "\n\n".join([about, markdown_table(HEADER, lines), *checks])
-    publish(args.out, "see", text, records, show=False)
+    publish(args.out, "vision", text, records, show=False)
     return text
 
 
