@@ -16,6 +16,12 @@ from representatives import representatives
 from liger_models.architectures import list_architectures
 
 
+@pytest.fixture
+def all_families(request) -> bool:
+    """Whether every case runs for all families: see representatives.py."""
+    return request.config.getoption("--all-families")
+
+
 @pytest.fixture(scope="session")
 def make_pair() -> Callable[..., pairs.Pair]:
     """A factory: `make_pair("llama", {"head_dim": 24})` is the family's tiny config with changes; `ABSENT`

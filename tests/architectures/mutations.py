@@ -155,20 +155,21 @@ def unnoticed_fields(
     wanted: Mapping[str, Set[Any]] | None = None,
     of_images: bool = False,
     skip: Set[str] = frozenset(),
+    tried: Set[Any] = frozenset(),
 ) -> dict[str, str]:
     """List the changes that the comparison does not notice, as "path: value -> other", by "Class.field".
     Tries all fields in all layers, or the `wanted` ones, each in the first layer that has it with a value
-    other than the given ones. Equal parts at the same place of their layers are tried once. `of_images`: only
-    fields that concern images.
+    other than the given ones. Equal parts at the same place of their layers are tried once, and none of the
+    `tried` ones. `of_images`: only fields that concern images.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
     for path, field, value, _ in spec_fields(pair.ours.spec):
         if (path[0] == "vision") == of_images:
             elsewhere.setdefault(field, []).append(value)
-    tried: set[Any] = set()
+    tried = set(tried)
     for path, field, value, hint in spec_fields(pair.ours.spec):
-        if (part := _part_at(pair.ours.spec, path)) is not None:
+        if (part := part_at(pair.ours.spec, path)) is not None:
             if part in tried:
                 continue
             tried.add(part)
@@ -194,17 +195,18 @@ def unnoticed_fields(
     return missed
 
 
-def _part_at(spec: ModelSpec, path: Path) -> Any:
-    """Key of a field shared by equal parts, such as the norms of two layers: the part, its place and its
-    layers; None outside of layers.
+def part_at(spec: ModelSpec, path: Path) -> Any:
+    """Key of a field shared by equal parts, such as the norms of two layers: the part, its place, and the
+    kind of its layers; None outside of layers.
     """
     place = next((i for i, step in enumerate(path) if isinstance(step, int)), None)
     if place is None or path[place - 1] != "blocks":
         return None
+    layer = at(spec, path[: place + 1])
     if place > 1:  # encoder layers have little effect each: only the first of equal ones
-        return path[:place], path[place + 1 :], at(spec, path[: place + 1])
+        return path[:place], path[place + 1 :], layer
     own = len(path) == place + 2  # a field of the layer itself, whose other parts may differ
-    return path[:place], path[place + 1 :], at(spec, path if own else path[:-1])
+    return path[:place], path[place + 1 :], at(spec, path if own else path[:-1]), type(layer)
 
 
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:

@@ -166,9 +166,11 @@ class Pair:
             output = self.reference(**batch, use_cache=False)
         return batch, output.logits, output.loss
 
-    @property
+    @cached_property
     def state(self) -> dict[str, Tensor]:
-        """The reference's tensors, under the checkpoint's names; a tied head's is the embedding's."""
+        """The reference's tensors, under the checkpoint's names; a tied head's is the embedding's. Valid
+        while they stay where they are.
+        """
         return self.reference.state_dict()
 
     def run_ours(self, cotangent: Tensor | None = None, **call: Any) -> Run:

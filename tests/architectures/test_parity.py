@@ -15,18 +15,29 @@ from pairs import (
     relative_distance,
     spec_of,
 )
-from variants import first_that_rotates_like, left_out, nulls, rope_types, skipped, untried_keys, variants
+from variants import (
+    OF_LAYERS,
+    first_that_rotates_like,
+    left_out,
+    nulls,
+    rope_types,
+    skipped,
+    untried_keys,
+    variants,
+)
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import DataError
 from liger_models.layers.specs import RecurrentSpec
 
+of_layers = pytest.mark.of_layers
+
 
 def every(table):
     """(family, changes) of every entry of every family's table."""
     return [
-        pytest.param(family, changes, id=f"{family}-{name}")
+        pytest.param(family, changes, id=f"{family}-{name}", marks=[of_layers] * (name in OF_LAYERS))
         for family in list_architectures()
         for name, changes in table(family).items()
     ]
@@ -108,7 +119,7 @@ def test_a_fresh_padding_row_is_zero_if_it_is_in_the_reference(tied, family):
 DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 26, 38])}
 
 
-@pytest.mark.of_layers
+@of_layers
 @pytest.mark.parametrize("packing", [{}, DOCUMENTS], ids=["rows", "packed"])
 def test_every_level_of_activation_memory_gives_the_same_bits(packing, pair):
     levels = ["mlp", "checkpoint"] * len(pair.ours.layers)
@@ -126,14 +137,14 @@ def test_every_level_of_activation_memory_gives_the_same_bits(packing, pair):
         pair.ours.set_activation_memory("lean")
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_logits_without_labels_agree_and_carry_gradients(pair, failures):
     ids = pair.batch()["input_ids"]
     cotangent = torch.randn(*ids.shape, pair.vocab_size)
     assert not failures(pair.distances(input_ids=ids, cotangent=cotangent))
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_a_single_token_agrees(pair, failures):
     ids = pair.batch(rows=3, length=1)["input_ids"]
     call = {"input_ids": ids, "cotangent": torch.randn(3, 1, pair.vocab_size)}
@@ -146,7 +157,7 @@ def test_a_single_token_agrees(pair, failures):
     assert not failures(ours.distances(reference))
 
 
-@pytest.mark.of_layers
+@of_layers
 @pytest.mark.parametrize("keep", [3, torch.tensor([0, 5, 17])], ids=["last_three", "by_index"])
 def test_logits_to_keep_selects_the_same_positions(keep, pair, failures):
     ids = pair.batch()["input_ids"]
@@ -154,13 +165,13 @@ def test_logits_to_keep_selects_the_same_positions(keep, pair, failures):
     assert not failures(pair.distances(input_ids=ids, logits_to_keep=keep, cotangent=cotangent))
 
 
-@pytest.mark.of_layers
+@of_layers
 @pytest.mark.parametrize("count", [53, torch.tensor(53)], ids=["int", "tensor"])
 def test_num_items_in_batch_divides_the_loss(count, pair, failures):
     assert not failures(pair.distances(**pair.batch(), num_items_in_batch=count))
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_shifted_labels_agree(pair, failures):
     batch = pair.batch()
     shifted = torch.randint(0, pair.vocab_size, batch["labels"].shape)
@@ -170,7 +181,7 @@ def test_shifted_labels_agree(pair, failures):
     assert not failures(ours.distances(reference))
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_embeddings_in_place_of_ids_agree(pair, failures):
     """Embeddings together with ids, for layers with per-id inputs."""
     batch = pair.batch()
@@ -190,7 +201,7 @@ def test_given_position_ids_agree(family, pair, failures):
     assert not failures(pair.distances(**pair.clear(lambda: {**pair.batch(), "position_ids": positions})))
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_position_ids_may_skip_numbers_if_a_mask_is_given(family, pair, failures):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
@@ -207,7 +218,7 @@ def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
     assert ours.logits[~mask].count_nonzero() == 0
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_padding_between_tokens_is_refused_with_windows_and_recurrent_layers(pair, failures):
     """The reference's positions count padding, too."""
     mask = torch.ones(2, 19, dtype=torch.long)
@@ -297,7 +308,7 @@ def padded(pair, side):
     return mask, call
 
 
-@pytest.mark.of_layers
+@of_layers
 def test_a_padding_token_predicts_nothing(pair):
     mask = torch.ones(2, 19, dtype=torch.long)
     mask[:, :4] = 0
@@ -310,7 +321,7 @@ def test_a_padding_token_predicts_nothing(pair):
     assert with_label == without
 
 
-@pytest.mark.of_layers
+@of_layers
 @pytest.mark.parametrize("form", ["cu_seqlens", "position_ids"])
 def test_packed_documents_agree_with_documents_run_alone(form, pair, failures):
     lengths = [7, 1, 11, 12, 7]  # two rows of 19; in the reference's form no document spans two rows

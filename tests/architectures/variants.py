@@ -59,6 +59,16 @@ def skipped(family: str, what: str, name: str) -> bool:
     return any(entry == f"{what}:{name}" or f"{what}:{name}".startswith(f"{entry}_") for entry in entries)
 
 
+# Other sizes where every family's tiny config has one, so that only layers can go wrong.
+OF_LAYERS = {
+    "one_kv_head",
+    "kv_heads_as_many_as_heads",
+    "even_vocabulary",
+    "window_of_one",
+    "window_as_long_as_the_sequence",
+}
+
+
 def settings(family: str) -> dict[str, Changes]:
     """Changes of settings that nearly every family has: heads, vocabulary, windows, an activation."""
     tiny = find_architecture(family).tiny
