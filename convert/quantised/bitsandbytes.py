@@ -58,8 +58,7 @@ def bitsandbytes(pairing: Pairing) -> None:
             format = Blocks(INT8, ROW, factor=SHARE_OF_127, allow_zero=True)
             parts = {CODES: codes, SCALE: scale}
             pairing.add_blocks(name, codes.shape, format, parts, scales=(torch.float32,))
-    skipped = pairing.settings.get("llm_int8_skip_modules") or []
-    pairing.check_excluded([str(module) for module in skipped], str.__eq__)
+    pairing.check_excluded(pairing.modules("llm_int8_skip_modules"), str.__eq__)
 
 
 @dataclass(frozen=True)

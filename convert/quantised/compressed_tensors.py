@@ -41,9 +41,7 @@ def compressed_tensors(pairing: Pairing) -> None:
     if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
         raise pairing.bad_setting("config_groups", groups, "an object of objects")
     status = pairing.setting("quantization_status", "compressed", *DENSE_STATUS, default="compressed")
-    ignored = settings.get("ignore") or []
-    if not isinstance(ignored, list) or not all(isinstance(item, str) for item in ignored):
-        raise pairing.bad_setting("ignore", ignored, "a list of names of modules")
+    ignored = pairing.modules("ignore")
     if status in DENSE_STATUS:
         return
     for name, codes in list(pairing.tensors.items()):
@@ -67,7 +65,8 @@ def _group_of(
     """The first group that has the module among its targets by name, or else by class."""
     by_class = None
     for group in groups.values():
-        targets = [str(target) for target in group.get("targets") or []]
+        listed = group.get("targets") or []
+        targets = [str(target) for target in listed] if isinstance(listed, list) else []
         if any(_matches(module, target) for target in targets):
             return group
         if by_class is None and any(re.fullmatch(r"[A-Z]\w*", target) for target in targets):
@@ -128,7 +127,7 @@ def _add_packed(
     """Add integers that are packed in words of 32 bits, with the number of columns in a tensor of its own."""
     bits, scale = weights.get("num_bits"), parts[SCALE]
     assert scale is not None
-    if bits not in PACKED:
+    if type(bits) is not int or bits not in PACKED:
         raise pairing.bad_setting("num_bits", bits, "4 or 8")
     format = Blocks(PACKED[bits], _block(pairing, weights))
     stated = pairing.companion(codes, f"{module}.weight_shape")

@@ -87,10 +87,4 @@ def add_float8(pairing: Pairing, blocks: list[Any]) -> None:
 
 
 def _check_excluded(pairing: Pairing) -> None:
-    listed: list[str] = []
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        value = pairing.settings.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise pairing.bad_setting(key, value, "a list of names of modules")
-        listed += value
-    pairing.check_excluded(listed, fnmatchcase)
+    pairing.check_excluded(pairing.modules("modules_to_not_convert", "ignored_layers"), fnmatchcase)

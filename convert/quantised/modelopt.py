@@ -26,10 +26,10 @@ def modelopt(pairing: Pairing) -> None:
 
     algorithm = pairing.setting("quant_algo", *ALGORITHMS)
     layers = pairing.settings.get("quantized_layers") or {}
-    known = {"FP8", "NVFP4", "W4A16_NVFP4"}
-    of_layers = {layer.get("quant_algo") for layer in layers.values()} if isinstance(layers, dict) else {None}
-    if of_layers - known:
-        raise pairing.bad_setting("quantized_layers", layers, f"layers with {', '.join(sorted(known))}")
+    known = ["FP8", "NVFP4", "W4A16_NVFP4"]
+    each = list(layers.values()) if isinstance(layers, dict) else [None]
+    if not all(isinstance(layer, dict) and layer.get("quant_algo") in known for layer in each):
+        raise pairing.bad_setting("quantized_layers", layers, f"layers with {', '.join(known)}")
     for name, codes in list(pairing.tensors.items()):
         if codes.dtype == torch.uint8 and name.endswith(".weight"):
             scale = pairing.companion(codes, f"{name}_scale")
@@ -40,10 +40,4 @@ def modelopt(pairing: Pairing) -> None:
             parts = {CODES: codes, SCALE: scale, SECOND: second}
             pairing.add_blocks(name, shape, format, parts, scales=(torch.float8_e4m3fn,))
     add_float8(pairing, [(128, 128)] if algorithm == "FP8_PB_WO" else [MATRIX, ROW])
-    excluded = []
-    for key in ("ignore", "exclude_modules"):
-        value = pairing.settings.get(key) or []
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise pairing.bad_setting(key, value, "a list of names of modules")
-        excluded += value
-    pairing.check_excluded(excluded, fnmatchcase)
+    pairing.check_excluded(pairing.modules("ignore", "exclude_modules"), fnmatchcase)

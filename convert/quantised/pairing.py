@@ -246,6 +246,20 @@ class Pairing:
             raise self.bad_setting(key, value, " or ".join(map(repr, expected)))
         return value
 
+    def modules(self, *keys: str) -> list[str]:
+        """The names of modules in settings that are lists of them, or missing, or null.
+
+        Raises:
+            ConfigError: one is not a list of names.
+        """
+        found: list[str] = []
+        for key in keys:
+            value = self.settings.get(key) or []
+            if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+                raise self.bad_setting(key, value, "a list of names of modules")
+            found += value
+        return found
+
     def bad_setting(self, key: str, value: Any, expected: str) -> ConfigError:
         return ConfigError(
             f"{self._folder}: quantization_config has {key} = {abbreviate(value)}, expected {expected}; use "

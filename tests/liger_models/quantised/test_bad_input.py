@@ -277,6 +277,9 @@ def test_a_zero_point_of_symmetric_integers_is_refused(of_each_format):
         ({"format": "marlin-24"}, "format = 'marlin-24'"),
         ({"quantization_status": "thawed"}, "quantization_status"),
         ({"config_groups": []}, "config_groups"),
+        ({"config_groups": {"g": {"targets": True, "weights": {}}}}, "no group of config_groups"),
+        ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": [4]}}}}, "num_bits"),
+        ({"ignore": True}, "ignore = True, expected a list"),
         ({"config_groups": {"g": {"targets": ["Linear"], "weights": {"num_bits": 3}}}}, "num_bits = 3"),
         (
             {"config_groups": {"g": {"targets": ["re:.*experts.*"], "weights": {}}}},
@@ -305,6 +308,7 @@ def test_the_group_of_a_module_is_found_by_name_before_class(of_each_format):
     [
         (modelopt("W4A8_AWQ"), "quant_algo = 'W4A8_AWQ'"),
         (modelopt("MIXED_PRECISION", quantized_layers={"a": {"quant_algo": "INT4"}}), "quantized_layers"),
+        (modelopt("MIXED_PRECISION", quantized_layers={"a": 1}), "quantized_layers"),
         (modelopt("NVFP4", exclude_modules=["*experts*"]), r"excludes it from quantisation \('\*experts"),
     ],
 )
