@@ -134,12 +134,23 @@ class SSD(torch.autograd.Function):
                 of = slice(nth * groups // count, max(nth * groups // count + 1, (nth + 1) * groups // count))
                 own = _Slice(
                     *(x[:, some], dt[:, some], B[:, of], C[:, of], A_log[some], D[some], dt_bias[some]),
-                    None if state is None else state[:, some],
+                    _of_heads(state, some),
                 )
-                of_slice = (None if tensor is None else tensor[:, some] for tensor in (dfinal, dstate))
-                results = dx[:, some], ddt[:, some], dB[:, :, of], dC[:, :, of], sums[:, :, some]
-                add = count > groups and nth % (count // groups) > 0
-                _slice_backward(own, dy[:, some], *of_slice, *results, table, ctx.limit, parts, add)
+                _slice_backward(
+                    own,
+                    dy[:, some],
+                    _of_heads(dfinal, some),
+                    _of_heads(dstate, some),
+                    dx[:, some],
+                    ddt[:, some],
+                    dB[:, :, of],
+                    dC[:, :, of],
+                    sums[:, :, some],
+                    table,
+                    ctx.limit,
+                    parts,
+                    add=count > groups and nth % (count // groups) > 0,
+                )
             if not tokens and dstate is not None:
                 dstate.copy_(torch.zeros_like(dstate) if dfinal is None else dfinal)
         dA_log, dbias, dD = sums.sum(0)
@@ -149,6 +160,10 @@ class SSD(torch.autograd.Function):
             *(dA_log.to(A_log.dtype), dD.to(D.dtype), dbias.to(dt_bias.dtype)),
             *(dstate, None, None),
         )
+
+
+def _of_heads(states: Tensor | None, some: slice) -> Tensor | None:
+    return None if states is None else states[:, some]
 
 
 def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
