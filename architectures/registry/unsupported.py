@@ -39,7 +39,6 @@ MISSING |= {
     "doge": "attention biased by learned functions of the values",
     "glm_moe_dsa": _CHOSEN_KEYS,
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
-    "gpt_neo": "attention without a scale and windows next to learned positions",
     "gpt_neox_japanese": "a bias of attention in the last layer alone",
     "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
     "internlm3": "a reference that it shares with LLaMA: load it as llama, with its keys renamed",
