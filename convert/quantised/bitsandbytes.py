@@ -18,7 +18,7 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.errors import CheckpointError, abbreviate
-from liger_models.convert.quantised.codes import INT8
+from liger_models.convert.quantised.codes import INT8, look_up_pairs
 from liger_models.convert.quantised.formats import (
     CODES,
     ROW,
@@ -87,9 +87,10 @@ class FlatBlocks(Format):
         count = math.prod(weight.shape)
         first, last = start // self.block, -(-stop // self.block)
         begin, end = first * self.block, min(last * self.block, count)
-        codes = fetch(CODES, begin // 2, -(-end // 2)).to(device).int()
-        table = fetch(MAP, 0, 16).to(device)
-        values = table[torch.stack((codes >> 4, codes & 15), -1)].view(-1)[: end - begin]
+        codes, table = fetch(CODES, begin // 2, -(-end // 2)).to(device), fetch(MAP, 0, 16)
+        byte = torch.arange(256, device="cpu")
+        halves = torch.stack((table[byte >> 4], table[byte & 15]), -1)
+        values = look_up_pairs(halves, codes[None]).view(-1)[: end - begin]
         scale = self._scales(fetch, first, last)
         if not torch.isfinite(scale).all():
             raise BadScaleError(
@@ -105,7 +106,7 @@ class FlatBlocks(Format):
             return scale
         above = first // self.nested
         nested = fetch(NESTED_SCALE, above, -(-last // self.nested))
-        of_scale = torch.arange(first, last) // self.nested - above
+        of_scale = torch.arange(first, last, device="cpu") // self.nested - above
         return fetch(NESTED_MAP, 0, 256)[scale.int()] * nested[of_scale] + self.offset
 
 

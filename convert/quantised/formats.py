@@ -128,7 +128,7 @@ class Blocks(Format):
             bands.append(self._band(_Matrix(weight, fetch, matrix), top, bottom, device))
             row += bottom - top
         band = bands[0] if len(bands) == 1 else torch.cat(bands)
-        return band.view(-1)[start - first * columns : stop - first * columns]
+        return band.reshape(-1)[start - first * columns : stop - first * columns]
 
     def _band(self, matrix: _Matrix, top: int, bottom: int, device: torch.device) -> Tensor:
         rows, columns = matrix.weight.shape[-2:]
@@ -136,7 +136,7 @@ class Blocks(Format):
         height, width = self.block[0] or rows, self.block[1] or columns
         above, below = top // height, -(-bottom // height)
         scale = self._scales(matrix, above, below)
-        block_of_row = torch.arange(top, bottom) // height - above
+        block_of_row = torch.arange(top, bottom, device="cpu") // height - above
         scale = scale[block_of_row].to(device)  # [rows of the band, blocks along a row]
         groups = None
         if GROUPS in matrix.weight.parts:  # columns in groups of their own choice
@@ -145,7 +145,9 @@ class Blocks(Format):
             zero = self._zeros(matrix, above, below)[block_of_row].to(device)
             values = values - _spread(zero, width, columns, groups)
         if groups is None and columns % width == 0:
-            values = (values.reshape(bottom - top, -1, width) * scale[:, :, None]).view(bottom - top, columns)
+            values = (
+                values.reshape(bottom - top, -1, width).mul_(scale[:, :, None]).view(bottom - top, columns)
+            )
         else:
             values = values * _spread(scale, width, columns, groups)
         return values if self.factor is None else values * self.factor

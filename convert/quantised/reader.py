@@ -79,7 +79,7 @@ class ModelReader(CheckpointReader):
         info = self.tensors[name]
         if not isinstance(info, QuantisedInfo):
             return self.read(name)
-        whole = torch.empty(info.shape, dtype=dtype)
+        whole = torch.empty(info.shape, dtype=dtype, device="cpu")
         self.read_into(name, whole)
         return whole.transpose(-1, -2) if info.weight.transposed else whole
 
@@ -97,7 +97,7 @@ class ModelReader(CheckpointReader):
         dest, weight = dest.detach(), info.weight
 
         def fetch(part: str, begin: int, end: int) -> Tensor:
-            stored = torch.empty(end - begin, dtype=weight.parts[part].dtype)
+            stored = torch.empty(end - begin, dtype=weight.parts[part].dtype, device="cpu")
             self.read_elements(weight.parts[part], stored, begin, end)
             return stored
 
@@ -114,7 +114,7 @@ class ModelReader(CheckpointReader):
     def read_stored(self, name: str) -> Tensor:
         """Read a whole tensor as it is in the files."""
         info = self.stored[name]
-        stored = torch.empty(info.shape, dtype=info.dtype)
+        stored = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         self.read_elements(info, stored, 0, stored.numel())
         return stored
 

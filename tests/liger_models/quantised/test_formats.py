@@ -26,7 +26,7 @@ def loaded(checkpoint: QuantisedCheckpoint, **options) -> dict[str, Tensor]:
     """The tensors of a checkpoint's model, under the names of a dense one."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that scales of activations are ignored
-        model = liger_models.from_hub(checkpoint.folder, device="cpu", **options)
+        model = liger_models.from_hub(checkpoint.folder, **{"device": "cpu", **options})
     return dict(model.checkpoint_tensors())
 
 
@@ -42,6 +42,14 @@ def test_a_weight_is_the_float32_product_rounded_once(checkpoint, dtype):
     assert checkpoint.quantised
     found = loaded(checkpoint, dtype=dtype)
     assert_same(found, checkpoint.expected(torch.bfloat16 if dtype == "auto" else dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpu_decodes_the_same_bits(checkpoint, dtype):
+    found = loaded(checkpoint, dtype=dtype, device="cuda")
+    assert all(tensor.is_cuda for tensor in found.values())
+    assert_same({name: tensor.cpu() for name, tensor in found.items()}, checkpoint.expected(dtype))
 
 
 def test_any_range_of_elements_is_read_alone(checkpoint):
