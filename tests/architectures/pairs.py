@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -173,9 +174,11 @@ class Pair:
         """
         return self.reference.state_dict()
 
-    def run_ours(self, cotangent: Tensor | None = None, **call: Any) -> Run:
-        """Forward, and backward from the loss, or from the logits with `cotangent`."""
-        with clear_of_ties(BOUND):
+    def run_ours(self, cotangent: Tensor | None = None, *, near_ties: bool = False, **call: Any) -> Run:
+        """Forward, and backward from the loss, or from the logits with `cotangent`. TieError where a router's
+        choice is near a tie, unless `near_ties` are allowed.
+        """
+        with nullcontext() if near_ties else clear_of_ties(BOUND):
             output = self.ours(**call, return_logits=True)
         grads = _gradients(self.ours, output, cotangent, call)
         return Run(output.loss, output.logits, self.gradients_of_ours() | grads)

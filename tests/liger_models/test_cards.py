@@ -315,6 +315,9 @@ def test_as_many_layers_are_kept_as_fit_and_at_least_one_of_each_kind():
 def test_per_layer_lists_are_truncated_with_the_layers():
     config = {"num_hidden_layers": 3, "layer_types": ["a", "b", "c"], "ids": [1, 2]}
     assert with_layers(config, 2) == {"num_hidden_layers": 2, "layer_types": ["a", "b"], "ids": [1, 2]}
+    counted = {"num_heads": 2, "kda_layers": [1, 2, 3], "full_attn_layers": [4]}  # from 1
+    cut = with_layers({"num_hidden_layers": 4, "linear_attn_config": counted}, 3)
+    assert cut["linear_attn_config"] == {**counted, "full_attn_layers": []}
 
 
 # -- the pages
