@@ -7,11 +7,14 @@ Each layer is gathered before it runs, overlapping the previous layer, and again
 embedding and the head are groups of their own, unless they share their weight: their memory is freed, and
 their gradients are sharded, as soon as they have run. Norms belong to the group of the layer that reads their
 output: what a layer saves of a norm is its input and its weight (layers/recompute/activation_memory.py),
-which must be present when the layer's backward pass begins.
+which must be present when the layer's backward pass begins. Parameters in another dtype than most of their
+group, such as a float32 A_log in a bfloat16 layer, form a small group of their own, which is gathered and
+reduced in its dtype, and stays gathered until the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +53,8 @@ def parallelize(
         mesh: a torch device mesh, ("shard",) or ("replicate", "shard"); or sizes; default: all processes
             share all parameters.
         compute_dtype: cast parameters and the layers' inputs to this dtype for computation, such as
-            torch.bfloat16 for float32 parameters. Default: their own.
+            torch.bfloat16 for float32 parameters; of a layer with several dtypes, only the parameters in the
+            most frequent one. Default: their own.
         reshard_after_forward: free layers after the forward pass and gather them again for the backward pass.
             False keeps whole parameters in between.
 
@@ -60,8 +64,8 @@ def parallelize(
     Raises:
         TypeError: the model is not from `from_hub` or `from_config`, or is wrapped.
         ConfigError: sizes that do not fit the processes, or there is no process group.
-        UnsupportedModelError: the model is already sharded, has quantised weights, or mixes dtypes among a
-            layer's trainable parameters.
+        UnsupportedModelError: the model is already sharded, has quantised weights, or mixes dtypes among the
+            trainable parameters of one layer itself, outside its modules.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
     if not isinstance(model, LigerCausalLM):
@@ -82,8 +86,7 @@ def parallelize(
     if meshes.sequence is not None:
         divide_sequences(model, meshes.sequence)
     groups = _groups(model)
-    for name, modules in groups.items():
-        _check_dtypes(name, modules)
+    others = _in_other_dtypes(groups)
     policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, compute_dtype))
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
@@ -95,10 +98,16 @@ def parallelize(
         model.lm_head,
         model,
     ]  # do not free them just before that
-    for part in (part for parts in groups.values() for part in parts):
+    ignored |= {p for group in others for p in group}
+    options: dict[str, Any] = {"mesh": meshes.data}
+    for part in groups.values():
         reshard = reshard_after_forward and part not in first_in_backward
-        options: dict[str, Any] = {"mesh": meshes.data, "mp_policy": policy, "ignored_params": ignored}
-        fully_shard(part, reshard_after_forward=reshard, **options)
+        fully_shard(part, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored, **options)
+    policy = replace(policy, param_dtype=None, cast_forward_inputs=False)
+    for group in others:
+        owners = [module for module in model.modules() if any(p in group for p in _own(module))]
+        rest = {p for module in owners for p in module.parameters()} - group
+        fully_shard(owners, reshard_after_forward=False, mp_policy=policy, ignored_params=rest, **options)
     if isinstance(model.embed_tokens, FSDPModule):
         model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup does not need the weight
     if model.vision is not None:
@@ -157,31 +166,49 @@ def _give_back(model: nn.Module, args: object, output: object) -> None:
                 part.reshard()
 
 
-def _groups(model: LigerCausalLM) -> dict[str, list[nn.Module]]:
-    """Groups that are gathered together, by name, in the order in which they must be sharded: parts before
-    the whole.
+def _groups(model: LigerCausalLM) -> dict[str, nn.Module]:
+    """Modules whose parameters are gathered together, by name, in the order in which they must be sharded:
+    parts before the whole.
 
     A weight shared by head and embedding stays with the whole model, which is gathered first and freed last.
     """
-    parts: dict[str, list[nn.Module]] = {f"layer {i}": [layer] for i, layer in enumerate(model.layers)}
+    parts: dict[str, nn.Module] = {f"layer {i}": layer for i, layer in enumerate(model.layers)}
     if model.mtp is not None:
-        parts |= {f"prediction module {name}": [module] for name, module in model.mtp.items()}
+        parts |= {f"prediction module {name}": module for name, module in model.mtp.items()}
     if model.vision is not None:
-        parts |= {f"layer {i} of the encoder": [x] for i, x in enumerate(model.vision.encoder.layers)}
+        parts |= {f"layer {i} of the encoder": x for i, x in enumerate(model.vision.encoder.layers)}
     if not model.spec.tie_word_embeddings:
-        parts |= {"the embedding": [model.embed_tokens], "the head": [model.lm_head]}
-    return parts | {"the model": [model]}
+        parts |= {"the embedding": model.embed_tokens, "the head": model.lm_head}
+    return parts | {"the model": model}
 
 
-def _check_dtypes(name: str, modules: list[nn.Module]) -> None:
-    """Check that each group has one dtype: FSDP2 reduces a group's gradients in one buffer."""
-    found = {p.dtype for module in modules for p in module.parameters() if p.requires_grad}
-    if len(found) > 1:
-        names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
-        raise UnsupportedModelError(
-            f"{name} has trainable parameters in {names}; parameters that are sharded together must have one "
-            "dtype; load the model with dtype='bfloat16' or 'float32'"
-        )
+def _in_other_dtypes(groups: dict[str, nn.Module]) -> list[set[nn.Parameter]]:
+    """Trainable parameters in another dtype than most of their group's: FSDP2 reduces a group's gradients in
+    one buffer. One set for each group and dtype.
+    """
+    others, seen = [], set[nn.Parameter]()
+    for name, part in groups.items():
+        by_dtype: dict[torch.dtype, set[nn.Parameter]] = {}
+        for p in part.parameters():
+            if p.requires_grad and p not in seen:
+                by_dtype.setdefault(p.dtype, set()).add(p)
+        seen.update(part.parameters())
+        if len(by_dtype) > 1:
+            largest = max(by_dtype, key=lambda dtype: sum(p.numel() for p in by_dtype[dtype]))
+            del by_dtype[largest]
+            for dtype, group in by_dtype.items():
+                if any(p in group for p in _own(part)):
+                    raise UnsupportedModelError(
+                        f"{name} has trainable parameters in {dtype} beside {largest} that belong to none of "
+                        "its modules, and cannot be sharded; load the model with dtype='bfloat16' or "
+                        "'float32'"
+                    )
+                others.append(group)
+    return others
+
+
+def _own(module: nn.Module) -> Iterator[nn.Parameter]:
+    return module.parameters(recurse=False)
 
 
 def _device_type(model: LigerCausalLM) -> str:

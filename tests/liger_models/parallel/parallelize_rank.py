@@ -53,6 +53,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         shared,
         further_tokens,
         in_half_precision,
+        in_two_dtypes,
         after_evaluation,
         fitted,
         memory_of_a_large_one,
@@ -68,10 +69,12 @@ def refused(model, folder: Path) -> dict[str, str]:
     whole = liger_models.from_hub(folder / "llama")
     head = torch.zeros(whole.lm_head.weight.shape, dtype=torch.int8)
     whole.lm_head.weight = torch.nn.Parameter(head, requires_grad=False)
+    odd = liger_models.from_hub(folder / "llama", dtype="bfloat16")
+    odd.layers[0].scale = torch.nn.Parameter(torch.ones(1))
     calls = {
+        "mixed": lambda: parallelize(odd),
         "twice": lambda: parallelize(model),
         "quantised": lambda: parallelize(whole),
-        "mixed": lambda: liger_models.from_hub(folder / "mixed", shard=parallelize),
         "generate": lambda: model.generate(ids, 2),
         "sizes": lambda: liger_models.from_hub(folder / "llama", shard=three_shards),
     }
@@ -121,6 +124,15 @@ def in_half_precision(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
         model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
         found[dtype] = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
     return found
+
+
+def in_two_dtypes(folder: Path) -> dict[str, torch.Tensor]:
+    """Gradients of a model with float32 gates and norms in bfloat16 layers."""
+    model = liger_models.from_hub(folder / "mixed", shard=parallelize)
+    model.set_activation_memory((LEVELS * len(model.layers))[: len(model.layers)])
+    half = batch(model.spec.vocab_size)[dist.get_rank() :: 2]
+    model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
+    return {n: p.grad.full_tensor() for n, p in model.named_parameters()}
 
 
 def after_evaluation(folder: Path) -> dict[str, bool]:

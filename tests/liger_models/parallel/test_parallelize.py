@@ -18,6 +18,7 @@ from liger_models.losses import shared_prompts
 
 RANK = Path(__file__).with_name("parallelize_rank.py")
 program = runpy.run_path(str(RANK))
+FLOAT32 = ("A_log", "dt_bias", "norm.weight")  # parameters of the checkpoint "mixed"
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"
@@ -37,10 +38,11 @@ def folder(tmp_path_factory):
         model.save_pretrained(folder / family, max_shard_size="50KB")
     further = {**find_architecture("glm4_moe").tiny, "num_nextn_predict_layers": 2}
     randomise(liger_models.from_config(further, mtp=True)).save_pretrained(folder / "further")
-    norms = [p for name, p in model.named_parameters() if "norm" in name]
-    model.bfloat16()
-    for p in norms:
-        p.data = p.data.float()
+    torch.manual_seed(0)
+    model = liger_models.from_config(find_architecture("qwen3_5_text").tiny, dtype="bfloat16")
+    for name, p in model.named_parameters():
+        if name.endswith(FLOAT32):
+            p.data = p.data.float() + torch.rand_like(p.data, dtype=torch.float32) / 100
     model.save_pretrained(folder / "mixed", dtype="parameters")
     large = {**find_architecture("llama").tiny, "vocab_size": 60_000, "hidden_size": 256}
     liger_models.from_config(large).save_pretrained(folder / "large")
@@ -85,7 +87,7 @@ def test_models_that_cannot_be_sharded_are_refused(found):
         errors = of_rank["refused"]
         assert "already sharded over processes" in errors["twice"]
         assert "lm_head.weight is quantised (torch.int8" in errors["quantised"]
-        assert "layer 0 has trainable parameters in bfloat16, float32" in errors["mixed"]
+        assert "layer 0 has trainable parameters in torch.float32 beside torch.bfloat16" in errors["mixed"]
         assert "the same number of tokens" in errors["generate"]
         assert "is 3, but there are 2 processes" in errors["sizes"]
 
@@ -133,6 +135,24 @@ def test_gradients_computed_in_bfloat16_are_summed_in_float32(folder, found):
             assert torch.equal(of_rank["in_half_precision"]["bfloat16"][name], mean.bfloat16()), name
             # With float32 parameters and bfloat16 compute, the sum stays in float32.
             assert torch.equal(of_rank["in_half_precision"]["float32"][name], mean), name
+
+
+@pytest.mark.slow
+def test_float32_parameters_of_bfloat16_layers_keep_their_dtype(folder, found):
+    shares = []
+    for rank in range(2):
+        model = liger_models.from_hub(folder / "mixed")
+        half = program["batch"](model.spec.vocab_size)[rank::2]
+        model(half, labels=half, num_items_in_batch=half.numel()).loss.backward()
+        shares.append({name: p.grad.float() for name, p in model.named_parameters()})
+    dtypes = {name: p.dtype for name, p in model.named_parameters()}
+    assert dtypes["layers.0.linear_attn.A_log"] == dtypes["norm.weight"] == torch.float32
+    for name, dtype in dtypes.items():
+        mean = (shares[0][name] + shares[1][name]) / 2
+        for of_rank in found:
+            gradient = of_rank["in_two_dtypes"][name]
+            assert gradient.dtype == dtype, name
+            assert torch.equal(gradient, mean.to(dtype)), name
 
 
 @pytest.mark.slow
