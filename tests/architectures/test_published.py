@@ -18,6 +18,7 @@ from variants import as_transformers_4, skipped
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
+from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 
@@ -43,6 +44,19 @@ def test_a_published_config_is_read_as_its_reference_reads_it(published):
     spec = architecture.spec(HFConfig.load(config))
     assert architecture.spec(HFConfig.load(rewritten)) == spec
     assert architecture.spec(HFConfig.load(as_transformers_4(rewritten, architecture.rope_keys))) == spec
+
+
+def test_a_published_config_cut_to_a_layer_of_every_kind_has_the_first_layers(published):
+    """GPU tests and the cards' training steps run such models; encoders are cut by the tests themselves."""
+    if "vision_config" in published["config"]:
+        return
+    config = {**published["config"], **dict.fromkeys(published.get("dropout", ()), 0)}
+    layers = layers_of_every_kind(config)
+    whole, cut = (
+        find_architecture(config["model_type"]).spec(HFConfig.load(c)).blocks
+        for c in (config, with_layers(config, layers))
+    )
+    assert cut == whole[:layers]
 
 
 def test_a_published_config_with_dropout_is_refused_unless_overridden(published):
