@@ -60,9 +60,9 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Config with only the first layers of the language model; per-layer lists are cut, too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    count = "n_layer" if "n_layer" in config else "num_hidden_layers"
-    before: Any = config.get(count)  # None: the default of its class
-    cut = {
+    counts = [key for key in ("n_layer", "num_hidden_layers") if key in config] or ["num_hidden_layers"]
+    before: Any = config.get(counts[0])  # None: the default of its class
+    cut: dict[str, Any] = {
         key: value[:layers] if _by_layer(key, value) and len(value) == before else value
         for key, value in config.items()
     }
@@ -78,7 +78,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
             key: [layer for layer in value if layer <= layers] if isinstance(value, list) else value
             for key, value in own.items()
         }
-    return {**cut, count: layers}
+    return {**cut, **dict.fromkeys(counts, layers)}
 
 
 def _by_layer(key: str, value: Any) -> bool:
