@@ -71,8 +71,6 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]
-    if pattern := cut.get("hybrid_override_pattern"):  # a letter for each layer
-        cut["hybrid_override_pattern"] = pattern[:layers]
     if own := cut.get("linear_attn_config"):  # the lists in it count layers from 1
         cut["linear_attn_config"] = {
             key: [layer for layer in value if layer <= layers] if isinstance(value, list) else value
