@@ -87,7 +87,7 @@ def parallelize(
         divide_sequences(model, meshes.sequence)
     groups = _groups(model)
     others = _in_other_dtypes(groups)
-    policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, compute_dtype))
+    policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, model.dtype, compute_dtype))
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
         ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
@@ -117,14 +117,18 @@ def parallelize(
     return model
 
 
-def _dtype_of_sums(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> torch.dtype | None:
+def _dtype_of_sums(
+    mesh: DeviceMesh, dtype: torch.dtype, compute_dtype: torch.dtype | None
+) -> torch.dtype | None:
     """Dtype for reducing gradients over a mesh; None: their own dtype, which the sum has, too.
 
     The sum of two bfloat16 numbers is rounded once, in bfloat16 as well as in float32 followed by rounding;
     halving it is exact (above 2^-126). For two shards, half the bytes therefore give the same bits. Replicas
-    accumulate micro-batches before they exchange gradients.
+    accumulate micro-batches before they exchange gradients. float64 is never narrowed.
     """
-    return None if mesh.ndim == 1 and mesh.size() == 2 and compute_dtype is None else torch.float32
+    if compute_dtype is None and (dtype == torch.float64 or (mesh.ndim == 1 and mesh.size() == 2)):
+        return None
+    return torch.float32
 
 
 def _divide_experts(
@@ -143,7 +147,7 @@ def _divide_experts(
         modules = divide_experts(model, mesh["experts"], policy.param_dtype)
         return {p for module in modules for p in module.parameters()}
     # Their inputs are the layer's, already cast; routing weights stay in float32.
-    sums = _dtype_of_sums(others, policy.param_dtype)
+    sums = _dtype_of_sums(others, model.dtype, policy.param_dtype)
     policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
     for module in divide_experts(model, mesh["experts"]):
         fully_shard(
