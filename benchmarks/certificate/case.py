@@ -92,8 +92,13 @@ def parse(text: str) -> Case:
 
 
 def text_families() -> list[str]:
-    """Families whose input is text alone."""
-    return [name for name in list_architectures() if not find_architecture(name).vision]
+    """Families whose input is text alone and whose routers, if any, draw nothing at random."""
+    names = [name for name in list_architectures() if not find_architecture(name).vision]
+    return [name for name in names if not any(_is_random(block.mlp) for block in spec_of(name).blocks)]
+
+
+def _is_random(mlp: object) -> bool:
+    return isinstance(mlp, MoESpec) and mlp.sparse_mixer is not None
 
 
 def config_of(family: str) -> dict[str, Any]:
