@@ -1,7 +1,8 @@
 """One rank of test_sharded.py: load quantised checkpoints into sharded models, and save them.
 
-For each NAME/source in FOLDER write NAME/ranks, where matrices are sharded by rows, and for experts also
-NAME/inner, where each expert is. Returns the bytes that were read, and those of the tensors held, by name.
+For each NAME/source in FOLDER write NAME/ranks, where matrices are sharded by rows; NAME/as_loaded, quantised
+as it was; and for experts NAME/inner, where each of them is sharded. Returns the bytes that were read, and
+those of the tensors held, by name.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, tuple[int, int]]:
         held = sum(p.to_local().numel() * p.itemsize for p in model.parameters())
         counts[path.name] = count.nbytes, held
         model.save_pretrained(path / "ranks")
+        model.save_pretrained(path / "as_loaded", quantization="as_loaded")
         if any(p.dim() == 3 for p in model.parameters()):
             liger_models.from_hub(path / "source", shard=within_experts).save_pretrained(path / "inner")
     return counts

@@ -10,6 +10,8 @@ from published import CASES
 from ranks import run_ranks
 
 import liger_models
+from liger_models.convert.checkpoints.tensor_bytes import same_bits
+from liger_models.convert.quantised.reader import ModelReader
 
 RANK = Path(__file__).with_name("quantised_rank.py")
 # Scales for blocks of rows, for the matrix, for each row, and in groups; experts stacked and one by one.
@@ -42,6 +44,10 @@ def test_ranks_read_and_save_the_bytes_of_the_whole_model(ranks, tmp_path):
     for name in NAMES:
         expected = files_of(tmp_path / name / "whole")
         assert files_of(tmp_path / name / "ranks") == expected, name
+        quantised = ModelReader(tmp_path / name / "source"), ModelReader(tmp_path / name / "as_loaded")
+        with quantised[0] as source, quantised[1] as kept:
+            assert kept.stored.keys() == source.stored.keys()
+            assert all(same_bits(kept.read_stored(part), source.read_stored(part)) for part in source.stored)
         if (tmp_path / name / "inner").exists():
             assert files_of(tmp_path / name / "inner") == expected, name
         read, held = (sum(counts[name][i] for counts in found) for i in range(2))
