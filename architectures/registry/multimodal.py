@@ -116,17 +116,36 @@ _QWEN2: dict[str, Any] = {
 MULTIMODAL: dict[str, Multimodal] = {
     # The whole model does not scale its logits, though Command R's own does.
     **{
-        kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
+        kind: Multimodal(
+            {"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0}, missing="a gated projector"
+        )
         for kind in ("aya_vision", "cohere2_vision")
     },
-    "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
+    "exaone4_5": Multimodal(
+        {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
+        _OWN_ROOT,
+        missing="an encoder with grouped key/value heads",
+    ),
     **{
-        kind: Multimodal({"llama": "llama"}, (("model.text_model.", "model."),))
+        kind: Multimodal(
+            {"llama": "llama"},
+            (("model.text_model.", "model."),),
+            missing="an encoder that assigns positions by fractions of an image",
+        )
         for kind in ("idefics3", "smolvlm")
     },
-    "llava_next": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
-    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
-    "video_llama_3": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied_by_text=True),
+    "llava_next": Multimodal(
+        {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
+        tied_by_text=True,
+        missing="tiles whose padding is cut off",
+    ),
+    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
+    "video_llama_3": Multimodal(
+        {"qwen2": "qwen2"},
+        _OWN_ROOT,
+        tied_by_text=True,
+        missing="a projector that shrinks the grid of features",
+    ),
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "gemma4_unified": Multimodal(

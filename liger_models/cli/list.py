@@ -58,8 +58,8 @@ def _list_missing() -> None:
     print("Not supported: model_type in config.json, and what is missing:")
     print_table(sorted(MISSING.items()))
     names = {family.model_type for family in list_families()}
-    print("Supported without images and sound (text_only=True, or --text-only):")
-    print_table([(name,) for name in sorted(MULTIMODAL.keys() - names)])
+    print("Supported without images and sound (text_only=True, or --text-only), and what these need:")
+    print_table([(name, MULTIMODAL[name].missing) for name in sorted(MULTIMODAL.keys() - names)])
 
 
 def _names(family: "Family") -> tuple[str, str, str]:
