@@ -57,7 +57,10 @@ def stacks_by_names(model: Any, names: Collection[str]) -> tuple[set[str], set[s
     except ImportError:  # an older PEFT, which looks for layers with these names
         return set(), set()
     config = LoraConfig(target_modules=list(names))
-    convert_peft_config_for_transformers(config, model, None)
+    try:
+        convert_peft_config_for_transformers(config, model, None)
+    except ValueError:  # a name without its pair, such as attention's gate_proj in Trinity: taken for nothing
+        return set(), set()
     return set(names) - set(config.target_modules or ()), set(config.target_parameters or ())
 
 
