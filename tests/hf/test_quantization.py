@@ -25,6 +25,7 @@ DENSE = [
     name
     for name in list_architectures()
     if not {"num_experts", "num_local_experts", "n_routed_experts"} & find_architecture(name).tiny.keys()
+    and name != "olmo"  # the reference clamps what 4-bit layers return in place, which autograd refuses
 ]
 
 TRANSPOSED = ("gpt2",)  # weights in checkpoints
