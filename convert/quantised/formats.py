@@ -24,6 +24,8 @@ Fetch = Callable[[str, int, int], Tensor]
 MATRIX, ROW, COLUMN = (None, None), (1, None), (None, 1)  # blocks: the rows and columns that share a scale
 CODES, SCALE, SECOND, ZERO, GROUPS = "codes", "scale", "second scale", "zero point", "groups"
 
+AT_ONCE = 2**24  # elements of a matrix in memory that are decoded at once: 64 MB in float32
+
 
 class BadScaleError(Exception):
     """A scale that no quantiser writes; the message names its tensor."""
@@ -116,6 +118,36 @@ class Blocks(Format):
             return [stack, (*stack, 1), (*stack, 1, 1)]
         return [(*stack, *grid), (*stack, grid[0])] if self.block[1] is None else [(*stack, *grid)]
 
+    def check_scales(self, weight: QuantisedWeight, parts: Mapping[str, Tensor]) -> None:
+        """Raise BadScaleError unless all scales of a weight are finite and positive."""
+        _check_scales(as_scale(parts[SCALE]), weight.parts[SCALE], self.allow_zero)
+        if self.second is not None:
+            _check_scales(as_scale(parts[SECOND]), weight.parts[SECOND], False)
+
+    def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Decode one whole matrix in memory, on its device and without synchronisation.
+
+        Args:
+            shape: (rows, columns).
+            parts: codes and scales as the files have them. The scales were checked; there are no zero points
+                and no groups of columns in another order.
+            dtype: of the result. The values are the same bits as those of `decode`, rounded to it.
+        """
+        (rows, columns), (down, across) = shape, self.grid(shape)
+        height, width = self.block[0] or rows, self.block[1] or columns
+        scale = as_scale(parts[SCALE]).view(down, across)
+        if self.second is not None:
+            second = as_scale(parts[SECOND]).view(1, 1)
+            scale = scale * second if self.second == "times" else scale / second
+        scale = scale.repeat_interleave(height, 0)[:rows]
+        dense = torch.empty(shape, dtype=dtype, device=scale.device)
+        step = max(1, AT_ONCE // columns)
+        for top in range(0, rows, step):
+            values = self.codes.decode(parts[CODES][top : top + step])[:, :columns]
+            values = _product(values, scale[top : top + step], width, None)
+            dense[top : top + step] = values if self.factor is None else values * self.factor
+        return dense
+
     def decode(
         self, weight: QuantisedWeight, fetch: Fetch, start: int, stop: int, device: torch.device
     ) -> Tensor:
@@ -144,12 +176,7 @@ class Blocks(Format):
         if ZERO in matrix.weight.parts:
             zero = self._zeros(matrix, above, below)[block_of_row].to(device)
             values = values - _spread(zero, width, columns, groups)
-        if groups is None and columns % width == 0:
-            values = (
-                values.reshape(bottom - top, -1, width).mul_(scale[:, :, None]).view(bottom - top, columns)
-            )
-        else:
-            values = values * _spread(scale, width, columns, groups)
+        values = _product(values, scale, width, groups)
         return values if self.factor is None else values * self.factor
 
     def _groups(self, matrix: _Matrix) -> Tensor:
@@ -200,6 +227,14 @@ class _Matrix:
         first = self.number * rows
         found = self.fetch(name, (first + top) * width, (first + bottom) * width)
         return found.view(bottom - top, width)
+
+
+def _product(values: Tensor, scale: Tensor, width: int, groups: Tensor | None) -> Tensor:
+    """Multiply rows [rows, columns] by the scales of their blocks [rows, blocks]."""
+    rows, columns = values.shape
+    if groups is None and columns % width == 0:
+        return (values.reshape(rows, -1, width) * scale[:, :, None]).view(rows, columns)
+    return values * _spread(scale, width, columns, groups)
 
 
 def _spread(of_blocks: Tensor, width: int, columns: int, groups: Tensor | None) -> Tensor:

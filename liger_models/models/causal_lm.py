@@ -358,6 +358,12 @@ def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> N
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise CheckpointError(f"{name} is on the meta device, so there are no values to save")
+        if parameter.dtype == torch.uint8:
+            raise CheckpointError(
+                f"{name} keeps the quantised bits of its checkpoint, which are not written; call "
+                "liger_models.models.stored_weights.decode_stored(model) first, or load the model without "
+                "keep_quantised"
+            )
     if unknown := sorted(parameters.keys() ^ weight_map.keys()):
         raise CheckpointError(
             f"the model's parameters have changed since its creation; they differ in {unknown[:4]}. Merge "

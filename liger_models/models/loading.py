@@ -36,6 +36,7 @@ from liger_models.models.devices import parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
+from liger_models.models.stored_weights import check_can_keep, keep_stored
 from liger_models.models.text_part import select_text, text_config_of, warn_of
 from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
@@ -99,6 +100,7 @@ def from_hub(
     mtp: bool = False,
     ignore_config_keys: tuple[str, ...] = (),
     new_tokens: range | None = None,
+    keep_quantised: bool = False,
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
 
@@ -139,6 +141,8 @@ def from_hub(
         new_tokens: ids of tokens that the checkpoint was not trained with: range(old, new). The vocabulary
             grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
             before them, as by the model's `resize_token_embeddings`, which no sharded model has.
+        keep_quantised: quantised weights of linear layers stay as they are in the files, frozen, and are
+            decoded where they are used, for adapters (docs/quantised.md). Needs split projections.
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
@@ -169,8 +173,17 @@ def from_hub(
             choice = _with_new_rows(choice, new_tokens, reader)
         model = _skeleton(choice, options)
         source = find_layout(model, reader, choice.fresh)
-        _lay_out(model, options, _dtype_of_files(model, reader, choice.fresh))
-        _fill_from(reader, model, choice.fresh)
+        dtypes = _dtype_of_files(model, reader, choice.fresh)
+        if keep_quantised:
+            check_can_keep(folder, reader, options.projections, shard, float8, adapter)
+            _lay_out(model, replace(options, device="meta"), dtypes)
+            model.split_projections()
+            fill_stored = keep_stored(model, reader)
+            model.materialize(parse_device(device))
+            fill_stored()
+        else:
+            _lay_out(model, options, dtypes)
+            _fill_from(reader, model, choice.fresh)
     model.source_folder = folder
     if choice.fresh:
         model.reset_parameters_of(model.lm_head)
@@ -184,7 +197,7 @@ def from_hub(
         layouts = (model.layout, *model.architecture.layouts)
         adapter.merge(model.saved_tensors(), map(model.weight_map, layouts))
         model.adapter_folder = adapter.folder
-    if shard is None:
+    if shard is None and not keep_quantised:
         _split_if(projections, model)  # over the memory of the packed ones
     if float8 is not None:
         load_in_float8(model, float8)

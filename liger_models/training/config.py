@@ -181,6 +181,7 @@ class TrainConfig:
     lora: str | None = None
     adapter: str | None = None
     quantize: str | None = None
+    keep_quantised: bool = False
     float8: str | None = None
     merge: bool = False
     eval_every: int = 0
@@ -269,11 +270,13 @@ class TrainConfig:
         check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.lora is not None:
             LoraSettings.parse(self.lora)
-        elif self.quantize or self.merge:
-            raise ConfigError("quantize and merge require lora")
+        elif self.quantize or self.merge or self.keep_quantised:
+            raise ConfigError("quantize, keep_quantised and merge require lora")
         check("float8", self.float8 in (None, *RECIPES), f"one of {', '.join(RECIPES)}")
-        if self.float8 and self.quantize:
-            raise ConfigError("float8 and quantize are two representations of the same layers; choose one")
+        if bool(self.float8) + bool(self.quantize) + self.keep_quantised > 1:
+            raise ConfigError(
+                "float8, quantize and keep_quantised are representations of the same layers; choose one"
+            )
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check(
             "keep_best",

@@ -180,7 +180,7 @@ def load_model(
     source = _source(config, checkpoint)
     new = _new_rows(config, source, tokenizer)
     if not _is_preset(source):
-        options["new_tokens"] = new or None
+        options |= {"new_tokens": new or None, "keep_quantised": config.keep_quantised}
         model = from_hub(source, dtype=dtype, **options)
         if model.dtype == torch.float16:
             raise ConfigError(

@@ -27,6 +27,7 @@ from liger_models.layers.projections.in_place import change_class
 from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.models.quantization import dequantised
+from liger_models.models.stored_weights import decode_stored
 from liger_models.training.random_numbers import seed_generators
 
 ALL = "all-linear"
@@ -222,6 +223,7 @@ class Adapters:
         """Merge the adapters into plain layers, by PEFT's own merging. Quantised weights are dequantised, so
         the merged model computes the same function.
         """
+        decode_stored(self.model)
         for path in self.names:
             layer: Any = self.model.get_submodule(path)
             layer.base_layer = dequantised(layer.base_layer, self.model.dtype)

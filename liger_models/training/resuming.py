@@ -67,6 +67,7 @@ def check_resumed(
         "lora",
         "adapter",
         "quantize",
+        "keep_quantised",
         "float8",
         *(("model",) if model_matters else ()),
     )

@@ -329,6 +329,11 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
         "quantize)",
     )
     add(
+        "--keep-quantised",
+        action="store_true",
+        help="keep the linear layers of a quantised checkpoint in its own bits below the adapters",
+    )
+    add(
         "--merge",
         action="store_true",
         help="also write OUTPUT/merged, the model with merged adapters",

@@ -63,7 +63,7 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         adapters = active_adapters(self)
         if base is None or adapters is None:
             return None
-        return Projection(base.weight, base.bias, adapters)
+        return base._replace(adapters=adapters)
 
     def adapter_costs(self) -> dict[str, Any]:
         """Memory costs for layers/memory/adapters.py."""
