@@ -19,6 +19,7 @@ from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.own_parts import whole_bytes
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
+from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
@@ -344,6 +345,8 @@ def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
     names = {id(p): name for name, p in layer.named_parameters()}
     for module, _, p in matrices(layer):
         elements = 0 if frozen and p.requires_grad else p.numel()
+        if isinstance(module, StoredLinear):
+            elements = module.in_features * module.out_features
         mixture, name = layer.spec.mixture, names[id(p)]
         if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts

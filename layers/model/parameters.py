@@ -17,6 +17,7 @@ from liger_models.layers.projections.packed_linear import (
     split_projections,
     weight_map_of_parts,
 )
+from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.layers.specs import ModelSpec
 
 
@@ -145,10 +146,12 @@ class ModelParameters(nn.Module):
                 reset(std, generator)
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
-        """The number of parameters, a tied head counted once."""
+        """The number of parameters, a tied head counted once, and quantised ones by their dense shapes."""
         excluded = {id(self.embed_tokens.weight)} if exclude_embeddings else set()
         counted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
-        return sum(p.numel() for p in counted if id(p) not in excluded)
+        stored = [m for m in self.modules() if isinstance(m, StoredLinear) and not only_trainable]
+        packed = sum(m.in_features * m.out_features - m.weight.numel() for m in stored)
+        return packed + sum(p.numel() for p in counted if id(p) not in excluded)
 
 
 @contextmanager

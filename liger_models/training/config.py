@@ -106,6 +106,7 @@ class TrainConfig:
     adapter            folder or hub id of a low-rank adapter of `model` to train further, with its own
                        settings; `train` sets it, and `model` to the base model, if `model` is an adapter
     quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)
+    keep_quantised     with lora: keep the linear layers of a quantised checkpoint in its own bits
     float8             run linear layers in float8, on GPUs that can: "rowwise", "tensorwise" or
                        "rowwise_with_gw_hp" (docs/float8.md)
     merge              with lora: also write the merged model to output/merged
@@ -276,6 +277,11 @@ class TrainConfig:
         if bool(self.float8) + bool(self.quantize) + self.keep_quantised > 1:
             raise ConfigError(
                 "float8, quantize and keep_quantised are representations of the same layers; choose one"
+            )
+        if self.keep_quantised and (self.freeze or self.train_only):
+            raise ConfigError(
+                "with keep_quantised, freeze and train_only do not choose the layers that get adapters; use "
+                "lora's targets"
             )
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
         check(

@@ -12,6 +12,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.adapter import LowRankAdapter
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.config import TrainConfig
 from liger_models.training.data.corpora.learned_tokens import LearnedTokens
@@ -103,8 +104,9 @@ def freezing_divide(config: TrainConfig, world: World) -> Callable[[LigerCausalL
 
 
 def is_frozen(module: torch.nn.Module) -> bool:
+    """Whether a module's weights are frozen, other than by being kept in quantised bits."""
     own = list(module.parameters(recurse=False))
-    return bool(own) and not any(p.requires_grad for p in own)
+    return bool(own) and not any(p.requires_grad for p in own) and not isinstance(module, StoredLinear)
 
 
 def untrained_rows_warning(

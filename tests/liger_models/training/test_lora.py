@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from rounding import BOUND
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -215,6 +215,48 @@ def test_quantised_base_weights_match_transformers(method, checkpoints, settings
     merged = stock(result.final.parent / "merged")
     ids = torch.arange(3, 40)[None]
     assert torch.allclose(merged(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settings, run, tmp_path):
+    folder = tmp_path / "float8"
+    shutil.copytree(checkpoint, folder)
+    tensors = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        tensors[name] = weight
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().amax(1, keepdim=True) / 448
+            tensors |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (folder / "config.json").write_text(json.dumps(config))
+    options = {"model": str(folder), "dtype": "float32", "merge": True, "save_every": 2, "steps": 3}
+    # q_proj's neighbours and the rest of the layers have no adapters, and keep their bits, too.
+    options["lora"] = "r=4,targets=q_proj+down_proj"
+    kept, dense = (
+        run(settings(output=tmp_path / f"kept-{keep}", keep_quantised=keep, **options))
+        for keep in (True, False)
+    )
+    for record, other in zip(kept.records, dense.records, strict=True):
+        for key in ("loss", "eval_loss"):
+            assert record.get(key) == pytest.approx(other.get(key), rel=BOUND)
+    files = [*(tmp_path / "kept-True").glob("checkpoint-*/*.safetensors"), kept.final / ADAPTER]
+    assert len(files) > 1
+    for file in files:
+        assert all(".lora_" in name for name in load_file(file))
+    merged, expected = (
+        load_file(result.final.parent / "merged" / "model.safetensors") for result in (kept, dense)
+    )
+    assert {n: x.dtype for n, x in merged.items()} == {n: x.dtype for n, x in expected.items()}
+    assert distance(merged, expected) <= DRIFT
+    with pytest.raises(ConfigError, match="keep --lora|keep False|keep_quantised=True"):
+        run(settings(output=tmp_path / "kept-True", **{**options, "resume": "auto", "steps": 5}))
+    with pytest.raises(ConfigError, match="require lora"):
+        settings(keep_quantised=True)
+    with pytest.raises(ConfigError, match="choose one"):
+        settings(keep_quantised=True, quantize="nf4", lora="")
+    with pytest.raises(ConfigError, match="use lora's targets"):
+        settings(keep_quantised=True, freeze=("layers.0",), lora="")
 
 
 def test_a_resumed_run_must_have_the_same_adapters_and_model(settings, run, checkpoints):
