@@ -91,6 +91,16 @@ def test_the_model_holds_the_bytes_of_the_file(float8):
     assert 0 < grids < codes / 16
 
 
+def test_no_dense_matrix_is_kept_for_the_backward_pass(float8):
+    model = with_adapters(load(float8.folder, keep_quantised=True))
+    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, StoredLinear)}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        step(model)
+    dtypes = {x.dtype for x in kept if {tuple(x.shape), tuple(x.shape)[::-1]} & shapes}
+    assert dtypes == {torch.uint8}
+
+
 def test_casts_of_the_model_leave_the_bits_alone(float8):
     kept = load(float8.folder, keep_quantised=True)
     before = [m.as_dense(torch.float32).weight for m in kept.modules() if isinstance(m, StoredLinear)]

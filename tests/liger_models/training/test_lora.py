@@ -231,15 +231,13 @@ def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settin
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
     (folder / "config.json").write_text(json.dumps(config))
     options = {"model": str(folder), "dtype": "float32", "merge": True, "save_every": 2, "steps": 3}
-    # q_proj's neighbours and the rest of the layers have no adapters, and keep their bits, too.
+    # Layers without adapters keep their bits, too.
     options["lora"] = "r=4,targets=q_proj+down_proj"
-    kept, dense = (
-        run(settings(output=tmp_path / f"kept-{keep}", keep_quantised=keep, **options))
-        for keep in (True, False)
-    )
+    kept = run(settings(output=tmp_path / "kept-True", keep_quantised=True, **options))
+    dense = run(settings(output=tmp_path / "kept-False", **options))
     for record, other in zip(kept.records, dense.records, strict=True):
-        for key in ("loss", "eval_loss"):
-            assert record.get(key) == pytest.approx(other.get(key), rel=BOUND)
+        for key in {"loss", "eval_loss"} & other.keys():
+            assert math.isclose(record[key], other[key], rel_tol=BOUND)
     files = [*(tmp_path / "kept-True").glob("checkpoint-*/*.safetensors"), kept.final / ADAPTER]
     assert len(files) > 1
     for file in files:
@@ -249,7 +247,7 @@ def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settin
     )
     assert {n: x.dtype for n, x in merged.items()} == {n: x.dtype for n, x in expected.items()}
     assert distance(merged, expected) <= DRIFT
-    with pytest.raises(ConfigError, match="keep --lora|keep False|keep_quantised=True"):
+    with pytest.raises(ConfigError, match="trained with keep_quantised=True"):
         run(settings(output=tmp_path / "kept-True", **{**options, "resume": "auto", "steps": 5}))
     with pytest.raises(ConfigError, match="require lora"):
         settings(keep_quantised=True)
