@@ -4,6 +4,7 @@
 #   make test                      lint, types, tests
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
 #   make family NAME=llama         the tests of one family, natively and in transformers, and its card
+#   make docs                      the documentation's site, in site/
 #   make matrix                    the tests as other CPUs run them, for hours (tests/matrix.py)
 #
 # In an activated virtual environment both install into that one, within pyproject.toml's bounds only, so
@@ -25,10 +26,10 @@ BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
 PYTEST_FLAGS := -q -n 2 --timeout 600
 
-.PHONY: help demo test family real matrix lint types clean
+.PHONY: help demo test family real matrix lint types docs clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,8p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,9p' Makefile
 
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
@@ -66,8 +67,20 @@ types: $(VENV)/.liger-models-dev
 	@ln -s $(CURDIR)/liger_models/* $(CURDIR)/kernels $(CURDIR)/convert $(CURDIR)/layers $(CURDIR)/architectures $(TREE)
 	cd build/tree && $(BIN)/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache
 
+# The site is built from text, without torch: its environment has the packages of the extra `docs` alone.
+DOCS := $(CURDIR)/.venv-docs
+EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+
+$(DOCS)/.ready: docs/constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c docs/constraints.txt \
+		$$($(PYTHON) -c '$(EXTRA)')
+	@touch $@
+
 clean:
-	rm -rf .venv .venv-* build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output preference-output
+	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output preference-output
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "liger_models needs Python 3.11 or newer with its venv module" \

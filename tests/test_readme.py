@@ -63,7 +63,7 @@ def test_every_command_is_understood(page, monkeypatch, tmp_path):
 
 def test_every_extra_is_named():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(extras) - {"dev"}
+    assert set(re.findall(r"'\.\[(\w+)\]'", README)) == set(extras) - {"dev", "docs"}
 
 
 @pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
@@ -74,6 +74,17 @@ def test_every_piece_of_python_runs(block, monkeypatch, tmp_path):
     monkeypatch.setattr(liger_models, "from_hub", tiny)  # no hub and no GPU here
     monkeypatch.chdir(tmp_path)
     exec(block, {"batches": [torch.randint(131, (2, 8)) for _ in range(2)]})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_piece_of_python_compiles(page):
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+        compile(block, str(page), "exec")
+
+
+def test_every_page_is_in_the_sites_navigation():
+    shown = re.findall(r"^ +- .+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(shown)
 
 
 def test_every_part_is_listed():
