@@ -1,7 +1,7 @@
 """Makes the pages of the site that the repository does not hold, for `mkdocs build` (mkdocs.yml lists it).
 
-The home page and the guide for contributors are the README and CONTRIBUTING.md; the command line's reference comes
-from its parser, the Python API's from `__all__` and the docstrings. Nothing here imports torch.
+The home page and the guide for contributors are the README and CONTRIBUTING.md; the command line's reference
+comes from its parser, the Python API's from `__all__` and the docstrings. Nothing here imports torch.
 """
 
 import ast
@@ -58,31 +58,19 @@ def on_page_markdown(markdown, page, config, files):
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def replace(match):
-        image, text, target, anchor = match.groups()
+        image, text, target, anchor = match.groups("")
         if re.match(r"\w+:", target) or not target:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
         name = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if name:
-            return f"{image}[{text}]({posixpath.relpath(name, posixpath.dirname(page.file.src_uri) or '.')}{anchor})"
+            here = posixpath.dirname(page.file.src_uri) or "."
+            return f"{image}[{text}]({posixpath.relpath(name, here)}{anchor})"
         if config.repo_url:
             return f"[{text}]({config.repo_url.rstrip('/')}/blob/main/{path}{anchor})"
         return text  # code, whose public address is not known
 
-    return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", lambda m: replace(_Groups(m)), markdown)
-
-
-class _Groups:
-    """A match whose missing groups are empty."""
-
-    def __init__(self, match):
-        self._match = match
-
-    def __getitem__(self, index):
-        return self._match[index]
-
-    def groups(self):
-        return self._match.groups("")
+    return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", replace, markdown)
 
 
 def command_line():
