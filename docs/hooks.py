@@ -76,7 +76,7 @@ def on_page_markdown(markdown, page, config, files):
 def command_line():
     """Describe every command and its options."""
     sys.path.insert(0, str(ROOT))
-    os.environ["COLUMNS"] = "100"  # the width of the usage
+    os.environ["COLUMNS"] = "78"  # the width of the usage
     from liger_models.cli import build_parser
 
     parser = build_parser()
@@ -113,7 +113,7 @@ def _options(command, group):
         rows.append(f"| `{shown}` | {told} |")
     if not rows:
         return []
-    return [f"**{group.title or 'options'}**", "", "| | |", "| --- | --- |", *rows, ""]
+    return [f"**{group.title or 'options'}**", "", "| name | meaning |", "| --- | --- |", *rows, ""]
 
 
 def api(module, title):
