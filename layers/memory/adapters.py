@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from liger_models.layers.memory.peft_forward import PEFT_FORWARDS
+from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -101,7 +102,7 @@ class AdapterCosts:
     @staticmethod
     def of(layer: nn.Module, step: Step, tokens: int, itemsize: int) -> AdapterCosts:
         """Costs of a layer's adapters, present or planned, for this many tokens."""
-        work, later = dict.fromkeys(_PLACES, Work()), Work()
+        work, later = dict.fromkeys(PLACES, Work()), Work()
         columns = kept = 0
         trained: set[str] = set()
         peft: set[str] = set()
@@ -124,7 +125,7 @@ class AdapterCosts:
             if linear.place == "mixer" and work["mixer"] != Work():
                 later = later.most(own)
             work[linear.place] = work[linear.place].most(own)
-        last, front, mixer, output = (work[place] for place in _PLACES)
+        last, front, mixer, output = (work[place] for place in PLACES)
         places = frozenset(peft), frozenset(adapted), frozenset(keeps_input)
         return AdapterCosts(columns, last, front, mixer, later, output, "last" in trained, *places, kept)
 
@@ -163,15 +164,12 @@ class PeftMoments:
         )
 
 
-_PLACES = ("last", "front", "mixer", "output")
-
-
 class _Linear(NamedTuple):
-    """A linear layer: whether its weight is trained, the rank of its paths, the PEFT forward that runs it,
-    if any, and whether it has a bias.
+    """A linear layer: its place, whether its weight is trained, the rank of its paths, the PEFT forward that
+    runs it, if any, and whether it has a bias.
     """
 
-    name: str
+    place: str
     width: int
     height: int
     trained: bool = False
@@ -181,33 +179,29 @@ class _Linear(NamedTuple):
     eight_bits: bool = False
     bias: bool = False
 
-    @property
-    def place(self) -> str:
-        if self.name.startswith("mlp."):
-            return "last" if "down_proj" in self.name else "front"
-        return "output" if "o_proj" in self.name else "mixer"
-
 
 def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
     inside: set[str] = set()
+    places = places_of(layer)
     for name, module in layer.named_modules():
         if any(name.startswith(f"{outer}.") for outer in inside):
             continue  # parts of an adapted layer
         own: Any = module
+        place = places.get(id(module), "mixer")
         if hasattr(module, "adapter_costs"):
             inside.add(name)
-            sizes, costs = (name, own.in_features, own.out_features), own.adapter_costs()
+            sizes, costs = (place, own.in_features, own.out_features), own.adapter_costs()
             yield _Linear(*sizes, adapted=True, bias=_has_bias(own), **costs)
         elif isinstance(module, nn.Linear):
             heights = list(module.parts.values()) if isinstance(module, PackedLinear) else [own.out_features]
             if not step.lora_rank:
-                yield _Linear(name, own.in_features, sum(heights), own.weight.requires_grad)
+                yield _Linear(place, own.in_features, sum(heights), own.weight.requires_grad)
                 continue
             of_adapter: dict[str, Any] = {"rank": step.lora_rank, "eight_bits": step.weight_bytes == 1}
             if step.dora:
                 of_adapter = {"peft": "dora", "bias": _has_bias(own)}
             for height in heights:
-                yield _Linear(name, own.in_features, height, adapted=True, **of_adapter)
+                yield _Linear(place, own.in_features, height, adapted=True, **of_adapter)
 
 
 def _has_bias(linear: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import Experts, MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.own_parts import whole_bytes
+from liger_models.layers.memory.places import places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_linear import StoredLinear
@@ -178,12 +179,12 @@ class _Moments:
     ) -> _Moments:
         tokens, mlp = step.tokens, getattr(layer, "mlp", None)
         stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
-        named: dict[str, Tensor] = {} if mlp is None else dict(mlp.named_parameters())
-        after = _gradient_bytes((p for name, p in named.items() if "down_proj" in name), step)
+        places = places_of(layer)
+        in_mlp = [] if mlp is None else list(mlp.parameters())
+        after = _gradient_bytes((p for p in in_mlp if places[id(p)] == "last"), step)
         mixers: Any = layer.mixers
-        output = "o_proj", "out_proj"
-        in_front = (p for m in mixers for name, p in m.named_parameters() if not name.startswith(output))
-        of_mlp, whole = (_gradient_bytes(parts, step) for parts in (named.values(), layer.parameters()))
+        in_front = (p for m in mixers for p in _before_output(m))
+        of_mlp, whole = (_gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
         last = adapters.last.total(product)
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
@@ -274,6 +275,13 @@ def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
     return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
 
 
+def _before_output(mixer: Any) -> Iterable[Tensor]:
+    """The parameters of a mixer whose gradients come after that of its output projection."""
+    output = getattr(mixer, "o_proj", getattr(mixer, "out_proj", None))
+    last = set() if output is None else set(map(id, output.parameters()))
+    return (p for p in mixer.parameters() if id(p) not in last)
+
+
 def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
     """Bytes of gradients as computed, before they are reduced to shards."""
     return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
@@ -342,20 +350,20 @@ def _own_attention(layer: Block) -> AttentionSpec | None:
 def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
     """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
     inner = last = rest = 0
-    names = {id(p): name for name, p in layer.named_parameters()}
+    places = places_of(layer)
     for module, _, p in matrices(layer):
         elements = 0 if frozen and p.requires_grad else p.numel()
         if isinstance(module, StoredLinear):
             elements = module.in_features * module.out_features
-        mixture, name = layer.spec.mixture, names[id(p)]
+        mixture, place = layer.spec.mixture, places.get(id(p))
         if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts
-        if not name.startswith("mlp."):
-            rest += elements
-        elif "down_proj" in name:
+        if place == "last":
             last += elements
-        else:
+        elif place == "front":
             inner += elements
+        else:
+            rest += elements
     return inner, last, rest
 
 

@@ -1,0 +1,33 @@
+"""Plans of memory do not depend on the names that a family's modules have in transformers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import liger_models
+from liger_models.architectures import find_architecture
+from liger_models.layers.memory import matrix_elements
+from liger_models.layers.memory.adapters import AdapterCosts
+from liger_models.layers.memory.layer_costs import LayerCosts
+from liger_models.layers.memory.step import Step
+
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("family", ["llama", "phi", "llama4_text", "lfm2", "lfm2_moe"])
+def test_a_layer_costs_the_same_under_the_names_of_transformers(family, rank, hf):
+    config = copy.deepcopy(dict(find_architecture(family).tiny))
+    native = liger_models.from_config(config)
+    hf.register()
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config))
+    native.split_projections()
+    model.split_projections()
+    step = Step(batch=1, seq=64, lora_rank=rank)
+    for own, other in zip(native.layers, model.model.layers, strict=True):
+        assert matrix_elements(other) == matrix_elements(own)
+        assert AdapterCosts.of(other, step, 64, 4) == AdapterCosts.of(own, step, 64, 4)
+        assert LayerCosts.of(other, step, 4) == LayerCosts.of(own, step, 4)
+        assert matrix_elements(own)[1] > 0
