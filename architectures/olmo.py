@@ -29,4 +29,5 @@ for_tests(
     "olmo",
     tiny={"rms_norm_eps": ..., "attention_bias": True, "clip_qkv": 0.7},
     variants={"no limit": {"clip_qkv": None}},
+    skip={"rounding:norms": "the norms have no weights by whose names they are found"},
 )

@@ -60,7 +60,9 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Config with only the first layers of the language model; per-layer lists are cut, too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    counts = [key for key in ("n_layer", "num_hidden_layers") if key in config] or ["num_hidden_layers"]
+    counts = [key for key in ("n_layer", "num_layers", "num_hidden_layers") if key in config] or [
+        "num_hidden_layers"
+    ]
     before: Any = config.get(counts[0])  # None: the default of its class
     cut: dict[str, Any] = {
         key: value[:layers] if _by_layer(key, value) and len(value) == before else value
@@ -71,6 +73,9 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]
+    if runs := cut.get("attention_types"):  # of GPT-Neo: lists of kinds, and how often each is repeated
+        kinds = [kind for listed, times in runs for _ in range(times) for kind in listed]
+        cut["attention_types"] = [[kinds[:layers], 1]]
     if own := cut.get("linear_attn_config"):  # the lists in it count layers from 1
         cut["linear_attn_config"] = {
             key: [layer for layer in value if layer <= layers] if isinstance(value, list) else value

@@ -48,8 +48,8 @@ def test_a_published_config_is_read_as_its_reference_reads_it(published):
 
 def test_a_published_config_cut_to_a_layer_of_every_kind_has_the_first_layers(published):
     """GPU tests and the cards' training steps run such models; encoders are cut by the tests themselves."""
-    if "vision_config" in published["config"]:
-        return
+    if "vision_config" in published["config"] or "scale_depth" in published["config"]:
+        return  # MiniCPM scales its branches by the number of layers
     config = {**published["config"], **dict.fromkeys(published.get("dropout", ()), 0)}
     layers = layers_of_every_kind(config)
     whole, cut = (

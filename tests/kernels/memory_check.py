@@ -19,6 +19,7 @@ from liger_models.kernels import (
     adamw,
     channel_delta_rule,
     gated_delta_rule,
+    quantize,
     ssd,
     sum_of_squares,
 )
@@ -40,6 +41,7 @@ def run_everything(device: str) -> None:
     with mock.patch.object(_chunk_table, "SEGMENT", 64):  # so that the last document has two segments
         pass_a_state(device, 12, 20)
     take_a_step(device)
+    quantize(torch.randn(SHAPE, device=device), by_columns=True)
 
 
 def pass_a_state(device: str, key: int, value: int) -> None:

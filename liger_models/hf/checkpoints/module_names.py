@@ -108,6 +108,7 @@ class Matrix(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    float8 = None
     forward = Linear.forward  # type: ignore[assignment]
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:

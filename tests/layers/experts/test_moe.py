@@ -332,7 +332,7 @@ def test_zero_tokens_and_one_token_work(randomised, moe_spec):
 
 
 def test_incompatible_inputs_raise_clear_errors():
-    with pytest.raises(ValueError, match="shared_gate is the gate of a shared expert"):
+    with pytest.raises(ValueError, match="shared_gate and shared_scale belong to a shared expert"):
         MixtureOfExperts(HIDDEN, MoESpec(EXPERTS, TOP_K, INNER, shared_gate=True))
     with pytest.raises(ValueError, match="top_k is 9; expected 1 to 8"):
         MixtureOfExperts(HIDDEN, MoESpec(EXPERTS, 9, INNER))(torch.randn(3, HIDDEN))
