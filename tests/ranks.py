@@ -239,6 +239,9 @@ def _be_a_rank(
     ranks: int,
     *arguments: str,
 ) -> None:
+    # After a fork, torch replaces its pool of threads when it is next used. If several threads do so at once,
+    # such as those that read a checkpoint, it raises "Invalid thread pool".
+    torch.set_num_threads(1)
     # By a thread that needs nothing of Python's: a signal waits for a call of the GPU's driver to end.
     faulthandler.dump_traceback_later(max(1.0, end - time.time()))
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
