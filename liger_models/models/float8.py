@@ -29,7 +29,8 @@ SMALLEST_GAIN = 512
 def set_float8(
     model: nn.Module, recipe: Float8Recipe | None, *, emulate: bool = False, all_sizes: bool = False
 ) -> dict[str, str]:
-    """Run the linear layers of a model's decoder layers in float8, or all in their own dtype again.
+    """Run the linear layers of a decoder's layers, and of an image encoder's, in float8, or all in their own
+    dtype again.
 
     Chosen by shape (`gains_from_float8`): layers that are too small to gain, and everything that is no linear
     layer (embeddings, the head, norms, routers, stacked experts, attention), keep their dtype. May be called
