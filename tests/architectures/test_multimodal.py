@@ -105,6 +105,9 @@ CASES = {
             "text_config": {**TEXT, "model_type": "qwen2"},
             "vision_config": {**TOWER, "image_size": 28, "patch_size": 14, "vocab_size": 24},
             "visual_indicator_token_ids": [1, 2, 3, 4, 5],
+            # The reference makes a head of these sizes and throws it away: by default 233 million elements.
+            "hidden_size": 48,
+            "vocab_size": 131,
         },
     ),
     "video_llama_3": (
