@@ -67,11 +67,12 @@ def test_it_is_as_accurate_as_eager(op, rows, width, dtype):
     for of_one in zip(*draws, strict=True):
         count, ours, theirs, true = (sum(values) for values in zip(*of_one, strict=True))
         # Both errors are random: the logarithm of the ratio of two mean errors, over n elements each,
-        # deviates by 1 / sqrt(n). In float32, where eager itself is off by at most a rounding, two roundings
-        # are allowed.
+        # deviates by 1 / sqrt(n). In float32, two roundings are allowed where eager is off by at most one,
+        # and elsewhere one more than eager's: exp(x) is exp2(x log2(e)) in kernels.
         chance = math.exp(4 / count**0.5)
-        two_roundings = torch.finfo(torch.float32).eps * true**0.5
-        assert ours**0.5 <= max(chance * theirs**0.5, two_roundings)
+        rounding = torch.finfo(torch.float32).eps / 2 * true**0.5
+        more = rounding if dtype == torch.float32 else 0.0
+        assert ours**0.5 <= max(chance * theirs**0.5 + more, 2 * rounding)
 
 
 @every_operation
