@@ -29,6 +29,7 @@ from liger_models.kernels.optimizer.adamw import (
     adamw,
 )
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.optim.dtensors import is_dtensor, local
 from liger_models.optim.host_state import adamw_from_host, room_on_host, state_on_host
 
 MOMENTS = ("auto", "float32", "bfloat16")
@@ -210,10 +211,10 @@ class AdamW(torch.optim.Optimizer):
         elif self.state_device is not None:  # a loaded state may be elsewhere
             state = self.state[parameter]
             state.update({name: self._placed(name, value, parameter) for name, value in state.items()})
-        state = {name: _local(value) for name, value in self.state[parameter].items()}
+        state = {name: local(value) for name, value in self.state[parameter].items()}
         moments = _flat(state["exp_avg"]), _flat(state["exp_avg_sq"])
         residue = _flat(state["residue"]) if "residue" in state else None
-        tensors = _flat(_local(parameter)), _flat(_gradient(parameter)), *moments, state["step"], residue
+        tensors = _flat(local(parameter)), _flat(_gradient(parameter)), *moments, state["step"], residue
         return AdamWTensors(*tensors, place, _first_element(parameter))
 
     def _zeros(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
@@ -221,7 +222,7 @@ class AdamW(torch.optim.Optimizer):
         if self.state_device is None:
             return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
         room = room_on_host(parameter, dtype)
-        _local(room).zero_()
+        local(room).zero_()
         return room
 
 
@@ -247,10 +248,10 @@ def _check_parameter(parameter: Tensor) -> None:
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         hint = "; load the model in bfloat16 or float32" if parameter.dtype == torch.float16 else ""
         raise TypeError(f"a parameter is {parameter.dtype}; expected float32, bfloat16 or float64{hint}")
-    local = _local(parameter.detach())
-    if torch.empty_like(local, device="meta").stride() != local.stride():
+    own = local(parameter.detach())
+    if torch.empty_like(own, device="meta").stride() != own.stride():
         raise ValueError(
-            f"a parameter of {tuple(local.shape)} with strides {local.stride()} has gaps or overlaps in "
+            f"a parameter of {tuple(own.shape)} with strides {own.stride()} has gaps or overlaps in "
             "memory; make it contiguous"
         )
 
@@ -285,19 +286,6 @@ def _check_state(parameter: Tensor, group: dict[str, Any], given: dict[str, Any]
             )
 
 
-def _local(tensor: Any) -> Tensor:
-    """This rank's shard of a DTensor; other tensors unchanged."""
-    return tensor.to_local() if _is_dtensor(tensor) else tensor
-
-
-def _is_dtensor(tensor: Tensor) -> bool:
-    if type(tensor) in (Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
-
-
 @torch.no_grad()
 def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     """Scale gradients in place so that their norm is at most max_norm, for any optimizer, as
@@ -312,7 +300,7 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return torch.zeros(())
     norm, factors = _norm_and_factors(parameters, max_norm)
     for p in parameters:
-        gradient = _local(p.grad)
+        gradient = local(p.grad)
         gradient.mul_(factors[gradient.device])
     return norm
 
@@ -343,12 +331,12 @@ def _gradient(parameter: Any) -> Tensor:
         raise TypeError(
             f"the gradient of a parameter of {tuple(parameter.shape)} is sparse; expected a dense one"
         )
-    if _is_dtensor(parameter) and gradient.placements != parameter.placements:
+    if is_dtensor(parameter) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    local, gradient = _local(parameter), _local(gradient)
-    if gradient.stride() == local.stride():
+    own, gradient = local(parameter), local(gradient)
+    if gradient.stride() == own.stride():
         return gradient
-    return torch.empty_like(local, dtype=gradient.dtype).copy_(gradient)
+    return torch.empty_like(own, dtype=gradient.dtype).copy_(gradient)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -358,7 +346,7 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _first_element(parameter: Any) -> int:
     """Index in the whole parameter of this rank's first element."""
-    if not _is_dtensor(parameter):
+    if not is_dtensor(parameter):
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -369,7 +357,7 @@ def _first_element(parameter: Any) -> int:
 
 def _divided_over(parameter: Any) -> Iterable[Any]:
     """Process groups whose ranks hold different parts of a parameter."""
-    if not _is_dtensor(parameter):
+    if not is_dtensor(parameter):
         return ()
     mesh = parameter.device_mesh
     return tuple(

@@ -3,18 +3,19 @@
 | name       | class                         | updates                                                      |
 |------------|-------------------------------|--------------------------------------------------------------|
 | adamw_8bit | bitsandbytes.optim.AdamW8bit  | everything; moments in 8 bits, with a scale per 256 elements |
-| muon       | torch.optim.Muon              | matrices; everything else is updated by our AdamW            |
+| muon       | our own, see muon.py          | matrices; everything else is updated by our AdamW            |
 | adafactor  | torch.optim.Adafactor         | everything; a row and a column instead of a second moment    |
 | sgd        | torch.optim.SGD               | everything; with momentum                                    |
 
-The library's own `step` updates one parameter after another, in float32: a bfloat16 weight is widened by the
-16 bits that are kept of it ("master", see docs/optimizer.md), updated and split again, so that steps smaller
-than bfloat16's spacing are not lost. A fused parameter (query, key and value; gate and up; all experts) is
-updated as its separate matrices, which are views of it: orthogonalising the whole, or taking the mean of its
-columns, would be another algorithm than the library's on a model with separate projections.
+Updates are computed in float32: a bfloat16 weight is widened by the 16 bits that are kept of it ("master",
+see docs/optimizer.md), updated and split again, so that steps smaller than bfloat16's spacing are not lost. A
+fused parameter (query, key and value; gate and up; all experts) is updated as its separate matrices:
+orthogonalising the whole, or taking the mean of its columns, would be another algorithm on a model with
+separate projections.
 
-A DTensor is gathered, updated whole by every rank, and sharded again, one parameter at a time. Its state is
-sharded where it has the parameter's shape, and replicated otherwise. The result is that of one process.
+A library's own `step` updates one parameter after another. A DTensor is gathered for it, updated whole by
+every rank, and sharded again. Its state is sharded where it has the parameter's shape, and replicated
+otherwise. The result is that of one process.
 """
 
 from __future__ import annotations
@@ -28,25 +29,23 @@ from torch import Tensor
 
 from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.errors import ConfigError
-from liger_models.optim.adamw import AdamW, _gradient, _is_dtensor, _local
+from liger_models.optim import muon
+from liger_models.optim.adamw import AdamW, _gradient
+from liger_models.optim.dtensors import from_local, gathered, local, sharded, whole_value
 
 OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "adafactor", "sgd")
 LIBRARY_WEIGHTS = ("master", "plain")  # of WEIGHTS, for all but our AdamW
-SPLIT = ("muon", "adafactor")  # not elementwise: a fused parameter is updated as its separate matrices
+SPLIT = ("adafactor",)  # whose state has not the shape of a fused parameter, but of its separate matrices
 MIN_8BIT_SIZE = 4096  # elements; bitsandbytes keeps the moments of smaller tensors in float32
 QUANTISED_BLOCK = 256
 
 MOMENTUM = 0.9  # of SGD
-MUON_MOMENTUM = 0.95
 
 
 def make_library_optimizer(
     name: str, parameters: list[Tensor], *, betas: tuple[float, float], eps: float
 ) -> torch.optim.Optimizer:
     """The optimizer of this name with this package's settings; learning rate and weight decay are set later.
-
-    Muon scales its updates to the size of AdamW's (Liu et al., 2025, arXiv:2502.16982), so that both have one
-    learning rate and one weight decay.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -59,8 +58,6 @@ def make_library_optimizer(
                 "optimizer adamw_8bit requires bitsandbytes: pip install 'liger_models[quantize]'"
             ) from error
         return AdamW8bit(parameters, betas=betas, eps=eps, min_8bit_size=MIN_8BIT_SIZE)
-    if name == "muon":
-        return torch.optim.Muon(parameters, momentum=MUON_MOMENTUM, adjust_lr_fn="match_rms_adamw")
     if name == "adafactor":
         return torch.optim.Adafactor(parameters)
     if name == "sgd":
@@ -86,8 +83,9 @@ class LibraryOptimizer(AdamW):
         super().__init__([{"library": None, **group} for group in params], *args, **options)
         self._forms = dict(forms)
         self._libraries: dict[str, torch.optim.Optimizer] = {}
+        self._step_sizes: dict[Tensor, float | Tensor] = {}  # of Muon
         for group in self.param_groups:
-            if name := group["library"]:
+            if (name := group["library"]) not in (None, "muon"):
                 stand_in = [torch.zeros(2, 2)]
                 settings = {key: group[key] for key in ("betas", "eps")}
                 self._libraries[name] = make_library_optimizer(name, stand_in, **settings)
@@ -105,35 +103,77 @@ class LibraryOptimizer(AdamW):
         state: dict[str, Any] = {}
         if _keeps_residue(group, parameter):
             state["residue"] = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
+        if group["library"] == "muon":
+            return state | {"momentum_buffer": whole}
         return state | self._run({**group, "lr": 0.0}, parameter, whole, torch.zeros_like(whole), {})
 
     def _step_group(self, group: dict[str, Any], places: Iterator[int], *scaling: Any) -> None:
         if group["library"] is None:
             super()._step_group(group, places, *scaling)
             return
-        for parameter, _ in zip(group["params"], places):  # noqa: B905 (the places go on)
-            if parameter.grad is not None:
+        trained = [p for p, _ in zip(group["params"], places) if p.grad is not None]  # noqa: B905 (they go on)
+        if group["library"] == "muon":
+            for round_ in muon.rounds(trained, self._forms):
+                self._step_round(group, round_)
+        else:
+            for parameter in trained:
                 self._update(group, parameter)
 
+    def _step_round(self, group: dict[str, Any], round_: muon.Round) -> None:
+        """Take Muon's step on the parameters of a round."""
+        updates = {}
+        for parameter in [p for p in round_.parameters if p is not None]:
+            updates[parameter] = self._momentum(group, parameter)
+        for parameter, direction in muon.directions(round_, updates, self._forms):
+            if parameter not in self._step_sizes:
+                self._step_sizes[parameter] = muon.own_step_sizes(parameter, self._forms.get(parameter))
+            size, lr = self._step_sizes[parameter], group["lr"]
+            wide, residue = self._wide(parameter)
+            wide.mul_(1 - lr * group["weight_decay"])
+            if isinstance(size, float):
+                wide.add_(direction, alpha=-lr * size)
+            else:
+                wide.addcmul_(direction.to(wide.dtype), size.to(wide.dtype), value=-lr)
+            _write(wide, local(parameter.detach()), residue)
+
+    def _momentum(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """Add the gradient to the momentum. Returns Nesterov's momentum, this rank's part, in bfloat16."""
+        gradient, state = self._scaled_gradient(parameter), self.state[parameter]
+        if not state:
+            self._start(group, parameter)
+            state["momentum_buffer"] = from_local(torch.zeros_like(gradient), parameter)
+        momentum = local(state["momentum_buffer"]).lerp_(gradient, 1 - muon.MOMENTUM)
+        return gradient.lerp(momentum, muon.MOMENTUM).bfloat16()
+
     def _update(self, group: dict[str, Any], parameter: Tensor) -> None:
+        """Take the library's step on a parameter, which is gathered for it if it is sharded."""
         state = self.state[parameter]
-        if not state and _keeps_residue(group, parameter):
-            state["residue"] = torch.zeros_like(parameter, dtype=torch.int16)
-        residue = _local(state["residue"]) if "residue" in state else None
-        own = _local(parameter.detach())
-        wide = _widened(own, residue) if own.dtype == torch.bfloat16 else own
-        gradient = _gradient(parameter).to(wide.dtype)
-        if (factor := self._factors.get(gradient.device)) is not None:
-            gradient = gradient * factor
-        whole = _gathered(wide, parameter)
-        kept = {key: _whole(value) for key, value in state.items() if key != "residue"}
-        kept = self._run(group, parameter, whole, _gathered(gradient, parameter), kept)
-        state |= {key: _sharded(value, parameter) for key, value in kept.items()}
-        updated = _local(_sharded(whole, parameter))
-        if own.dtype == torch.bfloat16:
-            _narrow(updated, own, residue)
-        elif updated is not own:
-            own.copy_(updated)
+        if not state:
+            self._start(group, parameter)
+        wide, residue = self._wide(parameter)
+        gradient = self._scaled_gradient(parameter)
+        whole = gathered(wide, parameter)
+        kept = {key: whole_value(value) for key, value in state.items() if key != "residue"}
+        kept = self._run(group, parameter, whole, gathered(gradient, parameter), kept)
+        state |= {key: sharded(value, parameter) for key, value in kept.items()}
+        _write(local(sharded(whole, parameter)), local(parameter.detach()), residue)
+
+    def _start(self, group: dict[str, Any], parameter: Tensor) -> None:
+        if _keeps_residue(group, parameter):
+            self.state[parameter]["residue"] = torch.zeros_like(parameter, dtype=torch.int16)
+
+    def _scaled_gradient(self, parameter: Tensor) -> Tensor:
+        """This rank's gradient, clipped, in float32 for bfloat16 weights."""
+        gradient = _gradient(parameter)
+        gradient = gradient.float() if parameter.dtype == torch.bfloat16 else gradient.to(parameter.dtype)
+        factor = self._factors.get(gradient.device)
+        return gradient if factor is None else gradient * factor
+
+    def _wide(self, parameter: Tensor) -> tuple[Tensor, Tensor | None]:
+        """This rank's weights, in float32 if they are in bfloat16, and their residue."""
+        state, own = self.state[parameter], local(parameter.detach())
+        residue = local(state["residue"]) if "residue" in state else None
+        return (_widened(own, residue) if own.dtype == torch.bfloat16 else own), residue
 
     def _run(
         self,
@@ -186,7 +226,7 @@ def library_work(name: str, largest: int, dtype: torch.dtype) -> int:
     """Bytes that a step takes for a while, for the largest parameter's number of elements: in float32 its
     gradient, its value if that is in bfloat16, and the library's intermediate results.
     """
-    results = {"adamw_8bit": 0, "muon": 10, "adafactor": 8, "sgd": 4}[name]
+    results = {"adamw_8bit": 0, "muon": 6, "adafactor": 8, "sgd": 4}[name]
     return largest * (4 + results + (4 if dtype == torch.bfloat16 else 0))
 
 
@@ -248,41 +288,24 @@ def _widened(own: Tensor, residue: Tensor | None) -> Tensor:
     return wide
 
 
+def _write(wide: Tensor, own: Tensor, residue: Tensor | None) -> None:
+    """Store updated weights in a rank's part of the parameter."""
+    if own.dtype == torch.bfloat16:
+        _narrow(wide, own, residue)
+    elif wide is not own:
+        own.copy_(wide)
+
+
 def _narrow(wide: Tensor, own: Tensor, residue: Tensor | None) -> None:
-    """Inverse of `_widened`, into `own` and `residue`. Ties round away from zero, as in AdamW's kernel: the
-    residue is then the lower half, with a sign.
+    """Inverse of `_widened`, into `own` and `residue`; `wide` is overwritten. Ties round away from zero, as
+    in AdamW's kernel: the residue is then the lower half, with a sign.
     """
     if residue is None:
         own.copy_(wide)
         return
     nan = wide.isnan()
     bits = wide.contiguous().view(torch.int32)
-    residue.copy_(bits.masked_fill(nan, 0))
-    own.view(torch.int16).copy_((bits + 0x8000) >> 16)
+    residue.copy_(bits)
+    residue.masked_fill_(nan, 0)
+    own.view(torch.int16).copy_(bits.add_(0x8000).bitwise_right_shift_(16))
     own.masked_fill_(nan, torch.nan)  # a carry would turn some NaNs into zeros
-
-
-def _gathered(own: Tensor, parameter: Any) -> Tensor:
-    """The whole tensor of which `own` is this rank's part, for a parameter; all ranks must call this."""
-    if not _is_dtensor(parameter):
-        return own
-    from torch.distributed.tensor import DTensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements
-    shape: dict[str, Any] = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(own, mesh, placements, run_check=False, **shape).full_tensor()
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, Tensor) and _is_dtensor(value) else value  # type: ignore[attr-defined]
-
-
-def _sharded(value: Any, parameter: Any) -> Any:
-    """Shard a whole value as its parameter is, if it has the parameter's shape."""
-    if not _is_dtensor(parameter) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = parameter.device_mesh
-    whole = DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=parameter.placements)

@@ -13,8 +13,10 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
-from liger_models.convert.checkpoints.expressions import Cat, Ref
+from liger_models.convert.checkpoints.expressions import Cat, Ref, Stack
+from liger_models.optim import muon
 from liger_models.optim.adamw import AdamW
 from liger_models.optim.library import OPTIMIZERS, LibraryOptimizer
 
@@ -78,7 +80,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             "resumed": full(stopped),
             "expected": full(alone),
         }
-    return found | {"libraries": of_libraries(mesh)}
+    return found | {"libraries": of_libraries(mesh), "muon": of_muon(ranks)}
 
 
 def of_libraries(mesh) -> dict[str, Any]:
@@ -108,4 +110,58 @@ def of_libraries(mesh) -> dict[str, Any]:
                 state = optimizer.state[model.weight]
                 sharded = sorted(key for key, value in state.items() if hasattr(value, "full_tensor"))
         found[name] = (*trained, sharded)
+    return found
+
+
+class Matrices(nn.Module):
+    """Parameters that Muon updates: fused ones, stacks, and one with fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = {"qkv": (37, 16), "o": (16, 24), "row": (1, 8), "experts": (3, 12, 8), "stack": (4, 6, 5)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape).bfloat16()))
+
+    def forms(self) -> dict[torch.Tensor, Any]:
+        qkv = Cat((Ref("q", (25, 16)), Ref("k", (5, 16)), Ref("v", (7, 16))))
+        experts = [Cat((Ref(f"{n}.gate", (9, 8)), Ref(f"{n}.up", (3, 8)))) for n in range(3)]
+        return {self.qkv: qkv, self.experts: Stack(tuple(experts))}
+
+    def forward(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(step)
+        losses = [(p.float() * torch.randn(p.shape, generator=generator)).sum() for p in self.parameters()]
+        return torch.stack(losses).sum()
+
+
+def of_muon(ranks: int) -> dict[str, Any]:
+    """Trained matrices by the way they are sharded, and how many parameters were gathered for the update."""
+    meshes = {
+        "alone": None,
+        "rows": init_device_mesh("cpu", (ranks,)),
+        "replicated rows": init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("replicate", "shard")),
+        "columns": init_device_mesh("cpu", (ranks,)),
+    }
+    found = {}
+    for name, mesh in meshes.items():
+        model = Matrices()
+        if mesh is not None:
+            place = {"shard_placement_fn": lambda p: Shard(1)} if name == "columns" else {}
+            fully_shard(model, mesh=mesh, **place)
+        group = {"params": list(model.parameters()), "library": "muon", "weight_decay": 0.1}
+        optimizer = LibraryOptimizer([group], lr=1e-2, forms=model.forms())
+        gathered, calls = muon.gathered, []
+        muon.gathered = lambda *parts, gathered=gathered, calls=calls: (
+            calls.append(parts),
+            gathered(*parts),
+        )[1]
+        try:
+            for step in range(3):
+                model(step).backward()
+                optimizer.clip_grad_norm(1e6)
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            muon.gathered = gathered
+        found[name] = full(model), len(calls)
     return found

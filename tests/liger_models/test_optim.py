@@ -372,3 +372,17 @@ def test_optimizers_of_libraries_update_shards_as_they_update_the_whole(of_two_r
                 torch.testing.assert_close(sharded[key], parameter, rtol=1e-5, atol=max(1e-6, 0.05 * steps))
             kept = {"adamw_8bit": ["state1", "state2"], "adafactor": []}.get(name, ["momentum_buffer"])
             assert state == kept, name
+
+
+@pytest.mark.slow
+def test_muon_orthogonalises_on_shards_as_on_whole_matrices(of_two_ranks):
+    """Only columns are gathered. Products of another batch may round otherwise: 5% of a step."""
+    for result in of_two_ranks:
+        expected, _ = result["muon"]["alone"]
+        for name in ("rows", "replicated rows", "columns"):
+            found, gathered = result["muon"][name]
+            assert gathered == (15 if name == "columns" else 0), name
+            for key, parameter in expected.items():
+                torch.testing.assert_close(
+                    found[key], parameter, rtol=2**-8, atol=0.05 * 3 * 1e-2, msg=f"{name} {key}"
+                )
