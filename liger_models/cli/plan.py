@@ -305,8 +305,10 @@ def _check_optimizer(args: argparse.Namespace) -> None:
     from liger_models.convert.errors import ConfigError
     from liger_models.optim.library import LIBRARY_WEIGHTS
 
-    if args.optimizer == "muon" and args.lora is not None:
-        raise ConfigError("--optimizer muon trains no adapters; omit --lora, or choose another optimizer")
+    if args.optimizer in ("muon", "muon_heads") and args.lora is not None:
+        raise ConfigError(
+            f"--optimizer {args.optimizer} trains no adapters; omit --lora, or choose another optimizer"
+        )
     known = args.weights in (None, *LIBRARY_WEIGHTS)
     if args.optimizer != "adamw" and not (
         known and args.moments == "auto" and args.optimizer_memory == "device"

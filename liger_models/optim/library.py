@@ -4,6 +4,7 @@
 |------------|-------------------------------|--------------------------------------------------------------|
 | adamw_8bit | bitsandbytes.optim.AdamW8bit  | everything; moments in 8 bits, with a scale per 256 elements |
 | muon       | our own, see muon.py          | matrices; everything else is updated by our AdamW            |
+| muon_heads | the same                      | the same; each head of queries, keys and values by itself    |
 | adafactor  | torch.optim.Adafactor         | everything; a row and a column instead of a second moment    |
 | sgd        | torch.optim.SGD               | everything; with momentum                                    |
 
@@ -33,7 +34,8 @@ from liger_models.optim import muon
 from liger_models.optim.adamw import AdamW, _gradient
 from liger_models.optim.dtensors import from_local, gathered, local, sharded, whole_value
 
-OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "adafactor", "sgd")
+OPTIMIZERS = ("adamw", "adamw_8bit", "muon", "muon_heads", "adafactor", "sgd")
+MUON = ("muon", "muon_heads")  # of whole projections, or of each head of queries, keys and values
 LIBRARY_WEIGHTS = ("master", "plain")  # of WEIGHTS, for all but our AdamW
 SPLIT = ("adafactor",)  # whose state has not the shape of a fused parameter, but of its separate matrices
 MIN_8BIT_SIZE = 4096  # elements; bitsandbytes keeps the moments of smaller tensors in float32
@@ -85,7 +87,7 @@ class LibraryOptimizer(AdamW):
         self._libraries: dict[str, torch.optim.Optimizer] = {}
         self._step_sizes: dict[Tensor, float | Tensor] = {}  # of Muon
         for group in self.param_groups:
-            if (name := group["library"]) not in (None, "muon"):
+            if (name := group["library"]) is not None and name not in MUON:
                 stand_in = [torch.zeros(2, 2)]
                 settings = {key: group[key] for key in ("betas", "eps")}
                 self._libraries[name] = make_library_optimizer(name, stand_in, **settings)
@@ -103,7 +105,7 @@ class LibraryOptimizer(AdamW):
         state: dict[str, Any] = {}
         if _keeps_residue(group, parameter):
             state["residue"] = torch.zeros(parameter.shape, dtype=torch.int16, device=parameter.device)
-        if group["library"] == "muon":
+        if group["library"] in MUON:
             return state | {"momentum_buffer": whole}
         return state | self._run({**group, "lr": 0.0}, parameter, whole, torch.zeros_like(whole), {})
 
@@ -112,7 +114,7 @@ class LibraryOptimizer(AdamW):
             super()._step_group(group, places, *scaling)
             return
         trained = [p for p, _ in zip(group["params"], places) if p.grad is not None]  # noqa: B905 (they go on)
-        if group["library"] == "muon":
+        if group["library"] in MUON:
             for round_ in muon.rounds(trained, self._forms):
                 self._step_round(group, round_)
         else:
@@ -226,7 +228,7 @@ def library_work(name: str, largest: int, dtype: torch.dtype) -> int:
     """Bytes that a step takes for a while, for the largest parameter's number of elements: in float32 its
     gradient, its value if that is in bfloat16, and the library's intermediate results.
     """
-    results = {"adamw_8bit": 0, "muon": 6, "adafactor": 8, "sgd": 4}[name]
+    results = {"adamw_8bit": 0, "muon": 6, "muon_heads": 6, "adafactor": 8, "sgd": 4}[name]
     return largest * (4 + results + (4 if dtype == torch.bfloat16 else 0))
 
 

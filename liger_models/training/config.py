@@ -14,7 +14,7 @@ from liger_models.layers.projections.float8 import RECIPES
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
-from liger_models.optim.library import LIBRARY_WEIGHTS, OPTIMIZERS
+from liger_models.optim.library import LIBRARY_WEIGHTS, MUON, OPTIMIZERS
 from liger_models.presets import PRESETS
 from liger_models.training.best import HIGHER_IS_BETTER
 from liger_models.training.data import TRAIN_ON
@@ -76,7 +76,7 @@ class TrainConfig:
     train_on           answers of a conversation to learn: "all"; only the "last"; or "each" in its own
                        example, rendered as at inference (docs/data.md)
     steps, epochs      length of the run: exactly one of the two
-    optimizer          adamw, or adamw_8bit, muon, adafactor or sgd (docs/optimizer.md)
+    optimizer          adamw, or adamw_8bit, muon, muon_heads, adafactor or sgd (docs/optimizer.md)
     lr, schedule       peak learning rate (default: by objective, training/defaults.py), and its schedule:
                        cosine, linear, wsd or constant (training/learning_rate.py)
     warmup, decay      steps of linear warmup, and of the decay of "wsd"; below 1: a fraction of the run
@@ -349,10 +349,10 @@ class TrainConfig:
         check("weights", self.weights in LIBRARY_WEIGHTS, f"one of {', '.join(LIBRARY_WEIGHTS)} {only}")
         check("moments", self.moments == "auto", f"auto {only}")
         check("optimizer_memory", self.optimizer_memory == "device", f"device {only}")
-        if self.optimizer == "muon" and (self.lora is not None or self.adapter is not None):
+        if self.optimizer in MUON and (self.lora is not None or self.adapter is not None):
             raise ConfigError(
-                "optimizer muon orthogonalises the updates of whole matrices, but low-rank adapters are "
-                "factors of one; choose another optimizer"
+                f"optimizer {self.optimizer} orthogonalises the updates of whole matrices, but low-rank "
+                "adapters are factors of one; choose another optimizer"
             )
 
     def changed(self, **changes: Any) -> TrainConfig:

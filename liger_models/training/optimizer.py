@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Expr
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
+from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.experts.moe import Experts, Router
 from liger_models.layers.projections.matrices import matrices
 from liger_models.optim.adamw import AdamW, state_bytes
-from liger_models.optim.library import SPLIT, LibraryOptimizer, library_state_bytes, library_work
+from liger_models.optim.library import MUON, SPLIT, LibraryOptimizer, library_state_bytes, library_work
 
 # The second moment forgets faster than with Adam's default 0.999, as usual for language models since GPT-3
 # (Brown et al., 2020, appendix B): runs of some thousand steps are too short for a memory of 1000 steps.
 BETAS = (0.9, 0.95)
 EPS = 1e-8
 
+QUERY_KEY_VALUE = ("qkv_proj", "q_proj", "k_proj", "v_proj")  # fused, or separate
 _MULTIPLY = (nn.Linear, Experts, Router)  # whose matrices are multiplied with hidden states
 
 
@@ -49,7 +52,7 @@ def build_optimizer(
         for key in sorted(groups, key=str)
     ]
     if name != "adamw":
-        forms = _forms(model)
+        forms = _forms(model, by_head=name == "muon_heads")
         return LibraryOptimizer(
             listed, lr, BETAS, EPS, weights=weights, moments=moments, seed=seed, forms=forms
         )
@@ -100,21 +103,36 @@ def _libraries(model: nn.Module, name: str) -> Iterator[tuple[nn.Parameter, str 
     arXiv:2502.16982, section 2); embeddings of tokens and of positions are AdamW's.
     """
     by_muon: set[Tensor] = set()
-    if name == "muon":
+    if name in MUON:
         head = set(getattr(model, "lm_head", nn.Identity()).parameters())  # perhaps the embedding, too
         by_muon = {p for module, _, p in matrices(model) if isinstance(module, _MULTIPLY) and p not in head}
     for parameter in model.parameters():
         if parameter.requires_grad:
-            library = None if name == "adamw" or (name == "muon" and parameter not in by_muon) else name
+            library = None if name == "adamw" or (name in MUON and parameter not in by_muon) else name
             yield parameter, library
 
 
-def _forms(model: nn.Module) -> dict[Tensor, Expr]:
-    """The canonical form of each parameter that consists of several tensors of separate projections."""
-    forms: dict[str, Expr] = getattr(model, "canonical_forms", {})
+def _forms(model: nn.Module, by_head: bool = False) -> dict[Tensor, Expr]:
+    """The canonical form of each parameter that consists of several tensors of separate projections.
+
+    Args:
+        by_head: divide the rows of queries, keys and values into heads as well.
+    """
+    forms: dict[str, Expr] = dict(getattr(model, "canonical_forms", {}))
     parameters = dict(model.named_parameters())
+    if by_head:
+        for path, module in model.named_modules():
+            if isinstance(module, Attention):
+                for name in parameters.keys() & {f"{path}.{own}.weight" for own in QUERY_KEY_VALUE}:
+                    whole = forms.get(name, Ref(name, tuple(parameters[name].shape)))
+                    forms[name] = whole.with_refs(partial(_heads, module.spec.head_dim))
     return {
         parameters[name]: form
         for name, form in forms.items()
         if name in parameters and len(list(form.refs())) > 1
     }
+
+
+def _heads(head_dim: int, ref: Ref) -> Expr:
+    shape = (head_dim, *ref.shape[1:])
+    return Cat(tuple(Ref(f"{ref.name}.{head}", shape) for head in range(ref.shape[0] // head_dim)))

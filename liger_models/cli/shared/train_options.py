@@ -248,11 +248,11 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("optimizer").add_argument
     add(
         "--optimizer",
-        choices=("adamw", "adamw_8bit", "muon", "adafactor", "sgd"),
+        choices=("adamw", "adamw_8bit", "muon", "muon_heads", "adafactor", "sgd"),
         default="adamw",
-        help="adamw_8bit keeps the moments in 8 bits (needs the extra quantize), muon orthogonalises the "
-        "updates of matrices, adafactor keeps a row and a column for each matrix, sgd has momentum (default: "
-        "%(default)s)",
+        help="adamw_8bit keeps moments in 8 bits (extra quantize); muon orthogonalises updates of matrices, "
+        "muon_heads also of each head; adafactor keeps a row and a column for each matrix; sgd has momentum "
+        "(default: %(default)s)",
     )
     add(
         "--schedule",

@@ -42,7 +42,7 @@ def by_their_library(name, tensors):
         {"params": [t for t in tensors.values() if t.ndim >= 2]},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    if name == "muon":
+    if name in ("muon", "muon_heads"):
         adamw = [{"params": embedded}, {"params": vectors, "weight_decay": 0.0}]
         return [
             torch.optim.Muon(hidden, momentum=0.95, adjust_lr_fn="match_rms_adamw", **options),
@@ -57,9 +57,10 @@ def by_their_library(name, tensors):
     return [torch.optim.Adafactor(groups, **options)]
 
 
-@pytest.mark.parametrize("name", LIBRARIES)
+@pytest.mark.parametrize("name", [*LIBRARIES, "muon_heads"])
 def test_a_step_is_the_librarys_own_on_the_reference(name, model_of_experts):
     """The reference's tensors are separate: query, key, value, and each expert's three matrices."""
+    head_dim = model_of_experts.layers[0].self_attn.spec.head_dim
     model = model_of_experts
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     parameters = dict(model.named_parameters())
@@ -70,6 +71,10 @@ def test_a_step_is_the_librarys_own_on_the_reference(name, model_of_experts):
         found = {}
         for n, tensor in tensors.items():
             found |= forms[n].write(tensor.detach()) if n in forms else {n: tensor.detach()}
+        if name == "muon_heads":
+            ends = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+            for n in [n for n in found if n.endswith(ends)]:
+                found |= {f"{n}.{head}": rows for head, rows in enumerate(found.pop(n).split(head_dim))}
         return {n: t.clone() for n, t in found.items()}
 
     theirs = {n: nn.Parameter(t) for n, t in separate(parameters).items()}
@@ -93,7 +98,7 @@ def test_a_step_is_the_librarys_own_on_the_reference(name, model_of_experts):
         for n, found in separate(parameters).items():
             # Muon rounds to bfloat16 in each of five iterations, whose slope is up to 3.4 at first; a number
             # that is rounded another way differs by 1/256. A step of all projections at once is another one.
-            matrix = name == "muon" and found.ndim == 2
+            matrix = name.startswith("muon") and found.ndim == 2
             size = LR * 0.2 * math.sqrt(max(found.shape)) if matrix else 0.0
             bound = {"rtol": 1e-5, "atol": max(1e-6, size * 5 * 3.4 / 256)}
             torch.testing.assert_close(found, theirs[n].detach(), msg=lambda m, n=n: f"{n}: {m}", **bound)
