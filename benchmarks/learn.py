@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "training with each representation of bfloat16 weights, against float32: losses, with a plot"
+SUMMARY = "held-out losses with each representation of bfloat16 weights and with Muon, against float32"
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,10 @@ MODES: dict[str, dict[str, Any]] = {
     "stochastic": BFLOAT16 | {"weights": "stochastic"},
     "stochastic, float32 moments": BFLOAT16 | {"weights": "stochastic", "moments": "float32"},
     "plain": BFLOAT16 | {"weights": "plain"},
+    "muon": BFLOAT16 | {"optimizer": "muon"},
+    "muon_heads": BFLOAT16 | {"optimizer": "muon_heads"},
 }
-# Weight, gradient, residue, and two moments.
+# Weight, gradient, residue, and two moments; Muon's one, in float32.
 BYTES = {
     "float32": 16,
     "float32, other order": 16,
@@ -75,6 +77,8 @@ BYTES = {
     "stochastic": 8,
     "stochastic, float32 moments": 12,
     "plain": 8,
+    "muon": 10,
+    "muon_heads": 10,
 }
 
 
