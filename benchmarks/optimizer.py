@@ -1,4 +1,5 @@
-"""A step of AdamW with clipping over a model's parameters: time, and fraction of a large copy's bandwidth.
+"""A step of AdamW or Muon with clipping over a model's parameters: time, and fraction of a large copy's
+bandwidth (AdamW).
 
 Random parameters and gradients in bfloat16, with a model's shapes. Clipping is the norm of all gradients and
 their scaling: in ours part of the step, in torch a separate pass. Bytes are those that must move, including
@@ -34,12 +35,13 @@ MODES: dict[str, tuple[dict[str, Any], int]] = {
 }
 ONE_BY_ONE = "master, one launch per tensor"
 TORCH = "torch, fused"
+MUON = ("muon", "muon_heads")  # bound by products: no bytes are counted
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = [*MODES, ONE_BY_ONE, TORCH]
+    names = [*MODES, ONE_BY_ONE, TORCH, *MUON]
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; default: all but tiny")
-    parser.add_argument("--mode", action="append", choices=names, help="repeatable; default: all")
+    parser.add_argument("--mode", action="append", choices=names, help="repeatable; default: all but Muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
 
@@ -61,9 +63,9 @@ def run(args: argparse.Namespace) -> int:
         [
             row["model"],
             row["mode"],
-            str(row["bytes"]),
+            str(row["bytes"] or ""),
             *(f"{row[part]:.2f}" for part in ("clip_ms", "step_ms", "both_ms")),
-            f"{row['share']:.0%}",
+            f"{row['share']:.0%}" if row["bytes"] else "",
         ]
         for row in rows
     ]
@@ -73,22 +75,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(model: str, mode: str, meter: Meter, device: torch.device, copy: float) -> dict[str, Any]:
-    parameters = [
-        nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device=device)) for shape in _shapes(model)
-    ]
+    trained = _on_meta(model).to_empty(device=device)
+    parameters = list(trained.parameters())
     for parameter in parameters:
         nn.init.normal_(parameter, std=0.02)
         parameter.grad = torch.empty_like(parameter).normal_(std=1e-3)
     count = sum(parameter.numel() for parameter in parameters)
     options, step_bytes = MODES.get(mode, ({}, 14 if mode == TORCH else 18))
-    clip, step = _calls(mode, options, parameters)
+    clip, step = _calls_of_muon(mode, trained) if mode in MUON else _calls(mode, options, parameters)
     for call in (clip, step, step):  # creates the state, and compiles
         call()
     clip_ms, step_ms = (
         meter.time(lambda i, call=call: call(), sustained=True).median for call in (clip, step)
     )
-    moved = count * (step_bytes + 2)
     both = clip_ms + step_ms
+    if mode in MUON:
+        times = {"clip_ms": clip_ms, "step_ms": step_ms, "both_ms": both}
+        return {"parameters": count, "bytes": 0, **times, "share": 0.0}
+    moved = count * (step_bytes + 2)
     times = {"clip_ms": clip_ms, "step_ms": step_ms, "both_ms": both}
     return {"parameters": count, "bytes": step_bytes + 2, **times, "share": moved / copy / (both / 1e3)}
 
@@ -116,8 +120,16 @@ def _calls(
     return lambda: whole.clip_grad_norm(1.0), step
 
 
-def _shapes(model: str) -> list[torch.Size]:
+def _calls_of_muon(mode: str, model: nn.Module) -> tuple[Callable[[], Any], ...]:
+    """Clipping and a step, which is clipped only if the other has just been called."""
+    from liger_models.training.optimizer import build_optimizer
+
+    settings: dict[str, Any] = {"weights": "master", "moments": "auto", "seed": 0}
+    optimizer = build_optimizer(model, lr=1e-5, weight_decay=0.1, name=mode, **settings)
+    return lambda: optimizer.clip_grad_norm(1.0), optimizer.step
+
+
+def _on_meta(model: str) -> nn.Module:
     import liger_models
 
-    meta = liger_models.from_config(MODELS[model], dtype=torch.bfloat16, device="meta")
-    return [parameter.shape for parameter in meta.parameters()]
+    return liger_models.from_config(MODELS[model], dtype=torch.bfloat16, device="meta")
