@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.float8 import set_float8
     from liger_models.models.loading import from_config, from_hub, from_pretrained
+    from liger_models.models.streaming import stream_weights
     from liger_models.parallel.dims import ParallelDims
     from liger_models.parallel.sharding import parallelize
     from liger_models.presets import preset
@@ -65,6 +66,7 @@ __all__ = [
     "parallelize",
     "preset",
     "set_float8",
+    "stream_weights",
     "train",
     "update_correction_bias",
 ]
@@ -87,6 +89,7 @@ _HOMES = {
     "parallelize": "parallel.sharding",
     "preset": "presets",
     "set_float8": "models.float8",
+    "stream_weights": "models.streaming",
     "train": "training.starting",
     "update_correction_bias": "layers.experts.load_balance",
 }

@@ -39,7 +39,11 @@ BUILT_ON = {
     "liger_models.hf.adapters.lora": "peft",
 }
 # But these, in the function in which a user has asked for that library.
-ON_REQUEST = {"liger_models.models.causal_lm", "liger_models.training.lora"}
+ON_REQUEST = {
+    "liger_models.models.causal_lm",
+    "liger_models.models.streaming",
+    "liger_models.training.lora",
+}
 
 
 def sources(part):

@@ -197,7 +197,7 @@ class LigerCausalLM(CausalLM):
         dtype: str | torch.dtype | None,
     ) -> dict[str, Any]:
         chosen: Any = dtype if dtype in (None, "parameters") else parse_dtype(dtype)
-        _check_savable(parameters, weight_map)
+        check_savable(parameters, weight_map)
         written = _source_dtype(self.source) if self.source and dtype is None else self.dtype
         written = chosen if isinstance(chosen, torch.dtype) else written
         config = export_config(
@@ -232,7 +232,7 @@ class LigerCausalLM(CausalLM):
             adapter.
         """
         natives, weight_map = self.saved_tensors(), self.weight_map()
-        _check_savable(natives, weight_map)
+        check_savable(natives, weight_map)
         copies: dict[str, list[str]] = {}
         for name, original in (self.source.tied if self.source else {}).items():
             copies.setdefault(original, []).append(name)
@@ -354,7 +354,12 @@ def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return parsed
 
 
-def _check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
+def check_savable(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:
+    """Check that tensors by native name are what a checkpoint of this map holds.
+
+    Raises:
+        CheckpointError: they have no values, are quantised, or were added or removed.
+    """
     for name, parameter in parameters.items():
         if parameter.is_meta:
             raise CheckpointError(f"{name} is on the meta device, so there are no values to save")

@@ -14,8 +14,10 @@ from liger_models.layers.projections.linear import Linear
 AS_LOADED = "as_loaded"
 
 
-def encoder_of(model: Any, quantization: str | None) -> AbstractContextManager[Any]:
-    """The encoder of a LigerCausalLM's checkpoint; of None, for dense weights.
+def encoder_of(
+    model: Any, quantization: str | None, weight_map: WeightMap | None = None
+) -> AbstractContextManager[Any]:
+    """The encoder of a LigerCausalLM's checkpoint, by default with its own map; of None, for dense weights.
 
     Raises:
         ConfigError: no such format.
@@ -36,7 +38,7 @@ def encoder_of(model: Any, quantization: str | None) -> AbstractContextManager[A
             f"quantization is {quantization!r}; expected {', '.join(map(repr, (AS_LOADED, *TARGETS)))} or "
             "None"
         )
-    return _quantiser(model, quantization, model.weight_map())
+    return _quantiser(model, quantization, model.weight_map() if weight_map is None else weight_map)
 
 
 def _quantiser(model: Any, kind: str, weight_map: WeightMap) -> Quantiser:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +17,14 @@ from liger_models.convert.checkpoints.layout import WRAPPERS
 from liger_models.convert.errors import CheckpointError
 
 
-def merged_tensors(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """Return a function for each saved tensor, by its name without adapters; tied tensors appear once.
+def merged_tensors(model: nn.Module) -> dict[str, functools.partial[Tensor]]:
+    """Return a function for each saved tensor, by its name without adapters; tied tensors appear once. Its
+    `args` are the tensor without adapters, and the adapters.
 
     Raises:
         CheckpointError: a tied tensor whose uses differ once merged, or a quantised one.
     """
-    found: dict[str, Callable[[], Tensor]] = {}
+    found: dict[str, functools.partial[Tensor]] = {}
     first: dict[int, str] = {}  # tensor id -> first name
     for name, tensor, adapters in _saved(model, "", ()):
         if not tensor.is_floating_point():
