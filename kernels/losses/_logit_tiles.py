@@ -61,6 +61,20 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature is {temperature}; expected a positive number")
 
 
+def check_temperatures(temperature: float | Tensor) -> None:
+    """Raise TypeError for a tensor of temperatures that requires a gradient, ValueError for a number that is
+    not positive; of a tensor on a CPU, for any of its numbers.
+    """
+    if not isinstance(temperature, Tensor):
+        return check_temperature(temperature)
+    if temperature.requires_grad:
+        raise TypeError("temperature requires a gradient, which is not computed; pass temperature.detach()")
+    checked = temperature.device.type == "cpu" and not torch.compiler.is_compiling()
+    if checked and not (temperature > 0).all():
+        raise ValueError(f"temperature has the value {temperature.min().item()}; expected positive numbers")
+    return None
+
+
 def fold_temperature(
     logit_scale: float, softcap: float | None, temperature: float
 ) -> tuple[float, float | None]:

@@ -21,6 +21,7 @@ from liger_models.kernels.losses._logit_tiles import (
     cap_logits,
     check_softcap,
     check_temperature,
+    check_temperatures,
     fit_tile,
     fold_temperature,
     load_columns,
@@ -44,16 +45,37 @@ def row_options(
     ignore_index: int,
     softcap: float | None,
     logit_scale: float,
-    temperature: float,
+    temperature: float | Tensor,
     entropy: bool,
     top1: bool,
     log_sum_sq_probs: bool,
 ) -> RowOptions:
-    """Check the options and fold the temperature into them; ValueError if they are invalid."""
-    check_temperature(temperature)
+    """Check the options and fold a temperature of all rows into them; ValueError if they are invalid."""
+    shared = 1.0 if isinstance(temperature, Tensor) else temperature
+    check_temperature(shared)
     check_softcap(softcap)
-    scale, cap = fold_temperature(logit_scale, softcap, temperature)
+    scale, cap = fold_temperature(logit_scale, softcap, shared)
     return RowOptions(ignore_index, cap, scale, bool(entropy), bool(top1), bool(log_sum_sq_probs))
+
+
+def inverse_temperatures(temperature: float | Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """1 / temperature of each row [N], given a tensor of the labels' shape or one that broadcasts to it; None
+    for a number. One that is not positive gives nan.
+
+    Raises:
+        TypeError: a tensor that requires a gradient.
+        ValueError: another shape, or on a CPU a temperature that is not positive.
+    """
+    if not isinstance(temperature, Tensor):
+        return None
+    check_temperatures(temperature)
+    try:
+        rows = temperature.to(labels.device, dtype).expand(labels.shape).reshape(-1)
+    except RuntimeError:
+        raise ValueError(
+            f"temperature has the shape {list(temperature.shape)}; expected {list(labels.shape)}, as labels"
+        ) from None
+    return torch.where(rows > 0, 1 / rows, float("nan"))
 
 
 # Rows of the result of `row_scores`.
@@ -61,17 +83,21 @@ LOG_PROB, LSE, ENTROPY, LOG_SUM_SQ, TOP1 = range(5)
 
 
 def row_scores(
-    logits: Tensor, labels: Tensor, options: RowOptions, coefficients: Tensor | None = None
+    logits: Tensor,
+    labels: Tensor,
+    options: RowOptions,
+    coefficients: Tensor | None = None,
+    inverse: Tensor | None = None,
 ) -> Tensor:
     """Scores of each row, [5, N]: see `LOG_PROB` and so on. Given `coefficients` [N], overwrites the logits
-    with the gradient of coefficients * log_prob.
+    with the gradient of coefficients * log_prob. `inverse` [N] has each row's own 1 / temperature.
 
     logits [N, V] with an inner stride of one; labels [N]. Scores that are not requested are zero, as is
     everything in a row without a label. A label outside the vocabulary gives nan. Not differentiable.
     """
     if use_triton(logits, labels):
-        return _launch_forward(logits, labels, options, coefficients)
-    z, slope = cap_logits(logits, options.logit_scale, options.softcap)
+        return _launch_forward(logits, labels, options, coefficients, inverse)
+    z, slope = _cap_rows(logits, options, inverse)
     lse = torch.logsumexp(z, 1)
     log_p = z - lse.unsqueeze(1)
     p = log_p.exp()
@@ -100,9 +126,10 @@ def write_gradient(
     grad_entropy: Tensor,
     *,
     options: RowOptions,
+    inverse: Tensor | None = None,
 ) -> None:
     """Overwrite logits [N, V] with the gradient of grad_log_probs * log_prob + grad_entropy * entropy, given
-    `found` [5, N] from `row_scores`. Both upstream gradients are contiguous [N]."""
+    `found` [5, N] from `row_scores`, and its `inverse`. Both upstream gradients are contiguous [N]."""
     lse, entropy = found[LSE].contiguous(), found[ENTROPY].contiguous()
     if use_triton(logits, labels):
         vocab = logits.shape[1]
@@ -111,7 +138,7 @@ def write_gradient(
         if len(logits):
             with on_device_of(logits):
                 _backward_kernel[(len(logits) * blocks,)](
-                    *_common(logits, labels, options),
+                    *_common(logits, labels, options, inverse),
                     lse,
                     entropy,
                     grad_log_probs,
@@ -122,7 +149,7 @@ def write_gradient(
                     num_warps=max(1, block // 512),
                 )
         return
-    z, slope = cap_logits(logits, options.logit_scale, options.softcap)
+    z, slope = _cap_rows(logits, options, inverse)
     log_p = z - lse.unsqueeze(1)
     p = log_p.exp()
     surprise = (log_p + entropy.unsqueeze(1)).masked_fill(p == 0, 0.0)
@@ -139,7 +166,15 @@ def first_largest(logits: Tensor, logit_scale: float) -> Tensor:
     return (logits if sign == 1 else logits * sign).argmax(-1)
 
 
-def _launch_forward(logits, labels, options, coefficients):
+def _cap_rows(logits: Tensor, options: RowOptions, inverse: Tensor | None) -> tuple[Tensor, Tensor | float]:
+    """`cap_logits` with each row's own temperature."""
+    if inverse is None:
+        return cap_logits(logits, options.logit_scale, options.softcap)
+    z, slope = cap_logits(logits, options.logit_scale, options.softcap)
+    return z * inverse.unsqueeze(1), slope * inverse.unsqueeze(1)
+
+
+def _launch_forward(logits, labels, options, coefficients, inverse):
     rows, vocab = logits.shape
     found = torch.zeros(5, rows, dtype=torch.float32, device=logits.device)
     if rows:
@@ -149,7 +184,7 @@ def _launch_forward(logits, labels, options, coefficients):
         lanes, depth = fit_tile(vocab, (lanes, max(depth >> extras, 1)))
         with on_device_of(logits):
             _forward_kernel[(rows,)](
-                *_common(logits, labels, options),
+                *_common(logits, labels, options, inverse),
                 found,
                 rows,
                 None if coefficients is None else coefficients.contiguous(),
@@ -164,7 +199,7 @@ def _launch_forward(logits, labels, options, coefficients):
     return found
 
 
-def _common(logits, labels, options):
+def _common(logits, labels, options, inverse):
     """Leading arguments of both kernels."""
     return (
         logits,
@@ -174,6 +209,7 @@ def _common(logits, labels, options):
         options.ignore_index,
         options.logit_scale,
         1.0 if options.softcap is None else options.softcap,
+        None if inverse is None else inverse.contiguous(),
     )
 
 
@@ -254,6 +290,7 @@ def _forward_kernel(
     ignore_index,
     logit_scale,
     softcap,
+    inverse_ptr,
     found_ptr,
     rows,
     coefficients_ptr,
@@ -275,6 +312,10 @@ def _forward_kernel(
                 zeros = tl.zeros([LANES], row_ptr.dtype.element_ty)
                 tl.store(row_ptr + columns, zeros, mask=columns < vocab)
         return
+    if inverse_ptr is not None:
+        inverse = tl.load(inverse_ptr + row)
+        logit_scale *= inverse
+        softcap *= inverse
     # A label outside the vocabulary must not be read. The label's logit is read before anything overwrites
     # it.
     inside = (label >= 0) & (label < vocab)
@@ -387,6 +428,7 @@ def _backward_kernel(
     ignore_index,
     logit_scale,
     softcap,
+    inverse_ptr,
     lse_ptr,
     entropy_ptr,
     grad_log_probs_ptr,
@@ -403,6 +445,10 @@ def _backward_kernel(
     if label == ignore_index:
         tl.store(row_ptr + columns, tl.zeros([BLOCK], row_ptr.dtype.element_ty), mask=columns < vocab)
         return
+    if inverse_ptr is not None:
+        inverse = tl.load(inverse_ptr + row)
+        logit_scale *= inverse
+        softcap *= inverse
     z, slope = scaled_logits(load_columns(row_ptr, columns, vocab, True), logit_scale, softcap, HAS_SOFTCAP)
     log_p = z * 0.6931471805599453 - tl.load(lse_ptr + row)
     p = tl.exp(log_p)

@@ -41,6 +41,7 @@ from liger_models.kernels.losses._reductions import check_label_dtype
 from liger_models.kernels.losses._score_rows import (
     LOG_PROB,
     RowOptions,
+    inverse_temperatures,
     row_options,
     row_scores,
     write_gradient,
@@ -66,7 +67,7 @@ def linear_log_probs(
     top1: bool = False,
     log_sum_sq_probs: bool = False,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     num_valid: int | None = None,
@@ -77,8 +78,9 @@ def linear_log_probs(
 
     x [..., H]; weight [V, H] and bias [V] of x's dtype, or of any dtype under autocast, which then determines
     the products' dtype; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. The temperature
-    divides the logits last, after the scale and the cap. num_valid and chunk_bytes as in
-    `linear_cross_entropy`.
+    divides the logits last, after the scale and the cap: one number, or a tensor that broadcasts to the
+    labels' shape, without a gradient, which gives nan on a GPU where it is not positive. num_valid and
+    chunk_bytes as in `linear_cross_entropy`.
 
     With coefficients [...], which have no gradient, only `weighted_sum`, the sum of coefficients * log_probs,
     is differentiable, and its gradients are computed in the forward pass.
@@ -92,15 +94,17 @@ def linear_log_probs(
     plan = _Plan(options, product_dtype(x, weight, bias), chunk_bytes, num_valid)
     rows, row_labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     wanted = gradients_wanted(x, weight, bias)
+    accumulate = torch.promote_types(plan.dtype, torch.float32)
+    inverse = inverse_temperatures(temperature, labels, accumulate)
     if coefficients is None:
-        return scores_of(_LogProbs.apply(rows, weight, bias, row_labels, plan, wanted), labels.shape)
+        found = _LogProbs.apply(rows, weight, bias, row_labels, inverse, plan, wanted)
+        return scores_of(found, labels.shape)
     if coefficients.shape != labels.shape:
         raise ValueError(
             f"coefficients have shape {list(coefficients.shape)}; expected {list(labels.shape)}, as labels"
         )
-    accumulate = torch.promote_types(plan.dtype, torch.float32)
     coefficients = coefficients.detach().reshape(-1).to(accumulate)
-    found = _WeightedSum.apply(rows, weight, bias, row_labels, coefficients, plan, wanted)
+    found = _WeightedSum.apply(rows, weight, bias, row_labels, coefficients, inverse, plan, wanted)
     return scores_of(found, labels.shape)
 
 
@@ -122,11 +126,11 @@ class _LogProbs(torch.autograd.Function):
     """log_probs, entropy, is_top1 and log_sum_sq_probs [T]; None where not wanted."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, plan, wanted):
+    def forward(ctx, x, weight, bias, labels, inverse, plan, wanted):
         keep = any(wanted) and not torch.compiler.is_compiling()
         ctx.kept = KeptLogits(x.device, want_dw=wanted[1]) if keep else None
-        found, *_ = _chunked(x, weight, bias, labels, None, plan, (False,) * 3, kept=ctx.kept)
-        ctx.save_for_backward(x, weight, bias, labels, found)
+        found, *_ = _chunked(x, weight, bias, labels, None, inverse, plan, (False,) * 3, kept=ctx.kept)
+        ctx.save_for_backward(x, weight, bias, labels, inverse, found)
         ctx.plan = plan
         scores = wanted_scores(found, plan.options)
         mark_constants(ctx, scores[2:])
@@ -135,10 +139,10 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, *_):
-        x, weight, bias, labels, found = ctx.saved_tensors
+        x, weight, bias, labels, inverse, found = ctx.saved_tensors
         upstream = upstream_gradients(found, grad_log_probs, grad_entropy)
-        given, wanted = (x, weight, bias, labels, found), ctx.needs_input_grad[:3]
-        return *_backward(*given, *upstream, plan=ctx.plan, wanted=wanted, kept=ctx.kept), *(None,) * 3
+        given, wanted = (x, weight, bias, labels, inverse, found), ctx.needs_input_grad[:3]
+        return *_backward(*given, *upstream, plan=ctx.plan, wanted=wanted, kept=ctx.kept), *(None,) * 4
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -146,11 +150,11 @@ class _WeightedSum(torch.autograd.Function):
     stored in ctx."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, labels, coefficients, plan, wanted):
+    def forward(ctx, x, weight, bias, labels, coefficients, inverse, plan, wanted):
         operands = x, weight, bias
 
         def chunked(grad_scale, round_dw):
-            found, *grads = _chunked(*operands, labels, grad_scale, plan, wanted, round_dw)
+            found, *grads = _chunked(*operands, labels, grad_scale, inverse, plan, wanted, round_dw)
             return [found[LOG_PROB], found, *grads]
 
         one = coefficients.new_ones(())
@@ -163,17 +167,19 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *upstream):
-        return *release_gradients(ctx, upstream[-1]), *(None,) * 4
+        return *release_gradients(ctx, upstream[-1]), *(None,) * 5
 
 
-def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True, kept=None) -> list[Any]:
+def _chunked(
+    x, weight, bias, labels, coefficients, inverse, plan, wanted, round_dw=True, kept=None
+) -> list[Any]:
     """Results of `row_scores`, [5, T]; and, where wanted, the gradients of the sum of coefficients [T] times
     the log-probabilities. dW and dbias have their operands' dtypes, or float32 if not round_dw. Without
     gradients the last chunk's logits are left in `kept`.
     """
     if torch.compiler.is_compiling():
         results = _chunked_op(
-            x, weight, bias, labels, coefficients, *plan.options, *plan[1:], *wanted, round_dw
+            x, weight, bias, labels, coefficients, inverse, *plan.options, *plan[1:], *wanted, round_dw
         )
         return drop_absent(results, (True, *wanted))
     index = valid_rows(labels, len(weight), plan.options.ignore_index, plan.num_valid)
@@ -181,7 +187,8 @@ def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True,
 
     def step(chunk, logits):
         known = part_of(coefficients, chunk) if any(wanted) else None
-        found[:, chunk] = row_scores(logits, labels[chunk], plan.options, known)
+        own = None if inverse is None else inverse[chunk]
+        found[:, chunk] = row_scores(logits, labels[chunk], plan.options, known, own)
 
     grads = in_chunks(
         Linear(x, weight, bias, plan.dtype),
@@ -195,17 +202,20 @@ def _chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw=True,
     return [found, *grads]
 
 
-def _backward(x, weight, bias, labels, found, grad_log_probs, grad_entropy, *, plan, wanted, kept=None):
+def _backward(
+    x, weight, bias, labels, inverse, found, grad_log_probs, grad_entropy, *, plan, wanted, kept=None
+):
     """dx, dw, dbias, where wanted."""
     if torch.compiler.is_compiling():
-        upstream = grad_log_probs, grad_entropy
-        grads = _backward_op(x, weight, bias, labels, found, *upstream, *plan.options, *plan[1:], *wanted)
+        given = x, weight, bias, labels, inverse, found, grad_log_probs, grad_entropy
+        grads = _backward_op(*given, *plan.options, *plan[1:], *wanted)
         return drop_absent(grads, wanted)
     index = valid_rows(labels, len(weight), plan.options.ignore_index, plan.num_valid)
 
     def step(chunk, logits):
         upstream = grad_log_probs[chunk], grad_entropy[chunk]
-        write_gradient(logits, labels[chunk], found[:, chunk], *upstream, options=plan.options)
+        own = None if inverse is None else inverse[chunk]
+        write_gradient(logits, labels[chunk], found[:, chunk], *upstream, options=plan.options, inverse=own)
 
     linear = Linear(x, weight, bias, plan.dtype)
     return in_chunks(linear, index, step, chunk_bytes=plan.chunk_bytes, wanted=wanted, kept=kept)
@@ -218,6 +228,7 @@ def _chunked_op(
     bias: Tensor | None,
     labels: Tensor,
     coefficients: Tensor | None,
+    inverse: Tensor | None,
     ignore_index: int,
     softcap: float | None,
     logit_scale: float,
@@ -235,11 +246,11 @@ def _chunked_op(
     """`_chunked` as a single operation of a compiled graph; unwanted gradients are empty tensors."""
     options = RowOptions(ignore_index, softcap, logit_scale, entropy, top1, log_sum_sq_probs)
     plan, wanted = _Plan(options, dtype, chunk_bytes, num_valid), (want_dx, want_dw, want_db)
-    return fill_absent(_chunked(x, weight, bias, labels, coefficients, plan, wanted, round_dw), x)
+    return fill_absent(_chunked(x, weight, bias, labels, coefficients, inverse, plan, wanted, round_dw), x)
 
 
 @_chunked_op.register_fake
-def _(x, weight, bias, labels, coefficients, *rest):
+def _(x, weight, bias, labels, coefficients, inverse, *rest):
     dtype, (*wanted, round_dw) = rest[6], rest[-4:]
     found = x.new_empty(5, len(x), dtype=torch.promote_types(dtype, torch.float32))
     return [found, *fake_gradients((x, weight, bias), wanted, dtype, round_dw)]
@@ -251,6 +262,7 @@ def _backward_op(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
+    inverse: Tensor | None,
     found: Tensor,
     grad_log_probs: Tensor,
     grad_entropy: Tensor,
@@ -270,8 +282,8 @@ def _backward_op(
     """`_backward` as a single operation of a compiled graph; unwanted gradients are empty tensors."""
     options = RowOptions(ignore_index, softcap, logit_scale, entropy, top1, log_sum_sq_probs)
     plan, wanted = _Plan(options, dtype, chunk_bytes, num_valid), (want_dx, want_dw, want_db)
-    upstream = grad_log_probs, grad_entropy
-    return fill_absent(_backward(x, weight, bias, labels, found, *upstream, plan=plan, wanted=wanted), x)
+    given = x, weight, bias, labels, inverse, found, grad_log_probs, grad_entropy
+    return fill_absent(_backward(*given, plan=plan, wanted=wanted), x)
 
 
 @_backward_op.register_fake

@@ -17,7 +17,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import as_once_differentiable, as_rows, once_differentiable, use_triton
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    as_rows,
+    at_least_float32,
+    once_differentiable,
+    use_triton,
+)
 from liger_models.kernels.losses._logit_tiles import cap_logits
 from liger_models.kernels.losses._reductions import check_label_dtype, check_labels
 from liger_models.kernels.losses._score_rows import (
@@ -27,6 +33,7 @@ from liger_models.kernels.losses._score_rows import (
     TOP1,
     RowOptions,
     first_largest,
+    inverse_temperatures,
     row_options,
     row_scores,
     write_gradient,
@@ -56,17 +63,19 @@ def log_probs(
     top1: bool = False,
     log_sum_sq_probs: bool = False,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> TokenScores:
     """Scores of labels under logits.
 
     logits [..., V]; labels [...], int64 or int32, in [0, V) or equal to `ignore_index`. The temperature
-    divides the logits last, after the scale and the cap.
+    divides the logits last, after the scale and the cap: one number, or a tensor that broadcasts to the
+    labels' shape, without a gradient.
 
     Raises ValueError or TypeError for incompatible shapes, dtypes or options, IndexError for a label outside
-    the vocabulary on a CPU. On a GPU such a label gives nan.
+    the vocabulary on a CPU. On a GPU such a label gives nan, as does a tensor's temperature that is not
+    positive.
     """
     options = row_options(ignore_index, softcap, logit_scale, temperature, entropy, top1, log_sum_sq_probs)
     if logits.dim() < 2 or labels.shape != logits.shape[:-1]:
@@ -75,11 +84,13 @@ def log_probs(
         )
     check_label_dtype(labels)
     check_labels(labels, logits.shape[-1], ignore_index)
+    inverse = inverse_temperatures(temperature, labels, at_least_float32(logits.new_empty(0)).dtype)
     if not use_triton(logits, labels):
-        scores = log_probs_plain(logits, labels, **options._asdict())
+        each = temperature.expand(labels.shape) if isinstance(temperature, Tensor) else 1.0
+        scores = log_probs_plain(logits, labels, temperature=each, **options._asdict())
         as_once_differentiable(*(score for score in scores[:2] if score is not None))
         return scores
-    return scores_of(_LogProbs.apply(as_rows(logits), labels.reshape(-1), options), labels.shape)
+    return scores_of(_LogProbs.apply(as_rows(logits), labels.reshape(-1), options, inverse), labels.shape)
 
 
 def log_probs_plain(
@@ -90,13 +101,14 @@ def log_probs_plain(
     top1: bool = True,
     log_sum_sq_probs: bool = True,
     ignore_index: int = -100,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
 ) -> TokenScores:
     """Plain twin of `log_probs`."""
     z, _ = cap_logits(logits, logit_scale, softcap)
-    log_p = torch.log_softmax(z / temperature, -1)
+    each = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
+    log_p = torch.log_softmax(z / each, -1)
     p = log_p.exp()
     valid = labels != ignore_index
     index = labels.where(valid, 0).long().unsqueeze(-1)
@@ -140,9 +152,9 @@ def upstream_gradients(
 
 class _LogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, options):
-        found = row_scores(logits, labels, options)
-        ctx.save_for_backward(logits, labels, found)
+    def forward(ctx, logits, labels, options, inverse):
+        found = row_scores(logits, labels, options, inverse=inverse)
+        ctx.save_for_backward(logits, labels, found, inverse)
         ctx.options = options
         scores = wanted_scores(found, options)
         mark_constants(ctx, scores[2:])
@@ -151,8 +163,8 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_log_probs, grad_entropy, *_):
-        logits, labels, found = ctx.saved_tensors
+        logits, labels, found, inverse = ctx.saved_tensors
         grad = logits.clone(memory_format=torch.contiguous_format)
         upstream = upstream_gradients(found, grad_log_probs, grad_entropy)
-        write_gradient(grad, labels, found, *upstream, options=ctx.options)
-        return grad, None, None
+        write_gradient(grad, labels, found, *upstream, options=ctx.options, inverse=inverse)
+        return grad, None, None, None

@@ -148,13 +148,16 @@ def scores_of_head(
         return TokenScores(*head(hidden, labels, num_valid=num_valid, form=form, score=score))
     kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
     options = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
+    temperatures = [options.pop("temperature")[kept]] if isinstance(score.temperature, Tensor) else []
 
     def scores(product: Product, hidden: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
-        def of_piece(hidden: Tensor, labels: Tensor) -> tuple[Tensor | None, ...]:
-            return tuple(log_probs(product(hidden), labels, **options))
+        def of_piece(hidden: Tensor, labels: Tensor, *temperature: Tensor) -> tuple[Tensor | None, ...]:
+            own = dict(zip(("temperature",), temperature, strict=False))
+            return tuple(log_probs(product(hidden), labels, **options, **own))
 
         # At least one piece, possibly empty: it determines the outputs and connects the result to the graph.
-        pieces = in_pieces(_CHUNK, hidden, labels[kept], together=has_gathered_parts(head))
+        columns = hidden, labels[kept], *temperatures
+        pieces = in_pieces(_CHUNK, *columns, together=has_gathered_parts(head))
         return tuple(recompute(of_piece, *piece) for piece in pieces)
 
     columns = zip(*in_one_call(head, hidden[kept], scores), strict=True)

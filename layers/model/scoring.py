@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import TokenScores
-from liger_models.kernels.losses._logit_tiles import check_temperature
+from liger_models.kernels.losses._logit_tiles import check_temperatures
 from liger_models.layers.model.output import ScoreOutput
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -26,7 +26,8 @@ class ScoreOptions:
     """Which scores a call of the model returns instead of a loss: its keyword `score`.
 
     Args:
-        temperature: divides the logits; the same for all tokens.
+        temperature: divides the logits: a number, or a tensor of one per row [batch] or in the shape of the
+            scores, without a gradient. Of documents packed in one row, repeat each one's for its tokens.
         entropy: also return the entropy of each token's distribution.
         top1: also return whether the label has the largest logit (the first one in a tie).
         log_sum_sq_probs: also return the logarithm of the sum of squared probabilities.
@@ -36,21 +37,21 @@ class ScoreOptions:
             scores: a negative log-likelihood, or a policy gradient on fresh samples, whose ratios are one.
 
     Raises:
-        TypeError: a tensor of temperatures.
-        ValueError: a temperature that is not positive.
+        TypeError: a tensor of temperatures that requires a gradient.
+        ValueError: a temperature that is not positive (in a tensor on a GPU it makes the scores nan).
 
     Not a dataclass: sharding frameworks that cast a call's arguments would round the coefficients in one.
     """
 
     def __init__(
         self,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         entropy: bool = False,
         top1: bool = False,
         log_sum_sq_probs: bool = False,
         coefficients: Tensor | None = None,
     ):
-        check_temperature(temperature)
+        check_temperatures(temperature)
         self.temperature, self.coefficients = temperature, coefficients
         self.entropy, self.top1, self.log_sum_sq_probs = entropy, top1, log_sum_sq_probs
 
@@ -64,22 +65,35 @@ class ScoreOptions:
         }
 
     def packed(self, sequences: Sequences, shifted: bool) -> ScoreOptions:
-        """The same with packed coefficients [T].
+        """The same with packed coefficients and temperatures [T].
 
         Raises:
-            DataError: coefficients that do not have the shape of the scores.
+            DataError: tensors that do not have the shape of the scores.
         """
         packed = ScoreOptions(**self.keywords())
+        batch, seq = sequences.documents.shape
+        shape = (batch, seq if shifted else seq - 1)
+
+        def pack(values: Tensor, fill: float) -> Tensor:
+            return sequences.pack(F.pad(values.to(sequences.device), (0, seq - shape[1]), value=fill))
+
         if self.coefficients is not None:
-            batch, seq = sequences.documents.shape
-            shape = (batch, seq if shifted else seq - 1)
             if tuple(self.coefficients.shape) != shape:
                 raise DataError(
                     f"coefficients must have the shape of the scores, {shape}; found "
                     f"{tuple(self.coefficients.shape)}"
                 )
-            rows = F.pad(self.coefficients.to(sequences.device), (0, seq - shape[1]))
-            packed.coefficients = sequences.pack(rows)
+            packed.coefficients = pack(self.coefficients, 0.0)
+        if isinstance(self.temperature, Tensor):
+            found = tuple(self.temperature.shape)
+            if found not in ((), (batch,), shape):
+                raise DataError(
+                    f"temperature must be a number, one per row, ({batch},), or in the shape of the scores, "
+                    f"{shape}; found {found}"
+                )
+            rows = self.temperature.unsqueeze(1) if found == (batch,) else self.temperature
+            rows = rows if rows.is_floating_point() else rows.float()
+            packed.temperature = pack(rows.expand(shape), 1.0)
         return packed
 
 
@@ -130,7 +144,7 @@ class Scoring(KnowsItsWrapper):
         labels: Tensor | None = None,
         *,
         shift_labels: Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         entropy: bool = False,
         top1: bool = False,
         log_sum_sq_probs: bool = False,
@@ -158,8 +172,9 @@ class Scoring(KnowsItsWrapper):
         Raises:
             RuntimeError: the model is inside DistributedDataParallel, which would not average the gradients,
                 or a PeftModel with learned prompts: call the wrapper with score=ScoreOptions(...).
-            TypeError: a tensor of temperatures.
-            DataError: no labels; else as `forward`.
+            TypeError: a tensor of temperatures that requires a gradient.
+            ValueError: a temperature that is not positive.
+            DataError: no labels, or a tensor of another shape; else as `forward`.
         """
         refuse_inside_wrapper(self, "score=ScoreOptions(...)")
         options = ScoreOptions(temperature, entropy, top1, log_sum_sq_probs, coefficients)

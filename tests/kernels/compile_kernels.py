@@ -198,7 +198,7 @@ def losses() -> None:
         for divergence in (kernels.linear_kl, kernels.linear_jsd, kernels.linear_cosine_distillation):
             layer = torch.randn(4, 32, dtype=BF16), torch.randn(vocab, 32, dtype=BF16)
             backward(divergence(operand(4, 64), operand(vocab, 64), *layer, labels=labels, **caps))
-    for choice in ({}, {"temperature": 2.0, "softcap": 30.0}):
+    for choice in ({}, {"temperature": 2.0, "softcap": 30.0}, {"temperature": torch.full((4,), 2.0)}):
         wanted = {"entropy": True, "top1": True, "log_sum_sq_probs": True, **choice}
         backward(*kernels.log_probs(operand(4, vocab), labels, **wanted)[:2])
         operands = operand(4, 64), operand(vocab, 64), labels

@@ -97,6 +97,41 @@ def test_chunked_gradients_pass_gradcheck(options):
     )
 
 
+def test_each_token_may_have_its_temperature(monkeypatch, implementation):
+    """Through logits and through chunks, capped, with their own gradients and with known ones."""
+    monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 2)
+    small_tiles(monkeypatch)
+    operands, labels = problem()
+    options = {"temperature": torch.linspace(0.4, 2.0, 7), "softcap": 3.0, "logit_scale": 1.4}
+    coefficients = torch.linspace(-1.0, 2.0, 7)
+    truth = run(linear_log_probs_plain, in_float64(operands), labels, **options)
+    wide = in_float64(operands)
+    sums = linear_log_probs_plain(*wide[:2], labels, wide[2], **options)[0]
+    expected = torch.autograd.grad((coefficients * sums).sum(), wide)
+    known = linear_log_probs(*operands[:2], labels, operands[2], coefficients=coefficients, **options)
+
+    def of_logits(x, weight, labels, bias, **options):
+        return log_probs(F.linear(x, weight, bias), labels, **options)
+
+    for ours, true in (
+        (run(linear_log_probs, operands, labels, **options), truth),
+        (run(of_logits, operands, labels, **options), truth),
+        (torch.autograd.grad(known.weighted_sum, operands), expected),
+    ):
+        for a, b in zip(ours, true, strict=True):
+            # As in the test above, with logits that the smallest temperature multiplies by 2.5.
+            atol = 16 * 50 * torch.finfo(torch.float32).eps * b.abs().max().item()
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=atol)
+
+
+def test_gradients_with_temperatures_of_tokens_pass_gradcheck():
+    operands, labels = problem(4, torch.float64, ignored=(1,))
+    options = {"temperature": torch.tensor([0.5, 0.7, 1.3, 2.0]), "softcap": 3.0, "entropy": True}
+    torch.autograd.gradcheck(
+        lambda x, w, b: linear_log_probs(x, w, labels, b, **options)[:2], operands, fast_mode=True
+    )
+
+
 def test_either_result_alone_gets_its_gradient(implementation):
     operands, labels = problem(4, ignored=(1,))
     for which in (0, 1):
@@ -290,8 +325,13 @@ def test_it_traces_without_a_graph_break():
     def step(x, w, y, b, **wanted):
         return linear_log_probs(x, w, y, b, temperature=0.7, softcap=3.0, **wanted)
 
+    def each(x, w, y, b, t, **wanted):
+        return linear_log_probs(x, w, y, b, temperature=t, **wanted)
+
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(run(compiled, operands, labels), run(step, operands, labels))
+    compiled, own = torch.compile(each, fullgraph=True, backend="aot_eager"), {"t": torch.linspace(0.5, 2, 7)}
+    torch.testing.assert_close(run(compiled, operands, labels, **own), run(each, operands, labels, **own))
 
 
 def test_results_may_be_modified_in_place(implementation):
@@ -306,6 +346,7 @@ def test_results_may_be_modified_in_place(implementation):
     ("change", "error", "message"),
     [
         ({"temperature": -1.0}, ValueError, "temperature is -1.0"),
+        ({"temperature": torch.ones(6)}, ValueError, r"the shape \[6\]; expected \[7\], as labels"),
         ({"softcap": 0.0}, ValueError, "softcap is 0.0"),
         ({"labels": torch.zeros(7)}, TypeError, "expected int64 or int32"),
         ({"labels": torch.zeros(6, dtype=torch.long)}, ValueError, "labels have shape"),

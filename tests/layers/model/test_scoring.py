@@ -13,7 +13,7 @@ from score_calls import CALLS, Wrapped
 from torch import nn
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels.losses.log_probs import log_probs, log_probs_plain
+from liger_models.kernels.losses.log_probs import log_probs_plain
 from liger_models.layers.model import head as head_module
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.model.scoring import ScoreOptions
@@ -177,22 +177,55 @@ def test_unscorable_inputs_are_refused(change, message, model):
         model.score(**({"input_ids": ids, "labels": labels} | change))
 
 
-@pytest.mark.parametrize(
-    ("temperature", "message"),
-    [
-        (torch.tensor([0.5, 1.0, 2.0]), r"temperature is a tensor of shape \(3,\); expected one number"),
-        (torch.tensor(0.5, requires_grad=True), r"requires a gradient; .*float\(temperature\)"),
-    ],
-)
-def test_a_tensor_of_temperatures_is_refused_by_name(temperature, message, model):
-    """It would be divided by as a plain number, without its gradient."""
+@pytest.mark.parametrize("known", [False, True], ids=["scores", "weighted sum"])
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "wrapped"])
+@pytest.mark.parametrize("shape", [(), (BATCH,), (BATCH, SEQ - 1)], ids=str)
+def test_each_row_or_token_may_have_its_temperature(shape, wrapped, known, model, monkeypatch):
+    monkeypatch.setattr(head_module, "_CHUNK", 5)
+    model = model.double()
     ids, labels = batch(model)
-    with pytest.raises(TypeError, match=message):
+    mask = CALLS["padded"]["attention_mask"]
+    if wrapped:
+        model.lm_head = Wrapped(model.lm_head).double()
+    temperature = 0.5 + torch.rand(shape, dtype=torch.double)
+    each = temperature.view(*shape, *[1] * (2 - len(shape))).expand(BATCH, SEQ - 1)
+    logits = model(ids, attention_mask=mask).logits[:, :-1]
+    targets = labels[:, 1:].masked_fill(~(mask[:, 1:] & mask[:, :-1]).bool(), -100)
+    truth = log_probs_plain(logits / each.unsqueeze(-1), targets)
+    coefficients = torch.randn(BATCH, SEQ - 1, dtype=torch.double)
+    options = EVERYTHING | ({"coefficients": coefficients} if known else {}) | {"temperature": temperature}
+    scores = model.score(ids, labels, attention_mask=mask, **options)
+    for name in ("log_probs", "entropy", "is_top1", "log_sum_sq_probs"):
+        torch.testing.assert_close(scores[name], getattr(truth, name), msg=name)
+    gradients = []
+    for found in (truth, scores):
+        model.zero_grad()
+        if known:
+            loss = scores.weighted_sum if found is scores else (coefficients * found.log_probs).sum()
+        else:
+            loss = (coefficients * found.log_probs).sum() + (found.entropy**2).sum()
+        loss.backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for ours, true in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "error", "message"),
+    [
+        (torch.ones(BATCH + 1), DataError, r"one per row, \(3,\), .* \(3, 8\); found \(4,\)"),
+        (torch.tensor([1.0, 0.0, 2.0]), ValueError, "has the value 0.0; expected positive"),
+        (torch.tensor(0.5, requires_grad=True), TypeError, r"requires a gradient, .*temperature\.detach\(\)"),
+    ],
+    ids=["shape", "zero", "learned"],
+)
+def test_temperatures_that_do_not_fit_are_refused(temperature, error, message, model):
+    ids, labels = batch(model)
+    with pytest.raises(error, match=message):
         model.score(ids, labels, temperature=temperature)
-    with pytest.raises(TypeError, match=message):
-        ScoreOptions(temperature=temperature)
-    with pytest.raises(TypeError, match=message):
-        log_probs(torch.randn(3, 7), torch.tensor([1, 2, 3]), temperature=temperature)
+    if error is not DataError:
+        with pytest.raises(error, match=message):
+            ScoreOptions(temperature=temperature)
 
 
 def test_options_may_also_be_passed_to_forward(model):
