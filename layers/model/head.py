@@ -147,12 +147,12 @@ def scores_of_head(
     if type(head).forward is LMHead.forward:
         return TokenScores(*head(hidden, labels, num_valid=num_valid, form=form, score=score))
     kept = (labels != IGNORE_INDEX).nonzero()[:, 0]
-    options = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
+    options: Any = {"logit_scale": form.scale, "softcap": form.softcap, **score.keywords()}
     temperatures = [options.pop("temperature")[kept]] if isinstance(score.temperature, Tensor) else []
 
     def scores(product: Product, hidden: Tensor) -> tuple[tuple[Tensor | None, ...], ...]:
         def of_piece(hidden: Tensor, labels: Tensor, *temperature: Tensor) -> tuple[Tensor | None, ...]:
-            own = dict(zip(("temperature",), temperature, strict=False))
+            own: Any = {"temperature": temperature[0]} if temperature else {}
             return tuple(log_probs(product(hidden), labels, **options, **own))
 
         # At least one piece, possibly empty: it determines the outputs and connects the result to the graph.

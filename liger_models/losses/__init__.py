@@ -13,6 +13,7 @@ May import only the batch (`layers.sequences`) and the specs; training objective
 from liger_models.losses.cpo_loss import cpo_loss
 from liger_models.losses.dpo_loss import PreferenceLoss, dpo_loss, wpo_weights
 from liger_models.losses.grpo_loss import PolicyLoss, PolicyOptions, grpo_loss
+from liger_models.losses.kl_estimate import kl_estimate
 from liger_models.losses.kto_loss import KTOLoss, kto_kl, kto_loss
 from liger_models.losses.orpo_loss import orpo_loss
 from liger_models.losses.policy import (
@@ -41,6 +42,7 @@ __all__ = [
     "dpo_loss",
     "group_advantages",
     "grpo_loss",
+    "kl_estimate",
     "kto_kl",
     "kto_loss",
     "on_policy",

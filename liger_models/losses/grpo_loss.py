@@ -6,7 +6,8 @@ al.,
 
     loss = mean of  - min(w A, clip(w, 1 - low, 1 + high) A) + beta KL,   KL = q/p - log(q/p) - 1
 
-with q the reference's probability. The type determines the first term, and the set that the mean is over:
+with q the reference's probability (or another estimate: kl_estimate.py). The type determines the first term,
+and the set that the mean is over:
 
     grpo       tokens of a sequence, then sequences
     bnpo       all tokens of this call
@@ -15,6 +16,8 @@ with q the reference's probability. The type determines the first term, and the 
     luspo      sequences, of sums over tokens (2026, arXiv:2602.05261)
     cispo      as dapo, with - min(w, high) A log p, w constant (MiniMax-M1, 2025, arXiv:2506.13585)
     sapo       as grpo, with - 4/t S(t (w - 1)) A, t by the sign of A (2025, arXiv:2511.20347)
+    gmpo       sequences, with - exp(mean over tokens of c) A, c = log w clipped to [-low, high] from above
+               where A > 0, from below elsewhere (Zhao et al., 2025, arXiv:2507.20673)
     vespo      as dapo, with - phi(W) A log p, phi(W) = W^k exp(lambda (1 - W)) constant, W the sequence's
                ratio (2026, arXiv:2602.10693)
 """
@@ -28,9 +31,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.losses.kl_estimate import kl_estimate
 from liger_models.losses.rows import check_tokens
 
-TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo")
+TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "gmpo", "vespo")
 _BY_TOKENS_OF_STEP = ("dapo", "cispo", "vespo")
 
 
@@ -52,11 +56,14 @@ class PolicyOptions:
         loss_type: one of `TYPES`.
         level: "token" or "sequence" ratios.
         low, high: clipping bounds, 1 - low and 1 + high; high defaults to low. "cispo" requires high, the
-            largest ratio itself, such as 5: 1 or more.
+            largest ratio itself, such as 5: 1 or more. "gmpo" bounds log ratios (its paper: 0.4 for both).
         delta: the largest ratio for negative A, above 1 + high (two-sided clipping: INTELLECT-2, 2025,
             arXiv:2505.07291).
         beta: weight of the KL term.
-        unbiased_kl: multiply a token's KL term by its ratio (DeepSeek-V3.2, 2025, arXiv:2512.02556).
+        kl: the estimate in the KL term, "k2", "k3", "k1+" or "k3+"; with unbiased_kl also "k1"
+            (kl_estimate.py). GRPO's is k3.
+        unbiased_kl: multiply a token's KL term by its ratio, for k1 and k3 (DeepSeek-V3.2, 2025,
+            arXiv:2512.02556).
         length: for "dr_grpo": the constant, such as the maximum length of sampled answers.
         temperatures: for "sapo", of positive advantages and of others.
         vespo: k and lambda of "vespo", for non-negative advantages, and then for negative ones.
@@ -68,6 +75,7 @@ class PolicyOptions:
     high: float | None = None
     delta: float | None = None
     beta: float = 0.0
+    kl: str = "k3"
     unbiased_kl: bool = False
     length: int | None = None
     temperatures: tuple[float, float] = (1.0, 1.05)
@@ -83,8 +91,17 @@ class PolicyOptions:
             raise ValueError(f"unknown loss_type {self.loss_type!r}; choose from {', '.join(TYPES)}")
         if self.level not in ("token", "sequence"):
             raise ValueError(f"level is {self.level!r}; expected 'token' or 'sequence'")
-        if self.loss_type == "vespo" and self.level != "token":
-            raise ValueError("vespo computes sequence ratios itself: leave level at 'token'")
+        if self.loss_type in ("gmpo", "vespo") and self.level != "token":
+            raise ValueError(f"{self.loss_type} computes sequence ratios itself: leave level at 'token'")
+        if self.loss_type == "gmpo" and (self.delta is not None or self.unbiased_kl):
+            raise ValueError(
+                f"delta is {self.delta} and unbiased_kl {self.unbiased_kl}; gmpo, which has one ratio per "
+                "sequence, takes neither"
+            )
+        good = ("k1", "k3") if self.unbiased_kl else ("k2", "k3", "k1+", "k3+")
+        if self.kl not in good:
+            form = "times the ratio" if self.unbiased_kl else "as a loss"
+            raise ValueError(f"kl is {self.kl!r}; expected {', '.join(good)}, the estimates to use {form}")
         if self.loss_type == "cispo" and not (self.high is not None and self.high >= 1):
             raise ValueError(f"high is {self.high}; for cispo it is the largest ratio: expected 1 or more")
         if (self.loss_type == "dr_grpo") is (self.length is None):
@@ -122,7 +139,7 @@ def grpo_loss(
         reference: [N, seq], of the reference model, for the KL term.
         sampler_ratio: [N, seq] or [N, 1], from `sampler_ratio`: a factor of the first term.
         kept: [N, seq] or [N, 1]: restricts the first term, for example to `top_entropy` or `on_policy`; the
-            means keep their divisor.
+            means keep their divisor, except gmpo's over tokens.
         num_items: the divisor of the mean: tokens for "dapo", "cispo", "vespo" and "bnpo", else sequences, of
             the whole step on all ranks, divided by the number of ranks. Default: those of this call.
 
@@ -144,7 +161,10 @@ def grpo_loss(
     advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
     old = log_probs.detach() if old_log_probs is None else old_log_probs.detach()
     log_ratio = log_probs - old
-    if options.level == "sequence":
+    if options.loss_type == "gmpo":
+        _check_gmpo(advantages, sampler_ratio)
+        kept, ratio = _geometric_mean(log_ratio, advantages, counted, kept, options)
+    elif options.level == "sequence":
         by_token = (log_ratio * counted).sum(1) / counted.sum(1).clamp(min=1)
         ratio = by_token.exp().unsqueeze(1)
     else:
@@ -157,21 +177,42 @@ def grpo_loss(
         losses = losses * sampler_ratio
     kl = None
     if reference is not None:
-        beyond = reference.detach() - log_probs
-        kl = beyond.exp() - beyond - 1
+        kl = kl_estimate(log_probs, reference, options.kl)
         kl = kl * ratio if options.unbiased_kl else kl
         if options.beta:
             losses = losses + options.beta * kl
         kl = (kl.detach() * counted).sum() / counted.sum().clamp(min=1)
     with torch.no_grad():
-        clipped = (_is_clipped(ratio, advantages, options) * counted).sum() / counted.sum().clamp(min=1)
+        clipped = (_is_clipped(log_ratio, ratio, advantages, options) * counted).sum() / counted.sum().clamp(
+            min=1
+        )
     return PolicyLoss(_mean(losses * counted, counted, options, num_items), kl, clipped)
+
+
+def _check_gmpo(advantages: Tensor, sampler_ratio: Tensor | None) -> None:
+    for name, value in (("advantages", advantages), ("sampler_ratio", sampler_ratio)):
+        if value is not None and value.shape[1] != 1:
+            raise ValueError(
+                f"found {name} {list(value.shape)}; gmpo weights whole sequences: expected one per sequence"
+            )
+
+
+def _geometric_mean(log_ratio, advantages, counted, kept, options) -> tuple[Tensor | None, Tensor]:
+    """GMPO: whether a sequence has a kept token, and the geometric mean of its clipped ratios, [N, 1]."""
+    bounded = log_ratio.clamp(-options.low, options.upper)
+    bounded = torch.where(advantages > 0, log_ratio.minimum(bounded), log_ratio.maximum(bounded))
+    within = counted if kept is None else counted * kept
+    count = within.sum(1, keepdim=True)
+    kept = None if kept is None else count > 0
+    return kept, ((bounded * within).sum(1, keepdim=True) / count.clamp(min=1)).exp()
 
 
 def _first_term(log_probs, log_ratio, ratio, advantages, counted, options, sampler_ratio) -> Tensor:
     """A type's counterpart of - min(w A, clip(w) A): [N, seq], or [N, 1]."""
     if options.loss_type == "cispo":
         return -ratio.clamp(max=options.upper).detach() * advantages * log_probs
+    if options.loss_type == "gmpo":
+        return -ratio * advantages
     if options.loss_type == "sapo":
         positive, other = options.temperatures
         t = torch.where(advantages > 0, positive, other)
@@ -199,7 +240,10 @@ def _vespo_weight(log_ratio, advantages, counted, options, sampler_ratio) -> Ten
     return (scale + k * log_w - scale * log_w.exp()).exp().nan_to_num(0.0, 0.0, 0.0)
 
 
-def _is_clipped(ratio, advantages, options) -> Tensor:
+def _is_clipped(log_ratio, ratio, advantages, options) -> Tensor:
+    if options.loss_type == "gmpo":
+        above, below = log_ratio > options.upper, log_ratio < -options.low
+        return (above & (advantages > 0)) | (below & (advantages < 0))
     if options.loss_type in ("sapo", "vespo"):
         return torch.zeros_like(ratio)
     if options.loss_type == "cispo":
@@ -213,7 +257,7 @@ def _mean(losses: Tensor, counted: Tensor, options: PolicyOptions, num_items) ->
     if options.loss_type in (*_BY_TOKENS_OF_STEP, "bnpo"):
         return losses.sum() / (counted.sum().clamp(min=1) if num_items is None else num_items)
     sums = losses.sum(1)
-    if options.loss_type in ("grpo", "sapo"):
+    if options.loss_type in ("grpo", "sapo", "gmpo"):
         sums = sums / counted.sum(1).clamp(min=1)
     elif options.loss_type == "dr_grpo":
         assert options.length is not None

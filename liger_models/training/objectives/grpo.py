@@ -43,8 +43,8 @@ class GRPO(Objective):
     """Policy gradients on groups of answers to the same prompt.
 
     reward: functions, as FILE.py:NAME, joined by +; rewards are added. loss_type: grpo, dapo, dr_grpo, bnpo,
-    cispo or gspo. group_size: answers to each prompt. updates: steps on the same answers. beta: weight of the
-    KL term, against `reference`, a model, or with LoRA the model without adapters.
+    cispo, gspo or gmpo. group_size: answers to each prompt. updates: steps on the same answers. beta: weight
+    of the KL term, against `reference`, a model, or with LoRA the model without adapters.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("reward", "reward_std", "length", "unfinished", "clipped", "kl")
@@ -80,9 +80,9 @@ class GRPO(Objective):
             raise ConfigError(f"beta is {self.beta}; expected 0 or more")
 
         def parse() -> None:
-            if self.loss_type not in (*_BY_TOKENS, "grpo", "dr_grpo", "gspo"):
-                raise ValueError(f"unknown loss_type {self.loss_type!r}; choose from grpo, gspo, dr_grpo, "
-                                 f"{', '.join(_BY_TOKENS)}")  # fmt: skip
+            if self.loss_type not in (*_BY_TOKENS, "grpo", "dr_grpo", "gspo", "gmpo"):
+                names = ", ".join(("grpo", "gspo", "gmpo", "dr_grpo", *_BY_TOKENS))
+                raise ValueError(f"unknown loss_type {self.loss_type!r}; choose from {names}")
             sequence = self.loss_type == "gspo"
             high = 5.0 if self.clip_high is None and self.loss_type == "cispo" else self.clip_high
             self.options = PolicyOptions(

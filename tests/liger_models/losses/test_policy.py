@@ -51,6 +51,7 @@ def high_of(loss_type):
 
 def trl_grpo(samples, loss_type, inputs=None, **options):
     from trl import GRPOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
 
     mask, scores = samples["mask"], samples["log_probs"]
     args = {
@@ -79,7 +80,7 @@ def trl_grpo(samples, loss_type, inputs=None, **options):
         "_entropy_bonus_enabled": False,
     }
     made = trainer(
-        GRPOTrainer,
+        GMPOTrainer if loss_type == "gmpo" else GRPOTrainer,
         loss_type=loss_type,
         args=SimpleNamespace(**args),
         _get_per_token_logps_and_entropies=lambda *_, **__: (scores, samples["entropies"], None),

@@ -87,7 +87,7 @@ def test_a_resumed_run_samples_the_same_answers(run_of):
     assert {sample["step"] for sample in samples_of(whole)} == {1, 3}
 
 
-@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo"])
+@pytest.mark.parametrize("kind", ["grpo", "dapo", "dr_grpo", "bnpo", "cispo", "gspo", "gmpo"])
 def test_micro_batches_have_the_loss_and_gradients_of_separate_sequences(
     tiny_shape, tokenizer_folder, jsonl, tmp_path, kind
 ):
