@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from liger_models.layers.experts.load_balance import update_correction_bias
     from liger_models.layers.model.distilling import Distillation
     from liger_models.layers.model.scoring import ScoreOptions
+    from liger_models.losses.agreement import agreement
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.float8 import set_float8
@@ -59,6 +60,7 @@ __all__ = [
     "TrainResult",
     "TrainingInterrupted",
     "UnsupportedModelError",
+    "agreement",
     "from_config",
     "from_hub",
     "from_pretrained",
@@ -82,6 +84,7 @@ _HOMES = {
     "TrainConfig": "training.config",
     "TrainResult": "training.results",
     "TrainingInterrupted": "training.results",
+    "agreement": "losses.agreement",
     "from_config": "models.loading",
     "from_hub": "models.loading",
     "from_pretrained": "models.loading",

@@ -10,6 +10,7 @@ losses/rows.py defines the means.
 May import only the batch (`layers.sequences`) and the specs; training objectives import it.
 """
 
+from liger_models.losses.agreement import Agreement, agreement
 from liger_models.losses.cpo_loss import cpo_loss
 from liger_models.losses.dpo_loss import PreferenceLoss, dpo_loss, wpo_weights
 from liger_models.losses.grpo_loss import PolicyLoss, PolicyOptions, grpo_loss
@@ -33,11 +34,13 @@ from liger_models.losses.simpo_loss import simpo_loss
 from liger_models.losses.value_loss import value_loss
 
 __all__ = [
+    "Agreement",
     "KTOLoss",
     "PolicyLoss",
     "PolicyOptions",
     "PreferenceLoss",
     "SharedPrompts",
+    "agreement",
     "cpo_loss",
     "dpo_loss",
     "group_advantages",
