@@ -1,6 +1,7 @@
 """Grouped matrix products over rows sorted by expert: one weight and one weight gradient per expert.
 
     rows_product:    C[r] = A[r] @ B[e(r)] + bias[e(r)]         r: a row, e(r): its expert
+                            + t[r] @ L[e(r)]                    a low-rank path (`_expert_paths.py`), if any
     weight_product:  D[e] = sum over the rows r of e of P[r]^T Q[r]
 
 Rows are sorted by expert (`_expert_order.py`). Rows per expert are known on the device only, and launches do
@@ -29,7 +30,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, num_sms, on_device_of, shared_memory, tl
+from liger_models.kernels._dispatch import (
+    ceil_div,
+    jit,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
+    shared_memory,
+    tl,
+)
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -41,11 +50,13 @@ def rows_product(
     transposed: bool,
     gather: bool = False,
     bias: Tensor | None = None,
+    path: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)], accumulated in float32 and rounded once.
+    """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)] + t[r] @ L[e(r)], accumulated in float32 and rounded once.
 
     a: [R, K] in row order; or [T, K] in token order, with `gather`. Inner stride one.
     b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
+    path: t [R, P] and L [E, P, N], or [E, N, P] if `transposed`; contiguous, P a power of two of at least 16.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     c = a.new_empty(order.num_rows, width)
@@ -53,12 +64,19 @@ def rows_product(
         return c
     block_m = order.block
     block_n, block_k, num_warps, num_stages, programs = _rows_config(block_m, inner, width, a)
+    rank = 0 if path is None else path[0].shape[1]
+    block_rank = min(32, max(16, rank))
+    t, low = (None, None) if path is None else path
     most_tiles = order.tile_expert.numel() * ceil_div(width, block_n)
     with on_device_of(a):
         _rows_kernel[(min(most_tiles, programs * num_sms(a)),)](
             a if gather else _descriptor(a, [block_m, block_k]),
             _descriptor(b, [1, block_n, block_k] if transposed else [1, block_k, block_n]),
             bias,
+            None if t is None else _descriptor(t, [block_m, block_rank]),
+            None
+            if low is None
+            else _descriptor(low, [1, block_n, block_rank] if transposed else [1, block_rank, block_n]),
             c,
             order.tile_expert,
             order.tile_row,
@@ -71,7 +89,9 @@ def rows_product(
             TOKENS=order.top_k if gather else 0,
             TRANSPOSED=transposed,
             EVEN_K=inner % block_k == 0,
-            PRECISION=_precision(a.dtype),
+            RANK=rank,
+            BLOCK_RANK=block_rank,
+            PRECISION=precision_of(a.dtype),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -102,7 +122,7 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
             order.offsets,
             height,
             width,
-            PRECISION=_precision(p.dtype),
+            PRECISION=precision_of(p.dtype),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
             BLOCK_K=block_k,
@@ -127,7 +147,10 @@ def _rows_config(block_m: int, inner: int, width: int, a: Tensor) -> tuple[int, 
     """Block of columns, block of the inner dimension, warps, stages, programs per multiprocessor."""
     if a.dtype == torch.float32:
         # Exact products run outside the tensor cores: larger tiles would not fit the registers.
-        return (64, 32, 4, 2, 2) if _precision(a.dtype) == "tf32" else (64, 16, 8, 2, 2)
+        return (64, 32, 4, 2, 2) if precision_of(a.dtype) == "tf32" else (64, 16, 8, 2, 2)
+    if width <= 64:  # of a low-rank path: bound by reading A
+        narrow = max(16, next_power_of_2(width))
+        return (narrow, 128, 4, 3, 2) if _has_data_centre_memory(a) else (narrow, 64, 4, 3, 1)
     if not _has_data_centre_memory(a):
         return 128, 32, 4, 3, 2
     if inner % 64 or width % 16:
@@ -140,7 +163,7 @@ def _rows_config(block_m: int, inner: int, width: int, a: Tensor) -> tuple[int, 
 def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, int, int, int]:
     """Blocks of rows, columns and the inner dimension of D, warps, stages."""
     if p.dtype == torch.float32:
-        return (64, 64, 32, 4, 2) if _precision(p.dtype) == "tf32" else (64, 64, 16, 8, 2)
+        return (64, 64, 32, 4, 2) if precision_of(p.dtype) == "tf32" else (64, 64, 16, 8, 2)
     # If writing D takes as long as the product, small tiles let the two overlap.
     if _few_rows(p, num_experts) or width <= 128 or not _has_data_centre_memory(p):
         return 64, 128, 32, 4, 4
@@ -174,7 +197,7 @@ def _has_data_centre_memory(x: Tensor) -> bool:
     return shared_memory(x) >= 160 * 1024
 
 
-def _precision(dtype: torch.dtype) -> str:
+def precision_of(dtype: torch.dtype) -> str:
     """Precision of float32 products: exact or TF32, following torch.backends.cuda.matmul as torch does."""
     return (
         "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
@@ -195,6 +218,8 @@ def _rows_kernel(
     a,
     b,
     bias,
+    t,
+    low,
     c,
     tile_expert,
     tile_row,
@@ -207,6 +232,8 @@ def _rows_kernel(
     TOKENS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -239,6 +266,13 @@ def _rows_kernel(
             else:
                 b_block = b.load([expert, first, column]).reshape(BLOCK_K, BLOCK_N)
             total = tl.dot(a_block, b_block, total, input_precision=PRECISION)
+        for i in tl.static_range(0, RANK, BLOCK_RANK):
+            t_block = t.load([first_row, i])
+            if TRANSPOSED:
+                low_block = low.load([expert, column, i]).reshape(BLOCK_N, BLOCK_RANK).T
+            else:
+                low_block = low.load([expert, i, column]).reshape(BLOCK_RANK, BLOCK_N)
+            total = tl.dot(t_block, low_block, total, input_precision=PRECISION)
         columns = column + tl.arange(0, BLOCK_N)
         if bias is not None:
             shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)

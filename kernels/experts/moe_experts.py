@@ -26,12 +26,16 @@ With weighted inputs h is saved unweighted, and
 
     dh = weights[t, j] * d,   dweights[t, j] = d . h,   d = da * (the activation's derivatives, at weights h)
 
-Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], and the row order. Sums over
-slots are in float32 and in a fixed order, so results are deterministic.
+Low-rank paths of the matrices (`_expert_paths.py`) run inside these products. With frozen matrices, nothing
+of their size is computed, and the products read x and dy by token, without copies by row.
+
+Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], of each low-rank path t [R, P],
+and the row order. Sums over slots are in float32 and in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -57,6 +61,14 @@ from liger_models.kernels.activations.gated import (
     swiglu,
 )
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
+from liger_models.kernels.experts._expert_paths import (
+    ExpertPath,
+    PackedPaths,
+    add_path_plain,
+    folded,
+    pack_paths,
+    path_gradients,
+)
 from liger_models.kernels.experts._expert_rows import (
     activation_backward,
     spread_rows,
@@ -81,6 +93,8 @@ def moe_experts(
     down_bias: Tensor | None = None,
     weighted: Weighted = "outputs",
     num_rows: int | None = None,
+    gate_up_paths: Sequence[ExpertPath] = (),
+    down_paths: Sequence[ExpertPath] = (),
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)), or of down(act(up(x))).
 
@@ -97,9 +111,11 @@ def moe_experts(
         weighted: whether the weights multiply the experts' "outputs", or their "inputs" (without biases).
         num_rows: for expert parallelism: allows empty slots (expert -1), which cost no work and no memory,
             and gives the number of the other slots. Not checked on a GPU.
+        gate_up_paths, down_paths: low-rank paths of the matrices, in any floating dtypes; their gradients are
+            summed in float32, as if each matrix were W + scale * B A, which is never computed.
 
     Under autocast, x, the matrices and their biases may have any dtypes and are cast to autocast's. Under
-    torch.compile on a CPU, all experts compute all tokens.
+    torch.compile on a CPU, all experts compute all tokens; on any device, it computes W + scale * B A.
 
     Returns:
         [T, H] in the products' dtype. Results and gradients are deterministic. Gradients are computed only
@@ -114,6 +130,10 @@ def moe_experts(
     _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
     inputs = weighted == "inputs"
     x, gate_up, down, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
+    _check_paths("gate_up_paths", gate_up_paths, gate_up)
+    _check_paths("down_paths", down_paths, down)
+    if torch.compiler.is_compiling():
+        gate_up, down = folded(gate_up, gate_up_paths), folded(down, down_paths)
     operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if num_rows is not None:
@@ -123,11 +143,13 @@ def moe_experts(
         if triton is not None and x.is_cuda and x.dtype != torch.float64:
             return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
         return _dense(*operands, activation, inputs)
-    if use_triton(x, weights, experts, gate_up, down, gate_up_bias, down_bias):
-        return _Experts.apply(*operands, activation, inputs, num_rows)
-    biases = gate_up_bias, down_bias
+    of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]
+    if use_triton(*operands, *of_paths):
+        scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
+        return _Experts.apply(*operands, activation, inputs, num_rows, scales, *of_paths)
+    biases, paths = (gate_up_bias, down_bias), (gate_up_paths, down_paths)
     return as_once_differentiable(
-        moe_experts_plain(x, weights, experts, gate_up, down, activation, *biases, weighted, num_rows)
+        moe_experts_plain(x, weights, experts, gate_up, down, activation, *biases, weighted, num_rows, *paths)
     )
 
 
@@ -142,6 +164,8 @@ def moe_experts_plain(
     down_bias: Tensor | None = None,
     weighted: Weighted = "outputs",
     num_rows: int | None = None,
+    gate_up_paths: Sequence[ExpertPath] = (),
+    down_paths: Sequence[ExpertPath] = (),
 ) -> Tensor:
     """Plain twin of `moe_experts`."""
     least = 0 if num_rows is None else -1
@@ -156,11 +180,15 @@ def moe_experts_plain(
         h = F.linear(
             x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e]
         )  # [n, 2 I] or [n, I]
+        for path in gate_up_paths:
+            h = add_path_plain(h, x[token], path, e, len(gate_up))
         weight = at_least_float32(weights[token, slot]).unsqueeze(-1)
         if weighted == "inputs":
             h, weight = weight * at_least_float32(h), torch.ones_like(weight)
         a = _activated(h, activation).to(x.dtype)
         rows = F.linear(a, down[e], None if down_bias is None else down_bias[e])  # [n, H]
+        for path in down_paths:
+            rows = add_path_plain(rows, a, path, e, len(down))
         y = y.index_add(0, token, (weight * at_least_float32(rows)).to(y.dtype))
     return y.to(x.dtype)
 
@@ -236,6 +264,20 @@ def _check(
         )
 
 
+def _check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor) -> None:
+    num_experts, outputs, inputs = matrices.shape
+    for path in paths:
+        (all_ranks, columns), (rows, ranks) = path.a.shape, path.b.shape
+        if all_ranks != ranks or all_ranks % num_experts or (columns, rows) != (inputs, outputs):
+            found = f"{tuple(path.a.shape)} and {tuple(path.b.shape)}"
+            raise ValueError(
+                f"{name} has a path of {found}; expected [{num_experts} r, {inputs}] and "
+                f"[{outputs}, r {num_experts}]"
+            )
+        if not (path.a.is_floating_point() and path.b.is_floating_point()):
+            raise TypeError(f"{name} has a path of {path.a.dtype} and {path.b.dtype}; expected floating point")
+
+
 def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
     """Cast all operands of the products to autocast's dtype if it is on; otherwise require one dtype."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -264,24 +306,58 @@ class _Wanted(NamedTuple):
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs, rows):
+    def forward(
+        ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs, rows, scales, *ab
+    ):
         order = sort_by_expert(experts, len(gate_up), rows)
-        y, h = _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs)
+        paths = _paths(scales, ab)
+        y, *kept = _forward(
+            x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs, *paths
+        )
         experts = None if down_bias is None else experts  # needed for the bias only
-        ctx.save_for_backward(x, weights, experts, gate_up, down, down_bias, h, *order[:_TENSORS])
+        operands = x, weights, experts, gate_up, down, down_bias
+        ctx.save_for_backward(*operands, *kept, *order[:_TENSORS], *ab)
         ctx.sizes = order[_TENSORS:]
-        ctx.options = activation, inputs
+        ctx.options = activation, inputs, scales
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weights, experts, gate_up, down, down_bias, h, *order = ctx.saved_tensors
-        order = ExpertOrder(*order, *ctx.sizes)
-        activation, inputs = ctx.options
+        x, weights, experts, gate_up, down, down_bias, h, *rest = ctx.saved_tensors
+        ts, order, ab = rest[:2], ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes), rest[2 + _TENSORS :]
+        activation, inputs, scales = ctx.options
         operands = x, weights, experts, gate_up, down, down_bias, h
-        dx, dweights, *dexperts = _backward(dy, *operands, order, activation, inputs, _wanted(ctx))
-        return dx, dweights, None, *dexperts, None, None, None
+        low = []
+        wanted = list(zip(*[iter(ctx.needs_input_grad[11:])] * 2, strict=True))
+        for paths, t in zip(_paths(scales, ab), ts, strict=True):
+            low.append(_LowRank(paths, t, wanted[: len(paths)]))
+            del wanted[: len(paths)]
+        dx, dweights, *dexperts, dpaths = _backward(
+            dy, *operands, order, activation, inputs, _wanted(ctx), *low
+        )
+        return dx, dweights, None, *dexperts, None, None, None, None, *dpaths
+
+
+class _LowRank(NamedTuple):
+    """The low-rank paths of one stack in the backward pass: their t [R, P], and which a's and b's require
+    gradients.
+    """
+
+    paths: Sequence[ExpertPath] = ()
+    t: Tensor | None = None
+    wanted: Sequence[tuple[bool, bool]] = ()
+
+    @property
+    def wants_a(self) -> bool:
+        return any(a for a, _ in self.wanted)
+
+
+def _paths(
+    scales: tuple[list[float], list[float]], ab: Sequence[Tensor]
+) -> tuple[list[ExpertPath], list[ExpertPath]]:
+    paths = [ExpertPath(*path) for path in zip(ab[::2], ab[1::2], [*scales[0], *scales[1]], strict=True)]
+    return paths[: len(scales[0])], paths[len(scales[0]) :]
 
 
 _TENSORS = 6  # the leading fields of ExpertOrder that are tensors
@@ -302,13 +378,33 @@ def _forward(
     order: ExpertOrder,
     activation: Activation,
     inputs: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the result [T, H] and h [R, 2 I], or [R, I]."""
+    gate_up_paths: Sequence[ExpertPath] = (),
+    down_paths: Sequence[ExpertPath] = (),
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the result [T, H], h [R, 2 I], or [R, I], and t of the paths of both products."""
     gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
-    h = rows_product(as_rows(x), gate_up.contiguous(), order, transposed=True, gather=True, bias=gate_up_bias)
+    h, first_t = _with_paths(as_rows(x), gate_up, gate_up_paths, gate_up_bias, order, gather=True)
     product = weighted_activation(h, weights, order, activation) if inputs else _activated(h, activation)
-    rows = rows_product(product, down.contiguous(), order, transposed=True, bias=down_bias)  # [R, H]
-    return sum_slots(rows, None if inputs else weights, order), h
+    rows, last_t = _with_paths(product, down, down_paths, down_bias, order)  # [R, H]
+    return sum_slots(rows, None if inputs else weights, order), h, first_t, last_t
+
+
+def _with_paths(
+    x: Tensor,
+    matrices: Tensor,
+    paths: Sequence[ExpertPath],
+    bias: Tensor | None,
+    order: ExpertOrder,
+    gather: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Return x W^T + t B^T + bias [R, outputs], and t = x A^T [R, P]."""
+    path = t = None
+    if paths:
+        packed = pack_paths(paths, len(matrices), x.dtype)
+        t = rows_product(x, packed.a, order, transposed=True, gather=gather)
+        path = t, packed.b
+    options: Any = {"transposed": True, "gather": gather, "bias": bias, "path": path}
+    return rows_product(x, matrices.contiguous(), order, **options), t
 
 
 def _backward(
@@ -324,23 +420,45 @@ def _backward(
     activation: Activation,
     inputs: bool,
     want: _Wanted,
-) -> tuple[Tensor | None, ...]:
-    """Return the required gradients, in the order of `_Wanted`. Buffers are freed as soon as possible."""
-    want_h = want.x or want.gate_up or want.gate_up_bias
-    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = None
-    biased = {}
+    first: _LowRank = _LowRank(),
+    last: _LowRank = _LowRank(),
+) -> tuple[Any, ...]:
+    """Return the required gradients, in the order of `_Wanted`, and the list of those of the paths. Buffers
+    are freed as soon as possible.
+    """
+    want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
+    biased, x, of_first, of_last = {}, as_rows(x), [], []
     if down_bias is not None and experts is not None and want.weights:
         # For all experts at once: reads dy once instead of once per slot.
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
-    dy = spread_rows(dy, order)  # [R, H]
-    if want_h or want.weights:
-        dproduct = rows_product(dy, down.contiguous(), order, transposed=False)  # [R, I]
+    gather = not (want.down or want.down_bias)
+    dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
+    if last.paths:
+        packed = pack_paths(last.paths, len(down), dy.dtype)
+        u = rows_product(dy, packed.b, order, transposed=False, gather=gather)
+        path = u, packed.a
+    if want_h or want.weights:  # [R, I]
+        dproduct = rows_product(dy, down.contiguous(), order, transposed=False, gather=gather, path=path)
     dh: Any
     product: Any
     dh, dweights, product = activation_backward(  # None where not required
-        dproduct, h, weights, order, activation, want_h, want.weights, want.down, inputs, **biased
+        dproduct,
+        h,
+        weights,
+        order,
+        activation,
+        want_h,
+        want.weights,
+        want.down or last.wants_a,
+        inputs,
+        **biased,
     )
     del dproduct
+    if last.paths:
+        of_last = path_gradients(
+            last.paths, last.wanted, order, (product, False), (dy, gather), last.t, u, None if inputs else weights
+        )
     if want.down:
         ddown = weight_product(dy, product, order)
     if want.down_bias:
@@ -350,9 +468,16 @@ def _backward(
         dgate_up = weight_product(dh, spread_rows(x, order), order)
     if want.gate_up_bias:
         dgate_up_bias = sum_by_expert(dh, None, order)
+    path = None
+    if first.paths:
+        packed = pack_paths(first.paths, len(gate_up), dh.dtype)
+        u = rows_product(dh, packed.b, order, transposed=False)
+        path = u, packed.a
+        of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        dx = sum_slots(rows_product(dh, gate_up.contiguous(), order, transposed=False), None, order)
-    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias
+        rows = rows_product(dh, gate_up.contiguous(), order, transposed=False, path=path)
+        dx = sum_slots(rows, None, order)
+    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
@@ -381,7 +506,7 @@ def _operator(
     inputs: bool,
 ) -> tuple[Tensor, Tensor]:
     order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
-    return _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, act, inputs)
+    return _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, act, inputs)[:2]
 
 
 @_operator.register_fake
@@ -407,7 +532,7 @@ def _backward_operator(
 ) -> list[Tensor]:
     order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
     operands = x, weights, experts, gate_up, down, down_bias, h
-    grads = _backward(dy, *operands, order, act, inputs, _Wanted(*wanted))
+    grads = _backward(dy, *operands, order, act, inputs, _Wanted(*wanted))[:-1]
     return [grad for grad in grads if grad is not None]
 
 

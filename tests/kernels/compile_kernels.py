@@ -73,6 +73,12 @@ def run_everything() -> None:
     backward(
         kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, weighted="inputs")
     )
+    paths = {
+        "gate_up_paths": [kernels.ExpertPath(operand(128, 64), operand(256, 128), 2.0)],
+        "down_paths": [kernels.ExpertPath(operand(24, 128), operand(64, 24), 2.0) for _ in range(2)],
+    }
+    frozen = [matrices.detach() for matrices in experts]
+    backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *frozen, **paths))
     plain = operand(8, 128, 64), operand(8, 64, 128)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *plain, "relu2"))
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)

@@ -43,6 +43,7 @@ from torch import Tensor
 
 from liger_models.kernels import (
     ClampedSwiGLU,
+    ExpertPath,
     add_layer_norm,
     add_rms_norm,
     attention,
@@ -403,6 +404,26 @@ WITH_PRODUCTS = {
             (rows, 2),
             (EXPERTS, 2 * INTERMEDIATE, width),
             (EXPERTS, width, INTERMEDIATE),
+        ],
+    ),
+    "moe_experts_with_paths": Operation(
+        lambda x, weights, gate_up, down, *ab: moe_experts(
+            *(x, weights, experts_of(weights, EXPERTS), gate_up, down),
+            gate_up_paths=[ExpertPath(*ab[:2], 2.0)],
+            down_paths=[ExpertPath(*ab[2:], 0.5)],
+        ),
+        lambda x, weights, gate_up, down, *ab: eager_experts(
+            x, weights, folded(gate_up, [ExpertPath(*ab[:2], 2.0)]), folded(down, [ExpertPath(*ab[2:], 0.5)])
+        ),
+        lambda rows, width: [
+            (rows, width),
+            (rows, 2),
+            (EXPERTS, 2 * INTERMEDIATE, width),
+            (EXPERTS, width, INTERMEDIATE),
+            (3 * EXPERTS, width),
+            (2 * INTERMEDIATE, 3 * EXPERTS),
+            (5 * EXPERTS, INTERMEDIATE),
+            (width, 5 * EXPERTS),
         ],
     ),
     "moe_experts_without_gates": Operation(

@@ -177,7 +177,9 @@ def head():
     return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
 
 
-def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False, **how):
+def experts(
+    tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False, rank=0, **how
+):
     rows = intermediate_size if how.get("activation") == "relu2" else 2 * intermediate_size
     router = torch.rand(tokens, num_experts).topk(top_k)
     gate_up = operand(num_experts, rows, hidden_size, dtype=dtype)
@@ -187,6 +189,18 @@ def experts(tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF
     if biases:
         widths = rows, hidden_size
         rest = [kernels.ClampedSwiGLU(), *(operand(num_experts, width, dtype=dtype) for width in widths)]
+    if rank:
+        gate_up, down = gate_up.detach(), down.detach()
+        how["gate_up_paths"], how["down_paths"] = (
+            [
+                kernels.ExpertPath(
+                    operand(rank * num_experts, matrices.shape[2], dtype=torch.float32),
+                    operand(matrices.shape[1], rank * num_experts, dtype=torch.float32),
+                    2.0,
+                )
+            ]
+            for matrices in (gate_up, down)
+        )
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest, **how))
 
 
@@ -272,6 +286,8 @@ CASES = {
     "AdamW, master, float32 moments": lambda: optimizer("master", torch.float32),
     "AdamW, float32": lambda: optimizer("plain", torch.float32, torch.float32),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
+    "experts with paths of rank 16, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8, rank=16),
+    "experts with paths of rank 128, gpt-oss 20B": lambda: experts(512, 2880, 2880, 32, 4, rank=128),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
     "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),

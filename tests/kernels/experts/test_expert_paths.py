@@ -1,0 +1,133 @@
+"""Low-rank paths of stacked experts against matrices W + scale * B A, computed in float64."""
+
+import itertools
+
+import pytest
+import torch
+from moe_problem import CLAMPED, doubled, formula, operands, run
+
+from liger_models.kernels import ExpertPath, moe_experts
+
+SCALES = (2.0, 0.7)
+
+
+def paths_of(matrices, *ranks, dtype=None):
+    """Random a and b of a path for each rank, as large as the matrices, so that no term hides another."""
+    num_experts, outputs, inputs = matrices.shape
+    found = []
+    for rank in ranks:
+        a = torch.randn(num_experts * rank, inputs, device=matrices.device) / inputs**0.5
+        b = torch.randn(outputs, rank * num_experts, device=matrices.device) / rank**0.5
+        found += [x.to(dtype or matrices.dtype).requires_grad_() for x in (a, b)]
+    return found
+
+
+def with_paths(function, firsts, **given):
+    """`function` of x, weights, experts, gate_up, down, the biases if `given` says so, `firsts` paths of
+    gate_up (a, b, a, b, ...) and paths of down.
+    """
+    biases = 2 * given.pop("biases", False)
+
+    def apply(*inputs):
+        *inputs, = inputs
+        matrices, bias, ab = inputs[:5], inputs[5 : 5 + biases], inputs[5 + biases :]
+        options = given | dict(zip(("gate_up_bias", "down_bias"), bias, strict=False))
+        of_both = [ExpertPath(a, b, s) for a, b, s in zip(ab[::2], ab[1::2], itertools.cycle(SCALES))]
+        of_both = of_both[:firsts], of_both[firsts:]
+        if function is moe_experts:
+            names = "gate_up_paths", "down_paths"
+            return moe_experts(*matrices, **options, **dict(zip(names, of_both, strict=True)))
+        folded = [fold(*pair) for pair in zip(matrices[3:], of_both, strict=True)]
+        return function(*matrices[:3], *folded, **options)
+
+    return apply
+
+
+def fold(matrices, paths):
+    """W + s B A, with the axes of PEFT's files."""
+    for a, b, scale in paths:
+        a = a.unflatten(0, (len(matrices), -1)).to(matrices.dtype)  # [E, r, inputs]
+        b = b.unflatten(1, (-1, len(matrices))).to(matrices.dtype)  # [outputs, r, E]
+        matrices = matrices + scale * torch.einsum("ore,eri->eoi", b, a)
+    return matrices
+
+
+CASES = {
+    "empty experts, one of two tiles": ({"favourite": 1, "tokens": 70, "num_experts": 3, "top_k": 1}, {}),
+    "small": ({"tokens": 7, "hidden": 10, "inner": 6, "num_experts": 5, "top_k": 2}, {}),
+    "of rank 16": ({"ranks": ((16,), (16,)), "tokens": 9, "num_experts": 2, "top_k": 2}, {}),
+    "two paths, wider than a block": ({"ranks": ((20, 30), (3, 1)), "tokens": 9, "top_k": 2}, {}),
+    "of the first product alone": ({"ranks": ((3,), ()), "tokens": 9, "top_k": 2}, {}),
+    "of the last product alone": ({"ranks": ((), (3,)), "tokens": 9, "top_k": 2}, {}),
+    "weighted inputs": ({"tokens": 9, "top_k": 2}, {"weighted": "inputs"}),
+    "biases": ({"tokens": 9, "top_k": 2, "biases": True}, {"activation": CLAMPED}),
+}
+
+
+def problem(sizes):
+    """Operands with paths, and the number of paths of the first product."""
+    sizes = {"hidden": 33, "inner": 20, "num_experts": 4, "ranks": ((3,), (5,))} | sizes
+    ranks, dtype = sizes.pop("ranks"), sizes.pop("path_dtype", None)
+    inputs = operands(**sizes)
+    for matrices, of_stack in zip(inputs[3:5], ranks, strict=True):
+        inputs = [*inputs, *paths_of(matrices, *of_stack, dtype=dtype)]
+    return inputs, len(ranks[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_result_and_gradients_match_folded_matrices(case, implementation, assert_near):
+    sizes, options = CASES[case]
+    inputs, firsts = problem(sizes)
+    options = options | {"biases": sizes.get("biases", False)}
+    upstream = torch.randn_like(inputs[0])
+    truth = run(with_paths(formula, firsts, **options), doubled(inputs), upstream)
+    # As without paths (32), doubled: each product has two more sums before it, which are rounded.
+    for actual, expected in zip(run(with_paths(moe_experts, firsts, **options), inputs, upstream), truth, strict=True):
+        assert_near(actual, expected, 64)
+
+
+@pytest.mark.parametrize("frozen", ["matrices", "all but the matrices", "all but one b"])
+def test_frozen_operands_get_no_gradient_and_others_the_same(frozen, implementation):
+    inputs, firsts = problem({"tokens": 9, "top_k": 2})
+    upstream = torch.randn_like(inputs[0])
+    expected = run(with_paths(moe_experts, firsts), inputs, upstream)[1:]
+    names = ["x", "weights", "gate_up", "down", "a", "b", "a of down", "b of down"]
+    trained = {
+        "matrices": {*names} - {"gate_up", "down"},
+        "all but the matrices": {"gate_up", "down"},
+        "all but one b": {"b of down"},
+    }[frozen]
+    floating = [x for x in inputs if x.is_floating_point()]
+    own = [x.detach().requires_grad_(name in trained) for x, name in zip(floating, names, strict=True)]
+    y = with_paths(moe_experts, firsts)(*own[:2], inputs[2], *own[2:])
+    y.backward(upstream)
+    for x, name, gradient in zip(own, names, expected, strict=True):
+        assert (x.grad is None) if name not in trained else torch.equal(x.grad, gradient), name
+
+
+def test_float32_paths_of_float16_matrices_get_float32_gradients(implementation):
+    inputs, firsts = problem({"tokens": 40, "top_k": 2, "dtype": torch.float16, "path_dtype": torch.float32})
+    upstream = torch.randn_like(inputs[0])
+    truth = run(with_paths(formula, firsts), doubled(inputs), upstream)
+    found = run(with_paths(moe_experts, firsts), inputs, upstream)
+    for actual, expected in zip(found, truth, strict=True):
+        # At most eight roundings, of 2^-11 each, are between an operand and a result.
+        assert (actual - expected).norm() <= 2**-8 * expected.norm()
+    assert all(gradient.dtype == torch.float32 for gradient in found[5:])
+
+
+def test_no_tokens(implementation):
+    inputs, firsts = problem({"tokens": 0, "top_k": 2})
+    y, *gradients = run(with_paths(moe_experts, firsts), inputs, torch.randn_like(inputs[0]))
+    assert y.shape == inputs[0].shape
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "error"),
+    [((8, 32), (40, 8), ValueError), ((7, 33), (40, 7), ValueError), ((8, 33), (40, 12), ValueError)],
+)
+def test_paths_of_other_sizes_are_refused(a, b, error):
+    inputs = operands(5, 33, 20, 4, 2)
+    with pytest.raises(error, match=r"gate_up_paths has a path of .*expected \[4 r, 33\] and \[40, r 4\]"):
+        moe_experts(*inputs, gate_up_paths=[ExpertPath(torch.zeros(a), torch.zeros(b), 1.0)])
