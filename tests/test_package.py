@@ -36,6 +36,7 @@ HARD_DEPENDENCIES = {"torch", "triton", "safetensors", "huggingface_hub", "token
 BUILT_ON = {
     "liger_models.hf": "transformers",
     "liger_models.hf.adapters.expert_adapters": "peft",
+    "liger_models.hf.adapters.expert_lora": "peft",
     "liger_models.hf.adapters.lora": "peft",
 }
 # But these, in the function in which a user has asked for that library.

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, next_power_of_2, on_device_of, tl
 from liger_models.kernels.experts._expert_order import ExpertOrder
-from liger_models.kernels.experts._grouped_products import precision_of, rows_product
+from liger_models.kernels.experts._grouped_products import precision_of
 
 
 class ExpertPath(NamedTuple):

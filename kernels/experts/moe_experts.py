@@ -63,7 +63,6 @@ from liger_models.kernels.activations.gated import (
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
 from liger_models.kernels.experts._expert_paths import (
     ExpertPath,
-    PackedPaths,
     add_path_plain,
     folded,
     pack_paths,
@@ -275,7 +274,8 @@ def _check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor) -> No
                 f"[{outputs}, r {num_experts}]"
             )
         if not (path.a.is_floating_point() and path.b.is_floating_point()):
-            raise TypeError(f"{name} has a path of {path.a.dtype} and {path.b.dtype}; expected floating point")
+            found = f"{path.a.dtype} and {path.b.dtype}"
+            raise TypeError(f"{name} has a path of {found}; expected floating point")
 
 
 def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
@@ -307,7 +307,19 @@ class _Wanted(NamedTuple):
 class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, x, weights, experts, gate_up, down, gate_up_bias, down_bias, activation, inputs, rows, scales, *ab
+        ctx,
+        x,
+        weights,
+        experts,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        activation,
+        inputs,
+        rows,
+        scales,
+        *ab,
     ):
         order = sort_by_expert(experts, len(gate_up), rows)
         paths = _paths(scales, ab)
@@ -351,6 +363,9 @@ class _LowRank(NamedTuple):
     @property
     def wants_a(self) -> bool:
         return any(a for a, _ in self.wanted)
+
+
+_NO_PATHS = _LowRank()
 
 
 def _paths(
@@ -420,8 +435,8 @@ def _backward(
     activation: Activation,
     inputs: bool,
     want: _Wanted,
-    first: _LowRank = _LowRank(),
-    last: _LowRank = _LowRank(),
+    first: _LowRank = _NO_PATHS,
+    last: _LowRank = _NO_PATHS,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `_Wanted`, and the list of those of the paths. Buffers
     are freed as soon as possible.
@@ -456,9 +471,10 @@ def _backward(
     )
     del dproduct
     if last.paths:
-        of_last = path_gradients(
-            last.paths, last.wanted, order, (product, False), (dy, gather), last.t, u, None if inputs else weights
-        )
+        rows = (product, False), (dy, gather)
+        by = None if inputs else weights.contiguous()
+        of_last = path_gradients(last.paths, last.wanted, order, *rows, last.t, u, by)
+        del rows, u
     if want.down:
         ddown = weight_product(dy, product, order)
     if want.down_bias:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, distributed, nn
 
-from liger_models.layers.experts.moe import Router
+from liger_models.layers.experts.router import Router
 
 
 @torch.no_grad()

@@ -15,8 +15,8 @@ For a token's logits s [E], m the largest among the candidates, and jitter j:
 The second expert is chosen in the same way among all but the first. The gradient is that of p_expert, without
 h; this estimate is unbiased up to third order, and costs no more than the router's logits.
 
-The router is in layers/experts/moe.py. Random numbers and near experts are decided once: a layer recomputed
-in the backward pass reuses them (layers/sequences/routing_decisions.py).
+The router is in layers/experts/router.py. Random numbers and near experts are decided once: a layer
+recomputed in the backward pass reuses them (layers/sequences/routing_decisions.py).
 """
 
 from __future__ import annotations

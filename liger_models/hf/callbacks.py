@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from liger_models.layers.experts.load_balance import update_correction_bias
-from liger_models.layers.experts.moe import Router
+from liger_models.layers.experts.router import Router
 
 
 class CorrectionBiasCallback(TrainerCallback):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
 from liger_models.layers.attention.self_attention import Attention
-from liger_models.layers.experts.moe import Experts, Router
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.experts.router import Router
 from liger_models.layers.projections.matrices import matrices
 from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.optim.library import MUON, SPLIT, LibraryOptimizer, library_state_bytes, library_work

@@ -26,7 +26,7 @@ from liger_models.cards.workshop import randomise as randomise
 from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.experts.moe import Router
+from liger_models.layers.experts.router import Router
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec
 

@@ -12,7 +12,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.generating.generation import generate
 from liger_models.layers.recompute.activation_memory import LEVELS
 
-moe = importlib.import_module("liger_models.layers.experts.moe")
+router = importlib.import_module("liger_models.layers.experts.router")
 
 
 def in_their_order(logits):
@@ -26,7 +26,7 @@ def in_their_order(logits):
 def test_in_training_the_same_draws_give_the_same_results(changes, make_pair, failures, monkeypatch):
     pair = make_pair("phimoe", changes)
     pair.ours.train(), pair.reference.train()
-    monkeypatch.setattr(moe, "draw_noise", in_their_order)
+    monkeypatch.setattr(router, "draw_noise", in_their_order)
     for layer in pair.reference.model.layers:
         # A block of the reference adds noise to its input, and its router does so again. Phi-3.5-MoE's own
         # code, with which it was trained, does so once.

@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-moe = importlib.import_module("liger_models.layers.experts.moe")
+router = importlib.import_module("liger_models.layers.experts.router")
 
 
 class TieError(AssertionError):
@@ -28,7 +28,7 @@ def clear_of_ties(margin: float) -> Iterator[None]:
     """Check every choice of experts made in the context: it must not change when each logit of a token
     changes by `margin` times the norm of the token's logits, in the worst direction.
     """
-    route, decide = moe.route, moe.decide
+    route, decide = router.route, router.decide
 
     def checked_route(logits: Tensor, top_k: int, **options: Any) -> Any:
         routing = route(logits, top_k, **options)
@@ -59,7 +59,10 @@ def clear_of_ties(margin: float) -> Iterator[None]:
             left = left.scatter(-1, experts[:, i : i + 1], -torch.inf)
         return decision
 
-    with mock.patch.object(moe, "route", checked_route), mock.patch.object(moe, "decide", checked_decide):
+    with (
+        mock.patch.object(router, "route", checked_route),
+        mock.patch.object(router, "decide", checked_decide),
+    ):
         yield
 
 

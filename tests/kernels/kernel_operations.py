@@ -39,6 +39,7 @@ from eager_operations import (
     logits_of,
     wide,
 )
+from moe_problem import folded
 from torch import Tensor
 
 from liger_models.kernels import (
@@ -413,7 +414,7 @@ WITH_PRODUCTS = {
             down_paths=[ExpertPath(*ab[2:], 0.5)],
         ),
         lambda x, weights, gate_up, down, *ab: eager_experts(
-            x, weights, folded(gate_up, [ExpertPath(*ab[:2], 2.0)]), folded(down, [ExpertPath(*ab[2:], 0.5)])
+            x, weights, folded(gate_up, [(*ab[:2], 2.0)]), folded(down, [(*ab[2:], 0.5)])
         ),
         lambda rows, width: [
             (rows, width),

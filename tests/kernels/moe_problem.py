@@ -99,3 +99,23 @@ def doubled(inputs):
     return [
         t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for t in inputs
     ]
+
+
+def paths_of(matrices, *ranks, dtype=None):
+    """Random a and b of a path for each rank, as large as the matrices, so that no term hides another."""
+    num_experts, outputs, inputs = matrices.shape
+    found = []
+    for rank in ranks:
+        a = torch.randn(num_experts * rank, inputs, device=matrices.device) / inputs**0.5
+        b = torch.randn(outputs, rank * num_experts, device=matrices.device) / rank**0.5
+        found += [x.to(dtype or matrices.dtype).requires_grad_() for x in (a, b)]
+    return found
+
+
+def folded(matrices, paths):
+    """W + s B A, with the axes of PEFT's files."""
+    for a, b, scale in paths:
+        a = a.unflatten(0, (len(matrices), -1)).to(matrices.dtype)  # [E, r, inputs]
+        b = b.unflatten(1, (-1, len(matrices))).to(matrices.dtype)  # [outputs, r, E]
+        matrices = matrices + scale * torch.einsum("ore,eri->eoi", b, a)
+    return matrices

@@ -19,7 +19,7 @@ from typing import Any
 from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
-from liger_models.hf.adapters import peft_forward
+from liger_models.hf.adapters import expert_lora, peft_forward
 from liger_models.hf.adapters.peft_layers import active_adapters, add_paths, costs_of, is_known
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.in_place import change_class
@@ -38,6 +38,7 @@ def take_over(model: nn.Module) -> None:
 
             quantised_lora.take_over(module)
         else:
+            expert_lora.take_over(module)
             peft_forward.take_over(module)
 
 

@@ -58,7 +58,12 @@ def costs_of(layer: Any, adapters: tuple[Adapter, ...] | None) -> dict[str, Any]
 
 def is_known(layer: Any) -> bool:
     """Return whether a PEFT layer has only known attributes: a newer PEFT may compute with others."""
-    return _attributes(layer) <= _KNOWN and not layer.fan_in_fan_out
+    return has_only(layer) and not layer.fan_in_fan_out
+
+
+def has_only(layer: Any, *further: str) -> bool:
+    """Return whether a PEFT layer has only the attributes of a linear one, and these."""
+    return _attributes(layer) <= {*_KNOWN, *further}
 
 
 def _attributes(layer: nn.Module) -> set[str]:

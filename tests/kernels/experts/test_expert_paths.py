@@ -4,22 +4,11 @@ import itertools
 
 import pytest
 import torch
-from moe_problem import CLAMPED, doubled, formula, operands, run
+from moe_problem import CLAMPED, doubled, folded, formula, operands, paths_of, run
 
 from liger_models.kernels import ExpertPath, moe_experts
 
 SCALES = (2.0, 0.7)
-
-
-def paths_of(matrices, *ranks, dtype=None):
-    """Random a and b of a path for each rank, as large as the matrices, so that no term hides another."""
-    num_experts, outputs, inputs = matrices.shape
-    found = []
-    for rank in ranks:
-        a = torch.randn(num_experts * rank, inputs, device=matrices.device) / inputs**0.5
-        b = torch.randn(outputs, rank * num_experts, device=matrices.device) / rank**0.5
-        found += [x.to(dtype or matrices.dtype).requires_grad_() for x in (a, b)]
-    return found
 
 
 def with_paths(function, firsts, **given):
@@ -29,7 +18,6 @@ def with_paths(function, firsts, **given):
     biases = 2 * given.pop("biases", False)
 
     def apply(*inputs):
-        *inputs, = inputs
         matrices, bias, ab = inputs[:5], inputs[5 : 5 + biases], inputs[5 + biases :]
         options = given | dict(zip(("gate_up_bias", "down_bias"), bias, strict=False))
         of_both = [ExpertPath(a, b, s) for a, b, s in zip(ab[::2], ab[1::2], itertools.cycle(SCALES))]
@@ -37,19 +25,10 @@ def with_paths(function, firsts, **given):
         if function is moe_experts:
             names = "gate_up_paths", "down_paths"
             return moe_experts(*matrices, **options, **dict(zip(names, of_both, strict=True)))
-        folded = [fold(*pair) for pair in zip(matrices[3:], of_both, strict=True)]
+        folded = [folded(*pair) for pair in zip(matrices[3:], of_both, strict=True)]
         return function(*matrices[:3], *folded, **options)
 
     return apply
-
-
-def fold(matrices, paths):
-    """W + s B A, with the axes of PEFT's files."""
-    for a, b, scale in paths:
-        a = a.unflatten(0, (len(matrices), -1)).to(matrices.dtype)  # [E, r, inputs]
-        b = b.unflatten(1, (-1, len(matrices))).to(matrices.dtype)  # [outputs, r, E]
-        matrices = matrices + scale * torch.einsum("ore,eri->eoi", b, a)
-    return matrices
 
 
 CASES = {
@@ -82,7 +61,8 @@ def test_result_and_gradients_match_folded_matrices(case, implementation, assert
     upstream = torch.randn_like(inputs[0])
     truth = run(with_paths(formula, firsts, **options), doubled(inputs), upstream)
     # As without paths (32), doubled: each product has two more sums before it, which are rounded.
-    for actual, expected in zip(run(with_paths(moe_experts, firsts, **options), inputs, upstream), truth, strict=True):
+    found = run(with_paths(moe_experts, firsts, **options), inputs, upstream)
+    for actual, expected in zip(found, truth, strict=True):
         assert_near(actual, expected, 64)
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models import update_correction_bias
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.experts.moe import Router
+from liger_models.layers.experts.router import Router
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec

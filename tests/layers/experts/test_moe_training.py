@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import register_parametrization, remove_parametr
 from torch.utils.checkpoint import checkpoint
 
 import liger_models.layers.experts.moe as moe
+import liger_models.layers.experts.router as router
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.parts.norm import LigerRMSNorm
@@ -114,7 +115,7 @@ def both_in_one(layer, x, sequences):
 def choices(monkeypatch):
     """The experts that each run of a layer computed; logits are others in a backward pass."""
     seen = []
-    compute, product = moe.moe_experts, moe.project
+    compute, product = moe.moe_experts, router.project
 
     def watched(x, weights, experts, *rest, **options):
         seen.append(experts)
@@ -125,7 +126,7 @@ def choices(monkeypatch):
         return logits + torch.randn_like(logits) if in_backward_pass() else logits
 
     monkeypatch.setattr(moe, "moe_experts", watched)
-    monkeypatch.setattr(moe, "project", disturbed)
+    monkeypatch.setattr(router, "project", disturbed)
     return seen
 
 

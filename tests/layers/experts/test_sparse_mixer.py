@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from liger_models.layers.experts.moe import MixtureOfExperts, SparseMixerRouter
+from liger_models.layers.experts.moe import MixtureOfExperts
+from liger_models.layers.experts.router import SparseMixerRouter
 from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
 from liger_models.layers.specs import MoESpec, SparseMixerSpec
 
@@ -137,7 +138,7 @@ def test_options_that_this_router_lacks_are_refused(other):
 
 
 def test_the_decision_is_made_once(randomised, monkeypatch):
-    module = importlib.import_module("liger_models.layers.experts.moe")
+    module = importlib.import_module("liger_models.layers.experts.router")
     router = randomised(SparseMixerRouter(HIDDEN, SPEC))
     logits = torch.randn(TOKENS, EXPERTS)
     weights, made = router._choose(logits, None)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from liger_models.convert.errors import ConfigError, TrainingError
-from liger_models.layers.experts.moe import Router
+from liger_models.layers.experts.router import Router
 from liger_models.training import loop
 from liger_models.training.objectives.sft import SFT
 from liger_models.training.observing import trackers

@@ -1,0 +1,48 @@
+"""PEFT's LoRA on stacked experts, run in the experts' grouped products (kernels/experts/_expert_paths.py).
+
+For `target_parameters`, PEFT wraps the experts in one `ParamWrapper` per stack, one inside another. Their
+forward computes W + s B A of the whole stack, keeps it for the backward pass, and projects a gradient of the
+same size. Here each wrapper passes its low-rank paths to the layer that it wraps, and neither exists.
+Parameters, names, files, merging and switches stay PEFT's, as in lora.py.
+
+PEFT's own forward runs for disabled and merged adapters, for stacks of biases, and for adapters or experts
+that are no plain tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+
+from liger_models.hf.adapters.peft_layers import active_adapters, has_only
+from liger_models.kernels import ExpertPath
+from liger_models.layers.experts.moe import NO_PATHS, Experts, Paths
+from liger_models.layers.projections.in_place import change_class
+
+
+def take_over(wrapper: nn.Module) -> None:
+    """Run a PEFT wrapper of stacked experts by our operation, if all its attributes are known."""
+    if type(wrapper) is ParamWrapper and isinstance(wrapper.get_base_layer(), Experts):
+        known = has_only(wrapper, "parameter_name", "num_experts", "_param_ndim", "_did_swap_in_out_features")
+        if known and wrapper.parameter_name not in Experts.stacked_vectors:
+            change_class(wrapper, LowRankExperts)
+
+
+class LowRankExperts(ParamWrapper):  # type: ignore[misc]
+    """PEFT's wrapper of a stack of experts' matrices with our forward."""
+
+    def forward(self, x: Tensor, *args: Any, paths: Paths = NO_PATHS, **kwargs: Any) -> Tensor:
+        """Map x [T, H] to [T, H]. `paths` are those of the wrappers around this one."""
+        own = None if kwargs else self.low_rank_paths()
+        if own is None:
+            return super().forward(x, *args, paths=paths, **kwargs)
+        return self.base_layer(x, *args, paths={**paths, self.parameter_name: own})
+
+    def low_rank_paths(self) -> tuple[ExpertPath, ...] | None:
+        """Return the active paths, or None where PEFT's own forward must run."""
+        adapters = active_adapters(self)
+        if adapters is None or type(self.get_param()) is not nn.Parameter:
+            return None
+        return tuple(ExpertPath(adapter.a, adapter.b, adapter.scale) for adapter in adapters)
