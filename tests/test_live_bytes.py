@@ -24,6 +24,7 @@ from live_bytes import LiveBytes, surroundings
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.layers.blocks.mixers import MIXERS
+from liger_models.layers.experts.moe import Experts
 from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
@@ -118,6 +119,10 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
         model = peft.get_peft_model(model, kind(task_type="CAUSAL_LM", **own)).train()
         decoder = model.get_base_model().base_decoder
         paths = sum(".lora_A." in name for name, _ in model.named_parameters()) / layers
+        for module in model.modules():  # t of each of a token's experts, of at least 16 columns
+            if isinstance(module, Experts):
+                count = len(settings.get("target_parameters", ()))
+                paths += (module.spec.experts_per_token * 16 / RANK - 1) * count / layers
         by_peft = quantised == "torchao" or not own.keys() <= {"r", "target_modules", "target_parameters"}
         adapter_bytes = RANK * paths * DTYPE.itemsize * (not by_peft)
         made = Made(model, decoder, {}, of_labels(model), adapter_bytes)

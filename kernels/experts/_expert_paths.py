@@ -59,7 +59,7 @@ class PackedPaths(NamedTuple):
 def pack_paths(paths: Sequence[ExpertPath], num_experts: int, dtype: torch.dtype) -> PackedPaths:
     """Concatenate at least one path by ranks, with zeros up to P."""
     ranks = [len(path.a) // num_experts for path in paths]
-    width = max(16, next_power_of_2(sum(ranks)))
+    width = padded_rank(ranks)
     inputs, outputs = paths[0].a.shape[1], len(paths[0].b)
     memory = paths[0].a.new_empty if sum(ranks) == width else paths[0].a.new_zeros
     b = memory(num_experts, outputs, width, dtype=dtype)
@@ -74,6 +74,11 @@ def pack_paths(paths: Sequence[ExpertPath], num_experts: int, dtype: torch.dtype
         _pack_b(path.b.detach().contiguous(), b, first, rank, path.scale)
         first += rank
     return PackedPaths(a.contiguous(), b)
+
+
+def padded_rank(ranks: Sequence[int]) -> int:
+    """P, the columns of t, of paths of these ranks."""
+    return max(16, next_power_of_2(sum(ranks)))
 
 
 def _pack_b(b: Tensor, packed: Tensor, first: int, rank: int, scale: float) -> None:

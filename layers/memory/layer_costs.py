@@ -19,6 +19,7 @@ from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.own_parts import whole_bytes
 from liger_models.layers.memory.places import places_of
 from liger_models.layers.memory.step import Step
+from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.layers.recompute import tiles
@@ -119,7 +120,8 @@ class _Moments:
     |-------------------------|------------------------------------------------------|-----------------------|
     | the MLP's last product  | P and its gradient; memory of adapters               | all but the product's |
     | the MLP's first ones    | the norm's output and its gradient, S each, adapters | those after the MLP   |
-    | the experts' activation | its output, [R, H], and four times [R, I]            | all                   |
+    | the experts' activation | its gradient, and two times [R, I]; with adapters,   | all                   |
+    |                         | its output; if trained, its output and [R, H]        |                       |
     | the experts' input      | it, its gradient, [R, H], and two times [R, I]       | those after them      |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P      | all                   |
     | attention               | see `_attention_work`; nothing of the MLP            | those before it       |
@@ -195,7 +197,10 @@ class _Moments:
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * tokens * itemsize * mlp.spec.input_size(layer.hidden_size)
             first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
-            last, front, after = rows + 2 * product + first, rows + first + 2 * stream, 0
+            last, front, after = product + first, rows + first + 2 * stream, 0
+            own = unwrapped(mlp.experts)
+            trained = not step.lora_rank and any(p.requires_grad for p in own.parameters(recurse=False))
+            last += rows * trained + product * (trained or own is not mlp.experts)
             front_norm = stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)

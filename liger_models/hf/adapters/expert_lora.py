@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_models.hf.adapters.peft_layers import active_adapters, has_only
 from liger_models.kernels import ExpertPath
+from liger_models.kernels.experts._expert_paths import padded_rank
 from liger_models.layers.experts.moe import NO_PATHS, Experts, Paths
 from liger_models.layers.projections.in_place import change_class
 
@@ -39,6 +40,17 @@ class LowRankExperts(ParamWrapper):  # type: ignore[misc]
         if own is None:
             return super().forward(x, *args, paths=paths, **kwargs)
         return self.base_layer(x, *args, paths={**paths, self.parameter_name: own})
+
+    def adapter_costs(self) -> dict[str, Any]:
+        """Memory costs for layers/memory/adapters.py, with those of the wrappers inside this one: t of each
+        stack, for each of a token's experts.
+        """
+        paths, experts = self.low_rank_paths() or (), self.get_base_layer()
+        ranks = [len(path.a) // experts.spec.num_experts for path in paths]
+        rank = experts.spec.experts_per_token * padded_rank(ranks) if ranks else 0
+        inner = self.base_layer
+        rank += inner.adapter_costs()["rank"] if isinstance(inner, LowRankExperts) else 0
+        return {"rank": rank}
 
     def low_rank_paths(self) -> tuple[ExpertPath, ...] | None:
         """Return the active paths, or None where PEFT's own forward must run."""
