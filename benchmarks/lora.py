@@ -1,4 +1,4 @@
-"""A training step with LoRA (PEFT, on all linear layers) of ours against transformers and liger-kernel.
+"""A training step with LoRA (PEFT, on all linear layers or on experts) of ours against others.
 
 Every configuration runs in its own process, with random weights in bfloat16, or quantised (QLoRA), and fused
 AdamW on the adapters. The models of both sides are transformers' classes, and the adapters PEFT's. A step is
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rank", type=int, default=16, help="(%(default)s)")
     parser.add_argument(
+        "--experts",
+        action="store_true",
+        help="adapters on attention and on the stacks of all experts (target_parameters), instead of all "
+        "linear layers",
+    )
+    parser.add_argument(
         "--quantize", choices=METHODS, help="quantise the base weights with bitsandbytes (default: no)"
     )
     parser.add_argument("--seq", type=int, default=4096, help="tokens per sequence of `full` (%(default)s)")
@@ -75,13 +81,14 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for configuration in args.configuration or CONFIGURATIONS:
         job = _parse(configuration) | {"model": args.model, "rank": args.rank, "seq": args.seq}
-        job["quantize"] = args.quantize
+        job |= {"quantize": args.quantize, "experts": args.experts}
         job |= {"warmup": args.warmup, "steps": args.steps, "device": args.device}
         rows.append(job | _in_own_process(job, args.time_limit))
         print(configuration, *_cells(rows[-1]), file=sys.stderr, flush=True)
     about = machine(torch.device(args.device), "transformers", "peft", "liger-kernel")
     about += (
-        f". {args.model}, {args.quantize or 'bfloat16'}, LoRA of rank {args.rank} on all linear layers; "
+        f". {args.model}, {args.quantize or 'bfloat16'}, LoRA of rank {args.rank} on "
+        f"{'attention and all experts' if args.experts else 'all linear layers'}; "
         f"median of {args.steps}."
     )
     lines = []
@@ -92,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         )
     publish(
         args.out,
-        f"{'q' if args.quantize else ''}lora-{args.model}",
+        f"{'q' if args.quantize else ''}lora-{args.model}{'-experts' if args.experts else ''}",
         f"{about}\n\n{markdown_table(HEADER, lines)}",
         rows,
     )
@@ -197,9 +204,13 @@ def _levels(memory: str, num_layers: int) -> list[str]:
 def _adapted(model: Any, job: dict[str, Any]) -> Any:
     import peft
 
-    config = peft.LoraConfig(
-        r=job["rank"], lora_alpha=2 * job["rank"], target_modules="all-linear", task_type="CAUSAL_LM"
-    )
+    targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if job["experts"]:
+        targets = {
+            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+        }
+    config = peft.LoraConfig(r=job["rank"], lora_alpha=2 * job["rank"], task_type="CAUSAL_LM", **targets)
     adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=job["adapters"] == "float32")
     if "checkpoint" in job["memory"]:
         adapted.enable_input_require_grads()

@@ -2,6 +2,7 @@
 
     W' = W + s B A                          s = alpha / r, with rsLoRA alpha / sqrt(r)
     W' = m (W + s B A) / |W + s B A|        with DoRA; norms of rows
+    W'_e = W_e + s B_e A_e                  of stacked experts; the columns of B are rank by rank
 
 LoRA: Hu et al., 2021, arXiv:2106.09685; DoRA: Liu et al., 2024, arXiv:2402.09353; rsLoRA: Kalajdzievski,
 2023, arXiv:2312.03732. Sums and products are computed in float32 and rounded once, to the weight's dtype.
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.expressions import write
+from liger_models.convert.checkpoints.expressions import Ref, write
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.shards import is_sharded
@@ -144,7 +145,7 @@ class LowRankAdapter:
             if name.endswith(ROWS):
                 layers.setdefault(f"{name.removesuffix(ROWS)}.weight", {})[ROWS] = tensor
             elif part:
-                layers.setdefault(f"{layer}.weight", {})[part] = tensor
+                layers.setdefault(self._stack(layer) or f"{layer}.weight", {})[part] = tensor
             elif "lora_" not in name:
                 whole[name] = tensor  # a layer that was trained in full
             else:
@@ -163,9 +164,27 @@ class LowRankAdapter:
                 continue
             tensors = write((expr, parameters[name]) for name, expr in group.items())
             for name in found:
+                if tensors[name].dim() == 3 and not all(isinstance(expr, Ref) for expr in group.values()):
+                    raise CheckpointError(
+                        f"{self.folder}: adapts {name!r}, experts that {self.base} has in another order of "
+                        "rows or axes than its adapters; merge it with PEFT's merge_and_unload()"
+                    )
                 tensors[name] = self._merged(name, tensors[name], layers.get(name), whole.get(name))
             for native, expr in group.items():
                 parameters[native].copy_(expr.read(tensors.__getitem__))
+
+    def _stack(self, layer: str) -> str | None:
+        """The stack of experts that a wrapper of PEFT's adapts, if it is one. PEFT wraps a module once for
+        each of its `target_parameters`, that of down_proj outside.
+        """
+        module, *inner = layer.split(".base_layer")
+        leaves = [
+            name.rpartition(".")[2]
+            for name in self.config.get("target_parameters") or ()
+            if f".{module}".endswith(f".{name.rpartition('.')[0]}") and not name.endswith(".weight")
+        ]
+        leaves = sorted(set(leaves), key="down_proj".__eq__)
+        return f"{module}.{leaves[-1 - len(inner)]}" if len(inner) < len(leaves) else None
 
     def _fitting(self, names: Iterable[str], weight_maps: Iterable[WeightMap]) -> tuple[WeightMap, list[str]]:
         """The weight map with the most of these names, and the names that it lacks."""
@@ -185,6 +204,8 @@ class LowRankAdapter:
             self._check_shape(name, whole, weight.shape)
             return whole.to(weight)
         assert parts is not None
+        if weight.dim() == 3:
+            return self._merged_stack(name, weight, parts)
         if ROWS in parts:
             rows = self.trained_rows(name.removesuffix(".weight"))
             self._check_shape(name, parts[ROWS], (len(rows), *weight.shape[1:]))
@@ -199,14 +220,28 @@ class LowRankAdapter:
         r = a.shape[0]
         self._check_shape(name, a, (r, weight.shape[1]))
         self._check_shape(name, b, (weight.shape[0], r))
-        alpha = self.config.get("lora_alpha", 8)
-        scale = alpha / (math.sqrt(r) if self.config.get("use_rslora") else r)
-        merged = torch.addmm(weight.float(), b, a, alpha=scale)
+        merged = torch.addmm(weight.float(), b, a, alpha=self._scale(r))
         magnitude = next((parts[part] for part in PARTS[2:] if part in parts), None)
         if magnitude is not None:
             self._check_shape(name, magnitude, (weight.shape[0],))
             merged *= (magnitude.to(merged) / merged.norm(dim=1))[:, None]
         return merged.to(weight.dtype)
+
+    def _merged_stack(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+        num_experts, outputs, inputs = weight.shape
+        a, b = (parts[part].to(weight.device, torch.float32) for part in PARTS[:2])
+        r = len(a) // num_experts
+        self._check_shape(name, a, (r * num_experts, inputs))
+        self._check_shape(name, b, (outputs, r * num_experts))
+        merged = torch.empty_like(weight)
+        for e in range(num_experts):  # one by one: a stack in float32 may not fit
+            of_expert = a[e * r : (e + 1) * r], b[:, e::num_experts]
+            merged[e] = torch.addmm(weight[e].float(), of_expert[1], of_expert[0], alpha=self._scale(r))
+        return merged
+
+    def _scale(self, rank: int) -> float:
+        alpha: float = self.config.get("lora_alpha", 8)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
     def _check_shape(self, name: str, tensor: Tensor, expected: Iterable[int]) -> None:
         if tuple(tensor.shape) != tuple(expected):

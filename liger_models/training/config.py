@@ -102,7 +102,8 @@ class TrainConfig:
                        are trained, with lora too; tokens that the tokenizer has already change nothing
     dropout            0.0: train without the config's dropout; None: require that the config has none
     lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
-                       "dora" or "rslora", too, any subset of these, or "" (see training/lora.py)
+                       "dora", "rslora" or "experts", too, any subset of these, or "" (see
+                       training/lora.py)
     adapter            folder or hub id of a low-rank adapter of `model` to train further, with its own
                        settings; `train` sets it, and `model` to the base model, if `model` is an adapter
     quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)

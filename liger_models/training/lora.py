@@ -32,7 +32,7 @@ from liger_models.training.random_numbers import seed_generators
 
 ALL = "all-linear"
 TENSORS = "adapter_model.safetensors"
-FORM = "r=16,alpha=2r,targets=all-linear,dropout=0.0[,dora][,rslora]"
+FORM = "r=16,alpha=2r,targets=all-linear,dropout=0.0[,dora][,rslora][,experts]"
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class LoraSettings:
         dropout: on the adapters' input.
         dora: learn a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
         rslora: scale by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
+        experts: adapt the stacks of experts, too, with this rank for each expert.
     """
 
     r: int = 16
@@ -55,6 +56,7 @@ class LoraSettings:
     dropout: float = 0.0
     dora: bool = False
     rslora: bool = False
+    experts: bool = False
 
     @classmethod
     def parse(cls, text: str) -> LoraSettings:
@@ -82,6 +84,11 @@ class LoraSettings:
                 f"--lora {text}: found r={settings.r}, alpha={alpha}, dropout={settings.dropout}; expected a "
                 "rank of 1 or more, an alpha above 0 and a dropout from 0 up to, not including, 1"
             )
+        if settings.experts and (settings.dropout or settings.dora):
+            raise ConfigError(
+                f"--lora {text}: PEFT's adapters of experts have neither dropout nor DoRA; leave out these "
+                "settings, or experts"
+            )
         return settings
 
     @classmethod
@@ -100,11 +107,13 @@ class LoraSettings:
                 "cannot be trained further; merge it (liger-models merge) and train new adapters"
             )
         targets = config.get("target_modules") or []
-        parameters = [name.removesuffix(".weight") for name in config.get("target_parameters") or []]
+        named = config.get("target_parameters") or []
+        parameters = [name.removesuffix(".weight") for name in named if name.endswith(".weight")]
         listed = adapter.layers() if isinstance(targets, str) else [*targets, *parameters]
         text = f"r={config['r']},alpha={config['lora_alpha']},targets={'+'.join(sorted(listed))}"
         text += f",dropout={config.get('lora_dropout', 0.0)}"
         flags = [name for name in ("dora", "rslora") if config.get(f"use_{name}")]
+        flags += ["experts"] if len(parameters) < len(named) else []
         return ",".join([text, *flags])
 
     @property
@@ -141,6 +150,11 @@ class Adapters:
         # A classification head is trained in full, and saved with the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
         self.names, parameters = _targets(model, settings, frozen)
+        self.stacks: dict[str, str] = {}
+        if settings.experts:
+            from liger_models.hf.adapters.expert_lora import stacks_of_experts
+
+            self.stacks = stacks_of_experts(model, frozen)
         self.new, self.tables = new, _tables(model, self.names, frozen) if new else {}
         whole = {path: name for path, name in self.names.items() if path not in parameters}
         last = {_leaf(name) for name in whole.values()}
@@ -151,7 +165,8 @@ class Adapters:
             use_dora=settings.dora,
             use_rslora=settings.rslora,
             target_modules=sorted(last if settings.targets == ALL else _stated(settings.targets, whole)),
-            target_parameters=[f"{name}.weight" for name in parameters.values()] or None,
+            target_parameters=[f"{name}.weight" for name in parameters.values()] + [*self.stacks.values()]
+            or None,
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=absolute_if_folder(base),
@@ -162,7 +177,7 @@ class Adapters:
         # A list would match suffixes: `layers.0.mlp.down_proj` also ends an encoder layer's name.
         own = {
             "target_modules": "|".join(map(re.escape, self.names)),
-            "target_parameters": None,
+            "target_parameters": [*self.stacks] or None,
             "modules_to_save": None,
             "trainable_token_indices": None,
         }
@@ -231,6 +246,10 @@ class Adapters:
             layer.fan_in_fan_out = layer.is_target_conv_1d_layer = False
             layer.merge(safe_merge=False)
             self.model.set_submodule(path, layer.base_layer)
+        for path in {stack.rpartition(".")[0] for stack in self.stacks}:
+            wrapper: Any = self.model.get_submodule(path)
+            experts = wrapper.unload_and_optionally_merge_module(True, safe_merge=False, adapter_names=None)
+            self.model.set_submodule(path, experts)
         for table in self.tables.values():
             table.weight.copy_(table.trained_rows.within(table.weight))
         for owner in (self.model.embed_tokens, self.model.lm_head):
@@ -244,10 +263,13 @@ class Adapters:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the adapter tensors by their names in PEFT's files."""
         own = self._peft.get_peft_model_state_dict(self.model, save_embedding_layers=False)
+        names = {stack.rpartition(".")[0]: usual.rpartition(".")[0] for stack, usual in self.stacks.items()}
+        names |= self.names
         usual = {}
         for name, tensor in own.items():
             path, point, rest = name.partition(".lora_")
-            usual[f"base_model.model.{self.names[path]}{point}{rest}"] = tensor
+            path, inner, _ = path.partition(".base_layer")  # the wrapper of an experts' first matrices
+            usual[f"base_model.model.{names[path]}{inner}{point}{rest}"] = tensor
         for name, table in self.tables.items():
             usual[f"base_model.model.{name}{ROWS}"] = table.trained_rows.weight
         if self.head is not None:

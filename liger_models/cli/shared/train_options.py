@@ -52,7 +52,7 @@ def _add_most_used(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="SETTINGS",
         help="train only low-rank adapters, with settings such as r=8,targets=q_proj+v_proj,dora (default: "
-        "r=16, alpha=2r, targets=all-linear, dropout=0, neither dora nor rslora)",
+        "r=16, alpha=2r, targets=all-linear, dropout=0, neither dora nor rslora nor experts)",
     )
     add(
         "--eval-fraction",

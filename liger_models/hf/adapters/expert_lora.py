@@ -11,11 +11,14 @@ that are no plain tensors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.expressions import Ref
+from liger_models.convert.errors import ConfigError
 from liger_models.hf.adapters.peft_layers import active_adapters, has_only
 from liger_models.kernels import ExpertPath
 from liger_models.kernels.experts._expert_paths import padded_rank
@@ -29,6 +32,36 @@ def take_over(wrapper: nn.Module) -> None:
         known = has_only(wrapper, "parameter_name", "num_experts", "_param_ndim", "_did_swap_in_out_features")
         if known and wrapper.parameter_name not in Experts.stacked_vectors:
             change_class(wrapper, LowRankExperts)
+
+
+def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
+    """Map the experts' matrices of a native model to their names in transformers' own model, for adapters of
+    all of them.
+
+    Args:
+        frozen: paths of frozen modules, which are left out, as are modules for multi-token prediction.
+
+    Raises:
+        ConfigError: there are none, or adapter files cannot express an adapter of them.
+    """
+    weight_map = model.weight_map(model.architecture.layouts[-1])  # of transformers' modules in memory
+    found = {}
+    for path, experts in model.named_modules():
+        if not isinstance(experts, Experts) or path in frozen or path.startswith("mtp."):
+            continue
+        for name in (experts.first, "down_proj"):
+            stack = f"{path}.{name}"
+            expr = weight_map.get(stack)
+            if not isinstance(expr, Ref) or type(experts.get_parameter(name)) is not nn.Parameter:
+                raise ConfigError(
+                    f"lora: {stack} is quantised, or in another order in transformers' own model, so its "
+                    "adapter cannot be written here; leave out experts, or use PEFT on the classes of "
+                    "liger_models.hf"
+                )
+            found[stack] = expr.name
+    if not found:
+        raise ConfigError("lora: all experts are frozen, or the model has none; leave out experts")
+    return found
 
 
 class LowRankExperts(ParamWrapper):  # type: ignore[misc]

@@ -110,6 +110,8 @@ def distance(found, expected):
         ("starcoder2", "r=4"),
         ("deepseek_v3", "r=4"),  # PEFT mistakes dense MLPs and shared experts for experts
         ("deepseek_v3", "r=4,targets=o_proj+down_proj"),
+        ("deepseek_v3", "r=4,experts"),
+        ("qwen3_moe", "r=3,targets=q_proj,experts,rslora"),
     ],
 )
 def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings, run):
@@ -145,6 +147,23 @@ def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
     adapted = {name.partition("layers.")[2] for name in adapters.names.values()}
     assert {f"0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= adapted
     assert {f"1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")} <= adapted
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "error"),
+    [
+        ("llama", "r=4,experts", "all experts are frozen, or the model has none"),
+        (
+            "gpt_oss",
+            "r=4,experts",
+            r"gate_up_proj is quantised, or in another order in transformers' own model",
+        ),
+        ("qwen3_moe", "r=4,dora,experts", "neither dropout nor DoRA"),
+    ],
+)
+def test_experts_that_cannot_be_adapted_are_refused(family, lora, error, checkpoints, settings):
+    with pytest.raises(ConfigError, match=error):
+        Run(settings(model=str(checkpoints(family)), lora=lora), World("cpu"))
 
 
 @pytest.mark.parametrize("option", ["dropout=0.1", "dora"])
