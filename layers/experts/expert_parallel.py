@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_models.kernels import ExpertPath
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.layers.sequences.sequence_parallel import all_to_all
@@ -110,6 +111,14 @@ class ExpertExchange:
         return _DividedGradient.apply(
             own if self.compute_dtype is None else own.to(self.compute_dtype), self.ranks
         )
+
+    def path(self, path: ExpertPath, num_experts: int) -> ExpertPath:
+        """The part of a low-rank path, whole in every rank, that belongs to this rank's experts. Its gradient
+        is zero elsewhere, so the mean over the ranks is what a parameter's gradient is.
+        """
+        own = slice(self.rank * self.own, (self.rank + 1) * self.own)
+        a, b = path.a.unflatten(0, (num_experts, -1)), path.b.unflatten(1, (-1, num_experts))
+        return ExpertPath(a[own].flatten(0, 1), b[..., own].flatten(1), path.scale)
 
     def kept_bytes(self, hidden_size: int, top_k: int, itemsize: int) -> int:
         """Saved bytes per token: the rows that the experts read, with weights and experts, on as many ranks

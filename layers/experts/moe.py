@@ -14,6 +14,7 @@ layers/experts/router.py chooses experts and their weights. Native weights are s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -206,6 +207,8 @@ class Experts(nn.Module):
             own = routes.exchange.parameter
             first, down, biases = own(first), own(down), (own(biases[0]), own(biases[1]))
             x, weights, experts = routes.there(x, weights, experts)
+            split = functools.partial(routes.exchange.path, num_experts=spec.num_experts)
+            paths = {name: [*map(split, of_stack)] for name, of_stack in paths.items()}
             num_rows = routes.num_slots
         y = moe_experts(
             *(x, weights, experts, first, down, spec.activation, *biases),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 from randomised import randomise_trained
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import liger_models
@@ -270,6 +272,26 @@ def test_a_warning_names_linear_layers_that_peft_mistakes_for_stacks_and_says_ho
         fresh = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
         ours = hf.load_adapter(fresh, tmp_path / "adapter").eval()
         assert relative_distance(ours(**batch).logits[seen], expected) <= BOUND
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_sharded_models_have_the_gradients_of_one_process(make_both, batch, tmp_path):
+    both = make_both("qwen3_moe", projections="split")
+    adapted = adapt(both.ours, modules=["q_proj", "o_proj"]).train()
+    adapted.save_pretrained(tmp_path / "adapter")
+    both.folder.rename(tmp_path / "model")
+    rows = {name: batch[name] for name in ("input_ids", "labels")}
+    torch.save(rows, tmp_path / "batch.pt")
+    losses = []
+    for rank in range(2):
+        losses.append(adapted(**{name: part.chunk(2)[rank] for name, part in rows.items()}).loss)
+    (sum(losses) / 2).backward()
+    expected = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+    for rank, found in enumerate(run_ranks(Path(__file__).with_name("lora_rank.py"), tmp_path)):
+        assert relative_distance(found["loss"], losses[rank]) <= BOUND
+        assert found["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert relative_distance(found["gradients"][name], gradient) <= BOUND, name
 
 
 def as_unsloth_writes(source, folder, experts, marks):

@@ -87,7 +87,7 @@ class LowRankExperts(ParamWrapper):  # type: ignore[misc]
 
     def low_rank_paths(self) -> tuple[ExpertPath, ...] | None:
         """Return the active paths, or None where PEFT's own forward must run."""
-        adapters = active_adapters(self)
-        if adapters is None or type(self.get_param()) is not nn.Parameter:
+        adapters, divided = active_adapters(self), self.get_base_layer().exchange is not None
+        if adapters is None or not (divided or type(self.get_param()) is nn.Parameter):
             return None
         return tuple(ExpertPath(adapter.a, adapter.b, adapter.scale) for adapter in adapters)

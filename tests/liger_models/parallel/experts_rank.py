@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
-from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels import ClampedSwiGLU, ExpertPath
 from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.layers.experts.expert_parallel import divide_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
@@ -61,6 +61,11 @@ def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple
         for p in alone.parameters():
             p.normal_(0, 0.3)
     layer.load_state_dict(alone.state_dict())
+    ab = [torch.randn(8 * 3, 20), torch.randn(24, 3 * 8), torch.randn(8 * 2, 12), torch.randn(20, 2 * 8)]
+    true_ab, own_ab = ([x.clone().requires_grad_() for x in ab] for _ in range(2))
+    for moe, (a, b, c, d) in ((alone, true_ab), (layer, own_ab)):
+        paths = {"gate_up_proj": [ExpertPath(a, b, 0.1)], "down_proj": [ExpertPath(c, d, 0.2)]}
+        moe.experts.forward = functools.partial(moe.experts.forward, paths=paths)
     divide_experts(layer, init_device_mesh("cpu", (ranks,)))
     x = torch.randn(7, 20)
     true_x, own_x = x.clone().requires_grad_(), x[: 7 * (rank == ranks - 1)].clone().requires_grad_()
@@ -72,4 +77,7 @@ def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple
     found = {"y": (y.detach(), true.detach()), "dx": (own_x.grad / ranks, true_x.grad)} if len(y) else {}
     for (name, p), q in zip(layer.experts.named_parameters(), alone.experts.parameters(), strict=True):
         found[name] = p.grad.full_tensor(), q.grad
+    for i, (of_path, true_path) in enumerate(zip(own_ab, true_ab, strict=True)):
+        torch.distributed.all_reduce(of_path.grad)
+        found[f"path {i}"] = of_path.grad / ranks, true_path.grad
     return found
