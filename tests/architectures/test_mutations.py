@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 from mutations import (
     Additions,
     is_noticed,
@@ -89,6 +90,7 @@ def values_by_field(spec):
     return values
 
 
+@pytest.mark.of_layers
 def test_swapped_tensors_are_noticed(family, make_pair):
     """Tensors of equal shape are swapped within a native tensor, within a layer or between adjacent layers.
     Some have equal shapes only with as many key heads as query heads.
@@ -109,6 +111,7 @@ def test_swapped_tensors_are_noticed(family, make_pair):
     assert not missed
 
 
+@pytest.mark.of_layers
 def test_a_missing_norm_is_noticed(pair):
     missed, called = [], 0
     for name, module in norms(pair.ours):
@@ -120,6 +123,7 @@ def test_a_missing_norm_is_noticed(pair):
     assert called > len(pair.ours.layers)
 
 
+@pytest.mark.of_layers
 def test_a_missing_residual_stream_or_branch_is_noticed(pair):
     assert not is_noticed(pair)  # computes the reference's results, whose additions must not be counted below
     with Additions(pair.hidden_size) as clean:
