@@ -20,6 +20,5 @@ def open_regular(path: Path) -> int:
         kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(mode), "a device")
         raise OSError(errno.EINVAL, f"it is {kind}, expected a file", str(path))
-    return os.open(
-        path, os.O_RDONLY | os.O_NONBLOCK
-    )  # by now it may be a pipe, which would wait for a writer
+    # By now it may be a pipe, which would wait for a writer. Windows has no such pipes, and text by default.
+    return os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))

@@ -1,9 +1,9 @@
 """Choose between an operation's two forms: its Triton kernel or its plain PyTorch twin.
 
 Triton takes float16, bfloat16 and float32 tensors on a GPU. Everything else goes to the plain twin: CPU
-tensors, float64, machines without Triton, tensor subclasses (DTensor, FakeTensor), and code under
-torch.compile, where Inductor fuses the twin with its neighbours. Tests on a CPU run the kernels in Triton's
-interpreter: see `interpret`.
+tensors, NVIDIA's GPUs before Ampere (for which Triton has no matrix products), float64, machines without
+Triton, tensor subclasses (DTensor, FakeTensor), and code under torch.compile, where Inductor fuses the twin
+with its neighbours. Tests on a CPU run the kernels in Triton's interpreter: see `interpret`.
 
 Kernel files import `jit`, `tl` and `triton` from here and begin with `from __future__ import annotations`, so
 that they can be imported without Triton.
@@ -12,6 +12,7 @@ that they can be imported without Triton.
 from __future__ import annotations
 
 import functools
+import importlib.util
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,8 @@ from torch import Tensor
 
 triton: Any = None
 tl: Any = None
-try:
+ROCM = torch.version.hip is not None
+if importlib.util.find_spec("triton") is not None:  # a broken Triton is an error, and no reason to run slowly
     import triton  # type: ignore[no-redef]
     import triton.language as tl  # type: ignore[no-redef]
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -39,12 +41,13 @@ try:
 
             def run(*args, **kwargs):
                 kwargs.setdefault("enable_fp_fusion", True)
+                if ROCM and "num_warps" in kwargs:
+                    kwargs["num_warps"] = min(kwargs["num_warps"], _most_warps(torch.cuda.current_device()))
                 return type(kernel).run(kernel, *args, **kwargs)
 
             kernel.run = run
         return kernel
-except ImportError:
-    triton = tl = None
+else:
     interpreted = False
 
     def jit(function):
@@ -76,7 +79,20 @@ def use_triton(x: Tensor, *others: Tensor | None) -> bool:
         supported = supported and type(other) in _PLAIN_TENSORS and other.dtype != torch.float64
     if not supported or triton is None:
         return False
-    return _interpreting if interpreted else x.is_cuda
+    return _interpreting if interpreted else runs_kernels(x)
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels run on x's device."""
+    return triton is not None and not interpreted and x.is_cuda and has_matrix_units(x.device.index)
+
+
+@functools.cache
+def has_matrix_units(device_index: int | None) -> bool:
+    """Whether a GPU has matrix units that Triton and torch's fused attention use, and bfloat16: AMD's, and
+    NVIDIA's from Ampere on.
+    """
+    return ROCM or torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 
 @contextmanager
@@ -115,7 +131,13 @@ def early_start(x: Tensor) -> dict[str, bool]:
 
 @functools.cache
 def _is_hopper_or_later(device_index: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) >= (9, 0)
+    return not ROCM and torch.cuda.get_device_capability(device_index) >= (9, 0)
+
+
+@functools.cache
+def _most_warps(device_index: int) -> int:
+    """Warps of a program: 1,024 threads, of which a warp of AMD's CDNA has 64."""
+    return 1024 // torch.cuda.get_device_properties(device_index).warp_size
 
 
 @jit
@@ -162,7 +184,9 @@ def shared_memory(x: Tensor) -> int:
 
 @functools.cache
 def _shared_memory_per_program(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin  # type: ignore[attr-defined]
+    properties: Any = torch.cuda.get_device_properties(device_index)
+    # torch for ROCm has the first name alone (pytorch 198198); there both are the same.
+    return getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -11,7 +11,6 @@ before anything is written, and after an hour by one on any target in the same f
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
@@ -22,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from liger_models.convert.errors import CheckpointError
+from liger_models.convert.host import close, lock, open_folder
 
 STALE_SECONDS = 3600
 
@@ -57,10 +57,10 @@ def atomic_folder(
             f"{target.parent}: cannot create a folder there ({error.strerror}); the new version of "
             f"{target.name!r} is written next to the old one, so its parent must be writable"
         ) from error
-    lock = os.open(new, os.O_RDONLY)
+    handle = open_folder(new)
     try:
         # A kill releases it too, so the next save knows that the folder is stale.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock(handle)
         yield new
         if target.exists():
             shutil.copymode(target, new)
@@ -69,7 +69,7 @@ def atomic_folder(
         _put_in_place(new, target)
         _sync(target.parent)
     finally:
-        os.close(lock)
+        close(handle)
         # By now it holds the old version or, after an error, the incomplete new one.
         shutil.rmtree(new, ignore_errors=True)
 
@@ -87,10 +87,8 @@ def alone_at(target: str | Path) -> Iterator[bool]:
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            waited = True
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            if not lock(handle, wait=False):
+                waited = lock(handle)
         except OSError:  # a filesystem without locks
             break
         if _identity(path) == _identity(handle):
@@ -142,13 +140,12 @@ def _clear_stale(target: Path) -> None:
     for folder in [*moved_away, *own, *others]:
         if not _is_hidden(folder):
             continue
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        handle = open_folder(folder)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue  # another process is writing it now
+            if not lock(handle, wait=False):
+                continue  # another process is writing it now
         finally:
-            os.close(handle)
+            close(handle)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -199,6 +196,8 @@ def _put_in_place(new: Path, target: Path) -> None:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Exchanges two names atomically; False if the system cannot."""
+    if os.name == "nt":
+        return False
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -220,7 +219,11 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+    # Windows syncs no folders, and files only through a handle that may write.
+    folder = path.is_dir()
+    handle = open_folder(path) if folder else os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+    if handle is None:
+        return
     try:
         os.fsync(handle)
     finally:

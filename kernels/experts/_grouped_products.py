@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    ROCM,
     ceil_div,
     jit,
     next_power_of_2,
@@ -189,7 +190,7 @@ def _library_is_faster(p: Tensor, q: Tensor, num_experts: int) -> bool:
 
 @functools.cache
 def _is_hopper(device_index: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device_index) == (9, 0)
+    return not ROCM and torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
 def _has_data_centre_memory(x: Tensor) -> bool:
@@ -198,10 +199,11 @@ def _has_data_centre_memory(x: Tensor) -> bool:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Precision of float32 products: exact or TF32, following torch.backends.cuda.matmul as torch does."""
-    return (
-        "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    )
+    """Precision of float32 products: exact or TF32, following torch.backends.cuda.matmul as torch does. Few
+    of AMD's GPUs have TF32: there it is exact.
+    """
+    rounded = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return "tf32" if rounded and not ROCM else "ieee"
 
 
 @jit

@@ -47,7 +47,7 @@ from liger_models.kernels._dispatch import (
     as_rows,
     at_least_float32,
     once_differentiable,
-    triton,
+    runs_kernels,
     use_triton,
 )
 from liger_models.kernels.activations.gated import (
@@ -139,7 +139,7 @@ def moe_experts(
             raise ValueError(
                 "num_rows was given: empty slots are not supported under torch.compile; run this eagerly"
             )
-        if triton is not None and x.is_cuda and x.dtype != torch.float64:
+        if runs_kernels(x) and x.dtype != torch.float64:
             return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
         return _dense(*operands, activation, inputs)
     of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
+    ROCM,
     at_least_float32,
     ceil_div,
     interpreted,
@@ -20,10 +21,10 @@ from liger_models.kernels._dispatch import (
     triton,
 )
 
-if triton is not None and not interpreted:
+if triton is not None and not interpreted and not ROCM:
     from triton.language.extra import libdevice
 
-    # The hardware's instruction, with an error of at most 2^-22; tl.log2 takes about thirty instructions.
+    # NVIDIA's instruction, with an error of at most 2^-22; tl.log2 takes about thirty instructions.
     fast_log2 = libdevice.fast_log2f
 else:
 

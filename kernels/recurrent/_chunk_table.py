@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
+from liger_models.kernels._dispatch import ROCM, ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
 
 CHUNK = 64
 SEGMENT = 64 * CHUNK  # tokens of a document per pass of the states; independent of the other documents
@@ -138,7 +138,7 @@ def product_precision(dtype: torch.dtype) -> str:
     """Precision of products of this dtype: float32 as three TF32 products, exact to a rounding or two."""
     if dtype != torch.float32:
         return "tf32"  # ignored for 16 bits
-    return "ieee" if torch.version.hip else "tf32x3"
+    return "ieee" if ROCM else "tf32x3"
 
 
 # Columns per tile. On Hopper, Triton 3.6 compiles narrower products by wgmma that read past their tiles in

@@ -84,7 +84,11 @@ def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibil
 
 
 def _device(q: Tensor) -> str:
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(q.device)) if q.is_cuda else str(q.device)
+    if not q.is_cuda:
+        return str(q.device)
+    if torch.version.hip is not None:  # whose capabilities are numbers of other architectures
+        return str(torch.cuda.get_device_properties(q.device).gcnArchName)
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(q.device))
 
 
 @functools.cache

@@ -21,6 +21,7 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 
+from liger_models.kernels._dispatch import has_matrix_units
 from liger_models.layers.specs import AttentionSpec
 
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -41,9 +42,10 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask
         out = masked_attention(q, k, v, mask, spec.scale)
         return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
+    unusual = unusual or (q.is_cuda and not has_matrix_units(q.device.index))
     if groups > 1 and unusual:
-        # The kernels for a mask, float32 or such heads do not support grouped heads, and the fallback would
-        # keep all scores.
+        # The kernels for a mask, float32, such heads or GPUs do not support grouped heads, and the
+        # fallback would keep all scores.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if mask is not None:
         return masked_attention(q, k, v, mask, spec.scale)

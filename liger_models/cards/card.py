@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
 import platform
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from liger_models.cards.checks import CHECKS, TRAINING_STEP
 from liger_models.cards.results import Card, Line
 from liger_models.cards.training_step import Outcome
 from liger_models.cards.workshop import NotRun, Workshop
+from liger_models.convert.host import cores
 
 PACKAGES = ("torch", "transformers", "liger-kernel")
 
@@ -103,7 +103,7 @@ def _new_line(
         values,
         f"liger-models card {architecture.model_type}{only}",
         datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine or f"{platform.machine()} CPU, {len(os.sched_getaffinity(0))} cores",
+        machine or f"{platform.machine()} CPU, {cores()} cores",
         _versions(),
     )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from liger_models.convert.errors import ConfigError
+from liger_models.kernels._dispatch import has_matrix_units
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
@@ -21,4 +24,28 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"device {str(device)!r} cannot be used ({reason}); 'cpu' always can") from error
+    return parsed
+
+
+def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.device | None:
+    """The device on which weights of this dtype are to be, see `parse_device`.
+
+    Raises:
+        ConfigError: also if it is a GPU without bfloat16, and that is the dtype.
+    """
+    parsed = parse_device(device)
+    if parsed is None or parsed.type != "cuda" or has_matrix_units(parsed.index):
+        return parsed
+    name = torch.cuda.get_device_name(parsed)
+    if dtype == torch.bfloat16:
+        raise ConfigError(
+            f"the weights are in bfloat16, which {name} does not compute with (NVIDIA's GPUs do from Ampere "
+            "on, such as A100, RTX 3060 and L4); to train, pass dtype='float32' (--dtype float32), which is "
+            "slower; to generate, dtype='float16'"
+        )
+    warnings.warn(
+        f"{name} is older than the GPUs that Triton compiles matrix products for (Ampere and later): every "
+        "operation runs in its plain PyTorch form, which is slower and takes more memory",
+        stacklevel=2,
+    )
     return parsed

@@ -32,7 +32,7 @@ from liger_models.models.classifier import (
     leave_out_head,
     with_labels,
 )
-from liger_models.models.devices import parse_device
+from liger_models.models.devices import device_for, parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
@@ -179,7 +179,7 @@ def from_hub(
             _lay_out(model, replace(options, device="meta"), dtypes)
             model.split_projections()
             fill_stored = keep_stored(model, reader)
-            model.materialize(parse_device(device))
+            model.materialize(device_for(model.dtype, device))
             fill_stored()
         else:
             _lay_out(model, options, dtypes)
@@ -340,7 +340,7 @@ def _lay_out(model: LigerCausalLM, options: LoadOptions, auto: str | dict[str, t
     if options.shard is not None:  # wrappers note the dtypes
         _split_if(options.projections, model)
         options.shard(model)
-    model.materialize(parse_device(options.device))
+    model.materialize(device_for(model.dtype, options.device))
 
 
 def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str, ...]) -> None:

@@ -248,6 +248,11 @@ def _check_parameter(parameter: Tensor) -> None:
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         hint = "; load the model in bfloat16 or float32" if parameter.dtype == torch.float16 else ""
         raise TypeError(f"a parameter is {parameter.dtype}; expected float32, bfloat16 or float64{hint}")
+    if parameter.device.type == "mps":
+        raise TypeError(
+            "AdamW computes square roots in float64, which MPS lacks; use torch.optim.AdamW, or a CPU "
+            "(--device cpu)"
+        )
     own = local(parameter.detach())
     if torch.empty_like(own, device="meta").stride() != own.stride():
         raise ValueError(

@@ -16,7 +16,6 @@ CRC-32. It reveals bit flips, and distinguishes a run's files from files added o
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from typing import Any
 from liger_models.convert.checkpoints.atomic import atomic_folder, link_tree
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.convert.host import close, lock, open_folder
 
 MANIFEST = ".written.json"
 BEST = "best"
@@ -47,23 +47,23 @@ def locked(output: Path) -> Iterator[None]:
         made = not output.exists()
         output.mkdir(parents=True, exist_ok=True)
         # On the folder itself, so that a killed run leaves no lock file.
-        handle = os.open(output, os.O_RDONLY | os.O_DIRECTORY)
+        handle = open_folder(output)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--output {output} cannot be a folder of a run ({reason})") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
+        alone = lock(handle, wait=False)
+    except OSError:  # a filesystem without locks
+        alone = True
+    if not alone:
+        close(handle)
         raise ConfigError(
             f"another run is writing to {output}; wait for it or stop it, or choose another --output"
-        ) from error
-    except OSError:  # a filesystem without locks
-        pass
+        )
     try:
         yield
     finally:
-        os.close(handle)
+        close(handle)
         if made:
             with contextlib.suppress(OSError):  # usually not empty
                 output.rmdir()

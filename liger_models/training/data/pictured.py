@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.convert.host import cores
 from liger_models.images import Preprocessor, Video, find_image
 from liger_models.images.files import ImageSource, allow_pixels, most_pixels
 from liger_models.images.processor import Shown
@@ -103,8 +103,8 @@ class PicturedEncoder:
                 "that does (`liger-models list`), without --text-only, from a checkpoint with its processor"
             )
         work = [self._work(*record) for record in records]
-        cores = len(os.sched_getaffinity(0))
-        alone = self.done < ALONE or cores == 1
+        workers = cores()
+        alone = self.done < ALONE or workers == 1
         self.done += len(records)
         if alone:
             yield from (_made(self.images, one) for one in work)
@@ -113,7 +113,7 @@ class PicturedEncoder:
             # Neither torch's threads nor the tokenizer's survive a fork.
             context = multiprocessing.get_context("spawn")
             self.pool = ProcessPoolExecutor(
-                min(cores, MOST_PROCESSES),
+                min(workers, MOST_PROCESSES),
                 mp_context=context,
                 initializer=_begin,
                 initargs=(self.images, most_pixels()),

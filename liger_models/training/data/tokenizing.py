@@ -7,7 +7,6 @@ written. Memory holds two batches (and the longest single record).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import DataError
+from liger_models.convert.host import lock
 from liger_models.images import Preprocessor
 from liger_models.layers.specs import TiledVisionSpec
 from liger_models.training.data.ahead import ahead
@@ -339,7 +339,7 @@ def _locked(folder: Path) -> Iterator[None]:
         ) from error
     try:
         with contextlib.suppress(OSError):  # no file locks: each process builds, the last wins
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            lock(handle)
         yield
     finally:
         os.close(handle)

@@ -16,7 +16,6 @@ import io
 import json
 import math
 import os
-import resource
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,11 @@ import torch
 
 from liger_models.convert.errors import TrainingError
 from liger_models.training.observing.display import timestamp
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None  # type: ignore[assignment]
 
 METRICS = "metrics.jsonl"
 COLUMNS = (
@@ -148,9 +152,11 @@ def _replace(path: Path, text: str) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes: allocated on a CUDA device, resident in this process otherwise."""
+    """Peak bytes: allocated on a CUDA device, resident in this process otherwise; 0 if unknown (Windows)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,0 +1,101 @@
+"""Other platforms, imitated: a system without locks of files, GPUs without bfloat16, AMD's GPUs, MPS."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from liger_models.convert import host
+from liger_models.convert.checkpoints.atomic import atomic_folder
+from liger_models.convert.errors import ConfigError
+from liger_models.kernels import _dispatch
+from liger_models.models import devices
+from liger_models.optim.adamw import AdamW
+from liger_models.training.checkpoints.run_folder import locked
+
+WINDOWS = """
+import builtins, importlib, os, pkgutil, sys
+from pathlib import Path
+real = builtins.__import__
+def without_unix(name, globals=None, *rest, **options):
+    if name in ("fcntl", "resource") and (globals or {}).get("__name__", "").startswith("liger_models"):
+        raise ImportError(name)
+    return real(name, globals, *rest, **options)
+builtins.__import__ = without_unix
+import transformers  # reads what the system has
+for name in ("sched_getaffinity", "O_DIRECTORY", "O_NONBLOCK"):
+    delattr(os, name)
+import liger_models
+packages = {path.name for path in Path(liger_models.__path__[0]).iterdir()}  # not the repository's others
+packages |= {path.stem for path in Path(liger_models.__path__[0]).glob("*.py")}
+packages = packages - {"liger_models"} | {"kernels", "convert", "layers", "architectures"}
+def import_all(package):
+    for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+        if module.name.split(".")[1] in packages and not module.name.endswith("__main__"):
+            imported = importlib.import_module(module.name)
+            if module.ispkg:
+                import_all(imported)
+import_all(liger_models)
+from liger_models.convert import host
+host.OPENS_FOLDERS = False
+model = liger_models.from_config(liger_models.preset("llama-demo"), device="cpu")
+for _ in range(2):
+    model.save_pretrained(sys.argv[1])
+same = liger_models.from_hub(sys.argv[1], device="cpu").state_dict()
+assert all(same[name].equal(tensor) for name, tensor in model.state_dict().items())
+print(host.cores())
+"""
+
+
+def test_everything_imports_and_checkpoints_are_written_without_unix_modules(tmp_path):
+    pytest.importorskip("transformers")
+    command = [sys.executable, "-c", WINDOWS, str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 0
+
+
+def test_folders_are_replaced_and_runs_start_where_nothing_can_be_locked(tmp_path, monkeypatch):
+    monkeypatch.setattr(host, "fcntl", None)
+    monkeypatch.setattr(host, "OPENS_FOLDERS", False)
+    for text in "first", "second":
+        with atomic_folder(tmp_path / "out") as new:
+            (new / "file").write_text(text)
+    assert (tmp_path / "out" / "file").read_text() == "second"
+    with locked(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+
+
+def test_a_gpu_without_bfloat16_is_refused_or_runs_the_plain_forms(monkeypatch):
+    """A T4: compute capability 7.5."""
+    monkeypatch.setattr(devices, "parse_device", torch.device)
+    monkeypatch.setattr(devices, "has_matrix_units", lambda index: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    with pytest.raises(ConfigError, match=r"Tesla T4 does not compute with .*dtype='float32'"):
+        devices.device_for(torch.bfloat16, "cuda:0")
+    with pytest.warns(UserWarning, match="Tesla T4 is older"):
+        assert devices.device_for(torch.float32, "cuda:0") == torch.device("cuda:0")
+
+
+@pytest.mark.parametrize(("rocm", "capability", "expected"), [(False, (7, 5), False), (True, (9, 0), True)])
+def test_matrix_units_are_not_read_from_amds_capabilities(rocm, capability, expected, monkeypatch):
+    monkeypatch.setattr(_dispatch, "ROCM", rocm)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    assert _dispatch.has_matrix_units.__wrapped__(0) is expected
+    assert _dispatch._is_hopper_or_later.__wrapped__(0) is False
+
+
+def test_amds_gpus_lack_a_property_and_have_wider_warps(monkeypatch):
+    """As torch for ROCm describes an MI300X."""
+    described = SimpleNamespace(shared_memory_per_block=65536, warp_size=64)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: described)
+    assert _dispatch._shared_memory_per_program.__wrapped__(0) == 65536
+    assert _dispatch._most_warps.__wrapped__(0) == 16
+
+
+def test_mps_is_refused_by_adamw_which_needs_float64(monkeypatch):
+    parameter = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
+    with pytest.raises(TypeError, match="float64, which MPS lacks"):
+        AdamW.add_param_group.__globals__["_check_parameter"](parameter)
