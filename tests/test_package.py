@@ -363,7 +363,7 @@ def test_a_checkout_imports_no_part_of_another(fresh):
     """Started from the root of a second checkout, Python finds that one first: and then all of it."""
     folder, found = fresh
     assert [file for file in found["files"] if not file.startswith(str(folder))] == []
-    assert len(found["files"]) == len(ALL_MODULES) - 1
+    assert len(found["files"]) == len(list(filter(is_importable, ALL_MODULES))) - 1
 
 
 @pytest.fixture(scope="module")
