@@ -98,6 +98,10 @@ class Router(nn.Module):
         else:
             logits = project(x, self.weight, self.bias)
         made = None if decisions is None else decisions.made_by(self)
+        given = None if decisions is None or made is not None else decisions.given.get(self)
+        if given is not None:  # detached: a layer that runs again must save as many tensors
+            own = self._choose(logits.detach(), None)[1][0]
+            made = (torch.where(given < 0, own, given),)
         weights, decision = self._choose(logits, made)
         if decisions is not None:
             decisions.note(self, *decision)

@@ -27,6 +27,7 @@ from liger_models.layers.model.parameters import (
     tie_again,
 )
 from liger_models.layers.model.request import Request
+from liger_models.layers.model.routed_experts import RoutedExperts
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
@@ -112,6 +113,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             score: `ScoreOptions`: return the scores of the labels instead of the loss, as `score` does; also
                 not in the signature.
             distill: `Distillation`: return a distillation loss, as `distill` does.
+            routed_experts: [batch, seq, layers, top_k] integers: experts to use instead of the routers' own
+                choice, and output_routed_experts: return them (layers/model/routed_experts.py). Not in the
+                signature either.
             num_items_in_batch: divisor of the summed loss instead of the label count (exact gradient
                 accumulation). Router losses are weighted by this call's share of labels, so that a step's
                 parts add up to their mean.
@@ -137,6 +141,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             TypeError: an unsupported keyword, or hidden states or `mtp_weight` together with scores.
         """
         request = Request.take(others, labels, num_items_in_batch)
+        routes = RoutedExperts.take(others)
         if request.teaching is not None:
             hidden = self.hidden_states(request.teaching.sequences, input_ids)
             return request.teach(self.lm_head, self.logit_form, hidden)
@@ -158,6 +163,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, vision_inputs)
             request = request.packed(sequences)
+            routes.begin(self.layers, sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
         self.begin_checks(checks, vision_inputs)
         inner: list[Tensor] | None = [] if output_hidden_states else None
@@ -172,6 +178,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         output = request.compute(self.lm_head, self.logit_form, hidden, own, checks, sequences, input_ids)
         added = None if targets is None else self._router_loss(request, checks.num_valid, sequences)
         output = request.complete(output, sequences, added)
+        if routes.wanted:
+            output["routed_experts"] = routes.used(self.layers, sequences)
         if return_logits or (return_logits is None and targets is None):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         if inner is not None:

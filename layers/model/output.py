@@ -62,6 +62,10 @@ class CausalLMOutput(ModelOutput):
     def mtp_loss(self) -> Tensor | None:
         return self.get("mtp_loss")
 
+    @property
+    def routed_experts(self) -> Tensor | None:
+        return self.get("routed_experts")
+
 
 class DistillationOutput(CausalLMOutput):
     """Result of `model.distill`: `loss`, and its parts without gradients and weights."""
@@ -114,3 +118,7 @@ class ScoreOutput(ModelOutput):
     @property
     def router_loss(self) -> Tensor | None:
         return self.get("router_loss")
+
+    @property
+    def routed_experts(self) -> Tensor | None:
+        return self.get("routed_experts")

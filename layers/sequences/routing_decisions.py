@@ -18,15 +18,24 @@ from torch import Tensor, nn
 
 
 class RoutingDecisions:
-    """The decisions of each router in one call: tensors without gradients, such as experts [T, k]."""
+    """The decisions of each router in one call: tensors without gradients, such as experts [T, k].
+
+    Attributes:
+        given: experts [T, k] int32 to use, by router, instead of its own choice; a token with -1 keeps that.
+        seen: experts [T, k] that each router used, if they are asked for; else None.
+    """
 
     def __init__(self) -> None:
         self._made: dict[nn.Module, tuple[Tensor, ...] | None] = {}
+        self.given: dict[nn.Module, Tensor] = {}
+        self.seen: dict[nn.Module, Tensor] | None = None
 
     def note(self, router: nn.Module, *decision: Tensor) -> None:
         """Keep a choice made in the forward pass, if a backward pass may follow."""
         if torch.compiler.is_compiling() or in_backward_pass():
             return
+        if self.seen is not None:
+            self.seen[router] = decision[0]
         if torch.is_grad_enabled() or router.training:  # reentrant checkpoints run without gradients first
             # A router shared by two layers chooses twice, and the layer that runs again is unknown.
             self._made[router] = None if router in self._made else decision
