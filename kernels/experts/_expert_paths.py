@@ -9,8 +9,8 @@ experts. C and dx are rounded once, after the sum: the product with t or u is th
 products' sums (`rows_product` with `path`). t and u are narrow grouped products.
 
 Trained tensors come in any dtype and in PEFT's order: A expert by expert, and B with its columns rank by
-rank. They are cast to the products' dtype once per pass, B with its scale and its experts first, and padded
-to P columns, a power of two of at least 16. Several paths of one stack are one, with their ranks
+rank. They are cast to the products' dtype once per pass, B transposed, with its scale and its experts first,
+and padded to P ranks, a power of two of at least 16. Several paths of one stack are one, with their ranks
 concatenated.
 
 Bytes moved in addition, per product of R rows from `inputs` to `outputs`: R (inputs + P) in the forward
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, ceil_div, jit, next_power_of_2, on_device_of, tl
 from liger_models.kernels.experts._expert_order import ExpertOrder
+from liger_models.kernels.experts._expert_rows import weigh_rows
 from liger_models.kernels.experts._grouped_products import precision_of
 
 
@@ -49,7 +50,7 @@ class PackedPaths(NamedTuple):
 
     Attributes:
         a: [E, P, inputs]
-        b: [E, outputs, P], times the scale.
+        b: [E, P, outputs], transposed and times the scale.
     """
 
     a: Tensor
@@ -62,7 +63,7 @@ def pack_paths(paths: Sequence[ExpertPath], num_experts: int, dtype: torch.dtype
     width = padded_rank(ranks)
     inputs, outputs = paths[0].a.shape[1], len(paths[0].b)
     memory = paths[0].a.new_empty if sum(ranks) == width else paths[0].a.new_zeros
-    b = memory(num_experts, outputs, width, dtype=dtype)
+    b = memory(num_experts, width, outputs, dtype=dtype)
     if ranks == [width]:
         a = paths[0].a.detach().reshape(num_experts, width, inputs).to(dtype)
     else:
@@ -82,10 +83,9 @@ def padded_rank(ranks: Sequence[int]) -> int:
 
 
 def _pack_b(b: Tensor, packed: Tensor, first: int, rank: int, scale: float) -> None:
-    num_experts, outputs, width = packed.shape
-    block_experts, block_rank = min(128, next_power_of_2(num_experts)), next_power_of_2(min(rank, 16))
-    block = max(1, 8192 // (block_experts * block_rank))
-    grid = ceil_div(outputs, block), ceil_div(num_experts, block_experts), ceil_div(rank, block_rank)
+    num_experts, width, outputs = packed.shape
+    block, block_experts = 64, min(128, next_power_of_2(num_experts))
+    grid = ceil_div(outputs, block), ceil_div(num_experts, block_experts), rank
     with on_device_of(packed):
         _pack_b_kernel[grid](
             b,
@@ -98,7 +98,6 @@ def _pack_b(b: Tensor, packed: Tensor, first: int, rank: int, scale: float) -> N
             width,
             BLOCK=block,
             BLOCK_EXPERTS=block_experts,
-            BLOCK_RANK=block_rank,
             num_warps=8,
         )
 
@@ -128,10 +127,11 @@ def path_gradients(
     dtype, scale = (paths[0].a.dtype, paths[0].scale) if len(paths) == 1 else (torch.float32, 1.0)
     if any(a for a, _ in wanted):
         of_a = u.new_empty(num_experts, sum(ranks), inputs[0].shape[1], dtype=dtype)
-        _outer_product(*inputs, u, None, order, of_a.permute(0, 2, 1), 1.0)
+        _outer_product(*inputs, u, order, of_a.permute(0, 2, 1), 1.0)
     if any(b for _, b in wanted):
+        t = t if weights is None else weigh_rows(t, weights, order)
         of_b = u.new_empty(outputs[0].shape[1], sum(ranks), num_experts, dtype=dtype)
-        _outer_product(*outputs, t, weights, order, of_b.permute(2, 0, 1), scale)
+        _outer_product(*outputs, t, order, of_b.permute(2, 0, 1), scale)
     gradients: list[Tensor | None] = []
     first = 0
     for path, rank, (want_a, want_b) in zip(paths, ranks, wanted, strict=True):
@@ -146,15 +146,9 @@ def path_gradients(
 
 
 def _outer_product(
-    wide: Tensor,
-    gather: bool,
-    thin: Tensor,
-    weights: Tensor | None,
-    order: ExpertOrder,
-    out: Tensor,
-    scale: float,
+    wide: Tensor, gather: bool, thin: Tensor, order: ExpertOrder, out: Tensor, scale: float
 ) -> None:
-    """out[e] [n, r] = scale * sum over the rows of e of weights[r] * wide[r]^T thin[r, :r], in float32.
+    """out[e] [n, r] = scale * sum over the rows of e of wide[row]^T thin[row, :r], in float32.
 
     wide [T, n] with `gather`, or [R, n], thin [R, P]; out [E, n, r] of any strides.
     """
@@ -168,7 +162,6 @@ def _outer_product(
         _outer_kernel[(num_experts * ceil_div(width, block), ceil_div(rank, block_rank))](
             wide,
             thin,
-            weights,
             out,
             order.offsets,
             order.order,
@@ -222,14 +215,13 @@ def _pack_b_kernel(
     width,
     BLOCK: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
 ):
-    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None, None].to(tl.int64)
-    column = (tl.program_id(2) * BLOCK_RANK + tl.arange(0, BLOCK_RANK))[None, :, None]
-    expert = (tl.program_id(1) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS))[None, None, :]
-    mask = (row < outputs) & (column < rank) & (expert < num_experts)
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None].to(tl.int64)
+    expert = (tl.program_id(1) * BLOCK_EXPERTS + tl.arange(0, BLOCK_EXPERTS))[None, :].to(tl.int64)
+    column = tl.program_id(2)
+    mask = (row < outputs) & (expert < num_experts)
     value = tl.load(b + (row * rank + column) * num_experts + expert, mask).to(tl.float32) * scale
-    at = packed + (expert * outputs + row) * width + first + column
+    at = packed + (expert * width + first + column) * outputs + row
     tl.store(at, value.to(packed.dtype.element_ty), mask)
 
 
@@ -237,7 +229,6 @@ def _pack_b_kernel(
 def _outer_kernel(
     wide,
     thin,
-    weights,
     out,
     offsets,
     order,
@@ -264,19 +255,12 @@ def _outer_kernel(
     for first in range(start, end, BLOCK_ROWS):
         row = first + tl.arange(0, BLOCK_ROWS)
         row_mask = row < end
-        source = row
-        if TOKENS or weights is not None:
-            assignment = tl.load(order + row, row_mask, 0)
-            if TOKENS:
-                source = assignment // TOKENS
+        source = tl.load(order + row, row_mask, 0) // TOKENS if TOKENS else row
         mask = row_mask[:, None] & (column < width)[None, :]
         wide_block = tl.load(wide + source.to(tl.int64)[:, None] * wide_stride + column[None, :], mask, 0.0)
         thin_block = tl.load(
             thin + row.to(tl.int64)[:, None] * thin_stride + i[None, :], row_mask[:, None], 0.0
         )
-        if weights is not None:
-            weight = tl.load(weights + assignment, row_mask, 0.0).to(tl.float32)
-            thin_block = (thin_block.to(tl.float32) * weight[:, None]).to(thin.dtype.element_ty)
         total = tl.dot(wide_block.T, thin_block, total, input_precision=PRECISION)
     at = out + expert.to(tl.int64) * expert_stride + column.to(tl.int64)[:, None] * column_stride
     mask = (column < width)[:, None] & (i < rank)[None, :]

@@ -4,6 +4,7 @@
     sum_slots:       y[t] = sum over slots j of weights[t, j] * rows[row of (t, j)]      R H + T H
     weighted_activation:  a = act(gate) * up, [gate | up] = weights[r] * h[r]                  3 R I
     activation_backward:  gradients of it, or of weights * a with [gate | up] = h                6 R I
+    weigh_rows:      weights[r] * rows[r]                                            2 R n
     sum_by_expert:   sums[e] = sum over the rows r of e of weights[r] * rows[r]                  R H
 
 Experts without gates have a = max(h, 0)^2, h [R, I], instead: 2 R I and 4 R I.
@@ -56,6 +57,27 @@ def weighted_activation(h: Tensor, weights: Tensor, order: ExpertOrder, activati
     )
     assert a is not None
     return a
+
+
+def weigh_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
+    """rows [R, n], contiguous, weights [T, k] -> weights[r] * rows[r]."""
+    num_rows, width = rows.shape
+    weighted = torch.empty_like(rows)
+    if rows.numel():
+        block = min(1024, next_power_of_2(width))
+        block_rows = 1024 // block
+        with on_device_of(rows):
+            _weigh_rows_kernel[(ceil_div(num_rows, block_rows), ceil_div(width, block))](
+                rows,
+                weights.contiguous(),
+                order.order,
+                weighted,
+                num_rows,
+                width,
+                BLOCK_ROWS=block_rows,
+                BLOCK=block,
+            )
+    return weighted
 
 
 def activation_backward(
@@ -154,6 +176,20 @@ def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BL
             value *= tl.load(weights + token * TOP_K + slot, row >= 0, 0.0).to(tl.float32)
         total += value
     tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask)
+
+
+@jit
+def _weigh_rows_kernel(
+    rows, weights, order, weighted, num_rows, width, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row_mask = row < num_rows
+    weight = tl.load(weights + tl.load(order + row, row_mask, 0), row_mask, 0.0).to(tl.float32)
+    mask = row_mask[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(rows + at, mask, 0.0).to(tl.float32) * weight[:, None]
+    tl.store(weighted + at, value.to(weighted.dtype.element_ty), mask)
 
 
 @jit

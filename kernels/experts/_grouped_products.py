@@ -57,7 +57,7 @@ def rows_product(
 
     a: [R, K] in row order; or [T, K] in token order, with `gather`. Inner stride one.
     b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
-    path: t [R, P] and L [E, P, N], or [E, N, P] if `transposed`; contiguous, P a power of two of at least 16.
+    path: t [R, P] and L [E, P, N]; contiguous, P a power of two of at least 16.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
     c = a.new_empty(order.num_rows, width)
@@ -75,9 +75,7 @@ def rows_product(
             _descriptor(b, [1, block_n, block_k] if transposed else [1, block_k, block_n]),
             bias,
             None if t is None else _descriptor(t, [block_m, block_rank]),
-            None
-            if low is None
-            else _descriptor(low, [1, block_n, block_rank] if transposed else [1, block_rank, block_n]),
+            None if low is None else _descriptor(low, [1, block_rank, block_n]),
             c,
             order.tile_expert,
             order.tile_row,
@@ -269,12 +267,8 @@ def _rows_kernel(
                 b_block = b.load([expert, first, column]).reshape(BLOCK_K, BLOCK_N)
             total = tl.dot(a_block, b_block, total, input_precision=PRECISION)
         for i in tl.static_range(0, RANK, BLOCK_RANK):
-            t_block = t.load([first_row, i])
-            if TRANSPOSED:
-                low_block = low.load([expert, column, i]).reshape(BLOCK_N, BLOCK_RANK).T
-            else:
-                low_block = low.load([expert, i, column]).reshape(BLOCK_RANK, BLOCK_N)
-            total = tl.dot(t_block, low_block, total, input_precision=PRECISION)
+            low_block = low.load([expert, i, column]).reshape(BLOCK_RANK, BLOCK_N)
+            total = tl.dot(t.load([first_row, i]), low_block, total, input_precision=PRECISION)
         columns = column + tl.arange(0, BLOCK_N)
         if bias is not None:
             shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)

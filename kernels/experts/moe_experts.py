@@ -451,7 +451,7 @@ def _backward(
     dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.paths:
         packed = pack_paths(last.paths, len(down), dy.dtype)
-        u = rows_product(dy, packed.b, order, transposed=False, gather=gather)
+        u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
         path = u, packed.a
     if want_h or want.weights:  # [R, I]
         dproduct = rows_product(dy, down.contiguous(), order, transposed=False, gather=gather, path=path)
@@ -487,7 +487,7 @@ def _backward(
     path = None
     if first.paths:
         packed = pack_paths(first.paths, len(gate_up), dh.dtype)
-        u = rows_product(dh, packed.b, order, transposed=False)
+        u = rows_product(dh, packed.b, order, transposed=True)
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:

@@ -25,8 +25,8 @@ def with_paths(function, firsts, **given):
         if function is moe_experts:
             names = "gate_up_paths", "down_paths"
             return moe_experts(*matrices, **options, **dict(zip(names, of_both, strict=True)))
-        folded = [folded(*pair) for pair in zip(matrices[3:], of_both, strict=True)]
-        return function(*matrices[:3], *folded, **options)
+        gate_up, down = (folded(*pair) for pair in zip(matrices[3:], of_both, strict=True))
+        return function(*matrices[:3], gate_up, down, **options)
 
     return apply
 

@@ -55,7 +55,9 @@ def test_at_real_sizes_they_are_as_accurate_as_eager(sizes, favourite):
     truth = run(plain, [t.float() if t.is_floating_point() else t for t in inputs], upstream)
     for mine, same, theirs, exact in zip(ours, again, eager, truth, strict=True):
         assert torch.equal(mine, same)
-        assert (mine - exact).norm() <= 1.1 * (theirs - exact).norm() + 1e-6 * exact.norm()
+        # The norm of n random roundings varies by 1 / sqrt(2 n): three times that, of both.
+        slack = 1.1 * (1 + 3 / mine.numel() ** 0.5)
+        assert (mine - exact).norm() <= slack * (theirs - exact).norm() + 1e-6 * exact.norm()
 
 
 @pytest.mark.gpu
