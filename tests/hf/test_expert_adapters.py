@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import warnings
@@ -16,10 +17,12 @@ from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.layers.experts.moe import Experts
+from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.recompute.activation_memory import LEVELS
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+from peft.tuners.lora.layer import ParamWrapper  # noqa: E402
 
 # gpt-oss has transposed axes and another order, and Nemotron's experts have no gates.
 FAMILIES = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "nemotron_h"]
@@ -98,6 +101,86 @@ def test_adapters_that_transformers_loads_and_saves_itself_are_the_same(family, 
     saved, again = tensors(tmp_path / "adapter"), tensors(tmp_path / "again")
     assert saved.keys() == again.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in saved.items())
+
+
+@pytest.fixture
+def folds(monkeypatch):
+    """The calls in which PEFT computes W + s B A of a stack."""
+    calls, fold = [], ParamWrapper._activate_lora
+    monkeypatch.setattr(
+        ParamWrapper, "_activate_lora", lambda self, active: calls.append(self) or fold(self, active)
+    )
+    return calls
+
+
+def gradients_of(adapted, batch):
+    adapted.zero_grad()
+    loss = adapted(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {n: p.grad for n, p in adapted.named_parameters() if p.grad is not None}
+
+
+def switched(adapted, case):
+    """Yield the model in a state that its adapters can be switched to."""
+    if case == "two active":
+        adapted.base_model.set_adapter(["default", "second"])
+    elif case == "merged":
+        adapted.merge_adapter(["second"])
+    elif case == "merged and unmerged":
+        adapted.merge_adapter()
+        adapted.unmerge_adapter()
+    elif case == "autocast":
+        return torch.autocast("cpu", torch.bfloat16)
+    elif case == "disabled":
+        return adapted.disable_adapter()
+    return contextlib.nullcontext()
+
+
+@pytest.mark.parametrize(
+    "case", ["one active", "two active", "disabled", "merged", "merged and unmerged", "autocast"]
+)
+def test_switched_adapters_match_pefts_own_forward(case, make_both, batch, folds):
+    ours = adapt(make_both("qwen3_moe").ours, modules=["o_proj"]).train()
+    ours.add_adapter("second", copy.deepcopy(ours.peft_config["default"]))
+    ours.base_model.set_adapter("second")
+    randomise_trained(ours)
+    theirs = copy.deepcopy(ours)
+    for module in theirs.modules():
+        if isinstance(module, ParamWrapper):
+            change_class(module, ParamWrapper)
+    without = case in ("disabled", "merged")  # no trained path is left
+    found, expected = [], []
+    for adapted, results in ((ours, found), (theirs, expected)):
+        before = len(folds)
+        with switched(adapted, case):
+            results.append(adapted(**batch).loss if without else gradients_of(adapted, batch))
+        results.append(len(folds) - before)
+    assert found[1] == 0
+    assert (expected[1] > 0) == (not without)
+    if without:
+        assert torch.equal(found[0], expected[0])
+        return
+    assert found[0].keys() == expected[0].keys()
+    for name, value in expected[0].items():
+        # As in test_lora.py: bfloat16 rounds by 2^-9, dozens of times in a row.
+        bound = 2**-4 if case == "autocast" else BOUND
+        assert relative_distance(found[0][name], value) <= bound, name
+
+
+def test_native_models_run_the_same_operation(make_both, batch, folds):
+    both = make_both("qwen3_moe", projections="split")
+    expected = adapt(both.ours, modules=["o_proj"])
+    native = adapt(liger_models.from_hub(both.folder, projections="split"), modules=["o_proj"])
+    names = dict(native.named_parameters())
+    with torch.no_grad():
+        for name, p in expected.named_parameters():
+            if ".lora_" in name:
+                names[name.replace("model.model.model.", "model.model.")].copy_(p)
+    loss = native(batch["input_ids"], labels=batch["labels"], attention_mask=batch["attention_mask"]).loss
+    assert relative_distance(loss, expected(**batch).loss) <= BOUND
+    loss.backward()
+    assert all(p.grad.any() for p in native.parameters() if p.requires_grad)
+    assert not folds
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Ref
@@ -28,10 +28,10 @@ from liger_models.layers.projections.in_place import change_class
 
 def take_over(wrapper: nn.Module) -> None:
     """Run a PEFT wrapper of stacked experts by our operation, if all its attributes are known."""
-    if type(wrapper) is ParamWrapper and isinstance(wrapper.get_base_layer(), Experts):
+    if type(wrapper) is peft_lora.ParamWrapper and isinstance(wrapper.get_base_layer(), Experts):
         known = has_only(wrapper, "parameter_name", "num_experts", "_param_ndim", "_did_swap_in_out_features")
         if known and wrapper.parameter_name not in Experts.stacked_vectors:
-            change_class(wrapper, LowRankExperts)
+            change_class(wrapper, ParamWrapper)
 
 
 def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
@@ -64,8 +64,8 @@ def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
     return found
 
 
-class LowRankExperts(ParamWrapper):  # type: ignore[misc]
-    """PEFT's wrapper of a stack of experts' matrices with our forward."""
+class ParamWrapper(peft_lora.ParamWrapper):  # type: ignore[misc]
+    """PEFT's wrapper of a stack of experts' matrices with our forward. PEFT looks for this name."""
 
     def forward(self, x: Tensor, *args: Any, paths: Paths = NO_PATHS, **kwargs: Any) -> Tensor:
         """Map x [T, H] to [T, H]. `paths` are those of the wrappers around this one."""
@@ -82,7 +82,7 @@ class LowRankExperts(ParamWrapper):  # type: ignore[misc]
         ranks = [len(path.a) // experts.spec.num_experts for path in paths]
         rank = experts.spec.experts_per_token * padded_rank(ranks) if ranks else 0
         inner = self.base_layer
-        rank += inner.adapter_costs()["rank"] if isinstance(inner, LowRankExperts) else 0
+        rank += inner.adapter_costs()["rank"] if isinstance(inner, ParamWrapper) else 0
         return {"rank": rank}
 
     def low_rank_paths(self) -> tuple[ExpertPath, ...] | None:
