@@ -87,6 +87,12 @@ def _route(shape, dtype, device):
     biased=True,
 )
 @operation(
+    "moe_experts_with_paths",
+    "tokens x hidden x intermediate x experts x top k x rank",
+    ((16384, 2048, 768, 128, 8, 16),),  # LoRA on Qwen3-30B-A3B
+    tiny=(64, 32, 16, 4, 2, 4),
+)
+@operation(
     "moe_experts_without_gates",
     "tokens x hidden x intermediate x experts x top k",
     ((32768, 2688, 1856, 128, 6),),  # Nemotron 3 Nano 30B-A3B
@@ -101,9 +107,9 @@ def _route(shape, dtype, device):
 )
 def _moe_experts(shape, dtype, device, biased=False, gated=True):
     """The experts' products and their weighted sum, for given routing; with biases, as in gpt-oss; without
-    gates, as in Nemotron 3.
+    gates, as in Nemotron 3; with low-rank paths of frozen matrices, which eager folds as PEFT does.
     """
-    tokens, hidden, intermediate, num_experts, top_k = shape
+    tokens, hidden, intermediate, num_experts, top_k, *ranks = shape
     experts = torch.rand(tokens, num_experts, device=device).topk(top_k).indices
     x, dy = normal((tokens, hidden), dtype, device), normal((tokens, hidden), dtype, device)
     weights = torch.rand(tokens, top_k, device=device)
@@ -112,6 +118,31 @@ def _moe_experts(shape, dtype, device, biased=False, gated=True):
     down = normal((num_experts, hidden, intermediate), dtype, device, intermediate**-0.5)
     widths = (2 * intermediate, hidden) if biased else ()
     leaves = x, weights, gate_up, down, *(normal((num_experts, width), dtype, device) for width in widths)
+
+    for rank in ranks:
+        ab = [
+            normal(size, dtype, device, 0.02)
+            for matrices in (gate_up, down)
+            for size in ((num_experts * rank, matrices.shape[2]), (matrices.shape[1], rank * num_experts))
+        ]
+        leaves = x, weights, *ab
+
+    def fold(matrices, a, b):
+        a, b = a.unflatten(0, (num_experts, -1)), b.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+        return torch.baddbmm(matrices.to(a.dtype), b, a, alpha=2.0)
+
+    def folding(function):
+        if not ranks:
+            return function
+        return lambda x, w, *ab: function(x, w, fold(gate_up, *ab[:2]), fold(down, *ab[2:]))
+
+    def ours(x, w, *rest):
+        if not ranks:
+            return kernels.moe_experts(x, w, experts, *rest[:2], activation, *rest[2:])
+        paths = [kernels.ExpertPath(*rest[:2], 2.0)], [kernels.ExpertPath(*rest[2:], 2.0)]
+        return kernels.moe_experts(
+            x, w, experts, gate_up, down, activation, gate_up_paths=paths[0], down_paths=paths[1]
+        )
 
     def product(h):
         if not gated:
@@ -154,12 +185,10 @@ def _moe_experts(shape, dtype, device, biased=False, gated=True):
     return standard_case(
         leaves,
         (dy,),
-        ours=lambda x, w, gate_up, down, *biases: kernels.moe_experts(
-            x, w, experts, gate_up, down, activation, *biases
-        ),
-        liger=theirs if gated and not biased else None,
-        eager=grouped,
-        # Three products by each matrix.
-        training=Cost(flops=6 * (parts + 1) * tokens * top_k * intermediate * hidden),
-        truth=lambda: true_results(plain, leaves, (dy,)),
+        ours=ours,
+        liger=theirs if gated and not biased and not ranks else None,
+        eager=folding(grouped),
+        # Three products by each matrix, or two if it is frozen.
+        training=Cost(flops=(4 if ranks else 6) * (parts + 1) * tokens * top_k * intermediate * hidden),
+        truth=lambda: true_results(folding(plain), leaves, (dy,)),
     )
