@@ -449,7 +449,7 @@ def _backward(
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
     dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
-    if last.paths:
+    if last.t is not None:
         packed = pack_paths(last.paths, len(down), dy.dtype)
         u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
         path = u, packed.a
@@ -470,11 +470,11 @@ def _backward(
         **biased,
     )
     del dproduct
-    if last.paths:
-        rows = (product, False), (dy, gather)
-        by = None if inputs else weights.contiguous()
-        of_last = path_gradients(last.paths, last.wanted, order, *rows, last.t, u, by)
-        del rows, u
+    if last.t is not None:
+        by = None if inputs else weights
+        of_last = path_gradients(
+            last.paths, last.wanted, order, (product, False), (dy, gather), last.t, u, by
+        )
     if want.down:
         ddown = weight_product(dy, product, order)
     if want.down_bias:
@@ -485,7 +485,7 @@ def _backward(
     if want.gate_up_bias:
         dgate_up_bias = sum_by_expert(dh, None, order)
     path = None
-    if first.paths:
+    if first.t is not None:
         packed = pack_paths(first.paths, len(gate_up), dh.dtype)
         u = rows_product(dh, packed.b, order, transposed=True)
         path = u, packed.a

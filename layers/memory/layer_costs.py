@@ -199,8 +199,9 @@ class _Moments:
             first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
             last, front, after = product + first, rows + first + 2 * stream, 0
             own = unwrapped(mlp.experts)
-            trained = not step.lora_rank and any(p.requires_grad for p in own.parameters(recurse=False))
-            last += rows * trained + product * (trained or own is not mlp.experts)
+            frozen = step.lora_rank or not any(p.requires_grad for p in own.parameters(recurse=False))
+            last += 0 if frozen else rows
+            last += 0 if frozen and own is mlp.experts else product
             front_norm = stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)

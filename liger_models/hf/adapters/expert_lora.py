@@ -78,10 +78,10 @@ class ParamWrapper(peft_lora.ParamWrapper):  # type: ignore[misc]
         """Memory costs for layers/memory/adapters.py, with those of the wrappers inside this one: t of each
         stack, for each of a token's experts.
         """
-        paths, experts = self.low_rank_paths() or (), self.get_base_layer()
-        ranks = [len(path.a) // experts.spec.num_experts for path in paths]
-        rank = experts.spec.experts_per_token * padded_rank(ranks) if ranks else 0
+        spec: Any = self.get_base_layer().spec
         inner = self.base_layer
+        ranks = [len(path.a) // spec.num_experts for path in self.low_rank_paths() or ()]
+        rank = spec.experts_per_token * padded_rank(ranks) if ranks else 0
         rank += inner.adapter_costs()["rank"] if isinstance(inner, ParamWrapper) else 0
         return {"rank": rank}
 
