@@ -66,7 +66,7 @@ def divide_experts(
         parameters = dict(layer.named_parameters(recurse=False))
         if is_parametrized(layer) or any(type(p) is not nn.Parameter for p in parameters.values()):
             raise ValueError(
-                f"{name} is wrapped by an adapter, quantised or already sharded; distribute its experts first"
+                f"{name} is parametrized, quantised or already sharded; distribute its experts first"
             )
         for kind, p in parameters.items():
             own = p.detach().chunk(ranks)[rank].clone()

@@ -9,9 +9,9 @@ import torch
 from liger_models.training.lora import Adapters, LoraSettings
 
 
-def with_adapters(model: Any) -> Any:
+def with_adapters(model: Any, settings: str = "r=4") -> Any:
     """Add random adapters, the same in every process, to a model with split projections."""
-    model = Adapters(model, LoraSettings.parse("r=4"), "", seed=0).model
+    model = Adapters(model, LoraSettings.parse(settings), "", seed=0).model
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for p in model.parameters():

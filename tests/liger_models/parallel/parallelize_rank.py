@@ -27,6 +27,11 @@ CASES = {
     "qwen3_moe": ParallelDims(data_replicate=2),
     "qwen3": (("replicate", "shard"), (1, 2)),
 }
+ADAPTED = (
+    ("llama", "r=4", None),
+    ("qwen3_moe", "r=4,experts", None),
+    ("qwen3_moe", "r=4,experts", ParallelDims(experts=2)),
+)
 PROMPTS = (([5, 9, 2, 4, 8, 1, 3], [[7, 8, 1], [4, 1], [6]]), ([6, 2], [[3, 1], [2, 2, 1, 9]]))
 
 
@@ -87,14 +92,17 @@ def refused(model, folder: Path) -> dict[str, str]:
     return errors
 
 
-def adapted(folder: Path) -> dict[str, torch.Tensor]:
-    """Gradients of adapters on a sharded model."""
-    model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
-    parallelize(model)
-    ids = batch(model.spec.vocab_size)
-    half = ids[dist.get_rank() :: 2]
-    model(half, labels=half, num_items_in_batch=ids.numel() / 2).loss.backward()
-    return {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad}
+def adapted(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Gradients of adapters on sharded models, the last one with its experts divided over the ranks."""
+    found = []
+    for family, settings, dims in ADAPTED:
+        model = with_adapters(liger_models.from_hub(folder / family, projections="split"), settings)
+        parallelize(model, mesh=dims)
+        ids = batch(model.spec.vocab_size)
+        half = ids[dist.get_rank() :: 2]
+        model(half, labels=half, num_items_in_batch=ids.numel() / 2).loss.backward()
+        found.append({n: p.grad.full_tensor() for n, p in model.named_parameters() if p.requires_grad})
+    return found
 
 
 def shared(folder: Path) -> dict[str, torch.Tensor]:

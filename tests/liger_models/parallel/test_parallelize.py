@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import runpy
 from pathlib import Path
 
@@ -95,12 +96,13 @@ def test_models_that_cannot_be_sharded_are_refused(found):
 @pytest.mark.slow
 def test_adapters_of_a_sharded_model_get_the_gradients_of_one_process(folder, found):
     pytest.importorskip("peft")
-    model = with_adapters(liger_models.from_hub(folder / "llama", projections="split"))
-    ids = program["batch"](model.spec.vocab_size)
-    halves = ids[::2], ids[1::2]
-    calls = [{"input_ids": half, "labels": half, "num_items_in_batch": ids.numel()} for half in halves]
-    for of_rank in found:
-        assert not beyond_bound(of_rank["adapted"], lambda: gradients(model, calls))
+    for case, (family, settings, _) in enumerate(program["ADAPTED"]):
+        model = with_adapters(liger_models.from_hub(folder / family, projections="split"), settings)
+        ids = program["batch"](model.spec.vocab_size)
+        halves = ids[::2], ids[1::2]
+        calls = [{"input_ids": half, "labels": half, "num_items_in_batch": ids.numel()} for half in halves]
+        for of_rank in found:
+            assert not beyond_bound(of_rank["adapted"][case], functools.partial(gradients, model, calls))
 
 
 @pytest.mark.slow
