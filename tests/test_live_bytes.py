@@ -126,11 +126,8 @@ def adapted(family: str = "llama", quantised: str | None = None, ours: bool = Fa
         by_peft = quantised == "torchao" or not own.keys() <= {"r", "target_modules", "target_parameters"}
         adapter_bytes = RANK * paths * DTYPE.itemsize * (not by_peft)
         made = Made(model, decoder, {}, of_labels(model), adapter_bytes)
-        if quantised != "torchao" and not own.keys() - {
-            "r",
-            "target_modules",
-            "use_dora",
-        }:  # which can be planned without the adapters
+        planned = {"r", "target_modules", "use_dora"}
+        if quantised != "torchao" and not own.keys() - planned:  # which can be planned without the adapters
             weight_bytes = {"nf4": 0.5, "int8": 1.0}.get(quantised)
             made.step = {"lora_rank": RANK, "weight_bytes": weight_bytes, "dora": "use_dora" in own}
             made.planned = liger_models.from_config(config.to_dict(), device="meta", dtype=DTYPE)

@@ -6,15 +6,18 @@ exists. For PEFT's own forward see layers/memory/peft_forward.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
+from liger_models.kernels.experts._expert_paths import padded_rank
+from liger_models.layers.experts.moe import Experts
 from liger_models.layers.memory.peft_forward import PEFT_FORWARDS
 from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.step import Step
+from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
@@ -164,6 +167,17 @@ class PeftMoments:
         )
 
 
+def elements(step: Step, layers: Iterable[nn.Module], linear: Iterable[Tensor]) -> int:
+    """Elements of a step's planned adapters: on these weights of linear layers and, if it says so, on the
+    stacks of experts in these layers.
+    """
+    found = sum(sum(p.shape) for p in linear if p.requires_grad)
+    if step.lora_experts:
+        stacks = (p for layer in layers for module, _, p in matrices(layer) if isinstance(module, Experts))
+        found += sum(len(p) * sum(p.shape[1:]) for p in stacks)
+    return step.lora_rank * found
+
+
 class _Linear(NamedTuple):
     """A linear layer: its place, whether its weight is trained, the rank of its paths, the PEFT forward that
     runs it, if any, and whether it has a bias.
@@ -202,6 +216,10 @@ def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
                 of_adapter = {"peft": "dora", "bias": _has_bias(own)}
             for height in heights:
                 yield _Linear(place, own.in_features, height, adapted=True, **of_adapter)
+        elif isinstance(module, Experts) and step.lora_experts:
+            rank = module.spec.experts_per_token * padded_rank([step.lora_rank])
+            for stack in (getattr(module, module.first), module.down_proj):
+                yield _Linear(place, stack.shape[2], stack.shape[1], adapted=True, rank=rank)
 
 
 def _has_bias(linear: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.blocks import Block
-from liger_models.layers.memory import frozen
+from liger_models.layers.memory import adapters, frozen
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
@@ -288,7 +288,7 @@ class StepMemory:
 
     @cached_property
     def _adapter_elements(self) -> int:
-        return sum(self.step.lora_rank * sum(p.shape) for p in self._matrices if p.requires_grad)
+        return adapters.elements(self.step, self.model.layers, self._matrices)
 
     @cached_property
     def _matrices(self) -> list[Tensor]:

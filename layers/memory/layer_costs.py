@@ -201,7 +201,7 @@ class _Moments:
             own = unwrapped(mlp.experts)
             frozen = step.lora_rank or not any(p.requires_grad for p in own.parameters(recurse=False))
             last += 0 if frozen else rows
-            last += 0 if frozen and own is mlp.experts else product
+            last += 0 if frozen and own is mlp.experts and not step.lora_experts else product
             front_norm = stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)

@@ -29,6 +29,7 @@ class Step:
         accumulates: gradients of an earlier micro-batch exist in the forward pass.
         gpus: that share the parameters (FSDP2).
         lora_rank: of float32 adapters on all linear layers of a frozen model; 0: none.
+        lora_experts: of adapters on the stacks of experts, too.
         dora: the adapters are DoRA's.
         weight_bytes: per element of the layers' matrices, if they are quantised.
         longest: tokens of the longest document; None: `seq`.
@@ -45,6 +46,7 @@ class Step:
     accumulates: bool = False
     gpus: int = 1
     lora_rank: int = 0
+    lora_experts: bool = False
     dora: bool = False
     weight_bytes: float | None = None
     longest: int | None = None

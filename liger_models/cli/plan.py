@@ -290,6 +290,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             args.gradient_accumulation > 1,
             1 if shard == "none" else args.gpus,
             rank,
+            lora is not None and lora.experts,
             lora is not None and lora.dora,
             QUANTISED[args.quantize] if args.quantize else None,
             labels=args.labels,
