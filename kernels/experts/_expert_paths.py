@@ -71,7 +71,7 @@ def pack_paths(paths: Sequence[ExpertPath], num_experts: int, dtype: torch.dtype
     first = 0
     for path, rank in zip(paths, ranks, strict=True):
         if ranks != [width]:
-            a[:, first : first + rank] = path.a.detach().view(num_experts, rank, inputs)
+            a[:, first : first + rank] = path.a.detach().unflatten(0, (num_experts, rank))
         _pack_b(path.b.detach().contiguous(), b, first, rank, path.scale)
         first += rank
     return PackedPaths(a.contiguous(), b)
@@ -188,8 +188,8 @@ def _outer_config(wide: Tensor) -> tuple[int, int, int, int]:
 
 def add_path_plain(h: Tensor, x: Tensor, path: ExpertPath, expert: int, num_experts: int) -> Tensor:
     """Plain form of a path of one expert: h [n, outputs] plus the path of x [n, inputs]."""
-    a = path.a.view(num_experts, -1, path.a.shape[1])[expert].to(x.dtype)
-    b = path.b.view(len(path.b), -1, num_experts)[..., expert].to(x.dtype)
+    a = path.a.unflatten(0, (num_experts, -1))[expert].to(x.dtype)
+    b = path.b.unflatten(1, (-1, num_experts))[..., expert].to(x.dtype)
     return h + path.scale * ((x @ a.T) @ b.T)
 
 
@@ -197,8 +197,8 @@ def folded(matrices: Tensor, paths: Sequence[ExpertPath]) -> Tensor:
     """W + scale * B A of every expert [E, outputs, inputs], rounded once: for torch.compile alone."""
     total = at_least_float32(matrices)
     for path in paths:
-        a = path.a.view(len(matrices), -1, path.a.shape[1]).to(total.dtype)
-        b = path.b.view(len(path.b), -1, len(matrices)).permute(2, 0, 1).to(total.dtype)
+        a = path.a.unflatten(0, (len(matrices), -1)).to(total.dtype)
+        b = path.b.unflatten(1, (-1, len(matrices))).permute(2, 0, 1).to(total.dtype)
         total = torch.baddbmm(total, b, a, alpha=path.scale)
     return total.to(matrices.dtype)
 

@@ -111,3 +111,13 @@ def test_paths_of_other_sizes_are_refused(a, b, error):
     inputs = operands(5, 33, 20, 4, 2)
     with pytest.raises(error, match=r"gate_up_paths has a path of .*expected \[4 r, 33\] and \[40, r 4\]"):
         moe_experts(*inputs, gate_up_paths=[ExpertPath(torch.zeros(a), torch.zeros(b), 1.0)])
+
+
+def test_under_compile_paths_are_folded(monkeypatch, assert_near):
+    inputs, firsts = problem({"tokens": 9, "top_k": 2})
+    upstream = torch.randn_like(inputs[0])
+    truth = run(with_paths(formula, firsts), doubled(inputs), upstream)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    found = run(with_paths(moe_experts, firsts), inputs, upstream)
+    for actual, expected in zip(found, truth, strict=True):
+        assert_near(actual, expected, 64)
