@@ -31,6 +31,9 @@ def gemma3_text(c: HFConfig) -> ModelSpec:
     feed_forward = mlp(c, key="hidden_activation")
     every = c.take_count("sliding_window_pattern", 6)
     slides = windows(c, lambda i: "sliding_attention" if (i + 1) % every else "full_attention")
+    if c.take_flag("use_bidirectional_attention", False):  # in which the window is divided by both sides
+        attn = replace(attn, causal=False)
+        slides = [None if window is None else window // 2 + 1 for window in slides]
     mixers = [attn if window is None else replace(attn, window=window, rope=local) for window in slides]
     blocks = [BlockSpec(mixer, feed_forward, norm, topology="sandwich") for mixer in mixers]
     return gemma.scaled_decoder(c, blocks, norm)
@@ -50,6 +53,7 @@ for_tests(
         },
     },
     variants={
+        "bidirectional": {"use_bidirectional_attention": True},
         "layer_types": {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
         "every_sixth": {"num_hidden_layers": 6, "sliding_window_pattern": ...},
         "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},

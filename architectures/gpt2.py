@@ -22,7 +22,10 @@ TRANSPOSED = tuple((f"*.{name}_proj.weight", "i o -> o i") for name in ("qkv", "
 MASKS = ("*.attn.bias", "*.attn.masked_bias")  # in older files
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, **dict.fromkeys(DROPOUTS, 0.1)}
-SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+SUMMARY = dict.fromkeys(
+    [f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")],
+    "only other tasks sum up a sequence",
+)
 
 
 def layouts(permuted: tuple[tuple[str, str], ...] = ()) -> tuple[Layout, ...]:
@@ -40,7 +43,7 @@ def layouts(permuted: tuple[tuple[str, str], ...] = ()) -> tuple[Layout, ...]:
     carried=lambda c: MASKS,
     defaults={**DEFAULTS, "activation_function": "gelu_new"},
     unread={
-        **{f"summary_{key}": "only other tasks sum up a sequence" for key in SUMMARY},
+        **SUMMARY,
         "reorder_and_upcast_attn": "scores are in float32",
         "n_ctx": "not read by the reference",
     },

@@ -32,7 +32,7 @@ NAMES = (
         "tie_word_embeddings": True,
     },
     fixed={"resid_dropout": 0, "embed_dropout": 0},
-    unread={f"summary_{key}": "only other tasks sum up a sequence" for key in SUMMARY},
+    unread={**SUMMARY, "is_causal": "its own mask hides later tokens"},
 )
 def gpt_neo(c: HFConfig) -> ModelSpec:
     width, heads = c.take_count("hidden_size"), c.take_count("num_heads")

@@ -3,6 +3,7 @@ LayerNorm, interleaved rotary on a part of each head, and a bias of the logits.
 """
 
 from liger_models.architectures.common import activation
+from liger_models.architectures.gpt2 import SUMMARY
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -14,7 +15,6 @@ NAMES = (
     *((".self_attn.o_proj.", ".attn.out_proj."), (".self_attn.", ".attn."), (".input_layernorm.", ".ln_1.")),
     *((".mlp.up_proj.", ".mlp.fc_in."), (".mlp.down_proj.", ".mlp.fc_out.")),
 )
-SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
 
 
 @register(
@@ -24,7 +24,7 @@ SUMMARY = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
     carried=lambda c: ("*.attn.bias", "*.attn.masked_bias"),  # masks, in older files
     defaults={"activation_function": "gelu_new", "n_positions": 2048, "rotary_dim": 64},
     fixed={"rotary": True, "scale_attn_weights": True},
-    unread={f"summary_{key}": "only other tasks sum up a sequence" for key in SUMMARY},
+    unread=SUMMARY,
 )
 def gptj(c: HFConfig) -> ModelSpec:
     width, heads = c.take_count("n_embd"), c.take_count("n_head")

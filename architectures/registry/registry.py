@@ -17,13 +17,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from liger_models.architectures.registry.bidirectional import bidirectional
 from liger_models.architectures.registry.mtp import MTP, spec_with_mtp
 from liger_models.architectures.registry.multimodal import MULTIMODAL
 from liger_models.architectures.registry.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import ROPE_KEYS
-from liger_models.convert.errors import UnsupportedModelError, abbreviate
+from liger_models.convert.errors import ConfigError, UnsupportedModelError, abbreviate
 from liger_models.layers.specs import ModelSpec
 
 
@@ -87,8 +88,14 @@ class Architecture:
         config.take_only(**self.fixed)
         for key in self.unread:
             config.take(key, None)
+        config.take("is_causal", None)
+        # In the references null counts as false.
+        causal = "is_causal" in self.unread or config.raw.get("is_causal", True)
         spec = self.build(config)
         config.finish()
+        spec = spec if causal else bidirectional(spec, config.name)
+        if spec.vision is not None and spec.is_bidirectional:
+            raise ConfigError(f"{config.name}: models with images do not support bidirectional attention")
         return spec
 
 

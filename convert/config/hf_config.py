@@ -306,8 +306,6 @@ class HFConfig:
 
     def _is_harmless(self, key: str) -> bool:
         value = self._value(key)
-        if key == "is_causal":  # absent means true
-            return value in (None, True)
         if value is None or value is False or key.startswith("_") or key in self._ignored:
             return True
         if key in _DROPOUTS and self._dropout == 0:
@@ -359,8 +357,6 @@ _NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys((*_DROPOUTS, *_NOISES), 0), "p
 def _why(key: str) -> str:
     if key in _DROPOUTS:
         return " (dropout is not supported; pass dropout=0.0, or --dropout 0, to go without it)"
-    if key == "is_causal":
-        return " (bidirectional attention, as in embedding models, is not supported)"
     if key in _NOISES:
         return " (noise on what experts and routers read is not supported; set it to 0)"
     if key == "pretraining_tp":

@@ -56,19 +56,19 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
 def key_ranges(
     bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
 ) -> KeyRanges:
-    """Ranges for attention that is bidirectional within spans: one range per query and per key.
+    """Ranges for attention that is bidirectional within spans or everywhere: one range per query and per key.
 
     Args:
         bounds: [2, T] int32, start and end of each token's document, as `document_bounds` returns it.
         spans: [2, T] int32, start and end of the span that contains each token. Tokens of a span all
             attend to one another, in addition to the preceding tokens. (t, t + 1) for a token in no span.
-            Both rows are non-decreasing. None: each document is one span.
+            Both rows are non-decreasing. None: each document is one span, and the window limits both sides.
         window: maximum number of visible tokens up to the query, itself included.
         whole_spans: make the whole span visible, even the part before the window.
     """
-    if spans is None:
-        spans = bounds
     token = torch.arange(bounds.shape[1], dtype=torch.int32, device=bounds.device)
+    if spans is None:
+        spans = bounds if window is None else torch.stack([token - window + 1, token + window])
     first, end = bounds[0], bounds[1]
     if window is not None:
         first, end = torch.maximum(first, token - window + 1), torch.minimum(end, token + window)

@@ -3,9 +3,10 @@
     out = softmax(cap(scale * q k^T), over the visible tokens, and the head's sink) v
 
 A query attends to the tokens of its own document up to itself; with a window, to the last `window` of those.
-If the spec is not causal it attends to its whole document, and with spans (such as images) also to its whole
-span. Chunks cut documents into shorter ones, for every backend. If a document continues another
-(layers/sequences/tree.py), its queries attend as if the continued tokens preceded their own.
+If the spec is not causal it attends to its whole document, or with a window to as many tokens after it;
+with spans (such as images) also to its whole span. Chunks cut documents into shorter ones, for every backend.
+If a document continues another (layers/sequences/tree.py), its queries attend as if the continued tokens
+preceded their own.
 Soft cap and sinks: see kernels/attention/flash_attention.py.
 
 | backend  | supports                             | implementation                                        |
@@ -378,7 +379,8 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     cu, longest = visibility.documents.boundaries(), visibility.documents.max_seqlen
     if visibility.spans is not None and spec.causal:
         raise ValueError("attention='varlen' does not support spans; use 'auto' or 'triton'")
-    left, right = -1 if spec.window is None else spec.window - 1, 0 if spec.causal else -1
+    left = -1 if spec.window is None else spec.window - 1
+    right = 0 if spec.causal else left
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
     # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
     # takes.

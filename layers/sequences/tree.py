@@ -128,6 +128,11 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
                 "that continue others: give each answer with its prompt as a document of its own, without "
                 "parents"
             )
+    if spec.is_bidirectional:
+        raise DataError(
+            "in this model all tokens of a document attend to one another, and none can continue another: "
+            "give each answer with its prompt as a document of its own, without parents"
+        )
     spans = None if vision_inputs is None else getattr(spec.vision, "spans", None)
     if spans == "prefix" and (vision_inputs.pictures is not None or vision_inputs.kinds is not None):
         raise DataError(

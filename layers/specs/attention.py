@@ -46,9 +46,9 @@ class AttentionSpec(_Heads):
     """Attention with grouped key/value heads: `causal`, or bidirectional within documents.
 
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
-    all preceding). `chunk` splits documents into pieces of that many tokens, and a query attends only to its
-    own piece. `rope` is None for a layer without positions. `softcap` bounds the scores: softcap *
-    tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
+    all preceding); without causality as many after it are visible. `chunk` splits documents into pieces of
+    that many tokens, and a query attends only to its own piece. `rope` is None for a layer without positions.
+    `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
     contributes no value. `query_scale` scales the queries by position after their rotation. With `gated`
     the query projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid
     multiplies the head's output; with `gates` a projection of its own computes it, by channel or one number

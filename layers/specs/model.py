@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -78,6 +79,11 @@ class ModelSpec:
     def is_recurrent(self) -> bool:
         """Whether some layer carries a state from token to token."""
         return any(block.recurrent is not None for block in self.blocks)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """Whether some layer's tokens attend to later ones, other than within spans."""
+        return any(isinstance(m, AttentionSpec) and not m.causal for b in self.blocks for m in b.mixers)
 
     @property
     def position_limit(self) -> int | None:

@@ -84,6 +84,10 @@ def generate(
         generator = torch.Generator(device=input_ids.device).manual_seed(seed)
 
     _check_prompts(model, input_ids, attention_mask)
+    if model.spec.is_bidirectional:
+        raise UnsupportedModelError(
+            "this model's attention is bidirectional, as in embedding models, and cannot generate text"
+        )
     batch, seq = input_ids.shape
     room = seq + max_new_tokens
     step: Decoding | None = None

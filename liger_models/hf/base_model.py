@@ -239,6 +239,13 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         with_labels: bool = False,
     ) -> tuple[Sequences, Cache | None]:
         """Return the documents of a call, with its view of the cache, and the cache that the call returns."""
+        if self.spec.is_bidirectional:
+            if use_cache or past_key_values is not None:
+                raise DataError(
+                    "this model's attention is bidirectional, so that new tokens change the keys and values "
+                    "of the earlier ones: leave past_key_values and use_cache out"
+                )
+            return self.sequences(shape, attention_mask, position_ids, None, others), None
         if past_key_values is None:
             new = self.new_cache(shape, attention_mask, position_ids, use_cache, others, with_labels)
             past_key_values, filled = new, None if isinstance(new, UnfilledCache) else new

@@ -16,6 +16,7 @@ import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, LigerModelsError, UnsupportedModelError
+from liger_models.layers.specs import AttentionSpec
 
 # By name: changes of a family's tiny config, and the error message. A case applies to families whose tiny
 # config has its keys; `skip={"refusal:partial_rotary_factor": "..."}` excludes a family.
@@ -158,11 +159,21 @@ def test_a_family_is_pickled_by_name(family):
     assert pickle.loads(pickle.dumps(changed)).carried is len
 
 
-def test_bidirectional_attention_is_refused(family):
-    """Every reference uses it if its config has is_causal: false."""
-    assert spec_of(family, {"is_causal": True}) == spec_of(family, {"is_causal": None}) == spec_of(family, {})
-    with pytest.raises(ConfigError, match=r"is_causal: False \(bidirectional attention"):
-        spec_of(family, {"is_causal": False})
+def test_attention_is_bidirectional_throughout_or_refused(family):
+    """Nearly every reference makes it so if its config has is_causal: false."""
+    causal = spec_of(family, {})
+    assert spec_of(family, {"is_causal": True}) == causal
+    if "is_causal" in find_architecture(family).unread:
+        assert spec_of(family, {"is_causal": False}) == causal
+        return
+    mixers = [mixer for block in causal.blocks for mixer in block.mixers]
+    if any(not isinstance(mixer, AttentionSpec) or mixer.chunk for mixer in mixers):
+        with pytest.raises(ConfigError, match="is_causal is false"):
+            spec_of(family, {"is_causal": False})
+        return
+    spec = spec_of(family, {"is_causal": False})
+    assert spec == spec_of(family, {"is_causal": None})
+    assert not any(block.mixer.causal for block in spec.blocks)
 
 
 def test_a_key_that_a_family_does_not_know_is_named(family):

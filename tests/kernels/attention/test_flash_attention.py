@@ -242,6 +242,16 @@ def test_key_ranges_may_replace_the_causal_mask(
         assert all(map(torch.equal, ranges, key_ranges(bounds)))
 
 
+def test_a_window_without_spans_limits_both_sides():
+    bounds = document_bounds(torch.tensor(PACKED), TOKENS)
+    ranges = key_ranges(bounds, window=3)
+    token = torch.arange(TOKENS)
+    together = bounds[0] == bounds[0][:, None]
+    visible = together & ((token - token[:, None]).abs() < 3)
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
+    assert torch.equal(*ranges)  # attention is symmetric
+
+
 def test_ranges_and_a_window_are_refused(implementation):
     ranges = key_ranges(document_bounds(torch.tensor(PACKED), TOKENS))
     with pytest.raises(ValueError, match="pass the window to key_ranges"):
