@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from liger_models.layers.model.distilling import Distillation
     from liger_models.layers.model.scoring import ScoreOptions
     from liger_models.losses.agreement import agreement
+    from liger_models.models.base_model import LigerBaseModel
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.float8 import set_float8
@@ -51,6 +52,7 @@ __all__ = [
     "DataError",
     "Distillation",
     "HubError",
+    "LigerBaseModel",
     "LigerCausalLM",
     "LigerModelsError",
     "LigerSequenceClassifier",
@@ -77,6 +79,7 @@ __all__ = [
 _HOMES = {
     "Callback": "training.callbacks",
     "Distillation": "layers.model.distilling",
+    "LigerBaseModel": "models.base_model",
     "LigerCausalLM": "models.causal_lm",
     "LigerSequenceClassifier": "models.classifier",
     "ParallelDims": "parallel.dims",

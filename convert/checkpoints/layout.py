@@ -106,6 +106,15 @@ class Layout:
             name = name.replace(old, new)
         return name
 
+    @property
+    def base_prefix(self) -> str:
+        """Prefix of the language model's modules in a model with a head: the first step of the root."""
+        return self.root[: self.root.find(".") + 1]
+
+    def of_base(self, prefix: str | None = None) -> Layout:
+        """Return the layout of a model without a head, whose names lack a prefix (default: `base_prefix`)."""
+        return _OfBase(**vars(self), base=self.base_prefix if prefix is None else prefix)
+
     def _tensor(self, canonical: Ref) -> Expr:
         for pattern, order in self.permuted:
             if fnmatchcase(canonical.name, pattern):
@@ -156,6 +165,14 @@ class Layout:
                 stored = Ref(self.name(name), (last - first, *rest))
                 pieces.append(Rows(stored, max(first, start) - first, min(last, stop) - first))
         return Cat(tuple(pieces))
+
+
+@dataclass(frozen=True)
+class _OfBase(Layout):
+    base: str = ""
+
+    def name(self, canonical: str) -> str:
+        return super().name(canonical).removeprefix(self.base)
 
 
 def canonical_forms(model: nn.Module) -> dict[str, Expr]:

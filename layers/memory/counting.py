@@ -116,7 +116,8 @@ class StepMemory:
 
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
-        head: Any = getattr(self.model, "lm_head", self.model.embed_tokens)
+        head: Any = getattr(self.model, "lm_head", None)
+        head = self.model.embed_tokens if head is None else head
         trained = step.lora_rank == 0 and head.weight.requires_grad
         trained = trained or getattr(head, "trained_rows", None) is not None
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize

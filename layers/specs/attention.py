@@ -48,16 +48,16 @@ class AttentionSpec(_Heads):
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
     all preceding); without causality as many after it are visible. `chunk` splits documents into pieces of
     that many tokens, and a query attends only to its own piece. `rope` is None for a layer without positions.
-    `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that takes a share of the weights and
-    contributes no value. `query_scale` scales the queries by position after their rotation. With `gated`
-    the query projection also computes a gate of `head_dim` per head, next to its query, whose sigmoid
-    multiplies the head's output; with `gates` a projection of its own computes it, by channel or one number
-    by head, and with `softplus_gates` the softplus multiplies the output instead. `qkv_limit` clamps queries,
-    keys and values as they leave their projection.
-    With `values_are_keys` one projection computes both: values are the keys before norm and rotation.
-    Within spans (`Visibility.spans`) all tokens attend to each other, limited by the window unless
-    `whole_spans` is set. Without `bidirectional_spans` spans are ignored. `clipped` projections clamp to
-    stored bounds: layers/projections/clipped_linear.py.
+    `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that
+    takes a share of the weights and contributes no value. `query_scale` scales the queries by position after
+    their rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
+    query, whose sigmoid multiplies the head's output; with `gates` a projection of its own computes it, by
+    channel or one number by head, and with `softplus_gates` the softplus multiplies the output instead.
+    `qkv_limit` clamps queries, keys and values as they leave their projection. With `values_are_keys` one
+    projection computes both: values are the keys before norm and rotation. Within spans (`Visibility.spans`)
+    all tokens attend to each other, limited by the window unless `whole_spans` is set. Without
+    `bidirectional_spans` spans are ignored. `clipped` projections clamp to stored bounds:
+    layers/projections/clipped_linear.py.
     """
 
     num_attention_heads: int

@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
     import liger_models
     from liger_models.cli.shared.checkpoints import find_checkpoint
     from liger_models.convert.checkpoints.adapter import resolve_model
+    from liger_models.models.base_model import LigerBaseModel
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.verification import verify_bytes, verify_numbers
 
@@ -58,13 +59,14 @@ def run(args: argparse.Namespace) -> int:
     if args.transformers is False:
         return 0 if same else 1
     skeleton = liger_models.from_config(folder, device="meta", dropout=0.0)
-    obstacle: str | None = "only language models are compared, and this is a sequence classifier"
+    others = (LigerBaseModel, LigerSequenceClassifier)
+    obstacle: str | None = f"only language models are compared, and this is a {type(skeleton).__name__}"
     if trip.quantised:
         obstacle = (
             "its weights are quantised, and transformers' own decoding is not exact for every format; export "
             "the checkpoint, and verify the export"
         )
-    elif not isinstance(skeleton, LigerSequenceClassifier):
+    elif not isinstance(skeleton, others):
         obstacle = _obstacle(skeleton.num_parameters(), asked=args.transformers)
     if obstacle:
         print(f"not compared with transformers: {obstacle}")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -150,7 +150,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         decoder = self.base_decoder
         prefix = f"{self.base_model_prefix}."
         if decoder is self:
-            layout = _OfBase(**vars(layout), base=prefix)
+            layout = layout.of_base(prefix)
         expressions = layout.weight_map(decoder.forms).items()
         named, holder = {decoder.names[name]: e for name, e in expressions}, decoder
         if self.model_at_the_top:
@@ -368,16 +368,6 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 def keep_initialized(module: nn.Module, ours: nn.Module) -> None:
     """Mark a replacement module as initialised if the original was, so that `post_init` skips it."""
     ours._is_hf_initialized = getattr(module, "_is_hf_initialized", False)  # type: ignore[assignment]
-
-
-@dataclass(frozen=True)
-class _OfBase(Layout):
-    """Layout of a model without a head, whose tensor names lack the base model's prefix."""
-
-    base: str = ""
-
-    def name(self, canonical: str) -> str:
-        return super().name(canonical).removeprefix(self.base)
 
 
 _DIVIDED_LOADING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")

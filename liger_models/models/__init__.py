@@ -7,13 +7,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from liger_models.models.base_model import LigerBaseModel
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
     from liger_models.models.medusa import MedusaModel
 
-__all__ = ["LigerCausalLM", "LigerSequenceClassifier", "MedusaModel"]
+__all__ = ["LigerBaseModel", "LigerCausalLM", "LigerSequenceClassifier", "MedusaModel"]
 
-_HOMES = {"LigerCausalLM": "causal_lm", "LigerSequenceClassifier": "classifier", "MedusaModel": "medusa"}
+_HOMES = {
+    "LigerBaseModel": "base_model",
+    "LigerCausalLM": "causal_lm",
+    "LigerSequenceClassifier": "classifier",
+    "MedusaModel": "medusa",
+}
 
 
 def __getattr__(name: str) -> Any:  # imported on first use, with torch

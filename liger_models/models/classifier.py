@@ -274,7 +274,8 @@ def as_classifier(architecture: Architecture) -> Architecture:
     layouts = tuple(
         replace(layout, rename=(("lm_head.", HEAD), *layout.rename)) for layout in architecture.layouts
     )
-    return replace(architecture, reference=stem + SUFFIX, layouts=layouts)
+    rootless = tuple(layout.of_base() for layout in layouts)  # the body may come from a base model
+    return replace(architecture, reference=stem + SUFFIX, layouts=(*layouts, *rootless))
 
 
 def leave_out_head(reader: CheckpointReader, architecture: Architecture) -> bool:

@@ -24,6 +24,7 @@ from liger_models.convert.quantised.reader import ModelReader
 from liger_models.convert.quantised.recognition import dense_config
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.float8 import Float8Recipe
+from liger_models.models.base_model import LigerBaseModel, as_base, is_base, leave_out_heads
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.models.classifier import (
     LigerSequenceClassifier,
@@ -63,6 +64,7 @@ class LoadOptions:
     shard: Callable[[LigerCausalLM], object] | None = None
     text_only: bool = False
     labels: int | None = None
+    head: bool = True
     dropout: float | None = None
     float8: Float8Recipe | None = None
     mtp: bool = False
@@ -95,6 +97,7 @@ def from_hub(
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
     labels: int | None = None,
+    head: bool = True,
     dropout: float | None = None,
     float8: Float8Recipe | None = None,
     mtp: bool = False,
@@ -131,6 +134,8 @@ def from_hub(
             The types for which this works are in architectures/registry/multimodal.py.
         labels: turn a language model into a `LigerSequenceClassifier` with this many labels, 1 for rewards:
             a fresh head replaces the language model's. Not needed for checkpoints of classifiers.
+        head: False leaves out the head, for a `LigerBaseModel` that returns hidden states or embeddings. Not
+            needed for checkpoints without one.
         dropout: 0.0 trains without the dropout that a config asks for. None refuses such a config, since
             dropout is not supported. It makes no difference to a model that is not trained.
         float8: run the products of the decoder layers' linear layers in float8, on GPUs that can:
@@ -155,7 +160,7 @@ def from_hub(
 
     options = LoadOptions(
         *(dtype, device, attention, activation_memory, memory_budget, projections, shard),
-        *(text_only, labels, dropout, float8, mtp, ignore_config_keys),
+        *(text_only, labels, head, dropout, float8, mtp, ignore_config_keys),
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
     folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
@@ -187,6 +192,8 @@ def from_hub(
     model.source_folder = folder
     if choice.fresh:
         model.reset_parameters_of(model.lm_head)
+    elif choice.beheaded:
+        model.layout = source.layout.of_base()
     elif choice.left_out is None:
         model.source = source
     else:  # the text part is saved as a checkpoint of its own
@@ -219,6 +226,7 @@ def from_config(
     shard: Callable[[LigerCausalLM], object] | None = None,
     text_only: bool = False,
     labels: int | None = None,
+    head: bool = True,
     dropout: float | None = None,
     float8: Float8Recipe | None = None,
     mtp: bool = False,
@@ -230,8 +238,8 @@ def from_config(
         config: the contents of a config.json: a dict, a file, a folder with one, the `config` of another
             model, or the name of a preset (liger_models/presets.py).
         dtype: of the parameters; "auto" takes the config's, or float32.
-        device, attention, activation_memory, memory_budget, projections, text_only, labels, dropout,
-            float8, mtp, ignore_config_keys: as for `from_hub`.
+        device, attention, activation_memory, memory_budget, projections, text_only, labels, head,
+            dropout, float8, mtp, ignore_config_keys: as for `from_hub`.
         shard: as for `from_hub`. Processes with the same seed make the parts of one model; with fused
             projections it is the one that a single process would make.
 
@@ -240,7 +248,7 @@ def from_config(
     """
     options = LoadOptions(
         *(dtype, device, attention, activation_memory, memory_budget, projections, shard),
-        *(text_only, labels, dropout, float8, mtp, ignore_config_keys),
+        *(text_only, labels, head, dropout, float8, mtp, ignore_config_keys),
     )
     if isinstance(config, ModelConfig):
         config = config.to_dict()
@@ -267,6 +275,8 @@ class _Choice(NamedTuple):
         left_out: the tensors of a multimodal checkpoint outside its text part; None of a whole checkpoint.
         fresh: the parameters that the checkpoint does not have.
         untied: the head is a tensor of its own, whatever the config says.
+        kind: the class of the model.
+        beheaded: a language model's head was left out, so that the model is saved under a base model's names.
     """
 
     config: HFConfig
@@ -274,27 +284,36 @@ class _Choice(NamedTuple):
     left_out: list[TensorInfo] | None = None
     fresh: tuple[str, ...] = ()
     untied: bool = False
+    kind: type[LigerCausalLM] = LigerCausalLM
+    beheaded: bool = False
 
 
 def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | None = None) -> _Choice:
     """The architecture of a config, and of a checkpoint the tensors to read."""
     read = text_config_of(config) if options.text_only else config
     architecture, labels = _architecture(read), options.labels or labels_of(read.raw)
-    left_out, fresh, untied = None, False, False
+    left_out, fresh, untied, beheaded = None, False, False, False
+    kind: type[LigerCausalLM] = LigerCausalLM
     if reader is not None and read is not config:
         read, left_out = select_text(config, read, reader)
     if options.mtp:
-        if labels is not None:
-            raise ConfigError("mtp predicts tokens, and labels makes a classifier: pass one of them")
+        if labels is not None or not options.head:
+            raise ConfigError("mtp predicts tokens, but labels or head=False asks for a model that does not")
         architecture = with_mtp(architecture)
     if labels is not None:
         fresh = reader is not None and leave_out_head(reader, architecture)
-        architecture = as_classifier(architecture)
+        architecture, kind = as_classifier(architecture), LigerSequenceClassifier
         read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
+    elif not options.head or is_base(read, architecture, reader):
+        beheaded = reader is not None and not options.head and leave_out_heads(reader, architecture)
+        architecture, kind = as_base(architecture), LigerBaseModel
+        if not options.head:
+            read = read.with_raw({**read.raw, "architectures": [architecture.reference]})
     if reader is not None:
         read.most_layers = min(read.most_layers, len(reader.tensors))
         untied = architecture.vision and has_own_head(architecture, reader)
-    return _Choice(read, architecture, left_out, ("lm_head.weight",) if fresh else (), untied)
+    missing = ("lm_head.weight",) if fresh else ()
+    return _Choice(read, architecture, left_out, missing, untied, kind, beheaded)
 
 
 def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) -> _Choice:
@@ -366,9 +385,8 @@ def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), WithoutInitialisation():
-            kind = LigerCausalLM if labels_of(raw) is None else LigerSequenceClassifier
             memory = options.activation_memory, options.memory_budget
-            model = kind(spec, architecture, raw, options.attention, *memory)
+            model = choice.kind(spec, architecture, raw, options.attention, *memory)
     except RuntimeError as error:  # sizes whose product is beyond 64 bits
         reason = str(error).splitlines()[0]
         raise ConfigError(f"{config.name}: a model of these sizes cannot be laid out ({reason})") from error

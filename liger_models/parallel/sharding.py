@@ -182,7 +182,8 @@ def _groups(model: LigerCausalLM) -> dict[str, nn.Module]:
     if model.vision is not None:
         parts |= {f"layer {i} of the encoder": x for i, x in enumerate(model.vision.encoder.layers)}
     if not model.spec.tie_word_embeddings:
-        parts |= {"the embedding": model.embed_tokens, "the head": model.lm_head}
+        parts |= {"the embedding": model.embed_tokens}
+        parts |= {} if model.lm_head is None else {"the head": model.lm_head}
     return parts | {"the model": model}
 
 

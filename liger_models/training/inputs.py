@@ -43,6 +43,7 @@ from liger_models.training.optimizer import optimizer_memory
 from liger_models.training.processes.world import World
 from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.trained_part import (
+    check_language_model,
     check_new_rows_are_trained,
     freeze,
     freezing_divide,
@@ -191,12 +192,9 @@ def load_model(
         if config.dtype == "auto":
             dtype = torch.bfloat16 if world.device.type == "cuda" else torch.float32
         model = from_config(_fresh(config, tokenizer), dtype=dtype, **options)
+    if labels_for(config) is None:
+        check_language_model(model, config)
     if isinstance(model, LigerSequenceClassifier):
-        if labels_for(config) is None:
-            raise ConfigError(
-                f"{config.model} is a sequence classifier, but objective {config.objective} trains language "
-                "models; choose one, or objective reward"
-            )
         settings: Any = model.config
         if getattr(settings, "pad_token_id", None) is None:
             settings.pad_token_id = tokenizer.pad_id

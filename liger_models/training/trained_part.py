@@ -13,7 +13,9 @@ from liger_models.convert.checkpoints.adapter import LowRankAdapter
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.models.base_model import LigerBaseModel
 from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.training.config import TrainConfig
 from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.processes.world import World
@@ -21,6 +23,20 @@ from liger_models.training.text.added_tokens import rows_of
 from liger_models.training.text.tokenizer import TextTokenizer
 
 NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by factors of a few
+
+
+def check_language_model(model: LigerCausalLM, config: TrainConfig) -> None:
+    """
+    Raises:
+        ConfigError: the model does not predict tokens.
+    """
+    kinds = {LigerBaseModel: "base model without a head", LigerSequenceClassifier: "sequence classifier"}
+    for kind, name in kinds.items():
+        if isinstance(model, kind):
+            raise ConfigError(
+                f"{config.model} is a {name}, but objective {config.objective} trains language models; "
+                "choose one, or objective reward"
+            )
 
 
 def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTokenizer) -> range:
