@@ -7,7 +7,7 @@
 Their inputs are float32 tensors; reference scores and other inputs that are not trained have no gradient.
 losses/rows.py defines the means.
 
-May import only the batch (`layers.sequences`) and the specs; training objectives import it.
+May import only kernels, the batch (`layers.sequences`) and the specs; training objectives import it.
 """
 
 from liger_models.losses.agreement import Agreement, agreement
@@ -15,6 +15,7 @@ from liger_models.losses.cpo_loss import cpo_loss
 from liger_models.losses.dpo_loss import PreferenceLoss, dpo_loss, wpo_weights
 from liger_models.losses.grpo_loss import PolicyLoss, PolicyOptions, grpo_loss
 from liger_models.losses.kl_estimate import kl_estimate
+from liger_models.losses.info_nce_loss import info_nce_loss
 from liger_models.losses.kto_loss import KTOLoss, kto_kl, kto_loss
 from liger_models.losses.orpo_loss import orpo_loss
 from liger_models.losses.policy import (
@@ -46,6 +47,7 @@ __all__ = [
     "group_advantages",
     "grpo_loss",
     "kl_estimate",
+    "info_nce_loss",
     "kto_kl",
     "kto_loss",
     "on_policy",
