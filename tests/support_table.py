@@ -35,6 +35,7 @@ TOOLS: dict[str, tuple[str, ...]] = {
     "accelerate": ("accelerate", "transformers"),
     "PEFT": ("peft", "transformers"),
     "TRL": ("trl", "peft", "transformers"),
+    "sentence-transformers": ("sentence-transformers", "transformers"),
     "Lightning": ("lightning", "transformers"),
     "FSDP2": ("torch", "accelerate", "transformers"),
     "DeepSpeed": ("deepspeed", "transformers"),

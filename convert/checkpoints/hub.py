@@ -20,8 +20,13 @@ from liger_models.convert.json_file import read_json
 ALLOW_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 ADAPTER_CONFIG = "adapter_config.json"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of templates by name
-# Subfolders and files of this name hold other formats of the same weights. Templates are small.
-IGNORE_PATTERNS = [*(f"*/{name}" for name in ALLOW_PATTERNS if name != "*.jinja"), "*/*/*", "consolidated*"]
+MODULES = "[0-9]_*"  # folders of sentence-transformers' modules after the model, such as 1_Pooling
+# Other subfolders and files of this name hold other formats of the same weights. Templates are small.
+_OTHER_FOLDERS = ("[!0-9]*", "[0-9][!_]*")
+IGNORE_PATTERNS = [
+    *(f"{folder}/{name}" for folder in _OTHER_FOLDERS for name in ALLOW_PATTERNS if name != "*.jinja"),
+    *("*/*/*", "consolidated*"),
+]
 
 
 def resolve(
@@ -167,7 +172,8 @@ def read_headers(
             config = api.hf_hub_download(repo_id, "config.json", revision=revision, cache_dir=cache)
             raw = read_json(Path(config), ConfigError)
         names = api.list_repo_files(repo_id, revision=revision)
-        weights = [n for n in names if fnmatchcase(n, "*.safetensors") and not _ignored(n)]
+        top = [name for name in names if "/" not in name and not _ignored(name)]
+        weights = [name for name in top if name.endswith(".safetensors")]
         headers = [api.parse_safetensors_file_metadata(repo_id, n, revision=revision) for n in weights]
     except _client_errors() as error:
         raise _explained(error, "read", repo_id, revision) from error

@@ -17,7 +17,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.atomic import atomic_folder, naming
 from liger_models.convert.checkpoints.expressions import Expr, Place, Ref
 from liger_models.convert.checkpoints.expressions import write as in_checkpoint
-from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, belongs_to
+from liger_models.convert.checkpoints.hub import CHAT_TEMPLATES, MODULES, belongs_to
 from liger_models.convert.checkpoints.reading import INDEX_FILE, SINGLE_FILE, check_parameters
 from liger_models.convert.checkpoints.safetensors_header import build_header
 from liger_models.convert.checkpoints.shards import write_together
@@ -171,10 +171,13 @@ def plan_checkpoint(
             size.
     """
     for name in aux_files or {}:
-        plain = name.removeprefix(f"{CHAT_TEMPLATES}/")
-        if not plain or plain != os.path.basename(plain) or plain in (".", ".."):
+        within, _, plain = name.rpartition("/")
+        of_module = "/" not in within and fnmatchcase(within, MODULES)
+        known = name == plain or within == CHAT_TEMPLATES or of_module
+        if not known or plain != os.path.basename(plain) or plain in ("", ".", ".."):
             raise ValueError(
-                f"aux_files must be named by plain file names, or by one in {CHAT_TEMPLATES}, found {name!r}"
+                f"aux_files must be named by plain file names, or by one in {CHAT_TEMPLATES} or in a "
+                f"module's folder such as 1_Pooling, found {name!r}"
             )
     limit = None if max_shard_size is None else parse_size(max_shard_size)
     check_parameters(parameters, weight_map)
@@ -205,7 +208,9 @@ def plan_checkpoint(
 
 
 def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
-    """Files of a checkpoint folder to export: config, generation config, tokenizer, templates."""
+    """Files of a checkpoint folder to export: config, generation config, tokenizer, templates, and
+    sentence-transformers' modules that follow the model.
+    """
     folder = Path(folder)
     named = {
         path.name: path
@@ -213,6 +218,9 @@ def find_aux_files(folder: str | Path) -> dict[str, Path | bytes]:
         if any(fnmatchcase(path.name, pattern) for pattern in _AUX_PATTERNS)
     }
     named |= {f"{CHAT_TEMPLATES}/{p.name}": p for p in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))}
+    if (folder / "modules.json").is_file():
+        modules = [p for p in sorted(folder.glob(f"{MODULES}/*")) if p.suffix in (".json", ".safetensors")]
+        named |= {f"{path.parent.name}/{path.name}": path for path in modules}
     return {name: path for name, path in named.items() if path.is_file() and belongs_to(path, folder)}
 
 
@@ -227,6 +235,9 @@ _AUX_PATTERNS = [
     "chat_template.*",
     "*processor_config.json",
     "*.model",
+    "modules.json",
+    "*sentence_*config.json",
+    "config_sentence_transformers.json",
 ]
 
 

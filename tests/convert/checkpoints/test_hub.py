@@ -468,7 +468,7 @@ def test_a_push_that_is_not_allowed_says_so(client, tmp_path):
     assert "cannot upload forbidden/repo: the hub refused (HTTP 403): check that your token" in message
 
 
-def test_chat_templates_are_the_only_subfolder_requested():
+def test_only_subfolders_with_chat_templates_and_modules_are_requested():
     from huggingface_hub.utils import filter_repo_objects
 
     wanted = [
@@ -476,7 +476,10 @@ def test_chat_templates_are_the_only_subfolder_requested():
         "model.safetensors",
         "chat_template.jinja",
         "additional_chat_templates/rag.jinja",
+        "1_Pooling/config.json",
+        "2_Dense/model.safetensors",
     ]
     others = ["onnx/config.json", "original/model.safetensors", "a/tokenizer.model", "a/b.txt", "a/b/c.jinja"]
+    others += ["4bit/model.safetensors", "2_Dense/pytorch_model.bin"]
     patterns = {"allow_patterns": ALLOW_PATTERNS, "ignore_patterns": IGNORE_PATTERNS}
     assert list(filter_repo_objects([*wanted, *others, "consolidated.safetensors"], **patterns)) == wanted

@@ -305,10 +305,20 @@ def test_files_next_to_the_weights_are_copied(tmp_path):
         "spiece.model",
     ]
     carried += ["additional_chat_templates/tool_use.jinja", "additional_chat_templates/rag.jinja"]
-    left = ["README.md", "LICENSE", "pytorch_model.bin", SINGLE_FILE, "training_args.bin"]
+    carried += ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    carried += ["1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"]
+    left = [
+        "README.md",
+        "LICENSE",
+        "2_Dense/pytorch_model.bin",
+        "8bit/config.json",
+        "pytorch_model.bin",
+        SINGLE_FILE,
+        "training_args.bin",
+    ]
     left += ["additional_chat_templates/notes.txt", "onnx/config.json"]
     folder = tmp_path / "in"
-    for path in ("additional_chat_templates", "onnx"):
+    for path in ("additional_chat_templates", "onnx", "1_Pooling", "2_Dense", "8bit"):
         (folder / path).mkdir(parents=True)
     for name in carried + left:
         (folder / name).write_bytes(name.encode())
