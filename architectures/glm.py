@@ -12,6 +12,14 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, Topology
 
 PACKED = ("*.gate_up_proj.*",)
+GLM4 = Layout(
+    rename=(
+        (".post_attention_layernorm.", ".post_self_attn_layernorm."),
+        (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
+        (".post_feedforward_layernorm.", ".post_mlp_layernorm."),
+    ),
+    whole=PACKED,
+)
 DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -28,16 +36,7 @@ def glm(c: HFConfig) -> ModelSpec:
 @register(
     "glm4",
     reference="Glm4ForCausalLM",
-    layouts=(
-        Layout(
-            rename=(
-                (".post_attention_layernorm.", ".post_self_attn_layernorm."),
-                (".pre_feedforward_layernorm.", ".post_attention_layernorm."),
-                (".post_feedforward_layernorm.", ".post_mlp_layernorm."),
-            ),
-            whole=PACKED,
-        ),
-    ),
+    layouts=(GLM4,),
     defaults=DEFAULTS,
 )
 def glm4(c: HFConfig) -> ModelSpec:

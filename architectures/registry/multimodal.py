@@ -146,6 +146,20 @@ MULTIMODAL: dict[str, Multimodal] = {
         tied_by_text=True,
         missing="a projector that shrinks the grid of features",
     ),
+    **{
+        kind: Multimodal(
+            {"glm4v_text": "glm4"},
+            _OWN_ROOT,
+            tied_by_text=True,
+            axes=True,
+            settings={"attention_bias": True},
+            defaults={
+                **{"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+                **{"max_position_embeddings": 32768, "pad_token_id": None},
+            },
+        )
+        for kind in ("glm4v", "glm46v")
+    },
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "gemma4_unified": Multimodal(
@@ -253,6 +267,7 @@ _SIZES: dict[str, dict[str, int]] = {
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
+    "glm4": _sizes(151552, 4096, 13696, 40, 32),
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, intermediate_size_mlp=16384),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
@@ -320,8 +335,11 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     text = {key: value for key, value in top.items() if key not in _TOP_AND_TEXT}
     text |= {**_SIZES.get(family.texts[kind], {}), **family.defaults, **nested}
     rope = nested.get("rope_parameters")
-    if "rope_theta" not in nested and isinstance(rope, Mapping) and "rope_theta" in rope:
-        text.pop("rope_theta", None)  # a default here, not in the file
+    for key in ("rope_theta", "partial_rotary_factor"):
+        if key not in nested and isinstance(rope, Mapping) and key in rope:
+            text.pop(key, None)  # a default here, not in the file
+    if "head_dim" in family.defaults and text["head_dim"] is None:
+        text["head_dim"] = _head_dim(text)
     if family.axes:
         text |= _one_axis(text)
     tied = raw.get("tie_word_embeddings")
@@ -347,6 +365,13 @@ def text_part(c: HFConfig) -> HFConfig:
     text = c.with_raw(text_config(c.raw, c.name))
     text.most_layers = c.most_layers
     return text
+
+
+def _head_dim(text: Mapping[str, Any]) -> int | None:
+    """Width of a head if the heads are together as wide as the model; None: the text family refuses it."""
+    width, heads = text["hidden_size"], text["num_attention_heads"]
+    whole = type(width) is type(heads) is int and heads > 0 and width % heads == 0
+    return width // heads if whole else None
 
 
 def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:

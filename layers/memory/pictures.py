@@ -167,7 +167,7 @@ def edges_of(
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
         made = _kept(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made, shown.read * hidden_size * size)
-    norms = [norm for norm in (spec.norm_before, spec.norm_after) if norm is not None]
+    norms = [x for x in (spec.norm_patches, spec.norm_before, spec.norm_after) if x is not None]
     kept += len(norms) * shown.tokens * (width * size + 8)
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]

@@ -97,8 +97,20 @@ class PoolProjectorSpec:
     standardized: bool = False
 
 
+@dataclass(frozen=True)
+class DownsamplingProjectorSpec:
+    """Projector: one linear layer with a bias over `merge` times `merge` adjacent patches, one without, a
+    LayerNorm, an exact GELU, and a gated MLP of intermediate width `size` (GLM-4.1V).
+    """
+
+    merge: int
+    size: int
+    activation: Activation = "silu"
+
+
 ProjectorSpec = (
     PoolProjectorSpec
+    | DownsamplingProjectorSpec
     | AdapterSpec
     | PatchMergerSpec
     | MistralMergerSpec
@@ -118,6 +130,15 @@ class StretchedTable:
 class AntialiasedTable:
     """A table of `side` times `side` positions, interpolated bilinearly to the size of each image, with
     antialiasing where that is smaller (SigLIP 2).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
+class BicubicTable:
+    """A table of `side` times `side` positions, interpolated bicubically to the size of each image
+    (GLM-4.1V).
     """
 
     side: int
@@ -225,11 +246,12 @@ class VisionSpec:
     `positions` are those of these tokens; None: as for other tokens. A `position_table` encodes a patch's
     place in its image, with or without rotary positions. Outputs of the encoder layers at `deep` are added to
     its tokens after the first layers of the language model, lowest first, each through its own projector
-    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_before` a norm
-    before the blocks and `norm_after` one after them. A `class_token` is an additional token of each image,
-    before or after its patches, which the projector receives only with `class_feature`, as an additional
-    feature. With `taken` it receives the concatenated outputs of these layers instead of the last block's; 1
-    is the first, and 0 its input. Rotary positions of patches start at 1 if the class token is at 0.
+    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_patches` a norm of
+    the embedded patches without positions, `norm_before` a norm before the blocks and `norm_after` one after
+    them. A `class_token` is an additional token of each image, before or after its patches, which the
+    projector receives only with `class_feature`, as an additional feature. With `taken` it receives the
+    concatenated outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary
+    positions of patches start at 1 if the class token is at 0.
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
@@ -245,11 +267,14 @@ class VisionSpec:
     positions: TimeSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
-    position_table: StretchedTable | AntialiasedTable | FixedTable | CubicTable | AxesTable | None = None
+    position_table: (
+        StretchedTable | AntialiasedTable | BicubicTable | FixedTable | CubicTable | AxesTable | None
+    ) = None
     deep: tuple[int, ...] = ()
     pictures: (
         PlacedPictures | ShapedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures
     ) = GridPictures()
+    norm_patches: NormSpec | LayerNormSpec | None = None
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_after: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None

@@ -101,7 +101,9 @@ class VisionEncoder(nn.Module):
         if spec.class_token is not None:
             self.class_token = ClassToken(spec.hidden_size, spec.class_token)
         self.table = make_table(spec)
-        self.norm_before = self.norm_after = None
+        self.norm_patches = self.norm_before = self.norm_after = None
+        if spec.norm_patches is not None:
+            self.norm_patches = make_norm(spec.hidden_size, spec.norm_patches)
         if spec.norm_before is not None:
             self.norm_before = make_norm(spec.hidden_size, spec.norm_before)
         layers = [
@@ -159,6 +161,7 @@ class VisionEncoder(nn.Module):
     def _embedded(self, pictures: Pictures) -> Tensor:
         """The input of the blocks."""
         x = self.patch_embed(pictures.patches)
+        x = x if self.norm_patches is None else self.norm_patches(x)
         if self.class_token is not None:
             x = self.class_token(x, len(pictures.frames))
         if self.table is not None:

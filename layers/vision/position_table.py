@@ -4,12 +4,12 @@
     x += table_x[column] + table_y[row]
     x += sum over four taps of weight * table[tap]              interpolated
 
-    x += sum over j, k of A[row, j] * B[column, k] * table[j, k]       interpolated with antialiasing
+    x += sum over j, k of A[row, j] * B[column, k] * table[j, k]       resized like an image
 
 Interpolated tables are squares of side S. In the first kind, patch i of h has the coordinate
 i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
-(Qwen3-VL). The second kind is resized like an image: A [h, S] and B [w, S] are torch's bilinear resizing of
-one axis (SigLIP 2, arXiv:2502.14786).
+(Qwen3-VL). In the second kind A [h, S] and B [w, S] are torch's resizing of one axis: bilinear with
+antialiasing (SigLIP 2, arXiv:2502.14786), or bicubic (GLM-4.1V, arXiv:2507.01006, section 2).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.specs import (
     AntialiasedTable,
     AxesTable,
+    BicubicTable,
     CubicTable,
     FixedTable,
     StretchedTable,
@@ -39,7 +40,9 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
         case AntialiasedTable(side):
-            return AntialiasedPositions(side**2, spec.hidden_size, side)
+            return ResizedPositions(side**2, spec.hidden_size, side, "bilinear")
+        case BicubicTable(side):
+            return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
         case FixedTable(side) | CubicTable(side) as table:
             rows = side**2 + (spec.class_token is not None)
             kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
@@ -114,8 +117,14 @@ class StretchedPositions(PositionTable):
         return _taps(grid, merge, self.side)
 
 
-class AntialiasedPositions(PositionTable):
-    """Resizes the table to each picture's size like an image; in float32, for any table dtype."""
+class ResizedPositions(PositionTable):
+    """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
+    "bilinear", with antialiasing, or "bicubic".
+    """
+
+    def __init__(self, rows: int, width: int, side: int, mode: str):
+        super().__init__(rows, width, side)
+        self.mode = mode
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         made = {grid: self._of_size(grid, merge) for grid in dict.fromkeys(grids)}
@@ -123,7 +132,7 @@ class AntialiasedPositions(PositionTable):
 
     def _of_size(self, grid: Grid, merge: int) -> Tensor:
         table = at_least_float32(self.weight).unflatten(0, (self.side, self.side))
-        rows, columns = (_resizing(n, self.side).to(table, non_blocking=True) for n in grid[1:])
+        rows, columns = (_resizing(n, self.side, self.mode).to(table, non_blocking=True) for n in grid[1:])
         row, column = places_of([grid], merge).to(table.device, non_blocking=True)
         with torch.autocast(table.device.type, enabled=False):
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
@@ -161,10 +170,11 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _resizing(size: int, side: int) -> Tensor:
+def _resizing(size: int, side: int, mode: str) -> Tensor:
     """The matrix [size, side] that resizes an axis from `side` to `size`, in float64 on the host."""
     columns = torch.eye(side, dtype=torch.float64, device="cpu")[None, None]
-    return F.interpolate(columns, (size, side), mode="bilinear", align_corners=False, antialias=True)[0, 0]
+    antialias = mode == "bilinear"
+    return F.interpolate(columns, (size, side), mode=mode, align_corners=False, antialias=antialias)[0, 0]
 
 
 @functools.lru_cache(maxsize=256)

@@ -14,12 +14,16 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.specs import (
     AdapterSpec,
+    DownsamplingProjectorSpec,
+    LayerNormSpec,
     LinearProjectorSpec,
     MistralMergerSpec,
     MLPProjectorSpec,
     PatchMergerSpec,
+    PatchSpec,
     PoolProjectorSpec,
 )
+from liger_models.layers.vision.encoder import PatchEmbedding
 
 
 class PatchMerger(nn.Module):
@@ -173,9 +177,37 @@ class PoolProjector(nn.Module):
             nn.init.ones_(self.std_scale)
 
 
+class DownsamplingProjector(nn.Module):
+    """`down_proj(act(gate_proj(y)) * up_proj(y))`, y = gelu(norm(linear(downsample(merge^2 patches))))
+    (GLM-4.1V, arXiv:2507.01006). `downsample` is a convolution whose windows do not overlap.
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the intermediate width and the activation.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: DownsamplingProjectorSpec):
+        super().__init__()
+        self.patches, self.activation = spec.merge**2, plain_activation(spec.activation)
+        self.downsample = PatchEmbedding(PatchSpec(spec.merge, channels=width, bias=True), hidden_size)
+        self.linear = Linear(hidden_size, hidden_size, bias=False)
+        self.norm = make_norm(hidden_size, LayerNormSpec(1e-5))
+        self.gate_proj = Linear(hidden_size, spec.size, bias=False)
+        self.up_proj = Linear(hidden_size, spec.size, bias=False)
+        self.down_proj = Linear(spec.size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
+        blocks = x.unflatten(0, (-1, self.patches)).transpose(1, 2)  # [P / merge^2, D, merge^2]
+        x = F.gelu(self.norm(self.linear(self.downsample(blocks.flatten(1)))))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
 PROJECTORS: dict[type, type[nn.Module]] = {
     PoolProjectorSpec: PoolProjector,
     AdapterSpec: Adapter,
+    DownsamplingProjectorSpec: DownsamplingProjector,
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,
