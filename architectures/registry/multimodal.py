@@ -116,9 +116,7 @@ _QWEN2: dict[str, Any] = {
 MULTIMODAL: dict[str, Multimodal] = {
     # The whole model does not scale its logits, though Command R's own does.
     **{
-        kind: Multimodal(
-            {"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0}, missing="a gated projector"
-        )
+        kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
         for kind in ("aya_vision", "cohere2_vision")
     },
     "exaone4_5": Multimodal(

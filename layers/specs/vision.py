@@ -108,8 +108,21 @@ class DownsamplingProjectorSpec:
     activation: Activation = "silu"
 
 
+@dataclass(frozen=True)
+class GatedProjectorSpec:
+    """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, a
+    linear layer of width `size`, whose second half passes through a SiLU and multiplies the first, and one
+    more linear layer (Aya Vision).
+    """
+
+    merge: int
+    size: int
+    norm: NormSpec | LayerNormSpec | None = None
+
+
 ProjectorSpec = (
     PoolProjectorSpec
+    | GatedProjectorSpec
     | DownsamplingProjectorSpec
     | AdapterSpec
     | PatchMergerSpec

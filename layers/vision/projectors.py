@@ -15,6 +15,7 @@ from liger_models.layers.projections.linear import Linear
 from liger_models.layers.specs import (
     AdapterSpec,
     DownsamplingProjectorSpec,
+    GatedProjectorSpec,
     LayerNormSpec,
     LinearProjectorSpec,
     MistralMergerSpec,
@@ -177,6 +178,30 @@ class PoolProjector(nn.Module):
             nn.init.ones_(self.std_scale)
 
 
+class GatedProjector(nn.Module):
+    """`linear_2(silu(gate) * y)`, y | gate = linear_1(norm(concatenated merge^2 patches)) (Aya Vision,
+    arXiv:2505.08751, section 3.1).
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm, and the width of y and gate together.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: GatedProjectorSpec):
+        super().__init__()
+        self.merged = width * spec.merge**2
+        self.norm = None if spec.norm is None else make_norm(self.merged, spec.norm)
+        self.linear_1 = Linear(self.merged, spec.size)
+        self.linear_2 = Linear(spec.size // 2, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
+        x = x.reshape(-1, self.merged)
+        y, gate = self.linear_1(x if self.norm is None else self.norm(x)).chunk(2, dim=-1)
+        return self.linear_2(F.silu(gate) * y)
+
+
 class DownsamplingProjector(nn.Module):
     """`down_proj(act(gate_proj(y)) * up_proj(y))`, y = gelu(norm(linear(downsample(merge^2 patches))))
     (GLM-4.1V, arXiv:2507.01006). `downsample` is a convolution whose windows do not overlap.
@@ -208,6 +233,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PoolProjectorSpec: PoolProjector,
     AdapterSpec: Adapter,
     DownsamplingProjectorSpec: DownsamplingProjector,
+    GatedProjectorSpec: GatedProjector,
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,
