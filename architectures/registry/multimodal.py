@@ -128,7 +128,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind: Multimodal(
             {"llama": "llama"},
             (("model.text_model.", "model."),),
-            missing="an encoder that assigns positions by fractions of an image",
+            without=("perceiver_config", "pixel_shuffle_factor"),
         )
         for kind in ("idefics3", "smolvlm")
     },

@@ -52,13 +52,14 @@ class MistralMergerSpec:
 
 @dataclass(frozen=True)
 class LinearProjectorSpec:
-    """Projector: the mean of `merge` times `merge` adjacent patches, an optional `norm`, and one linear layer
-    (Gemma 3, PaliGemma).
+    """Projector: the mean of `merge` times `merge` adjacent patches (Gemma 3, PaliGemma), or all of them if
+    `concatenated` (Idefics 3), an optional `norm` of a patch, and one linear layer.
     """
 
     merge: int = 1
     norm: NormSpec | LayerNormSpec | None = None
     bias: bool = False
+    concatenated: bool = False
 
 
 @dataclass(frozen=True)
@@ -174,6 +175,15 @@ class CubicTable:
 
 
 @dataclass(frozen=True)
+class FractionTable:
+    """A table of `side` times `side` positions for images of any size: the row of a patch is that of the
+    table at the same fraction of the height, rounded down, and likewise the column (Idefics 3).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class AxesTable:
     """Two tables of `size` positions, for columns and rows, which are added (Gemma 4)."""
 
@@ -215,11 +225,13 @@ class PaddedPictures:
 @dataclass(frozen=True)
 class SquarePictures:
     """Processor outputs `pixel_values` [images, channels, size, size], whatever the images' own size (CLIP).
-    Pixels after the last whole patch are ignored. With a `CubicTable` all images of a call may have another
-    size.
+    Pixels after the last whole patch are ignored. With a `CubicTable` or a `FractionTable` all images of a
+    call may have another size. If `by_row` they are [rows, images, channels, size, size], with
+    `pixel_attention_mask` [rows, images, size, size]; images of zeros fill up the rows (Idefics 3).
     """
 
     size: int
+    by_row: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,7 +293,14 @@ class VisionSpec:
     windowed: tuple[int, ...] = ()
     window: int | None = None
     position_table: (
-        StretchedTable | AntialiasedTable | BicubicTable | FixedTable | CubicTable | AxesTable | None
+        StretchedTable
+        | AntialiasedTable
+        | BicubicTable
+        | FixedTable
+        | CubicTable
+        | FractionTable
+        | AxesTable
+        | None
     ) = None
     deep: tuple[int, ...] = ()
     pictures: (

@@ -1,6 +1,7 @@
 """Learned tables of positions: for pictures of one size, or interpolated to the size of each picture.
 
     x += table[place]                                           one size; bicubic interpolation to another
+    x += table[floor(row * S / rows), floor(column * S / columns)]
     x += table_x[column] + table_y[row]
     x += sum over four taps of weight * table[tap]              interpolated
 
@@ -28,6 +29,7 @@ from liger_models.layers.specs import (
     BicubicTable,
     CubicTable,
     FixedTable,
+    FractionTable,
     StretchedTable,
     VisionSpec,
 )
@@ -47,6 +49,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             rows = side**2 + (spec.class_token is not None)
             kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
             return kind(rows, spec.hidden_size, side, int(spec.class_token == "first"))
+        case FractionTable(side):
+            return FractionPositions(side**2, spec.hidden_size, side)
         case AxesTable(size):
             return PositionsByAxes(size, spec.hidden_size)
     return None
@@ -138,6 +142,14 @@ class ResizedPositions(PositionTable):
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
 
 
+class FractionPositions(PositionTable):
+    """The row and column of the table at the same fraction of the picture."""
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        rows = torch.cat([_at_fractions(grid, merge, self.side) for grid in grids])
+        return self.weight[rows.to(self.weight.device, non_blocking=True)]
+
+
 class PositionsByAxes(nn.Module):
     """The sum of two rows of `width` for each patch, one by its column and one by its row, from `size`
     each.
@@ -167,6 +179,21 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
     row, column = places_of([(1, side, side)], merge)
     rest = torch.arange(rows, device="cpu")
     return torch.cat([rest[:first], first + row * side + column, rest[first + side**2 :]])
+
+
+@functools.lru_cache(maxsize=256)
+def _at_fractions(grid: Grid, merge: int, side: int) -> Tensor:
+    """The table row of each patch, on the host; in the reference's float32, which may round a fraction to
+    below a border.
+    """
+    borders = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
+
+    def place(index: Tensor, size: int) -> Tensor:
+        fraction = index.float() * (1.0 / torch.tensor(size, device="cpu"))
+        return torch.bucketize(fraction.clamp(max=1 - 1e-6), borders, right=True)
+
+    row, column = places_of([grid], merge)
+    return place(row, grid[1]) * side + place(column, grid[2])
 
 
 @functools.lru_cache(maxsize=256)

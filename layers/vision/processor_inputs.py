@@ -16,6 +16,7 @@ from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
     CubicTable,
+    FractionTable,
     GridPictures,
     PaddedPictures,
     PlacedPictures,
@@ -24,6 +25,7 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
+from liger_models.layers.vision.image_rows import images_of_rows
 from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
@@ -235,10 +237,13 @@ def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
 
 
 def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    given = _taken(keywords, "pixel_values")
-    if not given:
+    assert isinstance(spec.pictures, SquarePictures)
+    given = _taken(keywords, "pixel_values", *(["pixel_attention_mask"] if spec.pictures.by_row else []))
+    if "pixel_values" not in given:
         return None
     values = given["pixel_values"]
+    if spec.pictures.by_row:
+        values = images_of_rows(values, given.get("pixel_attention_mask"))
     size = _side_of_squares(spec, merge, values)
     expected = spec.patches.channels, size, size
     if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
@@ -260,7 +265,7 @@ def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
     images, if its patches form complete blocks.
     """
     assert isinstance(spec.pictures, SquarePictures)
-    if isinstance(spec.position_table, CubicTable) and values.dim() == 4:
+    if isinstance(spec.position_table, CubicTable | FractionTable) and values.dim() == 4:
         patches = values.shape[-1] // spec.patches.size
         if patches and patches % merge == 0:
             return values.shape[-1]

@@ -77,7 +77,8 @@ class MistralMerger(nn.Module):
 
 
 class LinearProjector(nn.Module):
-    """`linear(norm(mean of merge^2 patches))` (Gemma 3, arXiv:2503.19786, section 2.2).
+    """`linear(norm(mean of merge^2 patches))` (Gemma 3, arXiv:2503.19786, section 2.2), or of all of them
+    side by side (Idefics 3, arXiv:2408.12637, section 3.1).
 
     Args:
         width: of a patch, D.
@@ -87,15 +88,16 @@ class LinearProjector(nn.Module):
 
     def __init__(self, width: int, hidden_size: int, spec: LinearProjectorSpec):
         super().__init__()
-        self.patches = spec.merge**2
+        self.patches, self.concatenated = spec.merge**2, spec.concatenated
         self.norm = None if spec.norm is None else make_norm(width, spec.norm)
-        self.linear = Linear(width, hidden_size, bias=spec.bias)
+        self.linear = Linear(width * (self.patches if spec.concatenated else 1), hidden_size, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches -> [P / merge^2, H]."""
-        if self.patches > 1:
+        if self.patches > 1 and not self.concatenated:
             x = x.unflatten(0, (-1, self.patches)).mean(1)
-        return self.linear(x if self.norm is None else self.norm(x))
+        x = x if self.norm is None else self.norm(x)
+        return self.linear(x.reshape(-1, self.linear.in_features))
 
 
 class MLPProjector(nn.Module):

@@ -163,6 +163,8 @@ class Scenes:
         if not pieces:
             return {}
         call = _KINDS[type(self.vision.pictures)](self, pieces)
+        if isinstance(self.vision.pictures, SquarePictures) and self.vision.pictures.by_row:
+            return self._by_row(call["pixel_values"], documents)
         if isinstance(self.vision.pictures, AnyresPictures):
             counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
             call["batch_num_images"] = torch.tensor(counts)
@@ -252,6 +254,15 @@ class Scenes:
     def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
         size = self.vision.pictures.size
         return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
+
+    def _by_row(self, images: Tensor, documents: Sequence[Document]) -> dict[str, Any]:
+        """The images of each row, filled up with images of zeros."""
+        counts = [sum(not isinstance(piece, int) for piece in document) for document in documents]
+        values = images.new_zeros(len(counts), max(counts), *images.shape[1:])
+        there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        values[there] = images
+        mask = there[..., None, None].expand(*values.shape[:2], *values.shape[3:])
+        return {"pixel_values": values, "pixel_attention_mask": mask.long()}
 
     def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
         """Images with spare tiles."""

@@ -67,9 +67,11 @@ class VisionPair(pairs.Pair):
     def pack(self, calls: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Combine calls of one row each into a call with all documents in one row."""
         tiled = isinstance(self.vision, TiledVisionSpec)
+        by_row = getattr(getattr(self.vision, "pictures", None), "by_row", False)
         packed = {
             name: torch.cat(
-                [call[name] for call in calls if name in call], 1 if tiled or name in OF_TOKENS else 0
+                [call[name] for call in calls if name in call],
+                1 if tiled or by_row or name in OF_TOKENS else 0,
             )
             for name in {name for call in calls for name in call} - {"cross_attention_mask"}
         }
