@@ -6,13 +6,11 @@ token.
 from dataclasses import replace
 from types import EllipsisType
 
-from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import language_model, with_axis_sections
-from liger_models.architectures.encoders.parts import axial_attention
-from liger_models.architectures.encoders.qwen import NAMES, TINY, grid_vision, layouts
+from liger_models.architectures.encoders.qwen import NAMES, TINY, layouts, windowed_vision
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, NormSpec, TimeSpec
+from liger_models.layers.specs import ModelSpec, TimeSpec
 
 TINY_TEXT: dict[str, object | EllipsisType] = {
     "model_type": "qwen2_5_vl_text",
@@ -28,22 +26,9 @@ TINY_TEXT: dict[str, object | EllipsisType] = {
 @register("qwen2_5_vl", reference="Qwen2_5_VLForConditionalGeneration", vision=True, layouts=layouts(NAMES))
 def qwen2_5_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
-    mlp = MLPSpec(v.take_count("intermediate_size", 3420), activation(v), bias=True)
-    attention = axial_attention(v, width, v.take_count("num_heads", 16))
-    whole = v.take_layers("fullatt_block_indexes", [7, 15, 23, 31])
-    v.take_only(out_hidden_size=text.hidden_size)
-    vision = grid_vision(
-        c,
-        v,
-        width,
-        BlockSpec(attention, mlp, norm),
-        norm,
-        positions=TimeSpec(v.take_number("tokens_per_second", 4)),
-        windowed=tuple(i for i in range(v.take_count("depth", 32)) if i not in whole),
-    )
-    side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size
-    return replace(with_axis_sections(c, text, (16, 24, 24)), vision=replace(vision, window=side))
+    vision = windowed_vision(c, v, text.hidden_size)
+    rate = TimeSpec(v.take_number("tokens_per_second", 4))
+    return replace(with_axis_sections(c, text, (16, 24, 24)), vision=replace(vision, positions=rate))
 
 
 # -- tests

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import activation
+from liger_models.architectures.common.grouped_attention import check_groups
 from liger_models.architectures.common.images import Names
 from liger_models.architectures.encoders.parts import axial_attention, patches
 from liger_models.convert.checkpoints.layout import Layout
@@ -104,6 +106,36 @@ def grid_vision(
         kinds="mm_token_type_ids",
         **settings,
     )
+
+
+def windowed_vision(c: HFConfig, v: HFConfig, text_size: int, kv_heads: int | None = None) -> VisionSpec:
+    """The encoder of Qwen2.5-VL: gated MLPs, and windows in most layers.
+
+    Args:
+        c, v: the config, and the encoder's.
+        text_size: width of the language model.
+        kv_heads: number of key/value heads; default: as many as there are heads.
+
+    Raises:
+        ConfigError: invalid numbers of heads.
+    """
+    width, norm = v.take_count("hidden_size", 3584), NormSpec(eps=1e-6)
+    mlp = MLPSpec(v.take_count("intermediate_size", 3420), activation(v), bias=True)
+    heads = v.take_count("num_heads", 16)
+    attention = replace(axial_attention(v, width, heads), num_key_value_heads=kv_heads or heads)
+    check_groups(v, heads, attention.num_key_value_heads)
+    whole = v.take_layers("fullatt_block_indexes", [7, 15, 23, 31])
+    v.take_only(out_hidden_size=text_size)
+    vision = grid_vision(
+        c,
+        v,
+        width,
+        BlockSpec(attention, mlp, norm),
+        norm,
+        windowed=tuple(i for i in range(v.take_count("depth", 32)) if i not in whole),
+    )
+    side = v.take_count("window_size", 112) // vision.projector.merge // vision.patches.size
+    return replace(vision, window=side)
 
 
 def stretched_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:

@@ -119,11 +119,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
         for kind in ("aya_vision", "cohere2_vision")
     },
-    "exaone4_5": Multimodal(
-        {"exaone4": "exaone4", "exaone4_5_text": "exaone4"},
-        _OWN_ROOT,
-        missing="an encoder with grouped key/value heads",
-    ),
+    "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
     **{
         kind: Multimodal(
             {"llama": "llama"},
