@@ -6,11 +6,13 @@ from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import clip
-from liger_models.architectures.encoders.parts import mlp_projector, states_read
+from liger_models.architectures.encoders.parts import mlp_projector, states_read, tiles
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AnyresPictures, ModelSpec
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.specs import ModelSpec
+
+STEPS = range(384, 2305, 384)
 
 
 @register(
@@ -28,31 +30,20 @@ def llava_onevision(c: HFConfig) -> ModelSpec:
         mlp_projector(c),
         c.take_count("image_token_index", 151646, least=0),
         states_read(c, v, -1),
-        _pictures(c, v),
+        tiles(c, v, [[h, w] for h in STEPS for w in STEPS], _most_tiles(c)),
         video_id=c.take_count("video_token_index", 151647, least=0),
     )
     return replace(text, vision=vision)
 
 
-def _pictures(c: HFConfig, v: HFConfig) -> AnyresPictures:
-    size, steps = v.take_count("image_size"), range(384, 2305, 384)
-    pairs = c.take("image_grid_pinpoints", [[h, w] for h in steps for w in steps])
-    good = isinstance(pairs, list) and all(
-        isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n > 0 for n in pair)
-        for pair in pairs
-    )
-    if not good or not pairs or any(n % size for pair in pairs for n in pair):
-        raise ConfigError(
-            f"{c.name}: image_grid_pinpoints must be pairs of a height and a width, multiples of the "
-            f"encoder's image_size, {size}; found {abbreviate(pairs)}"
-        )
+def _most_tiles(c: HFConfig) -> int:
     ratio = c.take("vision_aspect_ratio", "anyres_max_9")
     most = str(ratio).removeprefix("anyres_max_")
     if not str(ratio).startswith("anyres_max_") or not most.isdecimal() or int(most) < 1:
         raise ConfigError(
             f"{c.name}: vision_aspect_ratio must be anyres_max_ and a number of tiles, found {ratio!r}"
         )
-    return AnyresPictures(size, tuple((h, w) for h, w in pairs), int(most))
+    return int(most)
 
 
 # -- tests

@@ -9,7 +9,14 @@ from liger_models.architectures.common import activation
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import Activation, AttentionSpec, MLPProjectorSpec, PatchSpec, RopeSpec
+from liger_models.layers.specs import (
+    Activation,
+    AnyresPictures,
+    AttentionSpec,
+    MLPProjectorSpec,
+    PatchSpec,
+    RopeSpec,
+)
 
 LINEAR_NAMES = ((".up_proj.", ".fc1."), (".down_proj.", ".fc2."))
 """Usual names of the layers of an encoder's MLPs."""
@@ -116,3 +123,22 @@ def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:
             f"such, from {-depth - 1} to {depth}, found {abbreviate(named)}"
         )
     return tuple(i % (depth + 1) for i in states)
+
+
+def tiles(c: HFConfig, v: HFConfig, default: list[list[int]], most: int | None) -> AnyresPictures:
+    """Images as tiles, in the best of the config's `image_grid_pinpoints`; `most` as in `AnyresPictures`.
+
+    Raises:
+        ConfigError: not pairs of multiples of the encoder's image size.
+    """
+    size, pairs = v.take_count("image_size"), c.take("image_grid_pinpoints", default)
+    good = isinstance(pairs, list) and all(
+        isinstance(pair, list) and len(pair) == 2 and all(type(n) is int and n > 0 for n in pair)
+        for pair in pairs
+    )
+    if not good or not pairs or any(n % size for pair in pairs for n in pair):
+        raise ConfigError(
+            f"{c.name}: image_grid_pinpoints must be pairs of a height and a width, multiples of the "
+            f"encoder's image_size, {size}; found {abbreviate(pairs)}"
+        )
+    return AnyresPictures(size, tuple((h, w) for h, w in pairs), most)

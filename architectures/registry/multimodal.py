@@ -131,7 +131,6 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llava_next": Multimodal(
         {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
         tied_by_text=True,
-        missing="tiles whose padding is cut off",
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
     "video_llama_3": Multimodal(

@@ -238,7 +238,8 @@ class SquarePictures:
 class AnyresPictures:
     """Processor outputs `pixel_values` [images, tiles, channels, size, size]: for each image the whole and,
     if it is the only image of its row, tiles of it in the best of `resolutions`, (height, width) in pixels;
-    with `image_sizes` [images, 2] and `batch_num_images` [rows]. For videos `pixel_values_videos` [videos,
+    with `image_sizes` [images, 2] and `batch_num_images` [rows]. Without `most` every image has its tiles,
+    and there is no `batch_num_images` (LLaVA-NeXT). For videos `pixel_values_videos` [videos,
     frames, channels, size, size], or for different lengths concatenated, [frames, channels, size, size], with
     `num_frames_per_video` [videos]. layers/vision/anyres.py turns the features of at most `most` tiles into
     tokens (LLaVA-OneVision).
@@ -246,7 +247,7 @@ class AnyresPictures:
 
     size: int
     resolutions: tuple[tuple[int, int], ...]
-    most: int
+    most: int | None
 
 
 @dataclass(frozen=True)

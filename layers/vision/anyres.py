@@ -1,7 +1,8 @@
 """Images of any size as tiles of one size, and the tokens made of their features (AnyRes; LLaVA-OneVision,
 arXiv:2408.03326, section 3.2).
 
-    one image:        the downscaled image, n * n features, row by row; then the grid of its tiles, cropped to
+    one image:        (in LLaVA-NeXT, arXiv:2310.03744, every image)
+                      the downscaled image, n * n features, row by row; then the grid of its tiles, cropped to
                       the image, reduced if there are many tiles, with `newline` after each row
     several images:   each downscaled image, then `newline`
     a video:          each frame at half its height and width, then a final `newline`
@@ -69,13 +70,13 @@ def best_resolution(height: int, width: int, resolutions: Sequence[tuple[int, in
 
 
 @functools.lru_cache(maxsize=256)
-def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int) -> Taps:
+def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int | None) -> Taps:
     """Taps of an image of `height` times `width` pixels in `rows` times `columns` tiles of n * n features; a
-    grid of more than `most` tiles is reduced.
+    grid of more than `most` tiles is reduced (None: none is).
     """
     tiles = torch.arange(rows * columns * n * n, device="cpu").view(rows, columns, n, n)
     grid = _unpadded(n * n + tiles.transpose(1, 2).reshape(rows * n, columns * n), height, width)
-    ratio = math.sqrt(grid.numel() / (most * n * n))
+    ratio = 1.0 if most is None else math.sqrt(grid.numel() / (most * n * n))
     h, w = grid.shape
     taps = _shrunk(grid, int(h // ratio), int(w // ratio)) if ratio > 1.1 else _as_is(grid)
     lines = [torch.cat([x, end], 1) for x, end in zip(taps, _ends(len(taps.features)), strict=True)]

@@ -273,8 +273,10 @@ def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
 
 
 def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    images_alone = "pixel_values", "image_sizes", "batch_num_images"
-    given = _taken(keywords, *images_alone, "pixel_values_videos", "num_frames_per_video")
+    assert isinstance(spec.pictures, AnyresPictures)
+    others: tuple[str, ...] = ("batch_num_images", "pixel_values_videos", "num_frames_per_video")
+    others = () if spec.pictures.most is None else others
+    given = _taken(keywords, "pixel_values", "image_sizes", *others)
     side = _anyres_side(spec)
     tiles, taps = _tiles_of_images(spec, given)
     images = len(tiles)

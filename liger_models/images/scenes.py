@@ -165,7 +165,7 @@ class Scenes:
         call = _KINDS[type(self.vision.pictures)](self, pieces)
         if isinstance(self.vision.pictures, SquarePictures) and self.vision.pictures.by_row:
             return self._by_row(call["pixel_values"], documents)
-        if isinstance(self.vision.pictures, AnyresPictures):
+        if isinstance(self.vision.pictures, AnyresPictures) and self.vision.pictures.most is not None:
             counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
             call["batch_num_images"] = torch.tensor(counts)
         return call
@@ -282,7 +282,7 @@ class Scenes:
         if isinstance(piece, Video):
             return [self.vision.video_id] * len(anyres.of_video(side, piece.steps).features)
         taps = anyres.of_whole(side)
-        if images == 1:
+        if images == 1 or pictures.most is None:
             pixels = piece.height * 3, piece.width * 3
             height, width = anyres.best_resolution(*pixels, pictures.resolutions)
             tiles = height // pictures.size, width // pictures.size
