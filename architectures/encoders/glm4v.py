@@ -14,11 +14,13 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import (
+    AttentionSpec,
     BicubicTable,
     BlockSpec,
     DownsamplingProjectorSpec,
     MLPSpec,
     NormSpec,
+    QKNormSpec,
     TimeSpec,
     VisionSpec,
 )
@@ -32,6 +34,7 @@ NAMES = (
     ("projector.linear.", "merger.proj."),
     ("projector.norm.", "merger.post_projection_norm."),
     ("projector.", "merger."),
+    (".self_attn.", ".attn."),
 )
 NO_VIDEOS = "the frames of videos are images to the model"
 TINY: dict[str, Any] = {
@@ -60,7 +63,7 @@ def vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
     """The encoder, from the config and its own; `text_size` is the width of the language model.
 
     Raises:
-        ConfigError: images that are no squares of whole patches.
+        ConfigError: images smaller than a patch.
     """
     for key in ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"):
         c.take(key, None)  # inserted by the processor
@@ -86,4 +89,27 @@ def vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
         norm_patches=norm,
         norm_after=norm,
         kinds="mm_token_type_ids",
+    )
+
+
+def ocr_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
+    """The encoder of GLM-OCR: the same with norms of queries and keys, with biases, and without the position
+    table.
+    """
+    v.fill({"hidden_size": 1024, "num_heads": 16, "intermediate_size": 4096, "attention_bias": True})
+    spec, bias = vision(c, v, text_size), v.take_flag("attention_bias", True)
+    block = spec.blocks[0]
+    assert isinstance(block.mixer, AttentionSpec)
+    assert isinstance(block.norm, NormSpec)
+    block = replace(
+        block,
+        mixer=replace(block.mixer, o_bias=bias, qk_norm=QKNormSpec(block.norm)),
+        mlp=MLPSpec(v.take_count("intermediate_size"), activation(v), bias=bias),
+    )
+    return replace(
+        spec,
+        blocks=(block,) * len(spec.blocks),
+        projector=DownsamplingProjectorSpec(spec.projector.merge, 3 * text_size, activation(v)),
+        position_table=None,
+        norm_patches=None,
     )

@@ -153,6 +153,18 @@ MULTIMODAL: dict[str, Multimodal] = {
         )
         for kind in ("glm4v", "glm46v")
     },
+    "glm_ocr": Multimodal(
+        {"glm_ocr_text": "glm4"},
+        _OWN_ROOT,
+        tied_by_text=True,
+        axes=True,
+        settings={"attention_bias": False},
+        defaults={
+            **{"vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5},
+            **{"partial_rotary_factor": 1.0, "pad_token_id": None},
+        },
+    ),
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
     "gemma4_unified": Multimodal(
