@@ -12,19 +12,12 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
 
 
-def further_layers(c: HFConfig) -> tuple[str, ...]:
-    """The layer for multi-token prediction after the model's own."""
-    text = c.raw.get("text_config")
-    depth = text.get("num_hidden_layers", 16) if isinstance(text, dict) else 16
-    return (f"model.language_model.layers.{depth}.*",)
-
-
 @register(
     "glm_ocr",
     reference="GlmOcrForConditionalGeneration",
     vision=True,
     layouts=(encoder.layout(GLM4),),
-    carried=further_layers,
+    carried=lambda c: encoder.further_layers(c, 16),
     defaults={"image_token_id": 59280},
 )
 def glm_ocr(c: HFConfig) -> ModelSpec:

@@ -4,6 +4,7 @@ table resized to each image, and a convolution that merges patches.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -57,6 +58,15 @@ def layout(text: Layout) -> Layout:
     whole = (*(f"layers.{pattern}" for pattern in text.whole), "vision.encoder.layers.*.qkv_proj.*")
     vision = Layout(NAMES, root="model.visual.")
     return replace(text, whole=whole, root="model.language_model.", parts=(("vision.", vision),))
+
+
+def further_layers(c: HFConfig, default: int) -> tuple[str, ...]:
+    """Pattern of the layer for multi-token prediction, which follows the language model's own and does not
+    run. `default` is the number of these.
+    """
+    text = c.raw.get("text_config")
+    depth = text.get("num_hidden_layers", default) if isinstance(text, Mapping) else default
+    return (f"model.language_model.layers.{depth}.*",)
 
 
 def vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:

@@ -153,6 +153,17 @@ MULTIMODAL: dict[str, Multimodal] = {
         )
         for kind in ("glm4v", "glm46v")
     },
+    "glm4v_moe": Multimodal(
+        {"glm4v_moe_text": "glm4_moe"},
+        _OWN_ROOT,
+        tied_by_text=True,
+        axes=True,
+        without=("router_aux_loss_coef",),  # of a loss that is refused where it is asked for
+        defaults={
+            **{"head_dim": None, "attention_bias": True, "max_position_embeddings": 65536},
+            **{"num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "pad_token_id": None},
+        },
+    ),
     "glm_ocr": Multimodal(
         {"glm_ocr_text": "glm4"},
         _OWN_ROOT,
@@ -272,6 +283,12 @@ _SIZES: dict[str, dict[str, int]] = {
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
+    "glm4_moe": _sizes(
+        *(151424, 4096, 10944, 46, 96),
+        moe_intermediate_size=1408,
+        n_routed_experts=128,
+        n_shared_experts=1,
+    ),
     "glm4": _sizes(151552, 4096, 13696, 40, 32),
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, intermediate_size_mlp=16384),

@@ -97,7 +97,7 @@ MISSING |= {
             *("aria", "blip", "blip-2", "chameleon", "cohere_compass", "cosmos3_edge"),
             *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid"),
             *("diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla", "fast_vlm", "fuyu", "git"),
-            *("glm4v_moe", "glmga", "got_ocr2", "granite4_vision"),
+            *("glmga", "got_ocr2", "granite4_vision"),
             *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2"),
             *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
             *("kimi_k25", "kosmos-2", "kosmos-2.5", "lfm3_vl", "lighton_ocr", "llava_next_video"),
