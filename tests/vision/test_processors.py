@@ -277,7 +277,7 @@ def test_frames_of_videos_match_the_familys_processor(vision_model, request):
     video = Video(frames, 2.0)
     if family not in VIDEOS:
         # GLM's processor knows videos, whose frames the model here takes as images only.
-        with pytest.raises(DataError, match="does not support videos: pass some|videos need|not accept"):
+        with pytest.raises(DataError, match=r"does not support videos: pass some|videos need|not accept"):
             preprocessor("what?", [], [video])
         return
     name, settings, video_place = VIDEOS[family]
