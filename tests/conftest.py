@@ -35,10 +35,27 @@ def patch_triton_once():
     interpreter._patch_lang = patch
 
 
+def keep_splatted_masks_boolean():
+    """Splat a scalar comparison as booleans. Triton 3.9's interpreter makes integers of it, and then refuses
+    `mask & (row < rows)` as a mask; the compiler, as the language says, takes it.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    create_splat = InterpreterBuilder.create_splat
+
+    def splat(self, block_type, scalar):
+        if scalar.data.dtype == bool:
+            scalar = TensorHandle(scalar.data, tl.int1)
+        return create_splat(self, block_type, scalar)
+
+    InterpreterBuilder.create_splat = splat
+
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
         patch_triton_once()
+        keep_splatted_masks_boolean()
 
 sys.path.append(str(Path(__file__).parent))  # for support_table
 
