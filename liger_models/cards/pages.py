@@ -1,5 +1,5 @@
-"""Pages generated from the registry and the cards: docs/families/FAMILY.md, each from the data next to it;
-docs/families/README.md, an overview of all families; and the README's table of models.
+"""Pages generated from the registry and the cards: docs/families/FAMILY.md, each from the data next to it, and
+docs/families/README.md, an overview of all families.
 
     write_pages(repository)    # a checkout's folder
 """
@@ -26,9 +26,7 @@ from liger_models.cards.results import (
 from liger_models.families import About, about
 from liger_models.presets import PRESETS
 
-BEGIN = "<!-- made by `liger-models card` -->"
-END = "<!-- until here -->"
-MADE = f"{BEGIN}\n"
+MADE = "<!-- made by `liger-models card` -->\n"
 
 
 def write_pages(repository: Path) -> list[Path]:
@@ -50,9 +48,6 @@ def make_pages(repository: Path) -> dict[Path, str]:
             pages[card_path(family.model_type, repository).with_suffix(".md")] = card_page(
                 family, card, repository
             )
-    readme = repository / "README.md"
-    if readme.is_file() and BEGIN in readme.read_text():
-        pages[readme] = between_markers(readme.read_text(), models_table(families, repository))
     return pages
 
 
@@ -61,49 +56,50 @@ def _by_name(model_types: Sequence[str]) -> list[Architecture]:
     return [*map(find_architecture, names)]
 
 
-def models_table(families: Sequence[Architecture], repository: Path) -> str:
-    """The README's tables of language models and of vision-language models."""
-
-    def table(first: str, vision: bool) -> str:
-        rows = []
-        for family in families:
-            if family.vision == vision:
-                words = about(family.model_type)
-                name = _linked(f"`{family.model_type}`", family, repository, str(CARDS) + "/")
-                step = against_peers(read_card(family.model_type, repository))
-                rows.append([words.name, words.traits, source(words), name, step])
-        return markdown_table([first, "in a few words", "from", "model_type", "a training step"], rows)
-
-    tables = f"{table('family', False)}\n\n{table('multimodal family', True)}"
-    return f"{SHARED_NOTE}\n\n{tables}" if SHARED in tables else tables
-
-
 def overview(families: Sequence[Architecture], repository: Path) -> str:
-    """Overview of all families."""
-    rows = []
+    """Overview of all families: what each is, then its sizes, features and checks."""
+    words, rows = [], []
     for family in families:
-        rows.append(
-            [
-                _linked(about(family.model_type).name, family, repository),
-                sizes(family, repository),
-                ", ".join(features_of_family(family, repository)),
-                str(len(family.layouts)),
-                *_state(read_card(family.model_type, repository)),
-            ]
-        )
-    header = ["family", "known sizes", "features", "layouts", "checked", "training step"]
-    table = markdown_table(header, rows)
-    note = f"{SHARED_NOTE}\n\n" if SHARED in table else ""
-    return (
-        f"{MADE}# Families\n\n"
-        "Generated from the registry, the published configs and the cards. A card records the checks of a\n"
-        "family against its reference in transformers, run by `liger-models card FAMILY`. Layouts are the\n"
-        "formats of its checkpoints; not every size has all features listed. Training steps are\n"
-        "measured for the smallest known size, with as many layers as fit on one GPU, relative to the\n"
-        "faster of transformers and transformers with liger-kernel, each in its fastest setting.\n\n"
-        f"{note}"
-        f"{table}\n"
+        told, card = about(family.model_type), read_card(family.model_type, repository)
+        name = _linked(told.name, family, repository)
+        words.append([name, told.traits, source(told), f"`{family.model_type}`"])
+        shown = sizes(family, repository), ", ".join(features_of_family(family, repository))
+        rows.append([name, *shown, str(len(family.layouts)), *_state(card)])
+    header = ["family", "in a few words", "from", "model_type"]
+    language = [row for row, family in zip(words, families, strict=True) if not family.vision]
+    vision = [row for row, family in zip(words, families, strict=True) if family.vision]
+    checks = markdown_table(
+        ["family", "known sizes", "features", "layouts", "checked", "training step"], rows
     )
+    note = [SHARED_NOTE] if SHARED in checks else []
+    return MADE + "\n\n".join(
+        [
+            "# Families",
+            OPENING,
+            "## Language models",
+            markdown_table(header, language),
+            "## Multimodal families",
+            markdown_table(header, vision),
+            "## Sizes, features and checks",
+            CHECKS_OPENING,
+            *note,
+            f"{checks}\n",
+        ]
+    )
+
+
+OPENING = """\
+The page of a family tells what was compared with transformers, when and where, and how large the differences were.
+
+All types of rotary embedding in the configs of these families are supported (`default`, `linear`, `dynamic`, `yarn`,
+`longrope`, `llama3`, `proportional`), in the old spelling and the new one. A config with an unknown key is refused by
+name, never guessed at. Only safetensors files are read; nothing is unpickled, and no code from a repository runs."""
+
+CHECKS_OPENING = """\
+Generated from the registry, the published configs and the results of `liger-models card FAMILY`. Layouts are the
+formats of a family's checkpoints; not every size has all features listed. Training steps are measured for the smallest
+known size, with as many layers as fit on one GPU, relative to the faster of transformers and transformers with
+liger-kernel, each in its fastest setting; "not run" where that was not measured."""
 
 
 def card_page(family: Architecture, card: Card, repository: Path) -> str:
@@ -150,21 +146,14 @@ def source(words: About) -> str:
     return ", ".join(links) or words.source
 
 
-def between_markers(page: str, text: str) -> str:
-    """The page with the text between the markers replaced."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def _linked(text: str, family: Architecture, repository: Path, folder: str = "") -> str:
+def _linked(text: str, family: Architecture, repository: Path) -> str:
     card = card_path(family.model_type, repository)
-    return f"[{text}]({folder}{card.with_suffix('.md').name})" if card.is_file() else text
+    return f"[{text}]({card.with_suffix('.md').name})" if card.is_file() else text
 
 
 def _state(card: Card | None) -> tuple[str, str]:

@@ -5,8 +5,7 @@ transformers, used for generation, trained, resumed and exported. On machines wi
 the family's real sizes is benchmarked against transformers and liger-kernel, one family per GPU at a time;
 --compiled also measures these under torch.compile. Results that this machine cannot produce are kept from the
 existing card. Each card is written as soon as it has a new result. At the end (at once if no family is
-given), the pages generated from the registry and the cards are updated, including the README's table of
-models.
+given), the pages generated from the registry and the cards are updated.
 
 Exit code 1 if a check failed.
 """
