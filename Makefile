@@ -5,6 +5,8 @@
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
 #   make family NAME=llama         the tests of one family, natively and in transformers, and its card
 #   make docs                      the documentation's site, in site/
+#   make notebooks                 run the notebooks
+#   make package                   the sdist and the wheel in dist/, used in a clean environment
 #   make matrix                    the tests as other CPUs run them, for hours (tests/matrix.py)
 #
 # In an activated virtual environment both install into that one, within pyproject.toml's bounds only, so
@@ -26,10 +28,10 @@ BIN := $(VENV)/bin
 # Two test processes, and one thread in each: more threads than cores make small matrices slower.
 PYTEST_FLAGS := -q -n 2 --timeout 600
 
-.PHONY: help demo test family real matrix lint types docs clean
+.PHONY: help demo test family real matrix lint types docs notebooks package clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,9p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,11p' Makefile
 
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
@@ -78,6 +80,14 @@ $(DOCS)/.ready: docs/constraints.txt pyproject.toml
 	$(DOCS)/bin/python -m pip install -q --disable-pip-version-check -c docs/constraints.txt \
 		$$($(PYTHON) -c '$(EXTRA)')
 	@touch $@
+
+# The notebooks run with small models on a CPU; what they print appears in the site.
+notebooks: $(VENV)/.liger-models-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --timeout 600 --notebooks tests/test_notebooks.py
+
+package: $(VENV)/.liger-models-dev
+	$(BIN)/python -m pip install -q --disable-pip-version-check twine
+	$(BIN)/python tests/package.py dist $(if $(PINS),--pins) $(if $(URL),--url $(URL))
 
 clean:
 	rm -rf .venv .venv-* build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache demo-output preference-output

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from liger_models.training.results import TrainingInterrupted, TrainResult
     from liger_models.training.starting import train
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Callback",

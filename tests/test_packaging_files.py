@@ -4,8 +4,11 @@ import re
 import tomllib
 from pathlib import Path
 
+import package
+
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+STABILITY = (ROOT / "docs/stability.md").read_text()
 WORKFLOWS = {path.stem: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
 
 
@@ -33,3 +36,53 @@ def test_the_images_hold_every_code_folder():
 def test_the_image_installs_extras_that_exist():
     wanted = re.search(r"^ARG EXTRAS=(\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1]
     assert set(wanted.split(",")) <= PYPROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_workflows_test_the_oldest_versions_that_are_claimed():
+    """Both ends of the versions in docs/stability.md, whose oldest are the bounds of pyproject.toml."""
+    project = PYPROJECT["project"]
+    bounds = dict(
+        re.match(r"(\w+)>=([\d.]+)", text).groups()
+        for text in [*project["dependencies"], *project["optional-dependencies"]["hf"]]
+    )
+    names = ("torch", "triton", "transformers")
+    oldest, newest = re.findall(r"^ +packages: (.+)$", WORKFLOWS["tests"], re.MULTILINE)
+    assert oldest.split() == [f"{name}=={bounds[name]}.*" for name in names]
+    assert newest.split() == list(names)
+    rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", STABILITY, re.MULTILINE))
+    assert rows == {name: bounds[name.lower()] for name in rows if name != "Python"} | {"Python": "3.11"}
+
+
+def test_links_of_the_readme_are_absolute_on_an_index():
+    text = "![a b](docs/x.png) [c](docs/y.md#z) [d](https://arxiv.org)"
+    made = package.absolute_links(text, "https://e.org/a/b", "v1")
+    assert made == (
+        "![a b](https://e.org/a/b/raw/v1/docs/x.png) [c](https://e.org/a/b/blob/v1/docs/y.md#z) "
+        "[d](https://arxiv.org)"
+    )
+    assert package.absolute_links(text, "", "v1") == " c [d](https://arxiv.org)"
+    readme = package.absolute_links((ROOT / "README.md").read_text(), "https://e.org/a/b", "v1")
+    assert re.findall(r"\]\((?!https:)[^)]*\)", readme) == []
+
+
+def test_the_address_of_a_repository_becomes_the_projects_urls():
+    project = package.with_urls((ROOT / "pyproject.toml").read_text(), "https://e.org/a/b")
+    project = tomllib.loads(project)["project"]
+    assert project["urls"]["Issues"] == "https://e.org/a/b/issues"
+    assert project | {"urls": None} == PYPROJECT["project"] | {"urls": None}
+
+
+def test_what_is_stable_is_what_the_package_offers():
+    import liger_models
+
+    assert set(re.findall(r"`(\w+)`", STABILITY)) >= set(liger_models.__all__) - ERRORS
+
+
+ERRORS = {
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "HubError",
+    "LigerModelsError",
+    "UnsupportedModelError",
+}
