@@ -71,6 +71,7 @@ def pytest_addoption(parser):
         action="store_true",
         help="run the tests marked `of_layers` for all families, not only for some that have every part",
     )
+    parser.addoption("--notebooks", action="store_true", help="run all notebooks, not only two")
     parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")
 
 

@@ -1,4 +1,4 @@
-"""README commands and code run as written, and links in the docs point to existing files."""
+"""Commands of the README and the docs are understood, and their links point to existing files."""
 
 import re
 import shlex
@@ -7,9 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
-import liger_models
 import liger_models.layers
 from liger_models.cli import COMMANDS, build_parser
 from liger_models.layers.recompute.activation_memory import LEVELS
@@ -71,16 +69,6 @@ def test_every_command_is_understood(page, monkeypatch, tmp_path):
 def test_every_extra_is_named():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"'\.\[(\w+)\]'", page("install"))) == set(extras) - {"dev", "docs"}
-
-
-@pytest.mark.parametrize("block", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
-def test_every_piece_of_python_runs(block, monkeypatch, tmp_path):
-    def tiny(name, dtype, device):
-        return liger_models.from_config(liger_models.architectures.find_architecture("llama").tiny)
-
-    monkeypatch.setattr(liger_models, "from_hub", tiny)  # no hub and no GPU here
-    monkeypatch.chdir(tmp_path)
-    exec(block, {"batches": [torch.randint(131, (2, 8)) for _ in range(2)]})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,5 +1,5 @@
-"""Pages generated from the registry and the cards: docs/families/FAMILY.md, each from the data next to it, and
-docs/families/README.md, an overview of all families.
+"""Pages generated from the registry and the cards: docs/families/FAMILY.md, each from the data next to it,
+and docs/families/README.md, an overview of all families.
 
     write_pages(repository)    # a checkout's folder
 """
@@ -89,17 +89,20 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
 
 
 OPENING = """\
-The page of a family tells what was compared with transformers, when and where, and how large the differences were.
+The page of a family tells what was compared with transformers, when and where, and how large the
+differences were.
 
-All types of rotary embedding in the configs of these families are supported (`default`, `linear`, `dynamic`, `yarn`,
-`longrope`, `llama3`, `proportional`), in the old spelling and the new one. A config with an unknown key is refused by
-name, never guessed at. Only safetensors files are read; nothing is unpickled, and no code from a repository runs."""
+All types of rotary embedding in the configs of these families are supported (`default`, `linear`,
+`dynamic`, `yarn`, `longrope`, `llama3`, `proportional`), in the old spelling and the new one. A config with
+an unknown key is refused by name, never guessed at. Only safetensors files are read; nothing is unpickled,
+and no code from a repository runs."""
 
 CHECKS_OPENING = """\
-Generated from the registry, the published configs and the results of `liger-models card FAMILY`. Layouts are the
-formats of a family's checkpoints; not every size has all features listed. Training steps are measured for the smallest
-known size, with as many layers as fit on one GPU, relative to the faster of transformers and transformers with
-liger-kernel, each in its fastest setting; "not run" where that was not measured."""
+Generated from the registry, the published configs and the results of `liger-models card FAMILY`. Layouts
+are the formats of a family's checkpoints; not every size has all features listed. Training steps are
+measured for the smallest known size, with as many layers as fit on one GPU, relative to the faster of
+transformers and transformers with liger-kernel, each in its fastest setting; "not run" where that was not
+measured."""
 
 
 def card_page(family: Architecture, card: Card, repository: Path) -> str:
