@@ -1,11 +1,13 @@
 """Makes the pages of the site that the repository does not hold, for `mkdocs build` (mkdocs.yml lists it).
 
 The home page and the guide for contributors are the README and CONTRIBUTING.md; the command line's reference
-comes from its parser, the Python API's from `__all__` and the docstrings. Nothing here imports torch.
+comes from its parser, the Python API's from `__all__` and the docstrings. Notebooks become pages, with what
+they printed when `make notebooks` ran. Nothing here imports torch.
 """
 
 import ast
 import html
+import json
 import os
 import posixpath
 import re
@@ -23,7 +25,10 @@ OUTSIDE = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+    "notebooks/README.md": "notebooks/index.md",
 }
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+OF_NOTEBOOKS = {f"notebooks/{path.name}": f"notebooks/{path.stem}.md" for path in NOTEBOOKS}
 API = {
     "liger_models": "The names of the package itself",
     "liger_models.optim": "Optimizers",
@@ -47,6 +52,7 @@ def on_files(files, config):
     pages = {page: (ROOT / name).read_text() for name, page in OUTSIDE.items()}
     pages |= {"reference/command_line.md": command_line()}
     pages |= {f"reference/{module}.md": api(module, title) for module, title in API.items()}
+    pages |= {f"notebooks/{path.stem}.md": notebook(path) for path in NOTEBOOKS}
     for name, text in pages.items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -54,7 +60,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Let links between files of the repository lead to the pages made of them."""
-    sources = {target: name for name, target in OUTSIDE.items()}
+    made = OUTSIDE | OF_NOTEBOOKS
+    sources = {target: name for name, target in made.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def replace(match):
@@ -62,7 +69,7 @@ def on_page_markdown(markdown, page, config, files):
         if re.match(r"\w+:", target) or not target:
             return match[0]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        name = OUTSIDE.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        name = made.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
         if name:
             here = posixpath.dirname(page.file.src_uri) or "."
             return f"{image}[{text}]({posixpath.relpath(name, here)}{anchor})"
@@ -71,6 +78,22 @@ def on_page_markdown(markdown, page, config, files):
         return text  # code, whose public address is not known
 
     return re.sub(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", replace, markdown)
+
+
+def notebook(path):
+    """A notebook as a page: its text, its code, and what each cell printed if `make notebooks` has run."""
+    printed = ROOT / "build/notebooks" / f"{path.stem}.json"
+    outputs = iter(json.loads(printed.read_text()) if printed.exists() else ())
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        if output := next(outputs, "").strip("\n"):
+            parts.append(f"```text\n{output}\n```")
+    return "\n\n".join(parts) + "\n"
 
 
 def command_line():

@@ -2,16 +2,20 @@
 and docs/families/README.md, an overview of all families.
 
     write_pages(repository)    # a checkout's folder
+
+A family's picture, next to its page, takes a moment and changes seldom: `write_pages` draws those asked for,
+and those that are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.cards.checks import CHECKS
+from liger_models.cards.pictures import picture_of_family
 from liger_models.cards.published import features_of_family, published
 from liger_models.cards.results import (
     CARDS,
@@ -29,9 +33,16 @@ from liger_models.presets import PRESETS
 MADE = "<!-- made by `liger-models card` -->\n"
 
 
-def write_pages(repository: Path) -> list[Path]:
-    """Regenerate all pages made from the registry and the cards; returns the files that changed."""
+def write_pages(repository: Path, pictures: Collection[str] | None = None) -> list[Path]:
+    """Regenerate all pages made from the registry and the cards; returns the files that changed.
+
+    pictures: families to draw, in addition to those without a picture; None for all.
+    """
     pages = make_pages(repository)
+    for path in [path for path in pages if path.name != "README.md"]:
+        drawn = path.with_suffix(".svg")
+        if pictures is None or path.stem in pictures or not drawn.is_file():
+            pages[drawn] = picture_of_family(find_architecture(path.stem), repository)
     stale = [path for path, text in pages.items() if not path.is_file() or path.read_text() != text]
     for path in stale:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +129,8 @@ def card_page(family: Architecture, card: Card, repository: Path) -> str:
         f"- features: {', '.join(features_of_family(family, repository))}",
         *([f"- presets: {', '.join(presets)}"] if presets else []),
     ]
-    parts = [f"{MADE}# {words.name}", "\n".join(facts)]
+    shown = f"![The layers of {words.name}, and what they keep in memory]({family.model_type}.svg)"
+    parts = [f"{MADE}# {words.name}", "\n".join(facts), shown]
     ran = [line for line in card.lines if line.passed is not None]
     for (date, where), lines in groupby(ran, key=lambda line: (line.date, _where(line))):
         rows = [

@@ -93,6 +93,6 @@ def run(args: argparse.Namespace) -> int:
         for family, found in training_step.measure(families, args.repository, compiled=args.compiled):
             keep(family, with_training_step(cards[family.model_type], family, found))
             show(family, cards[family.model_type].lines[-1])
-    for path in write_pages(args.repository):
+    for path in write_pages(args.repository, args.families or None):
         print(f"wrote {path}")
     return 0 if all(card.passed for card in cards.values()) else 1

@@ -74,6 +74,7 @@ def add_parser(subparsers) -> None:
     )
     add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
     add("--json", action="store_true", help="print JSON")
+    add("--picture", type=Path, metavar="FILE.svg", help="also draw the parts of the peak, for each level")
     train = argparse.ArgumentParser(add_help=False)
     add_train_options(train)
     group = parser.add_argument_group("as for `train`")
@@ -92,6 +93,10 @@ def add_parser(subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan; the exit code is 1 if the step does not fit."""
     report = plan(args)
+    if args.picture:
+        from liger_models.pictures.plan import write_plan
+
+        write_plan(report, args.picture)
     if args.json:
         import json
 
@@ -173,6 +178,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             level: {
                 "fits": of_level.fits,
                 "peak": of_level.peak,
+                "parts": of_level.parts,
                 "host": of_level.host,
                 "repeated": of_level.repeated,
                 **most(level),

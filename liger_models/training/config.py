@@ -205,6 +205,12 @@ class TrainConfig:
     defaulted: ClassVar[tuple[str, ...]] = ()  # settings with a default of training/defaults.py
 
     def __post_init__(self) -> None:
+        for name, value in tuple(vars(self).items()):  # `final` of another run is a Path
+            if isinstance(value, Path):
+                object.__setattr__(self, name, str(value))
+            elif isinstance(value, tuple):
+                object.__setattr__(self, name, tuple(str(v) if isinstance(v, Path) else v for v in value))
+
         def check(name: str, good: bool, expected: str) -> None:
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")

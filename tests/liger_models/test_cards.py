@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,12 +13,15 @@ from liger_models.cards import card as card_module
 from liger_models.cards import checks, pages, results, training_step
 from liger_models.cards.card import with_training_step
 from liger_models.cards.checks import CHECKS
+from liger_models.cards.pictures import picture_of_family
 from liger_models.cards.published import Published, features, published, with_layers
 from liger_models.cards.results import Card, Line
 from liger_models.cards.workshop import NotRun, Workshop
 from liger_models.cli import main
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.blocks import BLOCKS
 from liger_models.models import verification
+from liger_models.pictures.layers import BRANCHES, layers, look
 
 ROOT = Path(__file__).parents[2]
 LLAMA = find_architecture("llama")
@@ -330,11 +334,38 @@ def test_the_pages_match_the_registry_and_the_cards():
     assert stale == [], "generate them again with: liger-models card"
 
 
+@pytest.mark.parametrize("name", ["gemma4_text", "falcon_h1", "deepseek_v3"])
+def test_the_pictures_match_the_registry(name):
+    made = picture_of_family(find_architecture(name), ROOT)
+    assert made == (ROOT / pages.CARDS / f"{name}.svg").read_text(), "draw it again with: liger-models card"
+    ElementTree.fromstring(made)
+
+
+def test_layers_that_look_the_same_are_drawn_once():
+    """Gemma 2's layers alternate between two kinds; each has a norm before and after its branches."""
+    spec = find_architecture("gemma2").spec(HFConfig.load(dict(find_architecture("gemma2").tiny)))
+    first, second = (look(block) for block in spec.blocks[:2])
+    assert first != second
+    assert [[box[0][0] for box in branch] for branch in first] == [
+        ["norm", "mixer", "norm"],
+        ["norm", "mlp", "norm"],
+    ]
+    drawn = " ".join(layers(spec)[0])
+    assert drawn.count("RMSNorm</text>") == 8
+    assert "window" in drawn
+
+
+def test_every_topology_can_be_drawn():
+    assert set(BRANCHES) == set(BLOCKS)
+
+
 def test_every_card_belongs_to_a_registered_family_is_complete_and_passed():
     files = {path for path in (ROOT / pages.CARDS).iterdir() if path.name != "README.md"}
     families = {path.stem for path in files}
     assert families <= {*list_architectures(), *list_architectures(vision=True)}
-    assert files == {ROOT / pages.CARDS / f"{name}.{kind}" for name in families for kind in ("json", "md")}
+    assert files == {
+        ROOT / pages.CARDS / f"{name}.{kind}" for name in families for kind in ("json", "md", "svg")
+    }
     for name in families:
         card = Card.read(ROOT / pages.CARDS / f"{name}.json")
         assert card.family == name

@@ -1,6 +1,7 @@
 """Settings of a run in a file: overridden by flags, checked by name, written, and read back."""
 
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -108,3 +109,9 @@ def test_defaults_adapt_to_an_adapter_found_later_and_given_values_are_kept():
     config = TrainConfig("m", ("d",), "o", steps=1, weight_decay=0.3)
     assert config.changed(lora="").lr == pytest.approx(10 * config.lr)
     assert config.changed(lora="").weight_decay == 0.3
+
+
+def test_paths_are_taken_as_their_names(tmp_path):
+    """Such as `final` of another run."""
+    named = TrainConfig(model="a/final", data=("b.jsonl",), output="c", epochs=1)
+    assert TrainConfig(model=Path("a/final"), data=(Path("b.jsonl"),), output=Path("c"), epochs=1) == named
