@@ -13,6 +13,7 @@ from typing import NamedTuple
 from benchmarks.report import bars, markdown_table
 from benchmarks.training.step import Job, Result
 
+MEMORY = {"none": "no checkpointing", "checkpoint": "checkpointing"}  # of peers
 Configuration = tuple[str, str, int, str]  # provider, activation memory, batch, data
 Rows = Sequence[tuple[Job, Result]]
 
@@ -143,12 +144,33 @@ def table(rows: Rows) -> str:
 def draw(rows: Rows, title: str, path: Path) -> str:
     """Plot our speedup for each case and peer. Returns a status message."""
     ratios = [
-        (f"{case}: {peer[0].provider} {peer[0].memory} {peer[0].data}", _speed(ours) / _speed(peer))
+        (f"{_case_name(case)}\nrelative to {', '.join(_names(peer[0]))}", _speed(ours) / _speed(peer))
         for case, ours, peers in _measured(rows)
         for peer in peers
         if _speed(ours) and _speed(peer)
     ]
-    return bars(path, f"Speedup over each peer (tokens/s)\n{title}", ratios, ".2f", line=1)
+    heading = "Speed of a training step with liger_models, relative to other libraries (tokens/s; 1: as fast)"
+    return bars(path, f"{heading}\n{title}", ratios, ".2f", line=1)
+
+
+def _case_name(case: str) -> str:
+    size, _, rest = case.partition(", ")
+    return f"{ {'8B': 'Llama-3-8B', '1B': 'Llama-3.2-1B'}.get(size, size) }, {rest}"
+
+
+def _names(job: Job) -> list[str]:
+    """A peer and its settings, in words."""
+    names = {
+        "transformers": "transformers",
+        "liger": "liger-kernel",
+        "varlen": "FlashAttention 2",
+        "sdpa": "SDPA",
+        "grouped_mm": "grouped_mm",
+    }
+    library = " + ".join(names[part] for part in ("transformers", "liger") if part in job.provider.split("+"))
+    more = [names.get(name, name) for name in job.provider.split("+")[1:] if name != "liger"]
+    kept = MEMORY.get(job.memory, job.memory)
+    return [library or job.provider, *more, kept, *([job.data] if job.data != "full" else [])]
 
 
 def summary(rows: Rows) -> str:
@@ -176,8 +198,7 @@ def _kind(row: tuple[Job, Result]) -> str:
 
 def _summary_line(name: str | None, row: tuple[Job, Result], ours: tuple[Job, Result]) -> list[str]:
     job, result = row
-    memory = {"none": "no checkpointing", "checkpoint": "checkpointing"}
-    kept = f"`{job.memory}`" if job.ours else memory[job.memory]
+    kept = f"`{job.memory}`" if job.ours else MEMORY[job.memory]
     if job.data != "full":
         kept += f", {job.data}"
     speed, peak = f"{_speed(row):,.0f}", f"{result['peak_gib']:.1f}" if result["peak_gib"] else "-"

@@ -33,12 +33,12 @@ from liger_models.training.checkpoints.run_folder import BEST, checkpoints, lock
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
 from liger_models.training.inputs import with_adapter
+from liger_models.training.observing.curves import plot_losses
 from liger_models.training.observing.display import Display
 from liger_models.training.observing.metrics import (
     Speeds,
     finite_or_none,
     peak_memory,
-    plot_losses,
     read_metrics,
 )
 from liger_models.training.observing.profiling import StepProfiler
@@ -292,7 +292,8 @@ class Run(RunParts):
         if self.world.main:
             records = list(read_metrics(self.metrics.jsonl))
             objective = self.objective
-            plot_losses(records, self.output / "loss.png", objective.unit, objective.metrics)
+            title = f"{self.config.model}, {self.config.objective}"
+            plot_losses(records, self.output / "loss.png", objective.unit, objective.metrics, title)
         self.callbacks.written(self.saver)
         self.world.barrier()
         best = self.output / BEST if self.config.keep_best and self.best.step else None

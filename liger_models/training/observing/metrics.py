@@ -159,34 +159,3 @@ def peak_memory(device: torch.device) -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2) counts bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def plot_losses(
-    records: list[dict[str, Any]], path: Path, unit: str = "nats per token", extra: Sequence[str] = ()
-) -> bool:
-    """Plot training and evaluation loss over steps as a PNG, with the `extra` metrics below; False if
-    matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    names = ("loss", *extra)
-    figure = Figure(figsize=(8, 1.5 + 3 * len(names)), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
-    for axes, name in zip(figure.subplots(len(names), sharex=True, squeeze=False)[:, 0], names, strict=True):
-        train = [(r["step"], r[name]) for r in records if r.get(name) is not None]
-        held = [(r["step"], r[f"eval_{name}"]) for r in records if r.get(f"eval_{name}") is not None]
-        if train:
-            axes.plot(*zip(*train, strict=True), color="tab:blue", linewidth=1, label="training")
-        if held:
-            style = {"color": "tab:orange", "marker": "o", "markersize": 4}
-            axes.plot(*zip(*held, strict=True), label="held out", **style)
-        axes.set_ylabel(f"loss ({unit})" if name == "loss" else name.replace("_", " "))
-        axes.grid(alpha=0.3)
-        if train or held:
-            axes.legend()
-    axes.set_xlabel("step")
-    figure.savefig(path)
-    return True

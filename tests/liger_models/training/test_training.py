@@ -17,7 +17,8 @@ from liger_models.training import loop
 from liger_models.training.data import Stream
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
-from liger_models.training.observing.metrics import COLUMNS, plot_losses
+from liger_models.training.observing.curves import plot_losses
+from liger_models.training.observing.metrics import COLUMNS
 from liger_models.training.optimizer import BETAS, build_optimizer
 from liger_models.training.processes.world import World
 
@@ -312,6 +313,37 @@ def test_correction_biases_are_restored_from_a_checkpoint(run, settings, checkpo
     assert torch.equal(*biases)
     assert biases[0].abs().max() >= 0.25
     assert losses(resumed)[-1] == losses(whole)[-1]
+
+
+@pytest.mark.parametrize(
+    ("extra", "loss", "labels", "scale"),
+    [
+        ((), 3.0, ["loss (nats per token)", "learning rate", "gradient norm"], "log"),
+        (
+            ("margin", "accuracy", "chosen_reward", "rejected_reward"),
+            -1.0,
+            ["loss (nats per token)", "margin", "accuracy", "reward", "learning rate", "gradient norm"],
+            "linear",
+        ),
+    ],
+)
+def test_curves_have_a_panel_for_each_kind_of_metric(extra, loss, labels, scale, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, path: drawn.append(self) or save(self, path))
+    records = [
+        {"step": step, "loss": loss / step, "lr": 1e-5, "grad_norm": 1.0} | dict.fromkeys(extra, 0.5)
+        for step in (1, 2)
+    ]
+    assert plot_losses(records, tmp_path / "loss.png", extra=extra, title="a model, dpo")
+    axes = drawn[0].get_axes()
+    assert sorted(one.get_ylabel() for one in axes) == sorted(labels)
+    assert axes[0].get_yscale() == scale
+    assert drawn[0].get_suptitle() == "a model, dpo"
+    rewards = [one for one in axes if one.get_ylabel() == "reward"]
+    assert all(len(one.lines) == 2 for one in rewards)
 
 
 def test_the_curve_is_drawn_only_if_matplotlib_is_installed(tmp_path, monkeypatch):
