@@ -23,7 +23,7 @@ from benchmarks.training.step import Job, Result, check_provider
 
 SUMMARY = "a training step of vision-language models, against transformers with liger-kernel"
 CONFIGURATIONS = ("ours:lean", "transformers+liger:none")
-HEADER = ("model", "provider", "activation memory", "tokens/s", "ours is", "peak GiB", "of its memory", "ms")
+HEADER = ("model", "provider", "activation memory", "tokens/s", "speedup", "peak GiB", "memory ratio", "ms")
 MARKS = "<!-- images: python -m benchmarks vision -->", "<!-- end of images -->"
 TITLE = "Vision-language models"
 

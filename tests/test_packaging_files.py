@@ -19,6 +19,11 @@ def test_the_version_is_the_same_everywhere():
     assert PYPROJECT["project"]["version"] == liger_models.__version__ == cited
 
 
+def test_the_changelog_has_the_version():
+    versions = re.findall(r"^## \[(\S+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[:2] == ["Unreleased", PYPROJECT["project"]["version"]]
+
+
 def test_workflows_test_every_python_that_is_claimed():
     claimed = re.findall(r"Python :: (3\.\d+)", " ".join(PYPROJECT["project"]["classifiers"]))
     assert len(claimed) >= 3

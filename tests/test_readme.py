@@ -13,6 +13,7 @@ from liger_models.cli import COMMANDS, build_parser
 from liger_models.layers.recompute.activation_memory import LEVELS
 
 ROOT = Path(__file__).parents[1]
+PARTS = ("liger_models", "kernels", "convert", "layers", "architectures")
 README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
@@ -75,6 +76,22 @@ def test_every_extra_is_named():
 def test_every_piece_of_python_compiles(page):
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
         compile(block, str(page), "exec")
+
+
+def test_the_errors_of_the_faq_are_raised_somewhere():
+    code = " ".join(path.read_text() for part in PARTS for path in (ROOT / part).rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)  # strings that go on in the next line
+    of_others = {"Failed to find C compiler"}
+    for quoted in re.findall(r'^\*\*"(.+?)"\*\*', page("errors"), re.MULTILINE):
+        for words in quoted.split("..."):
+            assert words.strip() in code or quoted in of_others, quoted
+
+
+def test_options_that_other_tools_are_mapped_to_exist():
+    train = build_parser()._subparsers._group_actions[0].choices["train"]
+    for row in re.findall(r"^\|.+\|(.+)\|$", page("coming_from"), re.MULTILINE):
+        for option in re.findall(r"(--[\w-]+)", row):
+            assert option in train._option_string_actions, option
 
 
 def test_every_page_is_in_the_sites_navigation():

@@ -22,10 +22,10 @@ HEADER = (
     "provider",
     "activation memory",
     "tokens/s",
-    "ours is",
+    "speedup",
     "peak GiB",
     "planned GiB",
-    "of its memory",
+    "memory ratio",
     "ms",
 )
 BEGIN, END = "<!-- training step: python -m benchmarks train --cases -->", "<!-- end of the training step -->"
@@ -189,7 +189,7 @@ def summary(rows: Rows) -> str:
     return markdown_table(SUMMARY_HEADER, lines)
 
 
-SUMMARY_HEADER = ("a training step of", "", "activation memory", "tokens/s", "ours is", "peak GiB")
+SUMMARY_HEADER = ("a training step of", "", "activation memory", "tokens/s", "speedup", "peak GiB")
 
 
 def _kind(row: tuple[Job, Result]) -> str:
