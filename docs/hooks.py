@@ -62,7 +62,7 @@ def on_page_markdown(markdown, page, config, files):
     """Let links between files of the repository lead to the pages made of them."""
     markdown = re.sub(
         r"\A<!--.*?-->\n", "", markdown
-    )  # a comment before the heading would hide it as a title
+    )  # it would hide the title
     made = OUTSIDE | OF_NOTEBOOKS
     sources = {target: name for name, target in made.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")

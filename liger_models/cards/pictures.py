@@ -25,7 +25,7 @@ def picture_of_family(family: Architecture, repository: Path) -> str:
     model = liger_models.from_config(dict(config), device="meta", dtype=torch.bfloat16, dropout=0.0)
     title = f"{about(family.model_type).name}: the layers of {name}"
     drawn, width, bottom = layers(model.spec, 34)
-    kept = {}
+    kept: dict[str, dict[str, float]] = {}
     for level in LEVELS:
         by_token = sum(layer.activation_bytes(level, 2) for layer in model.layers)
         kept[level] = {"activations": TOKENS * by_token / 2**30}

@@ -73,7 +73,7 @@ def stacked(
     made = [text(12, top + 22, title, size=14)]
     y = top + 40
     if len(names) > 1:
-        x = LEFT
+        x: float = LEFT
         for name in names:
             made += [box(x, y - 9, 10, 10, colours[name]), text(x + 15, y, name)]
             x += 30 + 7 * len(name)
