@@ -60,9 +60,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Let links between files of the repository lead to the pages made of them."""
-    markdown = re.sub(
-        r"\A<!--.*?-->\n", "", markdown
-    )  # it would hide the title
+    markdown = re.sub(r"\A<!--.*?-->\n", "", markdown)  # it would hide the title
     made = OUTSIDE | OF_NOTEBOOKS
     sources = {target: name for name, target in made.items()}
     source = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")

@@ -14,8 +14,8 @@ from liger_models.losses.agreement import Agreement, agreement
 from liger_models.losses.cpo_loss import cpo_loss
 from liger_models.losses.dpo_loss import PreferenceLoss, dpo_loss, wpo_weights
 from liger_models.losses.grpo_loss import PolicyLoss, PolicyOptions, grpo_loss
-from liger_models.losses.kl_estimate import kl_estimate
 from liger_models.losses.info_nce_loss import info_nce_loss
+from liger_models.losses.kl_estimate import kl_estimate
 from liger_models.losses.kto_loss import KTOLoss, kto_kl, kto_loss
 from liger_models.losses.orpo_loss import orpo_loss
 from liger_models.losses.policy import (
@@ -46,8 +46,8 @@ __all__ = [
     "dpo_loss",
     "group_advantages",
     "grpo_loss",
-    "kl_estimate",
     "info_nce_loss",
+    "kl_estimate",
     "kto_kl",
     "kto_loss",
     "on_policy",
