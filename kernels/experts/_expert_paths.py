@@ -13,6 +13,9 @@ rank. They are cast to the products' dtype once per pass, B transposed, with its
 and padded to P ranks, a power of two of at least 16. Several paths of one stack are one, with their ranks
 concatenated.
 
+17 launches in addition for paths of both stacks: six in the forward pass (A cast, B packed, and t, twice) and
+eleven in the backward pass (A, B and u again, twice; dA, dB, twice; t weighed once).
+
 Bytes moved in addition, per product of R rows from `inputs` to `outputs`: R (inputs + P) in the forward
 pass, and R (inputs + 2 outputs + 3 P) in the backward pass.
 """

@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+from live_bytes import LiveBytes, as_on_a_gpu
 from moe_problem import CLAMPED, doubled, folded, formula, operands, paths_of, run
 
 from liger_models.kernels import ExpertPath, moe_experts
@@ -121,3 +122,13 @@ def test_under_compile_paths_are_folded(monkeypatch, assert_near):
     found = run(with_paths(moe_experts, firsts), inputs, upstream)
     for actual, expected in zip(found, truth, strict=True):
         assert_near(actual, expected, 64)
+
+
+def test_a_pass_takes_less_memory_than_a_stack():
+    """Neither W + s B A nor a gradient of that size is made."""
+    inputs, firsts = problem({"tokens": 3, "hidden": 256, "inner": 256, "num_experts": 64, "top_k": 2})
+    inputs[3:5] = (matrices.detach() for matrices in inputs[3:5])
+    with as_on_a_gpu(), LiveBytes(inputs, zero=True) as live:
+        with_paths(moe_experts, firsts)(*inputs).sum().backward()
+    assert 0 < live.peak < inputs[4].nbytes
+    assert all(x.grad is not None for x in inputs if x.requires_grad)
