@@ -36,6 +36,7 @@ from verl.workers.engine.utils import (
 import liger_models
 from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.integrations.verl_checkpoints import load, save
+from liger_models.integrations.verl_routes import routing_of
 from liger_models.integrations.verl_settings import refuse, schedule_of, targets_of
 from liger_models.losses import without_adapters
 from liger_models.models.streaming import stream_weights
@@ -126,6 +127,10 @@ class LigerEngine(BaseEngine):
             checkpoint_config=self.checkpoint_config,
         )
         self._offload()
+
+    @property
+    def _replay(self) -> str:
+        return "disabled" if self.engine_config.forward_only else self.engine_config.router_replay.mode
 
     def _compute_dtype(self) -> torch.dtype:
         mixed = self.engine_config.mixed_precision or {}
@@ -231,7 +236,7 @@ class LigerEngine(BaseEngine):
             raise UnsupportedModelError(
                 "verl's engine of liger_models takes no images yet; use strategy=fsdp2"
             )
-        found = self._outputs(batch)
+        found = self._outputs(batch, forward_only)
         if loss_function is None:
             assert forward_only, "a training step needs a loss function"
             loss, metrics = torch.ones((), device=self.device), {}
@@ -240,7 +245,7 @@ class LigerEngine(BaseEngine):
             loss, metrics = loss_function(model_output=found, data=batch, dp_group=dp_group)
         return loss, {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
 
-    def _outputs(self, batch: Any) -> dict[str, Tensor]:
+    def _outputs(self, batch: Any, forward_only: bool) -> dict[str, Tensor]:
         """log_probs and what else is asked for, jagged as input_ids: position t scores token t + 1."""
         asked = {
             name: tu.get_non_tensor_data(batch, name, default=False)
@@ -263,12 +268,14 @@ class LigerEngine(BaseEngine):
             temperature=temperature,
             entropy=asked["calculate_entropy"],
             log_sum_sq_probs=asked["calculate_sum_pi_squared"],
+            **routing_of(batch, self._replay, forward_only),
         )
         log_squares = scores.log_sum_sq_probs
         found = {
             "log_probs": scores.log_probs,
             "entropy": scores.entropy,
             "sum_pi_squared": None if log_squares is None else log_squares.exp(),
+            "routed_experts": scores.routed_experts,
         }
         return {name: _jagged(values, bounds) for name, values in found.items() if values is not None}
 
@@ -355,7 +362,7 @@ class LigerValueEngine(LigerEngine):
 
     labels = 1
 
-    def _outputs(self, batch: Any) -> dict[str, Tensor]:
+    def _outputs(self, batch: Any, forward_only: bool) -> dict[str, Tensor]:
         ids = batch["input_ids"]
         values = self.module(ids.values()[None], cu_seqlens=ids.offsets(), every_token=True).logits[..., 0]
         return {"values": _jagged(values, ids.offsets())}

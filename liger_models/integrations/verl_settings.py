@@ -42,7 +42,6 @@ def refuse(model_config: Any, config: Any) -> None:
         and (parallel or getattr(config, "expert_parallel_size", 1) > 1),
         "qat.enable": config.qat.enable,
         "offload_policy": config.offload_policy,
-        "router_replay.mode": config.router_replay.mode != "disabled",
     }
     if taken := [name for name, is_set in found.items() if is_set]:
         raise UnsupportedModelError(f"strategy=liger does not support {taken[0]}; leave it at its default")

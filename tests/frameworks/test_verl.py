@@ -11,6 +11,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 import liger_models
+from liger_models.architectures import find_architecture
 
 pytest.importorskip("verl", reason="verl is not installed")
 
@@ -121,6 +122,36 @@ def test_a_critic_values_every_token(folder):
     (first, second) = (results["head"]["score.weight"] for results in found)
     assert torch.equal(first, second)
     assert not torch.equal(first, model.lm_head.weight)
+
+
+def test_experts_are_replayed_from_an_earlier_pass_or_the_rollout(folder):
+    torch.manual_seed(0)
+    model = liger_models.from_config({**find_architecture("qwen3_moe").tiny, "vocab_size": 61})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    model.save_pretrained(folder / "experts")
+    found = run(folder, "routes")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.5)
+    differ = 0
+    for rank, (scores, refused) in enumerate(found):
+        assert "router_replay.mode=R3: the batch has no routed_experts" in refused
+        for place, (x, t) in enumerate(zip(*program["sequences"](rank)[:2], strict=True)):
+            experts = scores["old"]["routed_experts"][place][None]
+            assert experts.shape[:2] == (1, len(x))
+            last = experts.clone()
+            last[:, -1] = -1
+            missing = last.clone()
+            missing[:, 1] = -1 if place == 0 else missing[:, 1]
+            for name, given in (("new", last), ("rollout", missing), ("free", None)):
+                with torch.no_grad():
+                    call = {"labels": x[None], "temperature": float(t), "routed_experts": given}
+                    expected = model.score(x[None], **call).log_probs[0]
+                close(scores[name]["log_probs"][place][:-1], expected, name)
+            differ += not torch.equal(scores["new"]["log_probs"][place], scores["free"]["log_probs"][place])
+    assert differ  # with the larger weights some tokens would have gone to other experts
 
 
 def test_adapters_are_sent_alone_or_merged(folder):

@@ -11,6 +11,8 @@ from tensordict import NonTensorData, TensorDict
 from verl.plugin.platform import platform_manager
 from verl.plugin.platform.platform_base import PlatformBase
 
+import liger_models
+
 
 class Host(PlatformBase):
     """A platform without an accelerator, which verl lacks."""
@@ -79,7 +81,7 @@ def engine(folder, kind="language_model", model=None, **settings):
 
     from liger_models.integrations.verl_settings import LigerEngineConfig
 
-    model = HFModelConfig(path=str(folder / "model"), load_tokenizer=False, **(model or {}))
+    model = HFModelConfig(**{"path": str(folder / "model"), "load_tokenizer": False} | (model or {}))
     model.model_type = kind
     config = LigerEngineConfig(mixed_precision={"param_dtype": "fp32"}, **settings)
     optimizer = FSDPOptimizerConfig(
@@ -101,7 +103,9 @@ def results(folder: Path, rank: int, ranks: int, kind: str):
     platform_manager.set_platform(Host())
     import liger_models.integrations.verl  # noqa: F401 - as verl's entry point does
 
-    return {"policy": policy, "critic": critic, "sequences": divided, "lora": lora}[kind](folder, rank)
+    return {"policy": policy, "critic": critic, "sequences": divided, "lora": lora, "routes": routes}[kind](
+        folder, rank
+    )
 
 
 def weights(engine, **options):
@@ -150,6 +154,45 @@ def divided(folder, rank):
     with made.train_mode():
         made.train_batch(batch(0), loss)
     return {"scores": scores, "trained": weights(made)[0]}
+
+
+def routes(folder, rank):
+    """R2: the pass that gives the old scores records its experts, and a step replays them, after the weights
+    have changed; R3: so do those of a rollout, which lack the last token and one more row.
+    """
+    made = engine(folder, model={"path": str(folder / "experts")}, router_replay=replay("R2"))
+    with made.eval_mode():
+        old = made.infer_batch(batch(rank))["model_output"]
+    with torch.no_grad():
+        for p in made.module.parameters():
+            p.mul_(1.5)
+    data = batch(rank)
+    data["routed_experts"] = old["routed_experts"]
+    with made.eval_mode():
+        new = made.infer_batch(data)["model_output"]
+        free = made.infer_batch(batch(rank))["model_output"]
+    step = data
+    object.__setattr__(made.engine_config, "router_replay", replay("R3"))  # it is frozen
+    data = batch(rank)
+    rows = [x[:-1].clone() for x in old["routed_experts"].unbind()]
+    rows[0][1] = 0  # not recorded
+    data["routed_experts"] = jagged(rows)
+    with made.eval_mode():
+        rollout = made.infer_batch(data)["model_output"]
+        try:
+            made.infer_batch(batch(rank))
+        except liger_models.DataError as error:
+            refused = str(error)
+    with made.train_mode():
+        made.train_batch(step, loss)
+    found = {"old": old, "new": new, "free": free, "rollout": rollout}
+    return {name: {key: list(x.unbind()) for key, x in one.items()} for name, one in found.items()}, refused
+
+
+def replay(mode):
+    from verl.workers.config.engine import EngineRouterReplayConfig
+
+    return EngineRouterReplayConfig(mode=mode)
 
 
 def lora(folder, rank):
