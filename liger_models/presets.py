@@ -5,11 +5,13 @@ liger_models.from_config(preset("llama-3.2-1b"), dtype=torch.bfloat16, device="c
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.errors import ConfigError, HubError
 
 
 def preset(
@@ -29,6 +31,17 @@ def preset(
         if "vocab_size_per_layer_input" in config:
             config["vocab_size_per_layer_input"] = vocab_size
     return config
+
+
+@contextlib.contextmanager
+def naming_presets(name: str) -> Iterator[None]:
+    """Add the preset whose name is nearest to `name` to a HubError about it."""
+    try:
+        yield
+    except HubError as error:
+        if near := difflib.get_close_matches(name, PRESETS, n=1):
+            raise HubError(f"{error}; the nearest preset is {near[0]}") from error
+        raise
 
 
 def _llama(**changes: Any) -> dict[str, Any]:

@@ -60,6 +60,8 @@ class LowRankAdapter:
             CheckpointError: another kind of adapter, or no base model is named.
         """
         path = folder / ADAPTER_CONFIG
+        if base and not path.is_file():
+            raise CheckpointError(f"{folder} is not an adapter, so it has no base model; omit base= (--base)")
         config = read_json(path)
         if config.get("peft_type") != "LORA":
             raise CheckpointError(

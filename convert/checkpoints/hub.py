@@ -42,7 +42,8 @@ def resolve(
     cache.
 
     Args:
-        name_or_path: a folder, or a repository on the hub such as `"meta-llama/Llama-3.2-1B"`.
+        name_or_path: a folder, that of a training run (for its latest checkpoint), or a repository on the hub
+            such as `"meta-llama/Llama-3.2-1B"`.
         revision: a branch, a tag or a commit of the repository. Default: its main branch.
         token: the hub's access token; True demands the stored one, None uses it if there is one.
         cache_dir: of the hub's client. Default: its own.
@@ -53,7 +54,7 @@ def resolve(
         CheckpointError: the folder has no config.json, or the repository no safetensors weights.
         HubError: the repository or revision does not exist, is gated or private, or could not be downloaded.
     """
-    folder = local_path(name_or_path)
+    folder = local_path(latest_in_run(name_or_path))
     if folder.exists() or isinstance(name_or_path, Path) or _looks_like_a_path(name_or_path):
         if _is_adapter(folder, folder, adapter):
             return folder
@@ -116,6 +117,19 @@ def _is_adapter(folder: Path, name: object, accepted: bool) -> bool:
     return True
 
 
+def latest_in_run(name: str | Path) -> str | Path:
+    """The latest checkpoint of a training run's folder, or its `final`; other names unchanged."""
+    folder, configs = local_path(name), ("config.json", ADAPTER_CONFIG)
+    if folder.is_dir() and not any((folder / config).exists() for config in configs):
+        numbered = {path.name.partition("-")[2]: path for path in folder.glob("checkpoint-*")}
+        steps = [int(number) for number in numbered if number.isdecimal()]
+        run = [folder / "final", *([numbered[str(max(steps))]] if steps else [])]
+        written = [path / config for path in run for config in configs if (path / config).is_file()]
+        if written:  # `final` is older if a resumed run was stopped
+            return str(max(written, key=lambda path: path.stat().st_mtime).parent)
+    return name
+
+
 def local_path(name: str | Path, error: type[LigerModelsError] = CheckpointError) -> Path:
     """Expand `~` in a path, and check that the system can look it up.
 
@@ -168,10 +182,12 @@ def read_headers(
 
     api = HfApi(token=token)
     try:
+        # This fails at once, where the hub's other calls try for 30 s.
+        files = api.model_info(repo_id, revision=revision).siblings or ()
+        names = [file.rfilename for file in files]
         with tempfile.TemporaryDirectory() as cache:
             config = api.hf_hub_download(repo_id, "config.json", revision=revision, cache_dir=cache)
             raw = read_json(Path(config), ConfigError)
-        names = api.list_repo_files(repo_id, revision=revision)
         top = [name for name in names if "/" not in name and not _ignored(name)]
         weights = [name for name in top if name.endswith(".safetensors")]
         headers = [api.parse_safetensors_file_metadata(repo_id, n, revision=revision) for n in weights]

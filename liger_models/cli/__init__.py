@@ -26,6 +26,33 @@ COMMANDS = (
     *("list", "init", "inspect", "plan", "verify", "look", "tokenize", "train"),
     *("export", "merge", "generate", "chat", "bench", "card"),
 )
+# Options of TRL, Axolotl and others whose names here are not similar.
+OF_OTHERS = {
+    "--learning-rate": "--lr",
+    "--num-train-epochs": "--epochs",
+    "--num-epochs": "--epochs",
+    "--max-steps": "--steps",
+    "--per-device-train-batch-size": "--batch-size",
+    "--micro-batch-size": "--batch-size",
+    "--gradient-accumulation-steps": "--gradient-accumulation",
+    "--max-length": "--seq-len",
+    "--max-seq-length": "--seq-len",
+    "--sequence-len": "--seq-len",
+    "--warmup-steps": "--warmup",
+    "--warmup-ratio": "--warmup",
+    "--lr-scheduler-type": "--schedule",
+    "--max-grad-norm": "--clip",
+    "--gradient-checkpointing": "--activation-memory",
+    "--load-in-4bit": "--quantize",
+    "--use-peft": "--lora",
+    "--lora-r": "--lora",
+    "--val-set-size": "--eval-fraction",
+    "--report-to": "--log",
+    "--output-dir": "--output",
+    "--dataset": "--data",
+    "--dataset-name": "--data",
+    "--resume-from-checkpoint": "--resume",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +107,9 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         for word in dict.fromkeys(word.partition("=")[0] for word in self._words):
             known = self._option_string_actions
-            near = difflib.get_close_matches(word, known, n=1) if word.startswith("--") else []
+            other = OF_OTHERS.get(word.replace("_", "-"))
+            near = [other] if other in known else difflib.get_close_matches(word, known, n=1)
+            near = near if word.startswith("--") else []
             if near and word not in known:
                 message += f"; {word} is not an option, the nearest is {near[0]}"
         self.exit(2, f"{self.prog}: error: {message}\nSee `{self.prog} --help`.\n")

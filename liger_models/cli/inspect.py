@@ -20,7 +20,9 @@ def add_parser(subparsers) -> None:
     parser = subparsers.add_parser(
         "inspect", help="show a model's layers, parameters and memory", description=__doc__
     )
-    parser.add_argument("name", metavar="NAME", help="hub id, checkpoint folder, or preset")
+    parser.add_argument(
+        "name", metavar="NAME", help="hub id, folder of a checkpoint, an adapter or a run, or preset"
+    )
     parser.add_argument(
         "--mtp", action="store_true", help="with the checkpoint's modules for multi-token prediction"
     )
@@ -83,7 +85,7 @@ def find_config(name: str) -> tuple[Any, dict[str, tuple[str, tuple[int, ...]]],
     from liger_models.convert.checkpoints.adapter import resolve_model
     from liger_models.convert.checkpoints.hub import read_headers, resolve
     from liger_models.convert.errors import HubError
-    from liger_models.presets import PRESETS
+    from liger_models.presets import PRESETS, naming_presets
 
     if Path(name).exists():
         folder, _ = resolve_model(find_checkpoint(name))  # of an adapter, the base model
@@ -93,7 +95,8 @@ def find_config(name: str) -> tuple[Any, dict[str, tuple[str, tuple[int, ...]]],
     try:
         folder = resolve(name, local_files_only=True)
     except HubError:  # not in the cache: read the headers remotely
-        return *read_headers(name), None
+        with naming_presets(name):
+            return *read_headers(name), None
     return folder, {}, folder
 
 

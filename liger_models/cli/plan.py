@@ -222,14 +222,13 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
 def _config(args: argparse.Namespace) -> Any:
     """The model's config. An adapter's settings become those of --lora, as in `train`."""
     from liger_models.cli.inspect import find_config
-    from liger_models.cli.shared.checkpoints import latest_in_run
     from liger_models.convert.checkpoints.adapter import LowRankAdapter
-    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path
+    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, latest_in_run, local_path
     from liger_models.presets import preset
     from liger_models.training.lora import LoraSettings
     from liger_models.training.text.tokenizer import TextTokenizer
 
-    name = latest_in_run(args.model)
+    name = str(latest_in_run(args.model))
     if Path(name).is_file():
         return name
     if _is_preset(name) and args.tokenizer:

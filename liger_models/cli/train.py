@@ -42,7 +42,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     from dataclasses import fields
 
-    from liger_models.cli.shared.checkpoints import latest_in_run
     from liger_models.convert.errors import ConfigError
     from liger_models.training import TrainConfig, TrainingInterrupted, train
     from liger_models.training.processes.world import World
@@ -57,9 +56,8 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in names} | {"objective_options": of_objective}
     options |= {name: split_patterns(getattr(args, name)) for name in ("freeze", "train_only", "add_tokens")}
     options |= {"data": tuple(args.data), "eval_data": tuple(args.eval_data)}
-    options["model"] = latest_in_run(args.model)
     if args.base is not None:
-        options |= {"model": args.base, "adapter": options["model"]}
+        options |= {"model": args.base, "adapter": args.model}
     config = TrainConfig(**options)
     if args.print_config:
         from liger_models.training.inputs import with_adapter

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from liger_models.convert.errors import ConfigError, TrainingError
+from liger_models.convert.errors import ConfigError, TrainingError, abbreviate
 from liger_models.training.checkpoints.saving import Saver
 from liger_models.training.processes.watch import Watch
 from liger_models.training.processes.world import World
@@ -52,6 +52,8 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Callback], world: World, watch: Watch) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ConfigError(f"callbacks is {abbreviate(callbacks)}; expected a list of them")
         self.all, self.world, self.watch = tuple(callbacks), world, watch
         self.stop = False
         self._saved: list[Path] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +27,11 @@ from liger_models.training.processes.world import SHARDS
 
 DTYPES = ("auto", "float32", "bfloat16")
 NOT_FINITE = ("stop", "skip")
+_KINDS: dict[str, tuple[Any, str]] = {
+    "str": (str, "text"),
+    "int": ((int, float), "a number"),
+    "float": ((int, float), "a number"),
+}
 # Settings that may differ when a run is resumed.
 PLACES = (
     "resume",
@@ -215,6 +221,13 @@ class TrainConfig:
             if not good:
                 raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
 
+        for f in fields(self):
+            value, kind = getattr(self, f.name), str(f.type).removesuffix(" | None")
+            if kind == "str" and isinstance(value, PathLike):
+                object.__setattr__(self, f.name, str(value))
+            elif kind in _KINDS and not (value is None and f.default is None):
+                kinds, expected = _KINDS[kind]
+                check(f.name, isinstance(value, kinds) and not isinstance(value, bool), expected)
         check("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
         rates = find_defaults(
             self.objective,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from liger_models.convert.checkpoints.adapter import LowRankAdapter
-from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
-from liger_models.convert.errors import ConfigError, DataError, HubError, UnsupportedModelError
+from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, latest_in_run, local_path, resolve
+from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
 from liger_models.images import Preprocessor
 from liger_models.layers.attention.backends import WITH_TREES
 from liger_models.layers.sequences.tree import check_tree
@@ -23,7 +22,7 @@ from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.models.loading import from_config, from_hub
 from liger_models.models.quantization import quantise
 from liger_models.models.vocabulary import check_vocabulary
-from liger_models.presets import PRESETS, preset
+from liger_models.presets import PRESETS, naming_presets, preset
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
     BlockRequest,
@@ -65,16 +64,17 @@ class LoadedModel(NamedTuple):
 
 
 def with_adapter(config: TrainConfig) -> TrainConfig:
-    """The settings of a run whose model is an adapter: its base model, and its adapter to train further.
+    """The settings with a run as the model replaced by its checkpoint, and an adapter by its base model and
+    the adapter to train further.
 
     Raises:
         ConfigError: settings of other adapters, too.
         CheckpointError: the adapter or its base model cannot be used.
     """
-    folder = local_path(config.adapter or config.model)
-    if config.adapter is None and not (folder / ADAPTER_CONFIG).is_file():
-        return config
-    folder = resolve(str(folder) if folder.is_dir() else config.adapter or config.model, adapter=True)
+    name = str(latest_in_run(config.adapter or config.model))
+    if config.adapter is None and not (local_path(name) / ADAPTER_CONFIG).is_file():
+        return config if name == config.model else config.changed(model=name)
+    folder = resolve(name, adapter=True)
     adapter = LowRankAdapter.open(folder, config.model if config.adapter else None)
     adapter.resolve_base()
     lora = LoraSettings.text_of(adapter)
@@ -101,12 +101,8 @@ def tokenizer_folder(config: TrainConfig, checkpoint: Path | None) -> Path:
         return checkpoint
     if config.adapter and (Path(config.adapter) / "tokenizer.json").is_file():
         return Path(config.adapter)
-    try:
+    with naming_presets(config.model):
         return resolve(config.model)
-    except HubError as error:
-        if near := difflib.get_close_matches(config.model, PRESETS, n=1):
-            raise HubError(f"{error}; the nearest preset is {near[0]}") from error
-        raise
 
 
 def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | None) -> ModelSpec:

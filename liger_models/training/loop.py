@@ -84,11 +84,10 @@ class Run(RunParts):
             Display(world.main, self.total, self.progress.step, config.log_every) as display,
             StepProfiler(self.output / "profile", profile) as profiler,
         ):
-            evaluated: dict[str, float | None] = {}
-            if self.evaluation and not self.resumed:
-                evaluated = self.evaluate(display)
-                if evaluated:
-                    self._record({"step": 0, "tokens": 0, **evaluated})
+            evaluated: dict[str, Any] = {}  # the latest record with an evaluation
+            if self.evaluation and not self.resumed and (before := self.evaluate(display)):
+                evaluated = {"step": 0, "tokens": 0, **before}
+                self._record(evaluated)
             while (step := self.progress.step) < self.total and not self._stops_early():
                 started = time.perf_counter()
                 rate = self.learning_rate.rate(step)
@@ -114,12 +113,12 @@ class Run(RunParts):
                 if self.adapters or config.freeze or config.train_only:
                     record["trainable_parameters"] = sum(p.numel() for p in self.parameters)
                 if self.evaluation and self._due(config.eval_every):
-                    evaluated = self.evaluate(display)
-                    record |= evaluated
+                    record |= self.evaluate(display)
+                    evaluated = record
                 self._record(record)
                 if self.best.improves(self.progress.step, record) and config.keep_best:
                     self._save_best()
-                display.step(self.progress.step, speeds.line(record, evaluated.get("eval_loss")))
+                display.step(self.progress.step, speeds.line(record, evaluated))
                 if outcome.stop:
                     self.saver.wait()  # may raise the actual error
                     raise self._interrupted(signals)

@@ -8,6 +8,7 @@ al., 2023, arXiv:2305.14314).
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Collection, Mapping
@@ -279,10 +280,16 @@ class Adapters:
 
 def import_peft() -> Any:
     """Import PEFT, or raise a ConfigError that says how to install it."""
+    # PEFT imports bitsandbytes, which warns of a kernel that it lacks, also where nothing is quantised.
+    log = logging.getLogger("bitsandbytes")
+    level = log.level
+    log.setLevel(logging.ERROR)
     try:
         import peft
     except ImportError as error:
         raise ConfigError("--lora needs PEFT: pip install 'liger_models[lora]'") from error
+    finally:
+        log.setLevel(level)
     return peft
 
 

@@ -13,6 +13,12 @@ from liger_models.training.config import PLACES, TrainConfig
 from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.processes.world import World
 
+# Settings that choose the tokens of a run.
+_OF_DATA = {
+    *("data", "eval_data", "eval_fraction", "columns", "split", "streaming", "shuffle_buffer"),
+    *("tokenizer", "truncate", "train_on", "max_image_pixels"),
+}
+
 
 def find_checkpoint(
     config: TrainConfig, world: World, output: Path
@@ -78,10 +84,13 @@ def check_resumed(
                 f"{checkpoint} was trained with {name}={then}, but this run has {now}; keep {then}"
             )
     if state["data"] != data:
+        settings = [
+            f"{name}={changed[name][1]}, which was {changed[name][0]}" for name in _OF_DATA & changed.keys()
+        ]
+        found = ", ".join(sorted(settings)) or "a data file or the tokenizer has changed"
         raise DataError(
-            f"{checkpoint} was trained on other tokens than these: a data file, its weight, the tokenizer, "
-            "--truncate, --train-on, --eval-fraction, --streaming or --shuffle-buffer has changed; "
-            "restore it, or start a new run from these weights without --resume"
+            f"{checkpoint} was trained on other tokens than these: {found}; restore it, or start a new run "
+            "from these weights without --resume"
         )
     for name, (then, now) in changed.items():
         if name not in PLACES:

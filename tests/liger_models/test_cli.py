@@ -151,6 +151,16 @@ def test_inspect_of_a_repository_reads_its_headers_from_the_hub(checkpoint, caps
     assert report["memory"]["weights"] == 2 * report["num_parameters"]
 
 
+def test_a_misspelled_preset_is_reported_with_the_nearest(capsys, monkeypatch):
+    def unreachable(name, **options):
+        raise liger_models.HubError("no network")
+
+    monkeypatch.setattr(hub, "resolve", unreachable)
+    monkeypatch.setattr(hub, "read_headers", unreachable)
+    assert main(["inspect", "llama3.1-8b"]) == 2
+    assert "no network; the nearest preset is llama-3.1-8b" in capsys.readouterr().err
+
+
 def test_inspect_groups_equal_layers_and_shows_where_parameters_come_from(checkpoint, capsys):
     assert main(["inspect", str(checkpoint)]) == 0
     shown = capsys.readouterr().out

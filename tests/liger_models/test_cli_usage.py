@@ -31,6 +31,20 @@ def test_an_unknown_option_is_reported_with_the_nearest(more, capsys):
     assert "; --epoch is not an option, the nearest is --epochs\n" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("--learning_rate", "--lr"),
+        ("--per-device-train-batch-size", "--batch-size"),
+        ("--max-length", "--seq-len"),
+    ],
+)
+def test_options_of_other_tools_are_reported_with_ours(theirs, ours, capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "model", "--data", "d", "--output", "o", "--epochs", "1", theirs, "1"])
+    assert f"; {theirs} is not an option, the nearest is {ours}\n" in capsys.readouterr().err
+
+
 def test_the_help_fits_one_screen(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):

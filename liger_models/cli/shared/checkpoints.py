@@ -14,21 +14,7 @@ def find_checkpoint(name: str) -> Path:
     """
     from liger_models.convert.checkpoints.hub import resolve
 
-    return resolve(latest_in_run(name), adapter=True)
-
-
-def latest_in_run(name: str) -> str:
-    """The latest checkpoint of a training run's folder; other names unchanged."""
-    from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path
-    from liger_models.training.checkpoints.state import newest_checkpoint
-
-    folder, configs = local_path(name), ("config.json", ADAPTER_CONFIG)
-    if folder.is_dir() and not any((folder / config).exists() for config in configs):
-        run = [path for path in (folder / "final", newest_checkpoint(folder)) if path is not None]
-        written = [path / config for path in run for config in configs if (path / config).is_file()]
-        if written:  # `final` is older if a resumed run was stopped
-            return str(max(written, key=lambda path: path.stat().st_mtime).parent)
-    return name
+    return resolve(name, adapter=True)
 
 
 def find_tokenizer(name: str) -> Path:
@@ -37,7 +23,7 @@ def find_tokenizer(name: str) -> Path:
     Raises:
         CheckpointError, HubError: it does not exist or cannot be downloaded.
     """
-    from liger_models.convert.checkpoints.hub import local_path, resolve
+    from liger_models.convert.checkpoints.hub import latest_in_run, local_path, resolve
 
     folder = local_path(latest_in_run(name))
     return folder if (folder / "tokenizer.json").is_file() else resolve(name)

@@ -83,8 +83,8 @@ def _values(parser: argparse.ArgumentParser, path: str, settings: Mapping[Any, A
         for key, value in settings.items():
             name = str(key).replace("-", "_")
             where = f"--config {path}: {section}{key}"
-            if isinstance(value, dict) and name in sections and not section:
-                take(value, f"{name}.")
+            if isinstance(value, dict) and _slug(str(key)) in sections and not section:
+                take(value, f"{key}.")
             elif name in values:
                 raise ConfigError(f"{where} is given twice")
             elif name in options:
@@ -101,7 +101,8 @@ def _values(parser: argparse.ArgumentParser, path: str, settings: Mapping[Any, A
 
 def _slug(title: str) -> str:
     """Name of a section: the group's title without "the" and what is in brackets."""
-    return re.sub(r"\(.*\)", "", title).strip().lower().removeprefix("the ").replace(" ", "_")
+    words = re.sub(r"\(.*\)", "", title).lower().replace("_", " ").replace("-", " ").split()
+    return "_".join(words[1:] if words[:1] == ["the"] else words)
 
 
 def _convert(action: argparse.Action, value: Any, where: str) -> Any:

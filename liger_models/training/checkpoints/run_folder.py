@@ -94,7 +94,10 @@ def check_output(output: Path, *, new: bool, merge: bool = False) -> None:
             raise ConfigError(f"{path} is not a file, but metrics are written there; move it")
         if new and path.is_file() and not _of_empty_run(path):
             held = "already holds a run" if name == "metrics.jsonl" else f"contains {name} from elsewhere"
-            raise ConfigError(f"{output} {held}; continue it with --resume, or choose another --output")
+            advice = "continue it with --resume, or choose another --output"
+            if (output / "final" / MANIFEST).is_file() and not checkpoints(output):  # --resume would refuse
+                advice = f"choose another --output (a model to train further is {output / 'final'})"
+            raise ConfigError(f"{output} {held}; {advice}")
     for final in finals:
         if new and final.is_dir() and any(final.iterdir()):
             raise ConfigError(

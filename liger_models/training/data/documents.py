@@ -275,4 +275,6 @@ def _count_within(part: Part, fraction: float) -> int:
 
 
 def describe(counts: Counter[str]) -> str:
-    return ", ".join(f"{number:,} {what}" for what, number in counts.items()) or "no records"
+    """What was read, beginning with what is trained on."""
+    listed = sorted(counts.items(), key=lambda item: item[0] not in ("documents", "tokens", "labels"))
+    return ", ".join(f"{number:,} {what}" for what, number in listed) or "no records"

@@ -114,8 +114,10 @@ class Speeds:
             "mfu": per_second / self.peak if per_second <= self.peak else None,
         }
 
-    def line(self, record: dict[str, Any], eval_loss: float | None) -> str:
-        """Text of the progress bar, with the average speed of the last steps."""
+    def line(self, record: dict[str, Any], evaluated: dict[str, Any]) -> str:
+        """Text of the progress bar, with the average speed of the last steps and the loss on held-out data
+        in `evaluated`, this record or an earlier one.
+        """
         inputs, flops, seconds = (sum(column) for column in zip(*self.last, strict=True))
         loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"
         extra = [f"{name} {record[name]:.3f}" for name in self.extra if record.get(name) is not None]
@@ -124,8 +126,9 @@ class Speeds:
         shown = f" ({share:.0%})" if share <= 1 else ""  # the peak was measured while others used the machine
         parts.append(f"{flops / seconds / 1e12:,.3g} TFLOP/s{shown}")
         parts.append(f"{record['memory'] / 2**30:.2f} GiB")
-        if eval_loss is not None:
-            parts.append(f"held-out {eval_loss:.3f}")
+        if (eval_loss := evaluated.get("eval_loss")) is not None:
+            since = "" if evaluated["step"] == record["step"] else f" at step {evaluated['step']:,}"
+            parts.append(f"held-out {eval_loss:.3f}{since}")
         return ", ".join(parts)
 
 

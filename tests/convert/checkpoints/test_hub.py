@@ -100,7 +100,8 @@ class Hub:
                         self.answer(200, [self.entry(name, data) for name, data in files.items()])
                 elif match := re.fullmatch(r"/api/models/(\w+/\w+?)(?:/revision/(.+))?", path):
                     if commit := self.commit(match[1], (match[2] or "main").replace("%2F", "/")):
-                        self.answer(200, {"id": match[1], "sha": commit, "siblings": []})
+                        names = [{"rfilename": name} for name in hub.repos[match[1]]["commits"][commit]]
+                        self.answer(200, {"id": match[1], "sha": commit, "siblings": names})
                 elif match := re.fullmatch(r"/(\w+/\w+)/resolve/([^/]+)/(.+)", path):
                     if commit := self.commit(match[1], match[2]):
                         self.send_file(commit, match[3], hub.repos[match[1]]["commits"][commit])
@@ -437,6 +438,16 @@ def test_a_folder_with_an_adapter_is_refused_as_a_model(tmp_path, with_model):
     message = "and a model; remove adapter_config.json to" if with_model else "but no model; to merge it into"
     with pytest.raises(CheckpointError, match=rf"{tmp_path}: holds a PEFT adapter.*{message}"):
         resolve(tmp_path)
+
+
+def test_the_folder_of_a_run_is_its_latest_checkpoint(tmp_path):
+    for number, name in enumerate(("checkpoint-9", "checkpoint-10", "final")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        os.utime(tmp_path / name / "config.json", (number, number))
+        assert resolve(tmp_path) == tmp_path / name
+    os.utime(tmp_path / "checkpoint-10" / "config.json", (5, 5))  # a longer run that was stopped
+    assert resolve(str(tmp_path)) == tmp_path / "checkpoint-10"
 
 
 def test_a_folder_without_config_is_named(tmp_path):

@@ -83,6 +83,8 @@ def test_an_error_in_a_callback_surfaces_and_the_run_can_be_resumed(method, run,
 def test_only_callbacks_are_taken(run, settings):
     with pytest.raises(ConfigError, match="expected an instance of a subclass"):
         run(settings(), callbacks=[print])
+    with pytest.raises(ConfigError, match=r"callbacks is .*; expected a list"):
+        run(settings(), callbacks=liger_models.Callback())
 
 
 def test_the_page_runs(checkpoint, monkeypatch, tmp_path):

@@ -47,12 +47,12 @@ def test_arrays_hold_the_same_records_as_lines_wherever_blocks_end(tmp_path, mon
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('[{"text": "a"},\n {"text": 3}]', r"a\.json, record 2 \(line 2\): 'text' is a int"),
+        ('[{"text": "a"},\n {"text": 3}]', r"a\.json, record 2 \(line 2\): 'text' is a number"),
         ('[{"text": "a"},\n {"text": "b}]', r"ends within its array, in record 2 \(line 1\)"),
         ('[{"text": "a"}] x', "text after the end of the array"),
         ('[{"text": "a"},\n, {"text": "b"}]', "line 2: a comma without a record"),
         ('[{"text": "a"},\n]', "line 2: a comma without a record"),
-        ('["a"]', r"record 1 \(line 1\): found a str, expected a JSON object"),
+        ('["a"]', r"record 1 \(line 1\): found a string, expected a JSON object"),
         ('[{"text": "' + "a" * 300 + '"}]', r"record 1 \(line 1\): longer than 200 bytes"),
     ],
 )

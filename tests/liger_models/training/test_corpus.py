@@ -175,7 +175,7 @@ def test_the_error_for_a_missing_reader_names_the_package(load, tmp_path, monkey
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "ab"}\n{"text": 3}\n'),
-            r"a\.jsonl\.gz, line 2: 'text' is a int",
+            r"a\.jsonl\.gz, line 2: 'text' is a number",
         ),
         ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(999))[:500], "cannot be unpacked|line 1"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet cannot be read as Parquet"),

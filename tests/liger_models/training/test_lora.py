@@ -337,6 +337,8 @@ def test_an_adapter_is_accepted_wherever_a_model_is(checkpoint, settings, run, t
     )
     assert main(["merge", str(preferred), str(tmp_path / "merged")]) == 2
     assert "pass it as base= (--base)" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match="is not an adapter, so it has no base model; omit base="):
+        run(settings(model=str(checkpoint), adapter=str(checkpoint), steps=1))
     base = ["--base", str(checkpoint_copy)]
     assert main(["merge", str(preferred), str(tmp_path / "merged"), *base]) == 0
     ids = torch.arange(3, 40)[None]

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from liger_models.cli.shared.data_options import OBJECTIVE_OPTIONS
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training import TrainConfig, loop
 from liger_models.training.data import Stream, groups, load_documents
+from liger_models.training.data.reading.records import parse_fields
+from liger_models.training.data.reading.schema import PAIRS, Schema
 from liger_models.training.objectives import OBJECTIVES, options_of
 from liger_models.training.observing.metrics import Speeds
 from liger_models.training.text.tokenizer import TextTokenizer
@@ -250,7 +253,7 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
             GOOD | {"rejected": [{"role": "assistant", "content": "x"}]},
             "'rejected' is a list; expected a string",
         ),
-        (GOOD | {"prompt": 3, "chosen": 3, "rejected": 3}, "'prompt' is a int"),
+        (GOOD | {"prompt": 3, "chosen": 3, "rejected": 3}, "'prompt' is a number"),
         (
             {
                 "prompt": [{"role": "user", "content": "x"}],
@@ -418,11 +421,36 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
         start("distill", {"teacher": str(tmp_path / "other")})
 
 
+def test_whole_conversations_may_repeat_their_prompt_as_text():
+    question, chosen, rejected = ({"role": role, "content": text} for role, text in SAID)
+    pair = {"chosen": [question, chosen], "rejected": [question, rejected]}
+    schema, counts = Schema((PAIRS,)), Counter()
+    for more in ({}, {"prompt": "Tea?"}):
+        content = parse_fields("a", pair | more, counts, schema).content
+        assert [part.messages for part in content] == [[question], [chosen], [rejected]]
+    with pytest.raises(
+        DataError, match=r"'prompt' is a string, 'chosen' is a list.*\[\{\"role\": \"assistant"
+    ):
+        parse_fields("a", pair | {"prompt": "Soup?"}, counts, schema)
+
+
+SAID = (("user", "Tea?"), ("assistant", "Yes."), ("assistant", "No."))
+
+
 def test_objective_metrics_appear_in_the_progress_bar():
     speeds = Speeds(peak=1e12, extra=("margin", "accuracy"))
     speeds.add(100, 10**9, 0.5)
     record = {"loss": 0.5, "margin": 0.25, "accuracy": None, "lr": 1e-3, "memory": 2**30}
-    assert speeds.line(record, None).startswith("loss 0.500, margin 0.250, lr 1.0e-03, 200 tok/s")
+    assert speeds.line(record, {}).startswith("loss 0.500, margin 0.250, lr 1.0e-03, 200 tok/s")
+
+
+def test_the_loss_on_held_out_data_in_a_line_says_its_step():
+    speeds = Speeds(peak=1e12)
+    speeds.add(100, 10**9, 0.5)
+    record = {"step": 3, "loss": 0.5, "lr": 1e-3, "memory": 2**30}
+    assert speeds.line(record, record | {"eval_loss": 0.25}).endswith("GiB, held-out 0.250")
+    assert speeds.line(record, {"step": 2, "eval_loss": 0.25}).endswith("GiB, held-out 0.250 at step 2")
+    assert speeds.line(record, {"step": 2, "eval_loss": None}).endswith("GiB")
 
 
 def test_objective_metrics_appear_in_the_files_and_the_plot(configured, run):

@@ -199,6 +199,15 @@ def test_the_optimizer_state_may_move_to_the_host_and_back(run, settings, losses
     assert_same_bits(result.final, unstopped.final)
 
 
+def test_a_run_is_a_model_to_train_further(run, settings, tmp_path):
+    run(settings(steps=2, save_every=0))
+    further = settings(model=str(tmp_path / "run"), steps=1, output=str(tmp_path / "further"))
+    assert run(further).steps == 1
+    assert f'model: "{tmp_path}/run/final"' in (tmp_path / "further" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"already holds a run; choose another .* further is .*run/final"):
+        run(settings(steps=2))
+
+
 def test_a_run_can_be_made_longer(run, settings):
     run(settings(schedule="constant", steps=4))
     result = run(settings(schedule="constant", steps=6, resume="auto"))
@@ -210,7 +219,7 @@ def test_a_run_can_be_made_longer(run, settings):
     [
         ({"seq_len": 32, "truncate": True}, ConfigError, "seq_len=64, but this run has 32; keep 64"),
         ({"seed": 5}, ConfigError, "seed=0, but this run has 5"),
-        ({"eval_fraction": 0.2}, DataError, "other tokens than these"),
+        ({"eval_fraction": 0.2}, DataError, r"other tokens than these: eval_fraction=0\.2, which was 0\.1; "),
     ],
 )
 def test_a_resumed_run_on_other_data_is_refused(run, settings, changes, error, message):

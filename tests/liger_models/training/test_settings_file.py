@@ -7,6 +7,7 @@ import pytest
 
 import liger_models.training
 from liger_models.cli import main
+from liger_models.convert.errors import ConfigError
 from liger_models.training import TrainConfig
 from liger_models.training.settings_file import settings_text
 
@@ -103,6 +104,30 @@ def test_an_unusable_file_is_refused_with_the_reason(tmp_path, capsys, text, wor
 def test_defaults_of_learning_rate_and_decay_depend_on_the_kind_of_training(given, lr, weight_decay):
     config = TrainConfig(**{"model": "m", "data": ("d",), "output": "o", "steps": 1} | given)
     assert (config.lr, config.weight_decay) == (lr, weight_decay)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"lr": "fast"}, "lr is 'fast'; expected a number"),
+        ({"eval_every": True}, "eval_every is True; expected a number"),
+        ({"lora": True}, "lora is True; expected text"),
+        ({"model": None}, "model is None; expected text"),
+    ],
+)
+def test_a_setting_of_another_type_is_refused(setting, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(**{"model": "m", "data": ("d",), "output": "o", "steps": 1} | setting)
+
+
+def test_paths_are_taken_as_settings(tmp_path):
+    config = TrainConfig(tmp_path, ("d",), tmp_path / "o", steps=1)
+    assert (config.model, config.output) == (str(tmp_path), str(tmp_path / "o"))
+
+
+@pytest.mark.parametrize("section", ["optimizer", "the run", "run", "adapters", "most-used", "the_machine"])
+def test_sections_are_named_as_in_the_help(parsed, section):
+    assert parsed("model: m\ndata: d\noutput: o\n" + f"{section}: {{steps: 3, seed: 4}}").seed == 4
 
 
 def test_defaults_adapt_to_an_adapter_found_later_and_given_values_are_kept():

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from liger_models.convert.errors import DataError, abbreviate
 from liger_models.images.files import Video
+from liger_models.training.data.reading.pairs import with_common_prompt
 from liger_models.training.data.reading.schema import (
     IMAGES,
     LABELLED,
@@ -38,6 +39,7 @@ from liger_models.training.data.reading.schema import (
     TOOLS,
     VIDEOS,
     Schema,
+    kind_of,
 )
 from liger_models.training.data.reading.sharegpt import messages_from
 from liger_models.training.text.answers import ASSISTANT
@@ -125,7 +127,8 @@ def parse_line(where: str, line: bytes, counts: Counter[str], schema: Schema = A
     except (ValueError, RecursionError) as error:  # also numbers or nesting beyond Python's limits
         raise DataError(f"{where}: JSON that cannot be read: {error}") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{where}: found a {type(fields).__name__}, expected a JSON object")
+        hint = "; an array of objects belongs in a .json file" if isinstance(fields, list) else ""
+        raise DataError(f"{where}: found {kind_of(fields)}, expected a JSON object{hint}")
     return parse_fields(where, fields, counts, schema)
 
 
@@ -163,8 +166,8 @@ def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str], schem
     options = _options(where, fields) if is_conversation else NOTHING
     for key in fields.keys() - {*keys, IMAGES, VIDEOS, *((TOOLS, OPTIONS) if is_conversation else ())}:
         counts[f"fields {key!r} left aside"] += 1
-    if form == PAIRS and "prompt" not in fields:
-        fields = _with_common_prompt(fields)
+    if form == PAIRS and isinstance(fields.get("prompt", ""), str):
+        fields = with_common_prompt(fields)
     if missing := [key for key in keys if key not in fields]:
         raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}")
     if form == "messages":
@@ -174,7 +177,7 @@ def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str], schem
         return Record(where, form, _judged(where, keys, fields, counts), options=options)
     for key in keys:
         if not isinstance(fields[key], str):
-            raise DataError(f"{where}: {key!r} is a {type(fields[key]).__name__}, expected a string")
+            raise DataError(f"{where}: {key!r} is {kind_of(fields[key])}, expected a string")
         check_text(where, fields[key])
     return Record(where, form, fields["text"] if form == "text" else (fields["prompt"], fields["completion"]))
 
@@ -230,16 +233,6 @@ _INSTEAD_OF_VIDEOS = (
 )
 
 
-def _with_common_prompt(fields: dict[str, Any]) -> dict[str, Any]:
-    """Split a pair of whole conversations into their common prompt and two answers."""
-    chosen, rejected = fields.get("chosen"), fields.get("rejected")
-    if not isinstance(chosen, list) or not isinstance(rejected, list):
-        return fields
-    alike = [a == b for a, b in zip(chosen, rejected, strict=False)]
-    common = min([*alike, False].index(False), len(chosen) - 1, len(rejected) - 1)
-    return {"prompt": chosen[:common], "chosen": chosen[common:], "rejected": rejected[common:]}
-
-
 def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter[str]) -> tuple[Any, ...]:
     """Return the values of these keys: a prompt, non-empty answers, or a label."""
     if "label" in keys and not isinstance(fields["label"], bool):
@@ -247,10 +240,13 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
             f"{where}: 'label' is {abbreviate(fields['label'])}, expected true of a good completion or false"
         )
     texts = [key for key in keys if key != "label"]
-    kinds = {key: type(fields[key]).__name__ for key in texts}
+    kinds = {key: kind_of(fields[key]) for key in texts}
     if len(set(kinds.values())) > 1 or not isinstance(fields["prompt"], str | list):
-        found = ", ".join(f"{key!r} is a {kind}" for key, kind in kinds.items())
-        raise DataError(f"{where}: {found}; expected a string each, or a list of messages each")
+        found = ", ".join(f"{key!r} is {kind}" for key, kind in kinds.items())
+        raise DataError(
+            f"{where}: {found}; expected a string each, or a list of messages each, such as "
+            '[{"role": "assistant", "content": ...}] for an answer'
+        )
     found_in = dict(fields)
     for key in texts:
         value, is_answer = fields[key], key != "prompt"

@@ -21,6 +21,12 @@ TOOLS, OPTIONS = "tools", "chat_template_kwargs"  # fields next to messages
 Columns = tuple[tuple[str, str], ...]
 
 
+def kind_of(value: Any) -> str:
+    """The kind of a JSON value, in JSON's words."""
+    kinds = {str: "a string", bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    return "null" if value is None else kinds.get(type(value), "an object")
+
+
 def parse_columns(text: str | None) -> Columns:
     """Parse `field=column,field=column`.
 
@@ -97,6 +103,10 @@ class Schema:
         advice = ""
         if known and "prompt/completion" in self.forms:
             advice = f" (or --columns prompt={known[0][0]},completion={known[0][1]})"
+        elif there >= {"chosen", "rejected"} and PAIRS not in self.forms:
+            advice = " (pairs are for --objective dpo, orpo, simpo or reward)"
+        elif "messages" in self.forms and (lists := [name for name in _SEEN_AS_MESSAGES if name in there]):
+            advice = f" (or --columns messages={lists[0]})"
         return f"{of_these}{', '.join(self.forms)}{advice}"
 
     def _takes_alpaca(self) -> bool:
@@ -115,6 +125,7 @@ class Schema:
 
 _ALPACA = (alpaca.INSTRUCTION, alpaca.INPUT, alpaca.OUTPUT, alpaca.HISTORY)
 _BESIDE = {IMAGES, VIDEOS, TOOLS, OPTIONS, CONVERSATIONS, SYSTEM}
+_SEEN_AS_MESSAGES = ("conversation", "dialog", "dialogue", "chat", "turns")
 _SEEN_AS_PAIRS = (
     ("question", "answer"),
     ("query", "response"),

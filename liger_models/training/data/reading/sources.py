@@ -172,7 +172,10 @@ def _file(path: Path) -> Source:
         of_hub = f"; for the data set of the hub write {HUB}{name}" if re.fullmatch(_HUB_NAME, name) else ""
         raise DataError(f"data file {path} does not exist{of_hub}")
     if not _kind(path):
-        raise DataError(f"data file {path} has suffix {path.suffix!r}; expected {', '.join(KINDS)}")
+        raise DataError(
+            f"data file {path} has suffix {path.suffix!r}; expected {', '.join(KINDS)} (for other "
+            'texts, such as source code, write a .jsonl file with {"text": ...} on each line)'
+        )
     return Source(str(path), path)
 
 

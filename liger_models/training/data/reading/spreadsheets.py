@@ -38,6 +38,11 @@ def read_csv(path: Path, counts: Counter[str], advance: Advance, schema: Schema)
         _, header = next(rows, (1, []))
         if twice := [name for name, count in Counter(header).items() if count > 1]:
             raise DataError(f"{path}, line 1: the header has the column {twice[0]!r} twice")
+        if len(header) == 1 and separator == "," and header[0].count(";"):
+            raise DataError(
+                f"{path}, line 1: the header is one column, {header[0]!r}; fields are separated by commas in "
+                ".csv files, and by tabs in .tsv files"
+            )
         for number, (line, values) in enumerate(rows, 1):
             where = f"{path}, row {number} (line {line})"
             if len(values) != len(header):
