@@ -12,6 +12,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -115,10 +116,43 @@ class TensorBoard(Tracker):
         self.writer.close()
 
 
-class WeightsAndBiases(Tracker):
-    """A run of the project "liger_models", or of WANDB_PROJECT, with the settings as its config. A resumed
-    run continues the same W&B run; repeated steps keep their first values, which are identical.
+class Continued(Tracker):
+    """A tracker whose client appends to a run and cannot take steps back. A resumed run continues the same
+    one, where steps that it repeats keep their first values.
+
+    Attributes:
+        last: file with the last step that the client has.
     """
+
+    last: Path
+
+    def write(self, step: int, numbers: dict[str, float]) -> None:
+        if step > self._seen:
+            self._write(step, numbers)
+            replaced = self.last.with_name(f".{self.last.name}.new")
+            replaced.write_text(str(step), encoding="utf-8")
+            os.replace(replaced, self.last)
+
+    @cached_property
+    def _seen(self) -> int:
+        written = self.last.read_text(encoding="utf-8") if self.last.is_file() else ""
+        return int(written) if written.isdecimal() else -1
+
+    @abstractmethod
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
+        """Record the numbers of a new step."""
+
+    def _begin(self, file: Path, resumed_step: int | None) -> str | None:
+        """The tracker's run that a resumed run continues, whose name is in `file`; None for a new one."""
+        self.last = file.with_name(f"{file.name}_step")
+        earlier = _identity(file, resumed_step)
+        if earlier is None:
+            self.last.unlink(missing_ok=True)
+        return earlier
+
+
+class WeightsAndBiases(Continued):
+    """A run of the project "liger_models", or of WANDB_PROJECT, with the settings as its config."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         identity = folder / "wandb" / "liger_models_run"
@@ -128,7 +162,7 @@ class WeightsAndBiases(Tracker):
             name=folder.name,
             dir=str(folder),
             config=config,
-            id=_identity(identity, resumed_step) or _new_identity(identity),
+            id=self._begin(identity, resumed_step) or _new_identity(identity),
             resume="allow",
         )
 
@@ -138,21 +172,19 @@ class WeightsAndBiases(Tracker):
 
         return wandb
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)
 
     def close(self, failed: bool) -> None:
         self.run.finish(exit_code=1) if failed else self.run.finish()
 
 
-class Trackio(Tracker):
-    """A run of the project "liger_models", or of TRACKIO_PROJECT, with the settings as its config. A resumed
-    run continues the same Trackio run, where repeated steps occur twice, with identical values.
-    """
+class Trackio(Continued):
+    """A run of the project "liger_models", or of TRACKIO_PROJECT, with the settings as its config."""
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
         file = folder / "trackio_run"
-        earlier = _identity(file, resumed_step)
+        earlier = self._begin(file, resumed_step)
         # Trackio knows a run by its name.
         self.run = self.client().init(
             project=os.environ.get("TRACKIO_PROJECT", "liger_models"),
@@ -167,17 +199,16 @@ class Trackio(Tracker):
 
         return trackio
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log(numbers, step=step)
 
     def close(self, failed: bool) -> None:
         self.run.finish()
 
 
-class MLflow(Tracker):
+class MLflow(Continued):
     """A run of the experiment "liger_models", or of MLFLOW_EXPERIMENT_NAME, with the settings as its
-    parameters. A resumed run continues the same MLflow run, where repeated steps occur twice, with identical
-    values.
+    parameters.
     """
 
     def __init__(self, folder: Path, config: dict[str, Any], resumed_step: int | None) -> None:
@@ -185,7 +216,7 @@ class MLflow(Tracker):
         # A client of this run's own: the module's functions act on a run of the process.
         self.mlflow, self.runs = mlflow, mlflow.MlflowClient()
         file = folder / "mlflow_run"
-        if earlier := _identity(file, resumed_step):
+        if earlier := self._begin(file, resumed_step):
             self.run_id = earlier
             self.runs.update_run(earlier, status="RUNNING")
             return
@@ -205,7 +236,7 @@ class MLflow(Tracker):
 
         return mlflow
 
-    def write(self, step: int, numbers: dict[str, float]) -> None:
+    def _write(self, step: int, numbers: dict[str, float]) -> None:
         now = int(time.time() * 1000)
         metrics = [self.mlflow.entities.Metric(name, value, now, step) for name, value in numbers.items()]
         self.runs.log_batch(self.run_id, metrics=metrics)
