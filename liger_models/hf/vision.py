@@ -24,6 +24,7 @@ from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
+from liger_models.layers.vision.repeated import repeat_pictures
 from liger_models.layers.vision.vision import VisionInputs
 
 PICTURES = (
@@ -195,20 +196,15 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return {spec.kinds: torch.zeros_like(input_ids)}
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
-        """Expand inputs for several sequences per prompt, as transformers does.
-
-        Raises:
-            ValueError: the images are not arranged by row; transformers would repeat each patch or image
-                instead of those of a row.
+        """Expand inputs for several sequences per prompt, as transformers does, with each row's own pictures:
+        transformers would repeat each image or patch.
         """
-        by_rows = kwargs.get("aspect_ratio_ids") is not None
-        if expand_size > 1 and not by_rows and any(kwargs.get(name) is not None for name in PICTURES):
-            raise ValueError(
-                f"{expand_size} sequences per prompt (num_beams, num_return_sequences) with images are not "
-                "supported; repeat the prompts and their images in the input of the processor"
-            )
         whole: Any = super()
-        return whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
+        shown = {name: kwargs.pop(name) for name in PICTURES if kwargs.get(name) is not None}
+        ids, expanded = whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
+        if shown and expand_size > 1:
+            shown = repeat_pictures(self.base_decoder.spec.vision, shown, kwargs["input_ids"], expand_size)
+        return ids, expanded | shown
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: Any) -> Any:
         """Prepare positions of text as transformers does; None for models with three position axes, whose

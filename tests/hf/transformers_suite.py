@@ -113,9 +113,6 @@ KNOWN = {
     r"Gemma3TextModelTest::test_generation_beyond_sliding_window_tiny_model": (
         "reads a config from the hub, and the suite runs offline"
     ),
-    r"(Qwen2_5_VL|Gemma3Vision|Llava).*test_(beam_(search|sample)_generate.*|sample_generate_dict_output)": (
-        "several sequences per prompt (num_beams, num_return_sequences) with images are refused"
-    ),
 }
 """Failures that are expected: a pattern of tests, `test` or `Class::test`, and the reason."""
 

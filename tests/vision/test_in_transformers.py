@@ -10,11 +10,13 @@ import pickle
 import pytest
 import safetensors
 import torch
-from pairs import BOUND, Run, beyond_bound, relative_distance
-from scenes import DOCUMENTS, Image
+from pairs import BOUND, Run, beyond_bound, relative_distance, spec_of
+from scenes import DOCUMENTS, Image, Video
 
 import liger_models
 from liger_models.architectures import list_architectures
+from liger_models.convert.errors import DataError
+from liger_models.layers.vision.repeated import repeat_pictures
 
 transformers = pytest.importorskip("transformers")
 
@@ -245,14 +247,40 @@ def test_fresh_weights_base_models_pickles_and_offloaded_layers_work(
     assert not told["unexpected_keys"]
 
 
-@FEW
-def test_several_sequences_per_prompt_are_refused_with_images(family, pair, ours):
-    call = pair.scene([1, Image(4, 4), 2])
+FORMS = ["qwen2_5_vl", "mistral3", "llava", "gemma4", "lfm2_vl", "llava_onevision", "idefics3", "mllama"]
+
+
+@pytest.mark.parametrize("family", FORMS)
+def test_rows_are_repeated_with_their_pictures(family, pair, ours):
+    """One family for each form of a processor's outputs."""
+    call = pair.rows_of_one_length(
+        [[1, Image(4, 4), 2, Video(2, 4, 4, 1.0), 1], [2, Image(4, 4), 1, Image(6, 4), 2], [9]]
+    )
     del call["labels"]
-    with pytest.raises(ValueError, match="repeat the prompts and their images"):
-        ours.generate(**call, max_new_tokens=2, num_beams=2, **EOS)
-    text = pair.scene([5])["input_ids"]
-    assert ours.eval().generate(text, max_new_tokens=2, num_beams=2, **EOS).shape == (1, 7)
+    ids, more = ours.eval()._expand_inputs_for_generation(2, **call)
+    with torch.no_grad():
+        expected = ours(**call).logits.repeat_interleave(2, 0)
+        assert relative_distance(ours(ids, **more).logits, expected) <= BOUND
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
+def test_beams_equal_the_references(family, pair, ours):
+    call = pair.scene([2, Image(4, 4), 5])
+    del call["labels"]
+    options = {"max_new_tokens": 4, "num_beams": 3, "num_return_sequences": 2, **EOS}
+    expected = pair.reference.eval().generate(**call, **options)
+    assert torch.equal(ours.eval().generate(**call, **options), expected)
+
+
+def test_pictures_that_are_not_the_rows_own_are_refused():
+    spec = spec_of("qwen2_vl").vision
+    ids, grids = torch.tensor([[5, 3, 3, 6], [3, 3, 3, 3]]), torch.tensor([[1, 2, 4], [1, 4, 4]])
+    given = {"image_grid_thw": grids, "pixel_values": torch.randn(24, spec.patches.width)}
+    assert repeat_pictures(spec, given, ids, 2)["image_grid_thw"].tolist() == grids[[0, 0, 1, 1]].tolist()
+    with pytest.raises(DataError, match="of row 0 are not those of whole pictures"):
+        repeat_pictures(spec, given, ids.flip(0), 2)
+    with pytest.raises(DataError, match="tokens of 1 pictures, and 2 are given"):
+        repeat_pictures(spec, given, ids[:1], 2)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3", "mllama"])
