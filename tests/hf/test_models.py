@@ -12,7 +12,7 @@ from hf_pairs import BOUND, gradients, relative_distance
 
 import liger_models
 from liger_models import Distillation, ScoreOptions
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
 
@@ -468,3 +468,19 @@ def test_attributes_that_tools_set_on_configs_are_ignored(make_both, hf):
     config = make_both("llama").ours.config
     config.neftune_noise_alpha, config.is_decoder, config.language = 5.0, True, "en"
     assert isinstance(transformers.AutoModelForCausalLM.from_config(config), hf.LigerForCausalLM)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [("gemma3_text", {"use_bidirectional_attention": True}), ("qwen3", {"is_causal": False})],
+)
+def test_bidirectional_base_models_match_the_reference(family, changes, make_both, batch):
+    both = make_both(family, task="", **changes)
+    call = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    seen = call["attention_mask"].bool()
+    ours, theirs = both.ours(**call), both.reference(**call)
+    assert ours.past_key_values is None
+    distance = relative_distance(ours.last_hidden_state[seen], theirs.last_hidden_state[seen])
+    assert distance <= BOUND
+    with pytest.raises(DataError, match="attention is bidirectional"):
+        both.ours(**call, use_cache=True)
