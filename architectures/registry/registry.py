@@ -40,6 +40,7 @@ class Architecture:
         model_type: the name in config.json.
         build: turns a config into a spec; takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
+        reference_of: the family whose class that is, if it is another one's.
         vision: whether its models accept images.
         defaults: the reference's values of keys missing from config.json.
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
@@ -59,6 +60,7 @@ class Architecture:
     model_type: str
     build: Callable[[HFConfig], ModelSpec]
     reference: str
+    reference_of: str | None = None
     vision: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
@@ -125,6 +127,7 @@ def register(
     model_type: str,
     *,
     reference: str,
+    reference_of: str | None = None,
     vision: bool = False,
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
@@ -145,6 +148,7 @@ def register(
             model_type,
             build,
             reference,
+            reference_of,
             vision,
             defaults or {},
             layouts,

@@ -41,8 +41,6 @@ MISSING |= {
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in the last layer alone",
     "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
-    "internlm3": "a reference that it shares with LLaMA: load it as llama, with its keys renamed",
-    "iquestcoder": "a reference that it shares with LLaMA: load it as llama",
     "jetmoe": "mixtures of attention heads",
     "longcat_flash": "layers with two attentions, and experts that return their input",
     "mimo_v2_flash": "values of another width than keys",

@@ -23,6 +23,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_images
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
+from liger_models.models.verification import config_class
 from liger_models.training import TrainConfig, TrainResult, train
 
 FILE_BYTES = 100_000  # splits a tiny checkpoint into several files
@@ -57,7 +58,7 @@ class Workshop:
     @cached_property
     def reference(self) -> Any:
         """The reference of the family's tiny config, in float32, with random parameters."""
-        config = self.reference_class.config_class(**copy.deepcopy(dict(self.architecture.tiny)))
+        config = config_class(self.architecture)(**copy.deepcopy(dict(self.architecture.tiny)))
         config._attn_implementation = "eager"
         model = self.reference_class(config)
         randomise(model, torch.Generator().manual_seed(1))

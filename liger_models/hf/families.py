@@ -62,7 +62,9 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
                         f"this transformers ({transformers.__version__}) keeps its own {model_type}; use "
                         f"liger_models.hf.classes_of({model_type!r}) in place of {auto.__name__}"
                     )
-            by_name[find_architecture(model_type).reference] = classes_of(model_type).causal_lm
+            architecture = find_architecture(model_type)
+            if architecture.reference_of is None:
+                by_name[architecture.reference] = classes_of(model_type).causal_lm
     for module in _all_transformers():  # call once: it scans all modules
         vars(module).update(by_name)
 
@@ -125,6 +127,8 @@ def classes_of(model_type: str) -> FamilyClasses:
     """
     architecture = find_architecture(model_type)
     reference = architecture.reference
+    if architecture.reference_of:  # its classes are named after its config
+        reference = CONFIG_MAPPING[model_type].__name__.replace("Config", "ForCausalLM")
     # transformers selects checkpoint converters by class name, so ours must differ from its own.
     fields = {
         "architecture": architecture,
@@ -139,7 +143,7 @@ def classes_of(model_type: str) -> FamilyClasses:
 
     family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     named = AutoModel._model_mapping._model_mapping.get(model_type)
-    named = named if named not in (None, reference) else f"{family}Model"
+    named = named if named not in (None, reference) and not architecture.reference_of else f"{family}Model"
     if architecture.vision:
         theirs = own_class(CONFIG_MAPPING[model_type], reference)
         their_base = getattr(sys.modules[theirs.__module__], named, theirs)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.round_trip import RoundTrip, verify_roundtrip
 from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
@@ -95,12 +96,17 @@ def verify_numbers(folder: Path) -> Comparison:
     call, images = _call_of(skeleton.spec, folder)
     # One model after the other: both at once would need half as much again.
     # By its name: the Auto class does not know every family, and may have been given ours.
-    name = skeleton.architecture.reference
+    name, borrowed = skeleton.architecture.reference, skeleton.architecture.reference_of
     if not hasattr(transformers, name):
         raise UnsupportedModelError(f"transformers {transformers.__version__} does not have {name}")
     reference = (
         getattr(transformers, name)
-        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .from_pretrained(
+            folder,
+            **({"config": config_class(skeleton.architecture).from_pretrained(folder)} if borrowed else {}),
+            dtype=torch.float32,
+            attn_implementation="eager",
+        )
         .eval()  # as it is: without dropout
     )
     stacks = _names_of_stacks(skeleton)
@@ -139,6 +145,16 @@ def _results(model: nn.Module, call: Mapping[str, Any], **options: Any) -> dict[
     output = model(**call, **options)
     output.loss.backward()
     return {"logits": output.logits.detach(), "loss": output.loss.detach()}
+
+
+def config_class(architecture: Architecture) -> Any:
+    """The class of a family's config in transformers."""
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if architecture.reference_of:
+        return CONFIG_MAPPING[architecture.model_type]
+    return getattr(transformers, architecture.reference).config_class
 
 
 def _names_of_stacks(model: LigerCausalLM) -> set[str]:

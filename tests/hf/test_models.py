@@ -12,6 +12,7 @@ from hf_pairs import BOUND, gradients, relative_distance
 
 import liger_models
 from liger_models import Distillation, ScoreOptions
+from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError, DataError
 
 transformers = pytest.importorskip("transformers")
@@ -32,6 +33,16 @@ def test_the_auto_classes_give_our_models_once_registered(make_both, hf):
     hf.unregister()
     again = transformers.AutoModelForCausalLM.from_pretrained(both.folder)
     assert type(again) is type(both.reference)
+
+
+def test_a_class_that_several_families_share_keeps_the_name_of_its_own(hf):
+    hf.register()
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**find_architecture("internlm3").tiny)
+    )
+    assert type(model) is hf.classes_of("internlm3").causal_lm
+    assert type(model).__name__ == "LigerInternLM3ForCausalLM"
+    assert transformers.LlamaForCausalLM is hf.classes_of("llama").causal_lm
 
 
 def test_a_name_in_transformers_gives_our_model_while_it_is_registered(make_both, hf):

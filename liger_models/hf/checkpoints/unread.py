@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModel, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.expressions import Ref
@@ -38,7 +39,8 @@ def own_skeleton(architecture: Architecture, config: Any) -> nn.Module:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"), _parts_of_theirs():
-        return own_class(type(config), architecture.reference)(config)
+        owner = CONFIG_MAPPING[architecture.reference_of] if architecture.reference_of else type(config)
+        return own_class(owner, architecture.reference)(config)
 
 
 @contextmanager
