@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
     from liger_models.cli.shared.checkpoints import find_tokenizer
     from liger_models.convert.checkpoints.hub import local_path
-    from liger_models.convert.errors import ConfigError
+    from liger_models.convert.errors import ConfigError, DataError
     from liger_models.images import Preprocessor
     from liger_models.training.data import describe, load_documents, preview_records, preview_rows
     from liger_models.training.data.corpora.corpus import is_corpus
@@ -107,6 +107,8 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"{made[0]} is a corpus, whose records are joined to rows; add --rows 3")
         counts = Counter()
         screen.show(preview_records(args.data, tokenizer, args.examples, counts, **options))
+    if not screen.sequences:
+        raise DataError(f"{' '.join(args.data)}: there are no records; expected text or records")
     screen.total(describe(counts) if counts else "")
 
 

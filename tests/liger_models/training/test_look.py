@@ -93,3 +93,9 @@ def test_alpaca_is_recognised_in_the_preview(capsys, tokenizer_folder, tmp_path)
     out = look(capsys, tmp_path / "a.json", "--model", tokenizer_folder)
     assert "<|user|>ab</s>\n<|assistant|>⟦cd</s>\n⟧" in out
     assert "1 records of Alpaca's form" in out
+
+
+def test_data_without_records_are_an_error(capsys, tokenizer_folder, tmp_path):
+    (tmp_path / "a.jsonl").write_text("\n\n")
+    assert main(["look", str(tmp_path / "a.jsonl"), "--model", str(tokenizer_folder)]) == 2
+    assert "a.jsonl: there are no records; expected text or records" in capsys.readouterr().err
