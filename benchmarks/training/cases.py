@@ -112,6 +112,17 @@ CASES: Mapping[str, Case] = {
         ),
         summary="Qwen3-30B-A3B's shape, 6 layers, 4 x 4096",
     ),
+    "Qwen3-Next, 4 layers, 4 x 4096": Case(
+        "qwen3-next-4",
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+grouped_mm", "none", 4, "full")),
+    ),
+    "Qwen3.5-9B, 4 layers, 4 x 4096": Case(
+        "qwen3.5-9b-4",
+        (("ours", "lean", 4, "full"), ("transformers+sdpa", "none", 4, "full")),
+    ),
+    # Without peers: transformers 5.17 leaks states between packed documents.
+    "Qwen3-Next, 4 layers, 18 documents, 75% masked": Case("qwen3-next-4", (("ours", "lean", 18, "packed"),)),
+    "Qwen3.5-9B, 4 layers, 18 documents, 75% masked": Case("qwen3.5-9b-4", (("ours", "lean", 18, "packed"),)),
     "8B, 4 x 4096, stochastic weights": Case(
         LARGE,
         (("ours+stochastic", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),

@@ -49,6 +49,9 @@ def _vision_model(family: str, **changes: Any) -> dict[str, Any]:
     return {**tiny, "text_config": {**tiny["text_config"], **changes}}
 
 
+# A small vocabulary, so that the head does not hide so few layers.
+_FEW_IDS = {"vocab_size": 32768, "bos_token_id": None, "eos_token_id": None}
+
 # "-6" is a number of layers that fits on one GPU.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336),
@@ -77,6 +80,16 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "gemma-3-4b-it": _published("gemma-3-4b-it"),
     "llama-3.2-11b-vision": _published("Llama-3.2-11B-Vision-Instruct"),
     "tiny-vl": _vision_model("qwen2_5_vl", max_position_embeddings=4096),
+    "qwen3-next-4": _published("Qwen3-Next-80B-A3B-Instruct", 4, **_FEW_IDS),
+    "qwen3.5-9b-4": _published(
+        "Qwen3.5-27B-text",
+        4,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=16,
+        linear_num_value_heads=32,
+        **_FEW_IDS,
+    ),
     "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts
 }
 
