@@ -85,7 +85,7 @@ class ChannelDeltaRule(torch.autograd.Function):
             cumulative = _run_gates(f, A_log, dt_bias, table, lower_bound)
             prepared = _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final, _ = pass_states(states_kernel, prepared, (), _sizes(q, v), table, state, output=o)
+            final, _ = pass_states(states_kernel, prepared, [], (), _sizes(q, v), table, state, output=o)
         return o, final
 
     @staticmethod
@@ -106,13 +106,16 @@ class ChannelDeltaRule(torch.autograd.Function):
             prepared = _prepare(q, k, v, b, cumulative, table, ctx.beta_scale, ctx.l2_eps, transfer)
             states, dstates = (empty(chunks, heads, dk_size, width) for _ in range(2))
             sizes, new = _sizes(q, v), prepared.values  # overwrite U with N
-            _, between = pass_states(states_kernel, prepared, (), sizes, table, state, states=states, new=new)
+            _, between = pass_states(
+                states_kernel, prepared, [], (), sizes, table, state, states=states, new=new
+            )
             dvalues = empty(*v.shape)
             dstate = None if state is None else torch.empty_like(state)
             operands = (prepared.writes, prepared.reads, *prepared[3:], do)
             pass_state_grads(
                 state_grads_kernel,
                 operands,
+                [],
                 (do.stride(0),),
                 sizes,
                 table,

@@ -46,6 +46,17 @@ def _places(stride, start, count, head, column, D: tl.constexpr):
 
 
 @jit
+def numbers_of_chunk(numbers, nth):
+    """One number per token of a chunk, from [chunks * heads, C]."""
+    return tl.load(numbers + nth * 64 + tl.arange(0, 64))
+
+
+@jit
+def store_numbers_of_chunk(numbers, values, nth):
+    tl.store(numbers + nth * 64 + tl.arange(0, 64), values)
+
+
+@jit
 def rows_of(x, stride, start, count, head, column, D: tl.constexpr):
     """A chunk's rows of one head: [C, columns]."""
     begin, offsets, mask = _places(stride, start, count, head, column, D)
@@ -65,6 +76,17 @@ def columns_of(x, tiles, stride, start, count, head, begin, BLOCK: tl.constexpr,
 
 
 @jit
+def square_of(squares, tiles, nth):
+    """The 64 x 64 numbers of a chunk and head."""
+    if tiles is not None:
+        square = tiles.load([(nth * 64).to(tl.int32), 0])
+    else:
+        row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+        square = tl.load(squares + nth * 4096 + row * 64 + column)
+    return square
+
+
+@jit
 def store_rows(x, values, start, count, head, column, HEADS: tl.constexpr, D: tl.constexpr):
     """Write [C, columns] into contiguous [T, HEADS, D]."""
     store_strided_rows(x, values, HEADS * D, start, count, head, column, D)
@@ -75,6 +97,23 @@ def store_strided_rows(x, values, stride, start, count, head, column, D: tl.cons
     """Write [C, columns] into [T, heads, D] whose tokens are `stride` elements apart."""
     begin, offsets, mask = _places(stride, start, count, head, column, D)
     tl.store(x + begin + offsets, values.to(x.dtype.element_ty), mask)
+
+
+@jit
+def store_columns(x, values, stride, start, count, offset, column, D: tl.constexpr):
+    """Write the transpose of [columns, C] into a head of [T, heads, D] that is `offset` elements from the
+    first, with tokens `stride` elements apart.
+    """
+    place = start.to(tl.int64) * stride + offset + column[:, None] + tl.arange(0, 64)[None, :] * stride
+    live = (column < D)[:, None] & (tl.arange(0, 64) < count)[None, :]
+    tl.store(x + place, values.to(x.dtype.element_ty), live)
+
+
+@jit
+def store_state(states, state, square, column, key, DK: tl.constexpr, DV: tl.constexpr):
+    """Write columns of the state of number `square` as rows: [columns, BLOCK_K]."""
+    place = states + square * DK * DV + column[:, None] * DK + key[None, :]
+    tl.store(place, state, (column < DV)[:, None] & (key < DK)[None, :])
 
 
 @jit
@@ -101,19 +140,20 @@ def log1p(x):
 @jit
 def inverse_lengths(rows, l2_eps):
     wide = rows.to(tl.float32)
-    return 1.0 / tl.sqrt(tl.sum(wide * wide, 1) + l2_eps)
+    return tl.rsqrt(tl.sum(wide * wide, 1) + l2_eps)
 
 
 @jit
-def _unit_inverses(blocks):
-    """(1 + A)^-1 of strictly lower blocks A [4, 16, 16], by forward substitution."""
+def _unit_inverses(blocks, PRECISION: tl.constexpr):
+    """(1 + A)^-1 of strictly lower blocks A [4, 16, 16], from halves to the whole: with D the inverses of the
+    halves and L the part of A below them, it is D - D L D.
+    """
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    turned = tl.permute(blocks, (0, 2, 1))
-    inverses = tl.where(row == column, 1.0, 0.0) + tl.zeros([4, 16, 16], tl.float32)
-    for i in range(1, 16):
-        factors = tl.sum(tl.where(column == i, turned, 0.0), 2)
-        solved = -tl.sum(factors[:, :, None] * inverses, 1)
-        inverses = tl.where((row == i) & (column < i), solved[:, None, :], inverses)
+    inverses = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, blocks, 0.0)
+    for level in tl.static_range(1, 4):
+        below = (row >> (level + 1) == column >> (level + 1)) & (row >> level > column >> level)
+        lower = tl.dot(tl.where(below, blocks, 0.0), inverses, input_precision=PRECISION)
+        inverses -= tl.dot(inverses, lower, input_precision=PRECISION)
     return inverses
 
 
@@ -127,7 +167,7 @@ def unit_inverse(A, PRECISION: tl.constexpr):
     row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     first, second = tl.arange(0, 4)[:, None, None, None], tl.arange(0, 4)[None, None, :, None]
     blocks = tl.sum(tl.where(first == second, tl.reshape(A, [4, 16, 4, 16]), 0.0), 2)
-    inverses = _unit_inverses(blocks)
+    inverses = _unit_inverses(blocks, PRECISION)
     D = tl.reshape(tl.where(first == second, inverses[:, :, None, :], 0.0), [64, 64])
     M = tl.dot(D, tl.where(row // 16 > column // 16, A, 0.0), input_precision=PRECISION)
     squared = tl.dot(M, M, input_precision=PRECISION)
@@ -136,17 +176,19 @@ def unit_inverse(A, PRECISION: tl.constexpr):
 
 
 @jit
-def turned_state(states, tiles, square, key, begin, BLOCK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
-    """Columns of the state of number `square`, turned: [BLOCK, BLOCK_K]."""
+def state_rows(states, tiles, square, key, begin, BLOCK: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):
+    """Columns of the state of number `square`, stored as rows: [BLOCK, BLOCK_K]."""
     if tiles is not None:
-        state = tl.trans(tiles.load([(square * DK).to(tl.int32), begin]))
+        state = tiles.load([(square * DV + begin).to(tl.int32), 0])
     else:
-        state = state_columns(states, square * DK * DV, key, begin + tl.arange(0, BLOCK), DK, DV)
+        column = begin + tl.arange(0, BLOCK)
+        inside = (column < DV)[:, None] & (key < DK)[None, :]
+        state = tl.load(states + square * DK * DV + column[:, None] * DK + key[None, :], inside, 0.0)
     return state
 
 
 @jit
 def state_columns(states, offset, key, column, DK: tl.constexpr, DV: tl.constexpr):
-    """Columns of a state, transposed: [columns, BLOCK_K]."""
+    """Columns of a state [dk, dv], transposed: [columns, BLOCK_K]."""
     inside = (column < DV)[:, None] & (key < DK)[None, :]
     return tl.load(states + offset + key[None, :] * DV + column[:, None], inside, 0.0)

@@ -8,15 +8,24 @@ from liger_models.kernels.recurrent._chunk_tiles import (
     decay,
     inverse_lengths,
     log1p,
-    numbers_of,
+    numbers_of_chunk,
     rows_of,
-    running_decay,
-    state_columns,
+    square_of,
+    state_rows,
+    store_columns,
     store_numbers,
-    store_rows,
-    turned_state,
+    store_numbers_of_chunk,
     unit_inverse,
 )
+
+
+@jit
+def _decay_gate(a, A_log, dt_bias, token, head, live, a_stride, a_head):
+    """exp(A_log), a + dt_bias and its softplus, for the tokens of a chunk."""
+    speed = tl.exp(tl.load(A_log + head).to(tl.float32))
+    shifted = tl.load(a + token * a_stride + head * a_head, live, 0.0).to(tl.float32)
+    shifted += tl.load(dt_bias + head).to(tl.float32)
+    return speed, shifted, tl.maximum(shifted, 0.0) + log1p(tl.exp(-tl.abs(shifted)))
 
 
 @jit
@@ -28,10 +37,14 @@ def prepare_kernel(
     A_log,
     dt_bias,
     transfer,
-    cumulative,
+    scores,
+    decays,
     betas,
-    q_scales,
-    k_scales,
+    reads,
+    writes,
+    queries,
+    q_lengths,
+    k_lengths,
     ranges,
     q_stride,
     k_stride,
@@ -60,50 +73,146 @@ def prepare_kernel(
     row, column = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     token = start.to(tl.int64) + tl.arange(0, 64)
     live = tl.arange(0, 64) < count
+    square = chunk.to(tl.int64) * HEADS + head
 
-    shifted = tl.load(a + token * a_stride + head * a_head, live, 0.0).to(tl.float32)
-    shifted += tl.load(dt_bias + head).to(tl.float32)
-    softplus = tl.maximum(shifted, 0.0) + log1p(tl.exp(-tl.abs(shifted)))
-    g = tl.cumsum(tl.where(live, -tl.exp(tl.load(A_log + head).to(tl.float32)) * softplus, 0.0), 0)
+    speed, _, softplus = _decay_gate(a, A_log, dt_bias, token, head, live, a_stride, a_head)
+    step = tl.where(live, -speed * softplus, 0.0)
+    g = tl.cumsum(step, 0)
+    last = tl.sum(tl.where(tl.arange(0, 64) == 63, g, 0.0), 0)
     rate = tl.load(b + token * b_stride + head * b_head, live, 0.0).to(tl.float32)
     beta = tl.where(live, beta_scale * tl.sigmoid(rate), 0.0)
-    tl.store(cumulative + token * HEADS + head, g, live)
-    tl.store(betas + token * HEADS + head, beta, live)
+    store_numbers_of_chunk(decays, g, square)
+    store_numbers_of_chunk(betas, beta, square)
 
     k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-    k_scale = inverse_lengths(k_rows, l2_eps)
+    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
+    k_length, q_length = inverse_lengths(k_rows, l2_eps), inverse_lengths(q_rows, l2_eps)
     if head % (HEADS // KEY_HEADS) == 0:
-        tl.store(k_scales + token * KEY_HEADS + key_head, k_scale, live)
-        q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-        q_scale = scale * inverse_lengths(q_rows, l2_eps)
-        tl.store(q_scales + token * KEY_HEADS + key_head, q_scale, live)
+        store_numbers_of_chunk(k_lengths, k_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
+        store_numbers_of_chunk(q_lengths, q_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
+    faded = tl.exp(g)
+    store_numbers_of_chunk(reads, k_length * faded, square)
+    store_numbers_of_chunk(writes, k_length * tl.exp(last - g), square)
+    store_numbers_of_chunk(queries, scale * q_length * faded, square)
 
-    A = tl.dot(k_rows, tl.trans(k_rows), input_precision=PRECISION)
-    A *= (beta * k_scale)[:, None] * k_scale[None, :] * decay(g[:, None], g[None, :], row > column)
-    inverse = unit_inverse(A, SOLVE_PRECISION)
-    place = transfer + (chunk.to(tl.int64) * HEADS + head) * 4096 + row * 64 + column
-    tl.store(place, inverse.to(transfer.dtype.element_ty))
+    place = square * 4096 + row * 64 + column
+    remaining = decay(g[:, None], g[None, :], row >= column) * k_length[None, :]
+    P = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION)
+    P *= remaining * (scale * q_length)[:, None]
+    tl.store(scores + place, P.to(scores.dtype.element_ty))
+    A = tl.dot(k_rows, tl.trans(k_rows), input_precision=PRECISION) * remaining
+    A = tl.where(row > column, A * (beta * k_length)[:, None], 0.0)
+    solve = unit_inverse(A, SOLVE_PRECISION) * beta[None, :]
+    tl.store(transfer + place, solve.to(transfer.dtype.element_ty))
 
 
 @jit
-def query_grads_kernel(
+def score_grads_kernel(
+    k,
+    do,
+    scores,
+    transfer,
+    decays,
+    betas,
+    q_lengths,
+    k_lengths,
+    ranges,
+    new_values,
+    dvalues,
+    ddecays,
+    db,
+    do_tiles,
+    new_tiles,
+    dvalue_tiles,
+    k_stride,
+    do_stride,
+    chunks,
+    beta_scale,
+    scale,
+    HEADS: tl.constexpr,
+    KEY_HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Write db, the part of dG that comes from A and P, and over P and T the factors of pairs of rows in the
+    gradients of q and k: dP with its decays over |q_i| |k_j|, beta dA with its decays over |k_i| |k_j|
+    dk^-1/2.
+    """
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    key_head = head // (HEADS // KEY_HEADS)
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    dtype = scores.dtype.element_ty
+    square = chunk * HEADS + head
+    place = square * 4096 + row * 64 + other
+    dscores = tl.zeros([64, 64], tl.float32)
+    dsolve = tl.zeros([64, 64], tl.float32)  # of -beta dA
+    for begin in range(0, DV, BLOCK_V):
+        do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
+        new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+        dvalue = columns_of(dvalues, dvalue_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+        dscores += tl.dot(do_rows, tl.trans(new), input_precision=PRECISION)
+        dsolve += tl.dot(dvalue, tl.trans(new), input_precision=PRECISION)
+    # beta_i dbeta_i = dR_i . N_i, and dR_i = dV_i / beta_i.
+    beta = numbers_of_chunk(betas, square)
+    dbeta = tl.sum(tl.where(row == other, dsolve, 0.0), 1)
+    slope = (1.0 - beta / beta_scale) / tl.where(beta > 0.0, beta, 1.0)
+    store_numbers(db, tl.where(beta > 0.0, dbeta * slope, 0.0), start, count, head, HEADS)
+
+    g = numbers_of_chunk(decays, square)
+    q_length = numbers_of_chunk(q_lengths, chunk * KEY_HEADS + key_head)
+    k_length = numbers_of_chunk(k_lengths, chunk * KEY_HEADS + key_head)
+    seen = (row >= other) & (row < count)
+    earlier = seen & (row > other)
+    remaining = decay(g[:, None], g[None, :], seen) * k_length[None, :]
+    # A token's own score does not decay: omitting it avoids a cancellation.
+    product = tl.where(earlier, dscores * tl.load(scores + place).to(tl.float32), 0.0)
+    dscores = tl.where(seen, dscores * remaining * q_length[:, None], 0.0)
+    tl.store(scores + place, dscores.to(dtype))
+    dsolve = tl.where(earlier, dsolve * remaining * (-k_length / scale)[:, None], 0.0)
+    tl.store(transfer + place, dsolve.to(dtype))
+    k_rows = rows_of(k, k_stride, start, count, key_head, tl.arange(0, BLOCK_K), DK)
+    product += dsolve * scale * tl.dot(k_rows, tl.trans(k_rows), input_precision=PRECISION)
+    store_numbers_of_chunk(ddecays, tl.sum(product, 1) - tl.sum(product, 0), square)
+
+
+@jit
+def operand_grads_kernel(
     q,
     k,
     do,
-    cumulative,
-    q_scales,
-    k_scales,
+    dscores,
+    dsolve,
+    decays,
+    read_factors,
+    write_factors,
+    query_factors,
+    q_lengths,
+    k_lengths,
     ranges,
     states,
+    dstates,
     new_values,
+    dvalues,
+    ddecays,
     dq,
-    dcumulatives,
+    dk,
     do_tiles,
     new_tiles,
+    dvalue_tiles,
     state_tiles,
+    dstate_tiles,
     q_stride,
     k_stride,
     do_stride,
+    dq_stride,
+    dq_head,
     chunks,
     scale,
     HEADS: tl.constexpr,
@@ -114,157 +223,100 @@ def query_grads_kernel(
     PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
+    """Write dq and dk, with equal strides, and dG. `dq` and `dk` may be in `new_values`, each head in the
+    part of its value heads. Everything is transposed, [BLOCK_K, C]: products of 8 warps need 128 rows.
+    """
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
     if count <= 0:
         return
-    key = tl.arange(0, BLOCK_K)
-    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    dtype = q.dtype.element_ty
-    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-    q_scale = numbers_of(q_scales, start, count, key_head, KEY_HEADS)
-    k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
-    dq_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the scaled queries, summed over value heads
-    for nth in range(0, HEADS // KEY_HEADS):
+    key, token = tl.arange(0, BLOCK_K), tl.arange(0, 64)
+    last_row = tl.minimum(count, 64) - 1
+    # Summed over value heads; of the normalised rows times their inverse lengths, divided by dk^-1/2.
+    dqueries = tl.zeros([BLOCK_K, 64], tl.float32)
+    dkeys = tl.zeros([BLOCK_K, 64], tl.float32)
+    for nth in tl.range(0, HEADS // KEY_HEADS, disable_licm=True):
         head = key_head * (HEADS // KEY_HEADS) + nth
         square = chunk * HEADS + head
-        g, _ = running_decay(cumulative, start, count, head, HEADS)
-        by_state = tl.zeros([64, BLOCK_K], tl.float32)
-        dscores = tl.zeros([64, 64], tl.float32)
+        asked = tl.zeros([BLOCK_K, 64], tl.float32)  # through what the queries read
+        written = tl.zeros([BLOCK_K, 64], tl.float32)  # through the next state
+        read = tl.zeros([BLOCK_K, 64], tl.float32)  # through what the keys read, V - exp(G) K S
+        carried = tl.zeros([BLOCK_V], tl.float32)
         for begin in range(0, DV, BLOCK_V):
             do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
             new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
-            state = turned_state(states, state_tiles, square, key, begin, BLOCK_V, DK, DV)
-            by_state += tl.dot(do_rows, state, input_precision=PRECISION)
-            dscores += tl.dot(do_rows, tl.trans(new), input_precision=PRECISION)
-        by_state *= tl.exp(g)[:, None]
-        dq_rows += by_state
-        dcumulative = q_scale * tl.sum(q_rows.to(tl.float32) * by_state, 1)
-        seen = (row >= other) & (row < count)
-        dscores = tl.where(seen, dscores * decay(g[:, None], g[None, :], seen), 0.0)
-        scores = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION)
-        # A token's own score does not decay: omitting it avoids a cancellation.
-        product = tl.where(row > other, dscores * scores * q_scale[:, None] * k_scale[None, :], 0.0)
-        dcumulative += tl.sum(product, 1) - tl.sum(product, 0)
-        dq_rows += tl.dot((dscores * k_scale[None, :]).to(dtype), k_rows, input_precision=PRECISION)
-        store_numbers(dcumulatives, dcumulative, start, count, head, HEADS)
+            dvalue = columns_of(dvalues, dvalue_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+            state = state_rows(states, state_tiles, square, key, begin, BLOCK_V, DK, DV)
+            dstate = state_rows(dstates, dstate_tiles, square, key, begin, BLOCK_V, DK, DV)
+            asked += tl.dot(tl.trans(state), tl.trans(do_rows), input_precision=PRECISION)
+            written += tl.dot(tl.trans(dstate), tl.trans(new), input_precision=PRECISION)
+            read += tl.dot(tl.trans(state), tl.trans(dvalue), input_precision=PRECISION)
+            carried += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
+        # Late, since the sums fill the registers, and all at once, to wait once.
+        q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
+        k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
+        by_scores, by_solve = square_of(dscores, None, square), square_of(dsolve, None, square)
+        asked *= (numbers_of_chunk(query_factors, square) / scale)[None, :]
+        written *= (numbers_of_chunk(write_factors, square) / scale)[None, :]
+        read *= (numbers_of_chunk(read_factors, square) / scale)[None, :]
+        queries, keys = tl.trans(q_rows).to(tl.float32), tl.trans(k_rows).to(tl.float32)
+        # The last token's write into the next state does not decay.
+        share = tl.where(token < last_row, scale * tl.sum(keys * written, 0), 0.0)
+        dlast = tl.sum(share, 0) + tl.exp(tl.load(decays + square * 64 + 63)) * tl.sum(carried, 0)
+        dcumulative = numbers_of_chunk(ddecays, square) - share
+        dcumulative += scale * tl.sum(queries * asked - keys * read, 0)
+        dcumulative += tl.where(token == last_row, dlast, 0.0)
+        store_numbers_of_chunk(ddecays, dcumulative, square)
+
+        written -= read
+        dqueries += asked
+        dkeys += written
+        dqueries += tl.dot(tl.trans(k_rows), tl.trans(by_scores), input_precision=PRECISION)
+        dkeys += tl.dot(tl.trans(q_rows), by_scores, input_precision=PRECISION)
+        dkeys += tl.dot(tl.trans(k_rows), by_solve, input_precision=PRECISION)
+        dkeys += tl.dot(tl.trans(k_rows), tl.trans(by_solve), input_precision=PRECISION)
     # Through the normalisation: the part along the vector itself has no effect.
-    unit = q_rows.to(tl.float32) * (q_scale / scale)[:, None]
-    along = tl.sum(dq_rows * unit, 1)[:, None]
-    store_rows(dq, (dq_rows - unit * along) * q_scale[:, None], start, count, key_head, key, KEY_HEADS, DK)
+    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
+    q_length = numbers_of_chunk(q_lengths, chunk * KEY_HEADS + key_head)
+    unit = tl.trans(q_rows).to(tl.float32) * q_length[None, :]
+    dqueries -= unit * tl.sum(dqueries * unit, 0)[None, :]
+    store_columns(dq, dqueries * scale, dq_stride, start, count, key_head * dq_head, key, DK)
+    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
+    k_length = numbers_of_chunk(k_lengths, chunk * KEY_HEADS + key_head)
+    unit = tl.trans(k_rows).to(tl.float32) * k_length[None, :]
+    dkeys -= unit * tl.sum(dkeys * unit, 0)[None, :]
+    store_columns(dk, dkeys * scale, dq_stride, start, count, key_head * dq_head, key, DK)
 
 
 @jit
-def key_grads_kernel(
-    q,
-    k,
-    v,
-    do,
-    cumulative,
-    betas,
-    q_scales,
-    k_scales,
+def gate_grads_kernel(
+    a,
+    A_log,
+    dt_bias,
+    ddecays,
+    da,
+    gate_sums,
     ranges,
-    states,
-    dstates,
-    new_values,
-    dresiduals,
-    dk,
-    dv,
-    dg,
-    dbeta,
-    q_stride,
-    k_stride,
-    v_stride,
-    do_stride,
+    a_stride,
+    a_head,
     chunks,
     HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    DK: tl.constexpr,
-    DV: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_V: tl.constexpr,
 ):
-    """Write dk, dv, dg and dbeta; `dv` may be `dresiduals`."""
-    chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """Write da, and the sums over the chunk that give the gradients of A_log and dt_bias."""
+    chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
     if count <= 0:
         return
-    key = tl.arange(0, BLOCK_K)
-    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    dtype = q.dtype.element_ty
-    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-    k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
-    last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
-    dk_rows = tl.zeros([64, BLOCK_K], tl.float32)  # of the normalised keys, summed over value heads
-    for nth in range(0, HEADS // KEY_HEADS):
-        head = key_head * (HEADS // KEY_HEADS) + nth
-        offset = (chunk * HEADS + head) * DK * DV
-        g, last = running_decay(cumulative, start, count, head, HEADS)
-        beta = numbers_of(betas, start, count, head, HEADS)
-
-        # Through the next state and the scores P.
-        by_state = tl.zeros([64, BLOCK_K], tl.float32)
-        dscores = tl.zeros([64, 64], tl.float32)
-        carried = 0.0
-        for begin in range(0, DV, BLOCK_V):
-            column = begin + tl.arange(0, BLOCK_V)
-            do_rows = rows_of(do, do_stride, start, count, head, column, DV)
-            new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
-            state = state_columns(states, offset, key, column, DK, DV)
-            dstate = state_columns(dstates, offset, key, column, DK, DV)
-            by_state += tl.dot(new, dstate, input_precision=PRECISION)
-            dscores += tl.dot(new, tl.trans(do_rows), input_precision=PRECISION)
-            carried += tl.sum(tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1), 0)
-        by_state *= tl.exp(last - g)[:, None]
-        dk_rows += by_state
-        # The last token's write into the next state does not decay either.
-        share = tl.where(last_row, 0.0, k_scale * tl.sum(k_rows.to(tl.float32) * by_state, 1))
-        dcumulative = numbers_of(dg, start, count, head, HEADS) - share
-        dlast = tl.sum(share, 0) + tl.exp(last) * carried
-        q_scale = numbers_of(q_scales, start, count, key_head, KEY_HEADS)
-        q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-        dscores *= q_scale[None, :] * decay(g[None, :], g[:, None], other >= row)
-        dk_rows += tl.dot(dscores.to(dtype), q_rows, input_precision=PRECISION)
-
-        # Through what the keys read, V - exp(G) K S, and through A.
-        by_state = tl.zeros([64, BLOCK_K], tl.float32)
-        dsolve = tl.zeros([64, 64], tl.float32)
-        drate = tl.zeros([64], tl.float32)
-        for begin in range(0, DV, BLOCK_V):
-            column = begin + tl.arange(0, BLOCK_V)
-            dresidual = rows_of(dresiduals, HEADS * DV, start, count, head, column, DV)
-            new = rows_of(new_values, HEADS * DV, start, count, head, column, DV)
-            state = state_columns(states, offset, key, column, DK, DV)
-            v_rows = rows_of(v, v_stride, start, count, head, column, DV)
-            by_state += tl.dot(dresidual, state, input_precision=PRECISION)
-            dsolve -= tl.dot(dresidual, tl.trans(new), input_precision=PRECISION)
-            drate += tl.sum(dresidual.to(tl.float32) * v_rows.to(tl.float32), 1)
-            dvalues = dresidual.to(tl.float32) * beta[:, None]
-            store_rows(dv, dvalues, start, count, head, column, HEADS, DV)
-        by_state *= tl.exp(g)[:, None]
-        dk_rows -= by_state * beta[:, None]
-        share = k_scale * tl.sum(k_rows.to(tl.float32) * by_state, 1)
-        drate -= share
-        dcumulative -= beta * share
-        dsolve *= decay(g[:, None], g[None, :], row > other)
-        gram = tl.dot(k_rows, tl.trans(k_rows), input_precision=PRECISION)
-        product = dsolve * gram * k_scale[:, None] * k_scale[None, :]
-        drate += tl.sum(product, 1)
-        product *= beta[:, None]
-        dcumulative += tl.sum(product, 1) - tl.sum(product, 0)
-        dsolve *= beta[:, None]
-        both = ((dsolve + tl.trans(dsolve)) * k_scale[None, :]).to(dtype)
-        dk_rows += tl.dot(both, k_rows, input_precision=PRECISION)
-
-        dcumulative += tl.where(last_row, dlast, 0.0)
-        # A token's g is part of G of all later tokens of the chunk.
-        store_numbers(dg, tl.cumsum(dcumulative, 0, reverse=True), start, count, head, HEADS)
-        store_numbers(dbeta, drate, start, count, head, HEADS)
-    unit = k_rows.to(tl.float32) * k_scale[:, None]
-    along = tl.sum(dk_rows * unit, 1)[:, None]
-    store_rows(dk, (dk_rows - unit * along) * k_scale[:, None], start, count, key_head, key, KEY_HEADS, DK)
+    square = chunk * HEADS + head
+    token = tl.arange(0, 64)
+    # A token's g is part of G of all later tokens of the chunk.
+    dg = tl.cumsum(tl.where(token < count, numbers_of_chunk(ddecays, square), 0.0), 0, reverse=True)
+    speed, shifted, softplus = _decay_gate(
+        a, A_log, dt_bias, start.to(tl.int64) + token, head, token < count, a_stride, a_head
+    )
+    decay_grad = -dg * speed * tl.sigmoid(shifted)
+    store_numbers(da, decay_grad, start, count, head, HEADS)
+    tl.store(gate_sums + square, -tl.sum(dg * speed * softplus, 0))
+    tl.store(gate_sums + chunks * HEADS + square, tl.sum(decay_grad, 0))

@@ -3,9 +3,8 @@
 In a chunk, with the state S at its start, G the running sum of g, and rows i, j of its tokens:
 
     A[i, j] = beta_i exp(G_i - G_j) k_i . k_j   for i > j, else 0
-    T       = (1 + A)^-1
-    R       = beta (V - exp(G) K S)                      each token's write, ignoring the others
-    N       = T R                                        the actual writes
+    T       = (1 + A)^-1 beta
+    N       = T (V - exp(G) K S)                the new values that the tokens write
     P[i, j] = exp(G_i - G_j) q_i . k_j          for i >= j, else 0
     O       = exp(G) Q S + P N
     S'      = exp(G_C) S + (exp(G_C - G) K)^T N
@@ -13,19 +12,23 @@ In a chunk, with the state S at its start, G the running sum of g, and rows i, j
 and backward, with dS' from the next chunk:
 
     dN = P^T dO + exp(G_C - G) K dS'
-    dR = T^T dN,   dV = beta dR,   dA = -dR N^T          (T^T dN N^T needs no product with T: N = T R)
-    dS = exp(G_C) dS' + (exp(G) Q)^T dO - (beta exp(G) K)^T dR
+    dV = T^T dN
+    dS = exp(G_C) dS' + (exp(G) Q)^T dO - (exp(G) K)^T dV
+    dP = dO N^T,   beta dA = -dV N^T,   dbeta = dV . N / beta^2 by token
 
 The kernels (`_delta_chunk_kernels.py`, `_delta_state_kernels.py`); only the second and third depend on other
 chunks:
 
-    prepare        T, G, beta and the inverse lengths of q and k, by chunk and value head
-    states         S and N, by segment and in order over its chunks; O with them in the forward pass
-    state_grads    dS' and dR, in reverse order
-    query_grads    dq and its share of dg, by chunk and key head
-    key_grads      dk, dv, dg and dbeta, by chunk and key head
+    prepare         T, P, G, beta, the inverse lengths of q and k, and with the decays multiplied by them
+    states          S and N, by segment and in order over its chunks; O with them in the forward pass
+    state_grads     dS' and dV, in reverse order
+    score_grads     dP and beta dA, with the decays, db, and their share of dG, by chunk and head
+    operand_grads   dq, dk and dG, by chunk and key head
+    gate_grads      da, and the terms of dA_log and ddt_bias
 
-q and k are read unnormalised: their products are scaled by the inverse lengths, in float32.
+q and k are read unnormalised: their products are scaled by the inverse lengths, in float32. Products with a
+state or its gradient are computed transposed: they then have the state's 128 rows instead of the chunk's 64,
+which keeps 8 warps busy, and one product gives the next its factor in registers.
 """
 
 from __future__ import annotations
@@ -33,10 +36,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from liger_models.kernels._dispatch import on_device_of, once_differentiable, rows_to_copy
+from liger_models.kernels._dispatch import ROCM, on_device_of, once_differentiable, rows_to_copy
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     block_of_keys,
@@ -45,20 +47,25 @@ from liger_models.kernels.recurrent._chunk_table import (
     with_whole_heads,
 )
 from liger_models.kernels.recurrent._delta_chunk_kernels import (
-    key_grads_kernel,
+    gate_grads_kernel,
+    operand_grads_kernel,
     prepare_kernel,
-    query_grads_kernel,
+    score_grads_kernel,
 )
 from liger_models.kernels.recurrent._delta_state_kernels import state_grads_kernel, states_kernel
-from liger_models.kernels.recurrent._states import pass_state_grads, pass_states
+from liger_models.kernels.recurrent._states import pass_state_grads, pass_states, tiles_of
 
 
 class _Prepared(NamedTuple):
     transfer: Tensor  # T: [chunks, heads, C, C] in q's dtype
-    cumulative: Tensor  # G: [tokens, heads]
-    beta: Tensor  # [tokens, heads]
-    q_scale: Tensor  # [tokens, key_heads], inverse lengths, with dk^-1/2
-    k_scale: Tensor  # [tokens, key_heads]
+    scores: Tensor  # P, likewise
+    decays: Tensor  # G: [chunks, heads, C], as the next four
+    betas: Tensor
+    read_factors: Tensor  # exp(G) / |k|
+    write_factors: Tensor  # exp(G_C - G) / |k|
+    query_factors: Tensor  # exp(G) dk^-1/2 / |q|
+    q_lengths: Tensor  # 1 / |q|: [chunks, key_heads, C]
+    k_lengths: Tensor
 
 
 class GatedDeltaRule(torch.autograd.Function):
@@ -74,8 +81,9 @@ class GatedDeltaRule(torch.autograd.Function):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             strides = q.stride(0), k.stride(0), v.stride(0)
+            tiles = tiles_of((q, k), v, prepared[:2])
             final, _ = pass_states(
-                states_kernel, (q, k, v, *prepared), strides, _sizes(q, v), table, state, output=o
+                states_kernel, (q, k, v, *prepared), tiles, strides, _sizes(q, v), table, state, output=o
             )
         return o, final
 
@@ -88,51 +96,44 @@ class GatedDeltaRule(torch.autograd.Function):
         do = torch.zeros_like(v) if do is None else with_whole_heads(do)
         with on_device_of(q):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, ctx.beta_scale, ctx.l2_eps)
-            shape = table.ranges.shape[1], heads, q.shape[2], dv_size
+            shape = table.ranges.shape[1], heads, dv_size, q.shape[2]  # transposed
             states, dstates = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
             new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             sizes, strides = _sizes(q, v), (q.stride(0), k.stride(0), v.stride(0))
+            tiles, operands = tiles_of((q, k), v, prepared[:2]), (q, k, v, *prepared)
             _, between = pass_states(
-                states_kernel, (q, k, v, *prepared), strides, sizes, table, state, states=states, new=new
+                states_kernel, operands, tiles, strides, sizes, table, state, states=states, new=new
             )
-            dresidual = torch.empty_like(new)
+            dv = torch.empty_like(new)
             dstate = None if state is None else torch.empty_like(state)
             strides = q.stride(0), k.stride(0), do.stride(0)
             pass_state_grads(
                 state_grads_kernel,
                 (q, k, do, *prepared),
+                tiles_of((q, k), do, prepared[:2]),
                 strides,
                 sizes,
                 table,
                 dfinal,
                 between,
                 dstates,
-                dresidual,
+                dv,
                 dstate,
             )
-            numbers = prepared[1:]
-            del prepared, between  # free their memory for the gradients
-            dq, dk = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-            dg, dbeta = (torch.empty_like(numbers[0]) for _ in range(2))
-            _run_operand_grads(
-                q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
+            del operands, between  # free its memory for the gradients
+            gates = a, b, A_log, dt_bias
+            dq, dk, da, db, gate_sums = _run_operand_grads(
+                q, k, do, gates, prepared, table, ctx.beta_scale, states, dstates, new, dv
             )
-            dv = dresidual  # overwritten by dV
-        # The gates' own gradients: tensors with one number per token and head.
-        shifted = a.float() + dt_bias.float()
-        rate = -A_log.float().exp()
-        da = dg * rate * torch.sigmoid(shifted)
-        dA_log = (dg * rate * F.softplus(shifted)).sum(0)
-        slope = torch.sigmoid(b.float())
-        db = dbeta * (ctx.beta_scale * slope * (1 - slope))
+        dA_log, ddt_bias = gate_sums.sum(1)
         return (
             dq,
             dk,
             dv,
-            da.to(a.dtype),
-            db.to(b.dtype),
+            da,
+            db,
             dA_log.to(A_log.dtype),
-            da.sum(0).to(dt_bias.dtype),
+            ddt_bias.to(dt_bias.dtype),
             dstate,
             None,
             None,
@@ -154,13 +155,11 @@ def _sizes(q: Tensor, v: Tensor) -> dict[str, int | str]:
 def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared:
     (tokens, key_heads, dk), heads = q.shape, a.shape[1]
     chunks = table.ranges.shape[1]
-    numbers = {"dtype": torch.float32, "device": q.device}
+    like = {"dtype": torch.float32, "device": q.device}
     prepared = _Prepared(
-        torch.empty(chunks, heads, CHUNK, CHUNK, dtype=q.dtype, device=q.device),
-        torch.empty(tokens, heads, **numbers),
-        torch.empty(tokens, heads, **numbers),
-        torch.empty(tokens, key_heads, **numbers),
-        torch.empty(tokens, key_heads, **numbers),
+        *(torch.empty(chunks, heads, CHUNK, CHUNK, dtype=q.dtype, device=q.device) for _ in range(2)),
+        *torch.empty(5, chunks, heads, CHUNK, **like).unbind(),
+        *torch.empty(2, chunks, key_heads, CHUNK, **like).unbind(),
     )
     if tokens:
         prepare_kernel[(chunks, heads)](
@@ -187,70 +186,114 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
             PRECISION=product_precision(q.dtype),
             SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else product_precision(q.dtype),
             num_warps=4,
+            **_limit_registers(q, 168),
         )
     return prepared
 
 
+def _in_place_of(new: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Memory for dq and dk: that of N, if a key head's part has room for both."""
+    tokens, key_heads, dk = q.shape
+    room = new.shape[1] * new.shape[2] // key_heads
+    if room < 2 * dk:
+        return q.new_empty(q.shape), q.new_empty(q.shape)
+    parts = new.view(tokens, key_heads, room)
+    return parts[:, :, :dk], parts[:, :, dk : 2 * dk]
+
+
+def _limit_registers(q: Tensor, registers: int) -> dict[str, int]:
+    """Fit more programs on a multiprocessor; products in float32 need more registers."""
+    return {} if ROCM or q.dtype == torch.float32 else {"maxnreg": registers}
+
+
 def _run_operand_grads(
-    q, k, v, do, numbers, table, states, dstates, new, dresidual, dq, dk, dg, dbeta
-) -> None:
-    """Write dq, dk, dg and dbeta, and dV over dR."""
-    if not len(q):
-        return
-    cumulative, _, q_scale, k_scale = numbers
-    chunks = table.ranges.shape[1]
-    block, dv_size = block_of_values(v.shape[2], 64), v.shape[2]
-    block_k = block_of_keys(q.shape[2])
-    tiles = [None] * 3
-    if block_k == q.shape[2] <= 128:
-        tiles = rows_to_copy(CHUNK, do, new, columns=block)
-        tiles += rows_to_copy(block_k, states.view(-1, 1, dv_size), columns=block)
-        tiles = [None] * 3 if None in tiles else tiles
-    query_grads_kernel[(chunks, q.shape[1])](
-        q,
+    q, k, do, gates, prepared, table, beta_scale, states, dstates, new, dv
+) -> tuple[Tensor, ...]:
+    """dq, dk, da, db, and the terms of dA_log and ddt_bias by chunk and head, [2, chunks, heads] float32.
+    Overwrites P, T and perhaps N.
+    """
+    chunks, (tokens, heads, dv_size) = table.ranges.shape[1], dv.shape
+    transfer, scores, decays, betas, *factors, q_lengths, k_lengths = prepared
+    a, b, A_log, dt_bias = gates
+    dq, dk = _in_place_of(new, q)
+    da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
+    ddecays = torch.empty_like(decays)
+    gate_sums = decays.new_zeros(2, chunks, heads)
+    if not tokens:
+        return dq, dk, da, db, gate_sums
+    block, block_k, scale = block_of_values(dv_size, 64), block_of_keys(q.shape[2]), q.shape[2] ** -0.5
+    values = do, new, dv
+    tiles = rows_to_copy(CHUNK, *values, columns=block)
+    options = {**_sizes(q, dv), "BLOCK_V": block}
+    score_grads_kernel[(chunks, heads)](
         k,
         do,
-        cumulative,
-        q_scale,
-        k_scale,
+        scores,
+        transfer,
+        decays,
+        betas,
+        q_lengths,
+        k_lengths,
         table.ranges,
-        states,
         new,
-        dq,
-        dg,
+        dv,
+        ddecays,
+        db,
         *tiles,
-        q.stride(0),
         k.stride(0),
         do.stride(0),
         chunks,
-        q.shape[2] ** -0.5,
-        **_sizes(q, v),
-        BLOCK_V=block,
-        num_warps=8 if None in tiles else 4,
-        num_stages=2 if block_k <= 128 else 1,
+        beta_scale,
+        scale,
+        **options,
+        num_warps=4,
+        num_stages=2,
+        **_limit_registers(q, 168),
     )
-    key_grads_kernel[(chunks, q.shape[1])](
+    if None not in tiles:
+        tiles += rows_to_copy(block, *(x.view(-1, 1, q.shape[2]) for x in (states, dstates)))
+    if None in tiles or q.shape[2] > 128:
+        tiles = [None] * 5
+    operand_grads_kernel[(chunks, q.shape[1])](
         q,
         k,
-        v,
         do,
-        *numbers,
+        scores,
+        transfer,
+        decays,
+        *factors,
+        q_lengths,
+        k_lengths,
         table.ranges,
         states,
         dstates,
         new,
-        dresidual,
+        dv,
+        ddecays,
+        dq,
         dk,
-        dresidual,
-        dg,
-        dbeta,
+        *tiles,
         q.stride(0),
         k.stride(0),
-        v.stride(0),
         do.stride(0),
+        *dq.stride()[:2],
         chunks,
-        **_sizes(q, v),
-        BLOCK_V=block,
-        num_warps=8,
-        num_stages=1,
+        scale,
+        **options,
+        num_warps=4 if block_k == 64 else 8,
+        num_stages=1 if None in tiles else 2,
     )
+    gate_grads_kernel[(chunks, heads)](
+        a,
+        A_log,
+        dt_bias,
+        ddecays,
+        da,
+        gate_sums,
+        table.ranges,
+        *a.stride(),
+        chunks,
+        HEADS=heads,
+        num_warps=1,
+    )
+    return dq, dk, da, db, gate_sums

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
-    decay,
-    numbers_of,
-    rows_of,
-    running_decay,
+    columns_of,
+    numbers_of_chunk,
     segment_of,
-    store_rows,
+    square_of,
+    store_columns,
+    store_state,
 )
 
 
@@ -19,10 +19,19 @@ def states_kernel(
     k,
     v,
     transfer,
-    cumulative,
+    scores,
+    decays,
     betas,
-    q_scales,
-    k_scales,
+    read_factors,
+    write_factors,
+    query_factors,
+    q_lengths,
+    k_lengths,
+    q_tiles,
+    k_tiles,
+    v_tiles,
+    transfer_tiles,
+    score_tiles,
     cu_seqlens,
     segments,
     initial,
@@ -45,7 +54,7 @@ def states_kernel(
     BLOCK_V: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """As `states_kernel` of `_channel_state_kernels.py`, with N = T R."""
+    """As `states_kernel` of `_channel_state_kernels.py`, with N = T (V - exp(G) K S)."""
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if document < 0:
         return
@@ -60,49 +69,48 @@ def states_kernel(
         block = tl.where(of_transfer, block - tl.cdiv(DV, BLOCK_V), block)
         width = tl.where(of_transfer, DK, DV)
     column = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (key < DK)[:, None] & (column < width)[None, :]
-    place = key[:, None] * width + column[None, :]
+    inside = (column < width)[:, None] & (key < DK)[None, :]
+    place = column[:, None] + key[None, :] * width
     of_document = (document.to(tl.int64) * HEADS + head) * DK * DV
-    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    live = tl.arange(0, 64)[None, :]
     dtype = q.dtype.element_ty
-    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    state = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if initial is not None:
         state += tl.load(initial + of_document + place, inside & of_values & (first == opening), 0.0)
     if LOCAL:
-        state += tl.where(of_transfer & (key[:, None] == column[None, :]), 1.0, 0.0)
+        state += tl.where(of_transfer & (column[:, None] == key[None, :]), 1.0, 0.0)
     elif boundaries is not None:
         before = ((boundary - 1) * HEADS + head) * DK * DV
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
-    for nth in range(0, tl.cdiv(end - first, 64)):
+    for nth in tl.range(0, tl.cdiv(end - first, 64), disable_licm=True):
         start = first + nth * 64
         count = end - start
-        k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-        value_count = count
+        square = chunk * HEADS + head
+        k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
+        v_rows = columns_of(v, v_tiles, v_stride, start, count, head, block * BLOCK_V, BLOCK_V, DV)
+        values = tl.trans(v_rows).to(tl.float32)
         if LOCAL:
-            value_count = tl.where(of_values, count, 0)
-        v_rows = rows_of(v, v_stride, start, value_count, head, column, DV).to(tl.float32)
-        g, last = running_decay(cumulative, start, count, head, HEADS)
-        beta = numbers_of(betas, start, count, head, HEADS)
-        k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
-        solve = tl.load(transfer + (chunk * HEADS + head) * 4096 + row * 64 + other)
+            values = tl.where(of_values, values, 0.0)
+        solve = tl.trans(square_of(transfer, transfer_tiles, square))
         rounded = state.to(dtype)
         if states is not None:
-            tl.store(states + (chunk * HEADS + head) * DK * DV + place, rounded, inside)
-        read = tl.dot(k_rows, rounded, input_precision=PRECISION) * (k_scale * tl.exp(g))[:, None]
-        residual = (beta[:, None] * (v_rows - read)).to(dtype)
-        new = tl.dot(solve, residual, input_precision=PRECISION)
+            store_state(states, rounded, square, column, key, DK, DV)
+        read = tl.dot(rounded, tl.trans(k_rows), input_precision=PRECISION)
+        read *= numbers_of_chunk(read_factors, square)[None, :]
+        residual = tl.where(live < count, values - read, 0.0).to(dtype)
+        new = tl.dot(residual, solve, input_precision=PRECISION)
         if new_values is not None:
-            store_rows(new_values, new, start, count, head, column, HEADS, DV)
+            store_columns(new_values, new, HEADS * DV, start, count, head * DV, column, DV)
         if o is not None:
-            q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-            q_scale = numbers_of(q_scales, start, count, key_head, KEY_HEADS)
-            scores = tl.dot(q_rows, tl.trans(k_rows), input_precision=PRECISION)
-            scores *= q_scale[:, None] * k_scale[None, :] * decay(g[:, None], g[None, :], row >= other)
-            out = tl.dot(q_rows, rounded, input_precision=PRECISION) * (q_scale * tl.exp(g))[:, None]
-            out += tl.dot(scores.to(dtype), new.to(dtype), input_precision=PRECISION)
-            store_rows(o, out, start, count, head, column, HEADS, DV)
-        written = (new * (k_scale * tl.exp(last - g))[:, None]).to(dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(k_rows), written, input_precision=PRECISION)
+            q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
+            score = tl.trans(square_of(scores, score_tiles, square))
+            out = tl.dot(rounded, tl.trans(q_rows), input_precision=PRECISION)
+            out *= numbers_of_chunk(query_factors, square)[None, :]
+            out += tl.dot(new.to(dtype), score, input_precision=PRECISION)
+            store_columns(o, out, HEADS * DV, start, count, head * DV, column, DV)
+        written = (new * numbers_of_chunk(write_factors, square)[None, :]).to(dtype)
+        state *= tl.exp(tl.load(decays + square * 64 + 63))
+        state += tl.dot(written, k_rows, input_precision=PRECISION)
         chunk += 1
     if LOCAL:
         after = (boundary * HEADS + head) * DK
@@ -118,16 +126,25 @@ def state_grads_kernel(
     k,
     do,
     transfer,
-    cumulative,
+    scores,
+    decays,
     betas,
-    q_scales,
-    k_scales,
+    read_factors,
+    write_factors,
+    query_factors,
+    q_lengths,
+    k_lengths,
+    q_tiles,
+    k_tiles,
+    do_tiles,
+    transfer_tiles,
+    score_tiles,
     cu_seqlens,
     segments,
     dfinal,
     dboundaries,
     dstates,
-    dresiduals,
+    dvalues,
     dinitial,
     q_stride,
     k_stride,
@@ -142,7 +159,7 @@ def state_grads_kernel(
     BLOCK_V: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """As `state_grads_kernel` of `_channel_state_kernels.py`, with dR = T^T dN."""
+    """As `state_grads_kernel` of `_channel_state_kernels.py`, with dV = T^T dN; write dV."""
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if (document < 0) | (LOCAL & (first == opening)):
         return
@@ -151,45 +168,44 @@ def state_grads_kernel(
     chunks = tl.cdiv(end - first, 64)
     chunk += chunks - 1
     key = tl.arange(0, BLOCK_K)
-    column = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (key < DK)[:, None] & (column < DV)[None, :]
-    place = key[:, None] * DV + column[None, :]
+    begin = tl.program_id(0) * BLOCK_V
+    column = begin + tl.arange(0, BLOCK_V)
+    inside = (column < DV)[:, None] & (key < DK)[None, :]
+    place = column[:, None] + key[None, :] * DV
     of_document = (document.to(tl.int64) * HEADS + head) * DK * DV
-    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    live = tl.arange(0, 64)[None, :]
     dtype = q.dtype.element_ty
-    dstate = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    dstate = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if dfinal is not None:
         dstate += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
     if dboundaries is not None and not LOCAL:
         after = (boundary * HEADS + head) * DK * DV
         dstate += tl.load(dboundaries + after + place, inside & (end < ending), 0.0)
-    for nth in range(0, chunks):
+    for nth in tl.range(0, chunks, disable_licm=True):
         start = first + (chunks - 1 - nth) * 64
         count = end - start
-        q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-        k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-        do_rows = rows_of(do, do_stride, start, count, head, column, DV)
-        g, last = running_decay(cumulative, start, count, head, HEADS)
-        beta = numbers_of(betas, start, count, head, HEADS)
-        q_scale = numbers_of(q_scales, start, count, key_head, KEY_HEADS)
-        k_scale = numbers_of(k_scales, start, count, key_head, KEY_HEADS)
-        # The transpose of T and of P: rows are keys, columns queries.
-        solve = tl.load(transfer + (chunk * HEADS + head) * 4096 + other * 64 + row)
-        scores = tl.dot(k_rows, tl.trans(q_rows), input_precision=PRECISION)
-        scores *= k_scale[:, None] * q_scale[None, :] * decay(g[None, :], g[:, None], other >= row)
+        square = chunk * HEADS + head
+        q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
+        k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
+        do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
+        dout = tl.where(live < count, tl.trans(do_rows), 0.0)
+        solve = square_of(transfer, transfer_tiles, square)
+        score = square_of(scores, score_tiles, square)
         rounded = dstate.to(dtype)
         if dstates is not None:
-            tl.store(dstates + (chunk * HEADS + head) * DK * DV + place, rounded, inside)
-        dnew = tl.dot(k_rows, rounded, input_precision=PRECISION) * (k_scale * tl.exp(last - g))[:, None]
-        dnew += tl.dot(scores.to(dtype), do_rows, input_precision=PRECISION)
-        dresidual = tl.dot(solve, dnew.to(dtype), input_precision=PRECISION)
-        if dresiduals is not None:
-            store_rows(dresiduals, dresidual, start, count, head, column, HEADS, DV)
-        asked = (do_rows.to(tl.float32) * (q_scale * tl.exp(g))[:, None]).to(dtype)
-        read = (dresidual * (beta * k_scale * tl.exp(g))[:, None]).to(dtype)
-        dstate *= tl.exp(last)
-        dstate += tl.dot(tl.trans(q_rows), asked, input_precision=PRECISION)
-        dstate -= tl.dot(tl.trans(k_rows), read, input_precision=PRECISION)
+            store_state(dstates, rounded, square, column, key, DK, DV)
+        dnew = tl.dot(rounded, tl.trans(k_rows), input_precision=PRECISION)
+        dnew *= numbers_of_chunk(write_factors, square)[None, :]
+        dnew += tl.dot(dout, score, input_precision=PRECISION)
+        dvalue = tl.dot(dnew.to(dtype), solve, input_precision=PRECISION)
+        if dvalues is not None:
+            store_columns(dvalues, dvalue, HEADS * DV, start, count, head * DV, column, DV)
+        asked = (dout.to(tl.float32) * numbers_of_chunk(query_factors, square)[None, :]).to(dtype)
+        # Negative, to add the product in place.
+        read = (dvalue * -numbers_of_chunk(read_factors, square)[None, :]).to(dtype)
+        dstate *= tl.exp(tl.load(decays + square * 64 + 63))
+        dstate += tl.dot(asked, q_rows, input_precision=PRECISION)
+        dstate += tl.dot(read, k_rows, input_precision=PRECISION)
         chunk -= 1
     if LOCAL:
         before = ((boundary - 1) * HEADS + head) * DK * DV

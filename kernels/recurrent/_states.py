@@ -16,14 +16,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels._dispatch import ceil_div, rows_to_copy
 from liger_models.kernels.recurrent._chunk_table import (
+    CHUNK,
     ChunkTable,
     block_of_keys,
     block_of_values,
     product_precision,
 )
 from liger_models.kernels.recurrent._state_kernels import boundaries_kernel
+
+FETCHED = 128  # columns of values per program where tiles are fetched by the copy engine
 
 
 class Boundaries(NamedTuple):
@@ -36,6 +39,7 @@ class Boundaries(NamedTuple):
 def pass_states(
     kernel: Any,
     operands: tuple[Tensor, ...],
+    tiles: list[Any],
     strides: tuple[int, ...],
     sizes: dict[str, int | str],
     table: ChunkTable,
@@ -48,13 +52,15 @@ def pass_states(
 
     Args:
         kernel: the rule's kernel.
-        operands: its first arguments, before the tensors below.
+        operands: its first arguments.
+        tiles: the next ones, from `tiles_of`; empty if the kernel takes none.
         strides: its strides.
         sizes: its constants.
         table: the chunks and segments.
         initial: [documents, heads, dk, dv] float32, or None for zeros.
         output: O, written if given.
-        states: [chunks, heads, dk, dv] in q's dtype, the state at the start of every chunk; written if given.
+        states: [chunks, heads, ...] in q's dtype, the state at the start of every chunk, as the kernel stores
+            it; written if given.
         new: N, written if given.
 
     Returns:
@@ -66,9 +72,9 @@ def pass_states(
     final = torch.empty(documents, heads, dk, dv, **like)
     if not documents:
         return final, None
-    block = block_of_values(dv, 64)
+    options = sizes | _launch_options(dv, tiles)
+    block = options["BLOCK_V"]
     blocks = ceil_div(dv, block)
-    options = {**sizes, "BLOCK_V": block, "num_warps": 4, "num_stages": 1}
     places = table.cu_seqlens, table.segments, initial
     between = None
     if table.boundaries:
@@ -78,15 +84,15 @@ def pass_states(
         )
         nothing = None, None, None, None
         kernel[(blocks + ceil_div(dk, block), heads, count)](
-            *operands, *places, *between, *nothing, *strides, count, LOCAL=True, **options
+            *operands, *tiles, *places, *between, *nothing, *strides, count, LOCAL=True, **options
         )
         _join(between.states, between.transfers, table, operands[0].dtype, reverse=False)
     starts = None if between is None else between.states
     written = output, states, new, final
-    if output is None and dk <= 128:  # with O, or wider, there is no room to fetch ahead
+    if output is None and dk <= 128:  # with O, or wider, there is no room to fetch ahead, except for tiles
         options["num_stages"] = 2
     kernel[(blocks, heads, count)](
-        *operands, *places, starts, None, *written, *strides, count, LOCAL=False, **options
+        *operands, *tiles, *places, starts, None, *written, *strides, count, LOCAL=False, **options
     )
     return final, between
 
@@ -94,6 +100,7 @@ def pass_states(
 def pass_state_grads(
     kernel: Any,
     operands: tuple[Tensor, ...],
+    tiles: list[Any],
     strides: tuple[int, ...],
     sizes: dict[str, int | str],
     table: ChunkTable,
@@ -105,24 +112,44 @@ def pass_state_grads(
 ) -> None:
     """Pass the gradients of states back by a rule's `state_grads_kernel`.
 
-    Write dS' of every chunk, dN or dR, and the gradient of the initial states if its tensor is given.
+    Write dS' of every chunk, dN or dV, and the gradient of the initial states if its tensor is given.
     """
     heads, dv = int(sizes["HEADS"]), int(sizes["DV"])
     count = table.segments.shape[1]
     if not count:
         return
-    block = block_of_values(dv, 64)
-    grid = ceil_div(dv, block), heads, count
-    options = {**sizes, "BLOCK_V": block, "num_warps": 4, "num_stages": 1}
+    options = sizes | _launch_options(dv, tiles)
+    grid = ceil_div(dv, options["BLOCK_V"]), heads, count
     dfinal = None if dfinal is None else dfinal.float().contiguous()
     places = table.cu_seqlens, table.segments, dfinal
     ends = None
     if between is not None:
         ends = torch.empty_like(between.states)
-        kernel[grid](*operands, *places, ends, None, None, None, *strides, count, LOCAL=True, **options)
+        kernel[grid](
+            *operands, *tiles, *places, ends, None, None, None, *strides, count, LOCAL=True, **options
+        )
         _join(ends, between.transfers, table, operands[0].dtype, reverse=True)
     written = dstates, dnew, dinitial
-    kernel[grid](*operands, *places, ends, *written, *strides, count, LOCAL=False, **options)
+    kernel[grid](*operands, *tiles, *places, ends, *written, *strides, count, LOCAL=False, **options)
+
+
+def tiles_of(rows: tuple[Tensor, ...], values: Tensor, squares: tuple[Tensor, ...]) -> list[Any]:
+    """Descriptors with which Hopper's copy engine fetches a chunk's rows [T, heads, 128], a program's columns
+    of the values [T, heads, 128], and squares [chunks, heads, C, C]; None for each if it cannot.
+    """
+    if len(values) and all(x.shape[2] == 128 for x in (*rows, values)):
+        tiles = rows_to_copy(CHUNK, *rows), rows_to_copy(CHUNK, values, columns=FETCHED)
+        found = [*tiles[0], *tiles[1], *rows_to_copy(CHUNK, *(x.view(-1, 1, CHUNK) for x in squares))]
+        if None not in found:
+            return found
+    return [None] * (len(rows) + 1 + len(squares))
+
+
+def _launch_options(dv: int, tiles: list[Any]) -> dict[str, Any]:
+    """Options of a pass. Tiles are fetched ahead and without registers, which leaves room for all columns."""
+    if tiles and None not in tiles:
+        return {"BLOCK_V": FETCHED, "num_warps": 8, "num_stages": 2}
+    return {"BLOCK_V": block_of_values(dv, 64), "num_warps": 4, "num_stages": 1}
 
 
 def _join(

@@ -124,14 +124,16 @@ class GatedDelta(RecurrentMixer):
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
-        keeps: gradients of o and z; q, k and v after the convolution and their gradients; the tokens' writes
-        and their gradients; per chunk the solved triangle, and states with their gradients; and gates in
-        float32.
+        keeps: gradients of o and z; q, k and v after the convolution; the gradient of v; the tokens' writes,
+        replaced by the gradients of q and k if they fit; per chunk two squares of scores, and states with
+        their gradients; and gates in float32.
         """
         spec = self.spec
-        chunk = spec.value_heads * (CHUNK + 2 * spec.key_dim * spec.value_dim / CHUNK)
-        numbers = 4 * (4 * spec.value_heads + 2 * spec.key_heads)
-        return int(itemsize * (4 * spec.value_size + 2 * spec.conv_size + chunk)) + numbers
+        keys = 2 * spec.key_heads * spec.key_dim
+        chunk = spec.value_heads * (2 * CHUNK + 2 * spec.key_dim * spec.value_dim / CHUNK)
+        numbers = 4 * (6 * spec.value_heads + 2 * spec.key_heads)
+        grads = spec.conv_size + 4 * spec.value_size + (0 if keys <= spec.value_size else keys)
+        return int(itemsize * (grads + chunk)) + numbers
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -25,3 +25,25 @@ def in_float64(inputs):
 def relative(actual, truth):
     truth = truth.double()
     return ((actual.double().to(truth.device) - truth).norm() / truth.norm()).item()
+
+
+def check_document_unaffected_by_the_next(run, inputs, end):
+    """Compare a first document of `end` tokens with float64, with v and the gradient of o NaN after it.
+
+    Args:
+        run: the rule; takes the inputs and `cu_seqlens`.
+        inputs: five float16 tensors with one row per token, v third, and the gates' parameters.
+        end: the end of the first document.
+    """
+    tokens, gates = inputs[:5], inputs[5:]
+    exact = in_float64([*(x[:end] for x in tokens), *gates])
+    upstream = torch.randn_like(tokens[2])
+    o, _ = run(exact)
+    truth = [o, *torch.autograd.grad(o, exact[:5], upstream[:end].double())]
+    with torch.no_grad():
+        tokens[2][end:] = float("nan")
+        upstream[end:] = float("nan")
+    o, _ = run(inputs, cu_seqlens=torch.tensor([0, end, len(upstream)]))
+    for ours, true in zip([o, *torch.autograd.grad(o, tokens, upstream)], truth, strict=True):
+        # a dozen roundings in a row
+        assert relative(ours[:end], true) < 12 * torch.finfo(torch.float16).eps / 2

@@ -31,7 +31,7 @@ SPILL_LIMIT = 16
 KNOWN_SPILLS = {
     "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
     "gated norm, Granite 4": "rows of 8192 with their gate fill the registers, once a row",
-    "gated delta rule, Qwen 3 Next": "states fill the registers: narrower tiles take as long",
+    "gated delta rule, Qwen 3 Next": "gradients of q and k and their parts fill the registers",
     "gated delta rule, OLMo hybrid": "as above",
     "channel delta rule, Kimi Linear": "gradients of half the channels fill the registers",
     "channel delta rule, Ling 3": "as above",

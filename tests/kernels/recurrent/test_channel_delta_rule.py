@@ -6,7 +6,13 @@ import itertools
 import delta_problem
 import pytest
 import torch
-from delta_problem import DOCUMENTS, LENGTHS, in_float64, relative
+from delta_problem import (
+    DOCUMENTS,
+    LENGTHS,
+    check_document_unaffected_by_the_next,
+    in_float64,
+    relative,
+)
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step, gated_delta_rule
 from liger_models.kernels.recurrent import _chunk_table
@@ -81,6 +87,12 @@ def test_equal_channels_give_the_rule_with_a_decay_for_each_head(implementation)
     expected = gated_delta_rule(q, k, v, f[..., 0], b, A_log, dt_bias[:, 0])
     for ours, true in zip(found, expected, strict=True):
         assert relative(ours, true) < 1e-5
+
+
+def test_a_document_does_not_affect_the_one_before_it(interpreted):
+    # For heads of this size, TMA also loads rows past the end of a document.
+    inputs = operands(70, 1, 128, 128, dtype=torch.float16)
+    check_document_unaffected_by_the_next(run, inputs, 66)
 
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
