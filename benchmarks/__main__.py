@@ -7,6 +7,7 @@
     python -m benchmarks long     peak memory of training steps with long contexts, against the plan
     python -m benchmarks lengths  the longest sequences of DPO, KTO, GRPO and SFT, against TRL
     python -m benchmarks lora     a training step with LoRA against transformers and PEFT
+    python -m benchmarks kept     a step with LoRA over the bits of a quantised checkpoint, loading, decoding
     python -m benchmarks prompt   answers with a shared prompt, against separate sequences
     python -m benchmarks parallel  a training step of a model sharded over several GPUs
     python -m benchmarks resume    a checkpoint written by many processes and resumed by half of them
@@ -29,6 +30,7 @@ from benchmarks import (
     certify,
     data,
     generate,
+    kept,
     learn,
     lengths,
     load,
@@ -53,6 +55,7 @@ COMMANDS = {
     "long": long,
     "lengths": lengths,
     "lora": lora,
+    "kept": kept,
     "prompt": prompt,
     "parallel": parallel,
     "resume": resume,

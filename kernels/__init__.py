@@ -30,6 +30,7 @@ from liger_models.kernels.norms.layer_norm import add_layer_norm, layer_norm
 from liger_models.kernels.norms.rms_norm import add_rms_norm, rms_norm
 from liger_models.kernels.optimizer.adamw import AdamWSettings, AdamWTensors, adamw
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.kernels.quantised.decode_codes import decode_codes
 from liger_models.kernels.recurrent.channel_delta_rule import (
     channel_delta_rule,
     channel_delta_rule_step,
@@ -64,6 +65,7 @@ __all__ = [
     "clamped_swiglu",
     "conv_state",
     "cross_entropy",
+    "decode_codes",
     "document_bounds",
     "float8_product",
     "gated_delta_rule",

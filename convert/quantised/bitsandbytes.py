@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,7 +32,7 @@ from liger_models.convert.quantised.formats import (
 )
 from liger_models.convert.quantised.pairing import Pairing
 
-MAP, NESTED_SCALE, NESTED_MAP = "map", "nested scale", "nested map"
+MAP, NESTED_SCALE, NESTED_MAP, OFFSET = "map", "nested scale", "nested map", "offset"
 STATE = ".quant_state.bitsandbytes__"
 STORAGE = (torch.uint8, torch.bfloat16, torch.float16, torch.float32)
 SHARE_OF_127 = 7.874015718698502e-3  # the constant of its kernels
@@ -99,6 +100,37 @@ class FlatBlocks(Format):
             )
         values *= scale.to(device).repeat_interleave(self.block)[: end - begin]
         return values[start - begin : stop - begin]
+
+    def rows_of(self, role: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        rows, columns = shape
+        if role == CODES:
+            return 1 if columns % 2 else rows
+        return rows if role == SCALE and columns % self.block == 0 else 1
+
+    def scales(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """The scales of M matrices in memory, float32 [M, blocks].
+
+        Args:
+            parts: [M, ...] as the files have them; of nested scales also `offset` [M, 1], since matrices of a
+                stack differ in it.
+        """
+        scale = parts[SCALE].flatten(1)
+        if not self.nested:
+            return scale
+        named = parts[NESTED_MAP].flatten(1).gather(1, scale.long())
+        nested = parts[NESTED_SCALE].flatten(1).repeat_interleave(self.nested, 1)
+        return named.mul_(nested[:, : scale.shape[1]]).add_(parts[OFFSET])
+
+    def check_stack(
+        self, shape: tuple[int, int], parts: Mapping[str, Tensor], name_of: Callable[[str, int], str]
+    ) -> None:
+        for role, part in parts.items():
+            if part.is_floating_point() and not torch.isfinite(part).all():
+                number = int((~torch.isfinite(part)).flatten(1).any(1).nonzero()[0, 0])
+                raise BadScaleError(
+                    f"tensor {name_of(role, number)!r} holds a number that is not finite; the file is "
+                    "damaged: download it again"
+                )
 
     def _scales(self, fetch: Fetch, first: int, last: int) -> Tensor:
         scale = fetch(SCALE, first, last)

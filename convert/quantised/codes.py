@@ -27,12 +27,16 @@ class Codes:
         dtypes: of tensors that hold them.
         decode: from the words of some rows [rows, words] to float32 [rows, numbers]; a row may end in
         padding.
+        numbers: how bytes hold them, in the terms of kernels/quantised/decode_codes.py.
+        values: of the 16 codes of four bits.
     """
 
     label: str
     bits: int
     dtypes: tuple[torch.dtype, ...]
     decode: Callable[[Tensor], Tensor]
+    numbers: str
+    values: tuple[float, ...] | None = None
 
     def words(self, columns: int) -> int:
         """The number of words that hold a row of `columns` numbers."""
@@ -44,7 +48,7 @@ def _bytes(words: Tensor) -> Tensor:
     return words.reshape(-1).view(torch.uint8).view(len(words), -1)
 
 
-def _halves(values: list[float]) -> Callable[[Tensor], Tensor]:
+def _halves(values: tuple[float, ...]) -> Callable[[Tensor], Tensor]:
     """Decode words of half bytes, the low one first, by a table of 16 values."""
     halves = torch.tensor([[values[byte % 16], values[byte // 16]] for byte in range(256)], device="cpu")
     return lambda words: look_up_pairs(halves, words)
@@ -65,17 +69,23 @@ def _look_up(table: Tensor, words: Tensor) -> Tensor:
 
 
 _FLOAT8 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
-FLOAT8 = Codes("float8", 8, (torch.float8_e4m3fn,), lambda words: _look_up(_FLOAT8, words))
-INT8 = Codes("int8", 8, (torch.int8,), lambda words: words.float())
-FLOAT4 = Codes(
-    "float4", 4, (torch.uint8, torch.int8), _halves([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
-)
+FLOAT8 = Codes("float8", 8, (torch.float8_e4m3fn,), lambda words: _look_up(_FLOAT8, words), "float8")
+INT8 = Codes("int8", 8, (torch.int8,), lambda words: words.float(), "int8")
+LOW_FIRST = "low half first"
+_FLOAT4 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
+FLOAT4 = Codes("float4", 4, (torch.uint8, torch.int8), _halves(_FLOAT4), LOW_FIRST, _FLOAT4)
+_INT4 = tuple(number - 8.0 for number in range(16))
 PACKED = {
-    4: Codes("int4", 4, (torch.int32,), _halves([number - 8.0 for number in range(16)])),
-    8: Codes("int8", 8, (torch.int32,), lambda words: _bytes(words).float() - 128.0),
+    4: Codes("int4", 4, (torch.int32,), _halves(_INT4), LOW_FIRST, _INT4),
+    8: Codes("int8", 8, (torch.int32,), lambda words: _bytes(words).float() - 128.0, "biased int8"),
 }
 
 
 def as_scale(stored: Tensor) -> Tensor:
     """Convert scales to float32, exactly. Bytes are exponents (E8M0): 2^(byte - 127), and 255 is NaN."""
-    return (stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored).float()
+    return scale_numbers(stored).float()
+
+
+def scale_numbers(stored: Tensor) -> Tensor:
+    """Scales in a dtype of numbers, without a copy."""
+    return stored.view(torch.float8_e8m0fnu) if stored.dtype == torch.uint8 else stored

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -23,8 +24,6 @@ Fetch = Callable[[str, int, int], Tensor]
 
 MATRIX, ROW, COLUMN = (None, None), (1, None), (None, 1)  # blocks: the rows and columns that share a scale
 CODES, SCALE, SECOND, ZERO, GROUPS = "codes", "scale", "second scale", "zero point", "groups"
-
-AT_ONCE = 2**24  # elements of a matrix in memory that are decoded at once: 64 MB in float32
 
 
 class BadScaleError(Exception):
@@ -44,6 +43,23 @@ class Format:
         self, weight: QuantisedWeight, fetch: Fetch, start: int, stop: int, device: torch.device
     ) -> Tensor:
         """Decode the elements [start, stop) of a weight, in row-major order: float32 [stop - start].
+
+        Raises:
+            BadScaleError: a scale is not finite, or not positive.
+        """
+        raise NotImplementedError
+
+    def rows_of(self, role: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        """The number of equal rows into which a part of one matrix, in `dtype`, can be divided."""
+        raise NotImplementedError
+
+    def check_stack(
+        self, shape: tuple[int, int], parts: Mapping[str, Tensor], name_of: Callable[[str, int], str]
+    ) -> None:
+        """Check the scales of matrices in memory, or of any number of rows of them.
+
+        Args:
+            name_of: the name of the tensor that holds a part of the matrix of this number.
 
         Raises:
             BadScaleError: a scale is not finite, or not positive.
@@ -118,35 +134,21 @@ class Blocks(Format):
             return [stack, (*stack, 1), (*stack, 1, 1)]
         return [(*stack, *grid), (*stack, grid[0])] if self.block[1] is None else [(*stack, *grid)]
 
-    def check_scales(self, weight: QuantisedWeight, parts: Mapping[str, Tensor]) -> None:
-        """Raise BadScaleError unless all scales of a weight are finite and positive."""
-        _check_scales(as_scale(parts[SCALE]), weight.parts[SCALE], self.allow_zero)
-        if self.second is not None:
-            _check_scales(as_scale(parts[SECOND]), weight.parts[SECOND], False)
+    def rows_of(self, role: str, shape: tuple[int, int], dtype: torch.dtype) -> int:
+        down = self.grid(shape)[0]
+        packed = self._zeros_in_word(dtype)
+        return {CODES: shape[0], SCALE: down, ZERO: -(-down // packed)}.get(role, 1)
 
-    def matrix(self, shape: tuple[int, ...], parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
-        """Decode one whole matrix in memory, on its device and without synchronisation.
-
-        Args:
-            shape: (rows, columns).
-            parts: codes and scales as the files have them. The scales were checked; there are no zero points
-                and no groups of columns in another order.
-            dtype: of the result. The values are the same bits as those of `decode`, rounded to it.
-        """
-        (rows, columns), (down, across) = shape, self.grid(shape)
-        height, width = self.block[0] or rows, self.block[1] or columns
-        scale = as_scale(parts[SCALE]).view(down, across)
-        if self.second is not None:
-            second = as_scale(parts[SECOND]).view(1, 1)
-            scale = scale * second if self.second == "times" else scale / second
-        scale = scale.repeat_interleave(height, 0)[:rows]
-        dense = torch.empty(shape, dtype=dtype, device=scale.device)
-        step = max(1, AT_ONCE // columns)
-        for top in range(0, rows, step):
-            values = self.codes.decode(parts[CODES][top : top + step])[:, :columns]
-            values = _product(values, scale[top : top + step], width, None)
-            dense[top : top + step] = values if self.factor is None else values * self.factor
-        return dense
+    def check_stack(
+        self, shape: tuple[int, int], parts: Mapping[str, Tensor], name_of: Callable[[str, int], str]
+    ) -> None:
+        for role in (SCALE, SECOND):
+            if role in parts:
+                _check_scales(
+                    as_scale(parts[role]), partial(name_of, role), role == SCALE and self.allow_zero
+                )
+        if GROUPS in parts:
+            self._check_groups(parts[GROUPS], shape, name_of(GROUPS, 0))
 
     def decode(
         self, weight: QuantisedWeight, fetch: Fetch, start: int, stop: int, device: torch.device
@@ -181,35 +183,47 @@ class Blocks(Format):
 
     def _groups(self, matrix: _Matrix) -> Tensor:
         """The block of each column."""
-        groups, count = matrix.part(GROUPS, 1, 0, 1)[0].long(), self.grid(matrix.weight.shape)[1]
-        if groups.min() < 0 or groups.max() >= count:
-            raise BadScaleError(
-                f"tensor {matrix.weight.parts[GROUPS].name!r} holds the numbers {int(groups.min())} to "
-                f"{int(groups.max())}, but there are {count} groups; the file is damaged: download it again"
-            )
+        groups = matrix.part(GROUPS, 1, 0, 1)[0].long()
+        self._check_groups(groups, matrix.weight.shape, matrix.weight.parts[GROUPS].name)
         return groups
+
+    def _check_groups(self, groups: Tensor, shape: tuple[int, ...], name: str) -> None:
+        count = self.grid(shape)[1]
+        if groups.numel() and (groups.min() < 0 or groups.max() >= count):
+            raise BadScaleError(
+                f"tensor {name!r} holds the numbers {int(groups.min())} to {int(groups.max())}, but there "
+                f"are {count} groups; the file is damaged: download it again"
+            )
 
     def _scales(self, matrix: _Matrix, above: int, below: int) -> Tensor:
         """The scales of some rows of blocks, float32 [rows, columns of blocks]."""
         weight, count = matrix.weight, self.grid(matrix.weight.shape)[0]
         scale = as_scale(matrix.part(SCALE, count, above, below))
-        _check_scales(scale, weight.parts[SCALE], self.allow_zero)
+        _check_scales(scale[None], lambda _: weight.parts[SCALE].name, self.allow_zero)
         if self.second is None:
             return scale
         second = as_scale(matrix.part(SECOND, 1, 0, 1))
-        _check_scales(second, weight.parts[SECOND], False)
+        _check_scales(second[None], lambda _: weight.parts[SECOND].name, False)
         return scale * second if self.second == "times" else scale / second
 
     def _zeros(self, matrix: _Matrix, above: int, below: int) -> Tensor:
         """The zero points of some rows of blocks, float32; packed ones are packed along the rows."""
         count, info = self.grid(matrix.weight.shape)[0], matrix.weight.parts[ZERO]
-        if info.dtype != torch.int32:
-            return matrix.part(ZERO, count, above, below).float()
-        within = 32 // self.codes.bits
+        within = self._zeros_in_word(info.dtype)
         low, high = above // within, -(-below // within)
         words = matrix.part(ZERO, -(-count // within), low, high)
-        unpacked = PACKED[self.codes.bits].decode(words.t().contiguous()).t()
-        return unpacked[above - low * within : below - low * within]
+        return self.zeros(words[None], below - low * within)[0, above - low * within :]
+
+    def _zeros_in_word(self, dtype: torch.dtype) -> int:
+        return 32 // self.codes.bits if dtype == torch.int32 else 1
+
+    def zeros(self, words: Tensor, rows: int) -> Tensor:
+        """Zero points [M, rows, columns] in float32, of words that may hold several, one below another."""
+        if words.dtype != torch.int32:
+            return words.float()
+        count, _, across = words.shape
+        numbers = PACKED[self.codes.bits].decode(words.transpose(1, 2).reshape(count * across, -1))
+        return numbers.view(count, across, -1)[..., :rows].transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -244,10 +258,12 @@ def _spread(of_blocks: Tensor, width: int, columns: int, groups: Tensor | None) 
     return of_blocks.repeat_interleave(width, 1)[:, :columns]
 
 
-def _check_scales(scale: Tensor, info: TensorInfo, allow_zero: bool) -> None:
+def _check_scales(scale: Tensor, name_of: Callable[[int], str], allow_zero: bool) -> None:
+    """Raise BadScaleError unless the scales [M, ...] of matrices are finite and positive."""
     good = torch.isfinite(scale) & ((scale >= 0) if allow_zero else (scale > 0))
     if not good.all():
+        number = int((~good).flatten(1).any(1).nonzero()[0, 0])
         raise BadScaleError(
-            f"tensor {info.name!r} holds the scale {scale[~good][0].item()}, but scales of weights are "
+            f"tensor {name_of(number)!r} holds the scale {scale[~good][0].item()}, but scales of weights are "
             "finite and positive; the file is damaged: download it again"
         )

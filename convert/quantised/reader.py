@@ -45,6 +45,7 @@ class ModelReader(CheckpointReader):
     def __init__(self, folder: str | Path):
         self.quantisation: Quantisation | None = None
         self.stored: dict[str, TensorInfo] = {}
+        self._values: dict[str, Tensor] = {}
         super().__init__(folder)
         try:
             self._recognise()
@@ -64,13 +65,14 @@ class ModelReader(CheckpointReader):
 
     def as_stored(self, weight_map: WeightMap) -> WeightMap:
         """The same native tensors, as expressions over tensors in the order of the files."""
-        weights = {
-            name: info.weight for name, info in self.tensors.items() if isinstance(info, QuantisedInfo)
-        }
-        names = {name for name, weight in weights.items() if weight.transposed}
-        if not names:
-            return weight_map
-        return {native: with_transposed(expr, names) for native, expr in weight_map.items()}
+        return as_stored(weight_map, self.tensors)
+
+    def add_parts(self, infos: Mapping[str, TensorInfo], values: Mapping[str, Tensor]) -> None:
+        """Add tensors of bytes: parts of quantised weights as they are in the files, and values that are in
+        none of them.
+        """
+        self.tensors |= infos
+        self._values |= values
 
     def read_dense(self, name: str, dtype: torch.dtype) -> Tensor:
         """Read a whole tensor, in the order of a dense checkpoint: a quantised one in `dtype`, others in that
@@ -90,6 +92,9 @@ class ModelReader(CheckpointReader):
             CheckpointError: as there; or a scale is not finite, or not positive.
         """
         info = self.tensors[name]
+        if name in self._values:
+            dest.detach().copy_(self._values[name].reshape(-1)[start:stop].view(dest.shape))
+            return
         if not isinstance(info, QuantisedInfo):
             return super().read_into(name, dest, start, stop)
         stop = math.prod(info.shape) if stop is None else stop
@@ -132,6 +137,19 @@ class ModelReader(CheckpointReader):
             held = tuple(info for info in self.tensors.values() if info.file == file)
             entries = [(info.name, info.dtype, info.shape) for info in held]
             self.files[file] = replace(header, raw=build_header(entries, header.metadata), tensors=held)
+
+
+def quantised_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, QuantisedWeight]:
+    """The quantised weights among a reader's tensors."""
+    return {name: info.weight for name, info in tensors.items() if isinstance(info, QuantisedInfo)}
+
+
+def as_stored(weight_map: WeightMap, tensors: Mapping[str, TensorInfo]) -> WeightMap:
+    """The same native tensors, as expressions over these tensors in the order of the files."""
+    names = {name for name, weight in quantised_weights(tensors).items() if weight.transposed}
+    if not names:
+        return weight_map
+    return {native: with_transposed(expr, names) for native, expr in weight_map.items()}
 
 
 def dense_tensors(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.kernels import ExpertPath
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
@@ -102,11 +103,11 @@ class ExpertExchange:
         return Routes(self, position, sent, received, sum(slots_here))
 
     def parameter(self, p: Any) -> Any:
-        """This rank's part of an experts' parameter (other parameters are unchanged), for a gradient divided
-        by the number of ranks.
+        """This rank's part of an experts' parameter (other tensors are unchanged), for a gradient divided by
+        the number of ranks.
         """
-        if p is None:
-            return None
+        if p is None or not is_sharded(p):
+            return p
         own = p.to_local()
         return _DividedGradient.apply(
             own if self.compute_dtype is None else own.to(self.compute_dtype), self.ranks

@@ -122,13 +122,12 @@ class Experts(nn.Module):
 
     Attributes:
         first: name of the first matrices: gate_up_proj, or up_proj without gates.
-        exchange: token exchange with other ranks under expert parallelism, see
-        layers/experts/expert_parallel.py.
+        exchange: of tokens with other ranks, see layers/experts/expert_parallel.py.
     """
 
     activation_memory: ActivationMemory = "lean"
     exchange: ExpertExchange | None = None
-    stacked_vectors = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")  # of each expert
+    stacked_vectors: tuple[str, ...] = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")  # of each one
     down_proj_bias: Tensor | None
 
     def __init__(self, hidden_size: int, spec: MoESpec):
@@ -181,15 +180,19 @@ class Experts(nn.Module):
         their names, `first` and down_proj.
         """
         routes = None if self.exchange is None else self.exchange.plan(experts)
-        if self.activation_memory == "mlp" and torch.is_grad_enabled():
+        if self._runs_again(x) and torch.is_grad_enabled():
             return recompute(self._forward, routes, paths, x, weights, experts, *self._made_matrices())
         return self._forward(routes, paths, x, weights, experts)
 
     def _made_matrices(self) -> tuple[Tensor, ...]:
-        """Matrices computed by parametrizations, or nothing for plain ones. Adapters withdraw theirs when
-        this call returns, before recomputation. Plain parameters are read on use, as sharding requires.
-        """
+        """Matrices of parametrizations, which adapters withdraw when this call returns."""
         return (getattr(self, self.first), self.down_proj) if is_parametrized(self) else ()
+
+    def _runs_again(self, x: Tensor) -> bool:
+        return self.activation_memory == "mlp"
+
+    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return getattr(self, self.first), self.down_proj
 
     def _forward(
         self,
@@ -200,7 +203,7 @@ class Experts(nn.Module):
         experts: Tensor,
         *matrices: Tensor,
     ) -> Tensor:
-        first, down = matrices or (getattr(self, self.first), self.down_proj)
+        first, down = matrices or self._matrices(x)
         biases = as_wide_as(first, self.first_bias), as_wide_as(down, self.down_proj_bias)
         spec, num_rows = self.spec, None
         if routes is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from liger_models.kernels.experts._expert_paths import padded_rank
@@ -19,6 +20,7 @@ from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.projections.stored_weight import dense_shape
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
@@ -167,14 +169,17 @@ class PeftMoments:
         )
 
 
-def elements(step: Step, layers: Iterable[nn.Module], linear: Iterable[Tensor]) -> int:
-    """Elements of a step's planned adapters: on these weights of linear layers and, if it says so, on the
-    stacks of experts in these layers.
+def elements(
+    step: Step, layers: Iterable[nn.Module], linear: Iterable[tuple[Tensor, tuple[int, ...]]]
+) -> int:
+    """Elements of a step's planned adapters: on these weights of linear layers, given with their shapes if
+    they were dense, and, if it says so, on the stacks of experts in these layers.
     """
-    found = sum(sum(p.shape) for p in linear if p.requires_grad)
+    found = sum(sum(shape) for p, shape in linear if p.requires_grad or p.dtype == torch.uint8)
     if step.lora_experts:
-        stacks = (p for layer in layers for module, _, p in matrices(layer) if isinstance(module, Experts))
-        found += sum(len(p) * sum(p.shape[1:]) for p in stacks)
+        every = (found for layer in layers for found in matrices(layer))
+        shapes = [dense_shape(module, name) for module, name, _ in every if isinstance(module, Experts)]
+        found += sum(experts * (rows + columns) for experts, rows, columns in shapes)
     return step.lora_rank * found
 
 

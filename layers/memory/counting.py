@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,10 +16,9 @@ from liger_models.layers.memory import adapters, frozen
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
-from liger_models.layers.memory.own_parts import own_bytes, own_elements
+from liger_models.layers.memory.own_parts import linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.step import LADDERS, Plan, Step
-from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recompute.offload import host_bytes
 from liger_models.layers.specs import ModelSpec
@@ -283,7 +283,7 @@ class StepMemory:
     def _weights(self) -> int:
         total = sum(own_bytes(p) for p in self.model.parameters())
         if self.step.weight_bytes is not None:
-            elements = sum(p.numel() for p in self._matrices)
+            elements = sum(math.prod(shape) for _, shape in self._matrices)
             total += int(elements * (self.step.weight_bytes - self.itemsize))
         return (total + self._headless * self.itemsize) // self.step.gpus + 4 * self._adapter_elements
 
@@ -292,12 +292,11 @@ class StepMemory:
         return adapters.elements(self.step, self.model.layers, self._matrices)
 
     @cached_property
-    def _matrices(self) -> list[Tensor]:
+    def _matrices(self) -> list[tuple[Tensor, tuple[int, ...]]]:
         vision, modules = self.model.vision, list(self.model.layers)
         if vision is not None:
             modules += [*vision.encoder.layers, *vision.ways_out()]
-        found = {id(p): p for module in modules for *_, p in matrices(module) if p.ndim == 2}
-        return list(found.values())
+        return linear_matrices(modules)
 
     @cached_property
     def _headless(self) -> int:
@@ -369,7 +368,7 @@ class StepMemory:
         """A quantised matrix, dequantised for its product."""
         if self.step.weight_bytes is None:
             return 0
-        return max(p.nbytes for p in self._matrices)
+        return max(p.nbytes for p, _ in self._matrices)
 
     @cached_property
     def _head_work(self) -> int:

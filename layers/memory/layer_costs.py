@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,12 @@ from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import Experts, MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
-from liger_models.layers.memory.own_parts import whole_bytes
+from liger_models.layers.memory.own_parts import decoded_bytes, whole_bytes
 from liger_models.layers.memory.places import places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.projections.matrices import matrices
-from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.stored_weight import dense_shape
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
@@ -215,6 +216,10 @@ class _Moments:
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
             tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
+        # A matrix, or the stacks of experts, that quantised bits are decoded to for a product.
+        decoded = decoded_bytes(mlp, itemsize)
+        last, front = last + decoded, front + decoded
+        tile = None if tile is None else tile + decoded
         return _Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
@@ -231,7 +236,8 @@ class _Moments:
             gradients=(after, of_mlp, whole - _gradient_bytes(in_front, step), whole),
             attention=max(
                 _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
-            ),
+            )
+            + max((decoded_bytes(mixer, itemsize) for mixer in mixers), default=0),
             tile=tile,
             tile_begun=tile_begun,
             moved=moved,
@@ -357,10 +363,8 @@ def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
     """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
     inner = last = rest = 0
     places = places_of(layer)
-    for module, _, p in matrices(layer):
-        elements = 0 if frozen and p.requires_grad else p.numel()
-        if isinstance(module, StoredLinear):
-            elements = module.in_features * module.out_features
+    for module, name, p in matrices(layer):
+        elements = 0 if frozen and p.requires_grad else math.prod(dense_shape(module, name))
         mixture, place = layer.spec.mixture, places.get(id(p))
         if isinstance(module, Experts) and mixture is not None:
             elements = elements * mixture.experts_per_token // mixture.num_experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ from liger_models.layers.projections.packed_linear import (
     split_projections,
     weight_map_of_parts,
 )
-from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.stored_weight import dense_shape, kept_weights
 from liger_models.layers.specs import ModelSpec
 
 
@@ -149,9 +150,16 @@ class ModelParameters(nn.Module):
         """The number of parameters, a tied head counted once, and quantised ones by their dense shapes."""
         excluded = {id(self.embed_tokens.weight)} if exclude_embeddings else set()
         counted = (p for p in self.parameters() if p.requires_grad or not only_trainable)
-        stored = [m for m in self.modules() if isinstance(m, StoredLinear) and not only_trainable]
-        packed = sum(m.in_features * m.out_features - m.weight.numel() for m in stored)
-        return packed + sum(p.numel() for p in counted if id(p) not in excluded)
+        bits = 0 if only_trainable else sum(map(_elements_beyond_bits, self.modules()))
+        return bits + sum(p.numel() for p in counted if id(p) not in excluded)
+
+
+def _elements_beyond_bits(module: nn.Module) -> int:
+    """The elements of weights that are kept in quantised bits, less those of the bytes."""
+    if not kept_weights(module):
+        return 0
+    dense = sum(math.prod(dense_shape(module, name)) for name in kept_weights(module))
+    return dense - sum(p.numel() for p in module.parameters(recurse=False) if p.dtype == torch.uint8)
 
 
 @contextmanager

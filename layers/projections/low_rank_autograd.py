@@ -155,6 +155,7 @@ def _outputs(
             y[:, out].addmm_(x, matrix.T)
         else:
             torch.mm(x, matrix.T, out=y[:, out])
+        del matrix  # before the next one is decoded
     return y
 
 
@@ -214,13 +215,10 @@ def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Te
         assert dx is not None
         return dx
     matrix = _one_matrix(plan, weights)
-    products = (
-        [(dy, matrix)]
-        if matrix is not None
-        else [(dy[:, out], _matrix(plan, i, weights)) for i, out in enumerate(plan.outs)]
-    )
-    for gradient, matrix in products:
-        dx = gradient @ matrix if dx is None else dx.addmm_(gradient, matrix)
+    for i, out in enumerate(plan.outs if matrix is None else [slice(None)]):
+        factor = _matrix(plan, i, weights) if matrix is None else matrix
+        dx = dy[:, out] @ factor if dx is None else dx.addmm_(dy[:, out], factor)
+        del factor  # before the next one is decoded
     assert dx is not None
     return dx
 

@@ -83,7 +83,8 @@ class SplitProjections(nn.Module):
         """x [..., in] -> [..., sum of the parts]."""
         layers = self.linears()
         projections = [p for layer in layers if (p := projection_of(layer)) is not None and p.takes(x)]
-        if len(projections) == len(layers) and any(projection.adapters for projection in projections):
+        as_one = any(projection.adapters or projection.dense for projection in projections)
+        if len(projections) == len(layers) and as_one:
             y = low_rank_linear(x, *projections)
         else:
             y = torch.cat([layer(x) for layer in layers], dim=-1)

@@ -102,14 +102,21 @@ _RECIPES: dict[int, Recipe] = {}
 
 
 def carry_recipe(
-    output: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False, deep: bool = False
+    output: Tensor,
+    make: Callable[..., Tensor],
+    *inputs: Tensor,
+    late: bool = False,
+    deep: bool = False,
+    frozen: bool = False,
 ) -> Tensor:
     """Record that `make(*inputs)` recomputes `output`, bit for bit. Returns `output`.
 
     `late` marks outputs that a layer's backward pass needs late: a recomputed layer then makes them again
     instead of holding them. With `deep` inputs that carry recipes are recomputed too, instead of being held.
+    `frozen` outputs are decoded weights, which no gradient reaches, but gradients of other tensors need.
     """
-    if not torch.compiler.is_compiling() and output.requires_grad:
+    needed = output.requires_grad or (frozen and torch.is_grad_enabled())
+    if needed and not torch.compiler.is_compiling():
         _RECIPES[id(output)] = Recipe(output, make, inputs, late, deep)
     return output
 

@@ -54,17 +54,11 @@ def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
     stored: Mapping[str, TensorInfo] = {}
     quantisation = None
     if folder is not None:
-        stored, quantisation = _checked_tensors(folder, model)
+        stored, quantisation = checked_tensors(folder, model)
     elif headers:
-        from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
-
-        stored, quantisation = _remote_tensors(name, config, headers)
-        for layout in model.architecture.layouts:
-            if checkpoint_shapes(model.weight_map(layout)).keys() <= stored.keys():
-                model.layout = layout
-                break
+        stored, quantisation = remote_tensors(name, config, headers, model)
     parameters = _parameters(model, stored)
-    return {
+    report: dict[str, Any] = {
         "name": name,
         "architecture": model.architecture.model_type,
         "reference": model.architecture.reference,
@@ -75,6 +69,9 @@ def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
         "quantisation": None if quantisation is None else _quantisation(quantisation, stored),
         "memory": _memory(model, stored),
     }
+    if quantisation is not None:  # last, since it changes the model
+        report["quantisation"]["bytes kept"] = _kept_bytes(model, stored, folder or Path(name))
+    return report
 
 
 def find_config(name: str) -> tuple[Any, dict[str, tuple[str, tuple[int, ...]]], Path | None]:
@@ -100,7 +97,7 @@ def find_config(name: str) -> tuple[Any, dict[str, tuple[str, tuple[int, ...]]],
     return folder, {}, folder
 
 
-def _checked_tensors(
+def checked_tensors(
     folder: Path, model: "LigerCausalLM"
 ) -> "tuple[Mapping[str, TensorInfo], Quantisation | None]":
     """The checkpoint's tensors in dense form, after checking that the files match the model."""
@@ -112,15 +109,19 @@ def _checked_tensors(
         return reader.tensors, reader.quantisation
 
 
-def _remote_tensors(
-    name: str, config: dict[str, Any], headers: dict[str, tuple[str, tuple[int, ...]]]
+def remote_tensors(
+    name: str,
+    config: dict[str, Any],
+    headers: dict[str, tuple[str, tuple[int, ...]]],
+    model: "LigerCausalLM",
 ) -> "tuple[Mapping[str, TensorInfo], Quantisation | None]":
-    """The tensors of a repository in dense form."""
+    """The tensors of a repository in dense form, whose layout the model gets."""
     import math
 
     import torch
 
     from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+    from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
     from liger_models.convert.quantised.reader import dense_tensors
     from liger_models.convert.quantised.recognition import recognise
 
@@ -129,7 +130,25 @@ def _remote_tensors(
         dtype = getattr(torch, stated)
         tensors[tensor] = TensorInfo(tensor, "", dtype, shape, 0, math.prod(shape) * dtype.itemsize)
     quantisation = recognise(Path(name), config, tensors, None)
-    return (tensors if quantisation is None else dense_tensors(tensors, quantisation, config)), quantisation
+    stored = tensors if quantisation is None else dense_tensors(tensors, quantisation, config)
+    for layout in model.architecture.layouts:
+        if checkpoint_shapes(model.weight_map(layout)).keys() <= stored.keys():
+            model.layout = layout
+            break
+    return stored, quantisation
+
+
+def _kept_bytes(model: "LigerCausalLM", stored: "Mapping[str, TensorInfo]", folder: Path) -> int | None:
+    """The size of the model with its quantised weights in the bits of the files; None if it cannot be."""
+    from liger_models.convert.errors import UnsupportedModelError
+    from liger_models.models.stored_weights import keep_stored
+
+    model.split_projections()
+    try:
+        keep_stored(model, stored, folder)
+    except UnsupportedModelError:
+        return None
+    return sum(p.nbytes for p in model.parameters())
 
 
 def _quantisation(found: "Quantisation", stored: "Mapping[str, TensorInfo]") -> dict[str, Any]:
@@ -237,10 +256,12 @@ def print_report(report: dict[str, Any]) -> None:
         shown = ", ".join(copied[:4]) + ", ..." * (len(copied) > 4)
         print(f"\n{len(copied)} tensors of the checkpoint are no parameters, and exports copy them: {shown}")
     if quantised := report["quantisation"]:
-        print(f"\nQuantised weights ({quantised['method']}), read as dense ones")
+        print(f"\nQuantised weights ({quantised['method']})")
         print_table([(format, f"{count} tensors") for format, count in quantised["weights"].items()])
         disk, dense = (bytes_text(quantised[key]) for key in ("bytes on disk", "bytes dense"))
-        print(f"  {disk} on disk, {dense} in memory")
+        kept = quantised["bytes kept"]
+        bits = "" if kept is None else f", {bytes_text(kept)} with --keep-quantised"
+        print(f"  {disk} on disk, {dense} in memory{bits}")
 
     print(f"\nMemory, in {memory['dtype']}")
     print_table(

@@ -27,7 +27,8 @@ QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a floa
 OF_TRAIN = (
     *("model", "base", "tokenizer", "text_only", "freeze", "train_only", "seq_len", "batch_size"),
     *("gradient_accumulation", "lora", "quantize", "dtype", "optimizer", "weights", "moments"),
-    *("optimizer_memory", "activation_memory", "memory_budget", "shard", "sequence_parallel", "mtp"),
+    *("keep_quantised", "optimizer_memory", "activation_memory", "memory_budget", "shard"),
+    *("sequence_parallel", "mtp"),
 )
 
 
@@ -194,6 +195,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     import torch
 
     import liger_models
+    from liger_models.cli.headers import keep_quantised
     from liger_models.convert.errors import ConfigError
     from liger_models.training.trained_part import freeze, split_patterns
 
@@ -215,6 +217,8 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
         raise ConfigError(f"{args.model} is in float16, which `train` refuses; choose --dtype bfloat16")
     if args.images and model.spec.vision is None:
         raise ConfigError(f"--images {args.images}: {args.model} does not accept images; omit it")
+    if args.keep_quantised:
+        keep_quantised(args, model)
     freeze(model, split_patterns(args.freeze), split_patterns(args.train_only))
     return model
 

@@ -37,7 +37,7 @@ from liger_models.models.devices import device_for, parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
-from liger_models.models.stored_weights import check_can_keep, keep_stored
+from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
 from liger_models.models.text_part import select_text, text_config_of, warn_of
 from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
@@ -146,8 +146,7 @@ def from_hub(
         new_tokens: ids of tokens that the checkpoint was not trained with: range(old, new). The vocabulary
             grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
             before them, as by the model's `resize_token_embeddings`, which no sharded model has.
-        keep_quantised: quantised weights of linear layers stay as they are in the files, frozen, and are
-            decoded where they are used, for adapters (docs/quantised.md). Needs split projections.
+        keep_quantised: hold quantised weights in the files' bits, for adapters (docs/quantised.md).
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
@@ -180,12 +179,14 @@ def from_hub(
         source = find_layout(model, reader, choice.fresh)
         dtypes = _dtype_of_files(model, reader, choice.fresh)
         if keep_quantised:
-            check_can_keep(folder, reader, options.projections, shard, float8, adapter)
-            _lay_out(model, replace(options, device="meta"), dtypes)
+            check_can_keep(folder, reader, options.projections, float8, adapter)
+            _lay_out(model, replace(options, device="meta", shard=None), dtypes)
             model.split_projections()
-            fill_stored = keep_stored(model, reader)
+            kept = keep_stored(model, reader.tensors, folder)
+            if shard is not None:
+                shard(model)
             model.materialize(device_for(model.dtype, device))
-            fill_stored()
+            fill_stored(model, kept, reader)
         else:
             _lay_out(model, options, dtypes)
             _fill_from(reader, model, choice.fresh)

@@ -1,27 +1,29 @@
-"""Models whose linear layers keep the quantised weights of their checkpoint (docs/quantised.md)."""
+"""Models that keep the quantised weights of their checkpoint in its bits (docs/quantised.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.reading import load_parameters
+from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
-from liger_models.convert.quantised.formats import BadScaleError, QuantisedWeight
-from liger_models.convert.quantised.reader import ModelReader, QuantisedInfo
+from liger_models.convert.quantised.formats import BadScaleError
+from liger_models.convert.quantised.kept import Kept, keep, stored_parts
+from liger_models.convert.quantised.reader import ModelReader, as_stored, quantised_weights
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.experts.stored_experts import StoredExperts
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.stored_weight import held, kept_weights, part_name
 from liger_models.models.causal_lm import LigerCausalLM
 
 
-def check_can_keep(
-    folder: Path, reader: ModelReader, projections: str, shard: Any, float8: Any, adapter: Any
-) -> None:
+def check_can_keep(folder: Path, reader: ModelReader, projections: str, float8: Any, adapter: Any) -> None:
     """Raise ConfigError if a checkpoint's quantised weights cannot be kept with these options."""
     if not reader.is_quantised:
         raise ConfigError(
@@ -31,67 +33,98 @@ def check_can_keep(
         raise ConfigError(
             f"keep_quantised needs separate projections, found projections={projections!r}; pass 'split'"
         )
-    if shard is not None or float8 is not None or adapter is not None:
-        which = (
-            "shard" if shard is not None else "float8" if float8 is not None else "a checkpoint of adapters"
-        )
+    if float8 is not None or adapter is not None:
+        which = "float8" if float8 is not None else "a checkpoint of adapters"
         raise ConfigError(f"keep_quantised cannot be combined with {which}; omit one of them")
 
 
-def keep_stored(model: LigerCausalLM, reader: ModelReader) -> Callable[[], None]:
-    """Give a model on the meta device, with split projections, layers for the weights that the checkpoint has
-    quantised. Returns a function that reads all tensors once the model has memory.
+def keep_stored(model: LigerCausalLM, tensors: Mapping[str, TensorInfo], folder: Path) -> dict[str, Kept]:
+    """Give a model on the meta device, with split projections, modules for the weights that a checkpoint has
+    quantised.
+
+    Args:
+        tensors: of the checkpoint, in dense form.
+
+    Returns:
+        The weights in quantised bits, by native name.
 
     Raises:
-        UnsupportedModelError: a quantised weight that cannot be kept: of stacked experts, of a head, or in a
-            format with zero points, reordered columns or tables.
+        UnsupportedModelError: a quantised weight that cannot be kept: of a head, or experts in different
+            formats.
     """
-    weight_map = model.weight_map()
-    kept: dict[str, QuantisedWeight] = {}
-    for native, expr in weight_map.items():
-        infos = {
-            ref.name: info
-            for ref in expr.refs()
-            if isinstance(info := reader.tensors[ref.name], QuantisedInfo)
-        }
-        for name, info in infos.items():
-            path = native.removesuffix(".weight")
-            layer: Any = model.get_submodule(path) if path != native else None
-            whole = (
-                isinstance(expr, Ref) and not info.weight.transposed and StoredLinear.can_store(info.weight)
+    weights, found = quantised_weights(tensors), {}
+    for native, expr in as_stored(model.weight_map(), tensors).items():
+        names = [ref.name for ref in expr.refs()]
+        quantised = [name for name in names if name in weights]
+        if not quantised:
+            continue
+        path, _, name = native.rpartition(".")
+        kept = keep(expr, weights) if len(quantised) == len(names) else None
+        module = model.get_submodule(path)
+        if kept is None or not _can_hold(module, name):
+            weight = weights[quantised[0]]
+            raise UnsupportedModelError(
+                f"{folder / tensors[quantised[0]].file}: {quantised[0]!r} ({weight.format.label}) cannot be "
+                "kept quantised: only linear layers and experts can, whose matrices the checkpoint has one "
+                "by one, or stacked, all of a stack in the same format; omit keep_quantised to hold the "
+                "model dense"
             )
-            if not whole or type(layer) not in (nn.Linear, Linear) or info.shape != tuple(layer.weight.shape):
-                raise UnsupportedModelError(
-                    f"{reader.folder / info.file}: {name!r} ({info.weight.format.label}) cannot be kept "
-                    "quantised: only float8, int8 or 4-bit weights of single linear layers can, with scales "
-                    "alone, and not stacked experts; omit keep_quantised to hold the model dense"
-                )
-            kept[path] = info.weight
-    for path, weight in kept.items():
-        layer = model.get_submodule(path)
-        assert isinstance(layer, nn.Linear)
-        model.set_submodule(path, StoredLinear(layer, weight).train(layer.training))
+        found[native] = kept
+    by_module: dict[str, dict[str, Kept]] = {}
+    for native, kept in found.items():
+        path, _, name = native.rpartition(".")
+        by_module.setdefault(path, {})[name] = kept
+    for path, of_module in by_module.items():
+        old = model.get_submodule(path)
+        new: nn.Module
+        if isinstance(old, Experts):
+            new = StoredExperts(old, of_module)
+        else:
+            assert isinstance(old, nn.Linear)
+            new = StoredLinear(old, of_module["weight"])
+        model.set_submodule(path, new.train(old.training))
+    return found
 
-    def fill() -> None:
-        natives = model.saved_tensors()
-        rest = {name: expr for name, expr in weight_map.items() if name.removesuffix(".weight") not in kept}
-        load_parameters({name: natives[name] for name in rest}, rest, reader, progress=True)
-        for path, weight in kept.items():
-            layer: Any = model.get_submodule(path)
-            parts = {}
-            for role, info in weight.parts.items():
-                parts[role] = torch.empty(info.shape, dtype=info.dtype)
-                reader.read_elements(info, parts[role], 0, parts[role].numel())
-            try:
-                layer.fill(parts)
-            except BadScaleError as error:
-                raise CheckpointError(f"{reader.folder}: {error}") from error
 
-    return fill
+def fill_stored(model: LigerCausalLM, kept: Mapping[str, Kept], reader: ModelReader) -> None:
+    """Read all tensors of a model whose weights `kept` are in quantised bits, once it has memory.
+
+    Raises:
+        CheckpointError: as `load_parameters`; or a scale is not finite, or not positive.
+    """
+    weights = quantised_weights(reader.tensors)
+    weight_map = {name: expr for name, expr in model.weight_map().items() if name not in kept}
+    for native, weight in kept.items():
+        reader.add_parts(*stored_parts(weight, weights))
+        weight_map |= {part_name(native, role): expr for role, expr in weight.parts.items()}
+    natives = model.saved_tensors()
+    load_parameters({name: natives[name] for name in weight_map}, weight_map, reader, progress=True)
+    for native, weight in kept.items():
+        path, _, name = native.rpartition(".")
+        module = model.get_submodule(path)
+        try:
+            weight.check(held(module, name, weight), _first(module.get_parameter(name)))
+        except BadScaleError as error:
+            raise CheckpointError(f"{reader.folder}: {error}") from error
 
 
 def decode_stored(model: LigerCausalLM) -> None:
-    """Replace all layers that keep quantised bits by dense ones, in place."""
+    """Replace all modules that keep quantised bits by dense ones, in place."""
     for path, module in list(model.named_modules()):
-        if isinstance(module, StoredLinear):
-            model.set_submodule(path, module.as_dense(module.decoded_dtype))
+        if kept_weights(module):
+            stored: Any = module
+            model.set_submodule(path, stored.as_dense())
+
+
+def _can_hold(module: nn.Module, name: str) -> bool:
+    if type(module) is Experts:
+        return name in (module.first, "down_proj")
+    return type(module) in (nn.Linear, Linear) and name == "weight"
+
+
+def _first(p: Any) -> int:
+    """The first row of this process's part of a parameter."""
+    if not is_sharded(p):
+        return 0
+    (chunk,) = p.__create_chunk_list__()
+    return int(chunk.offsets[0])

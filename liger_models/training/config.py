@@ -113,7 +113,7 @@ class TrainConfig:
     adapter            folder or hub id of a low-rank adapter of `model` to train further, with its own
                        settings; `train` sets it, and `model` to the base model, if `model` is an adapter
     quantize           with lora: quantise the base weights to "nf4" or "int8" (see models/quantization.py)
-    keep_quantised     with lora: keep the linear layers of a quantised checkpoint in its own bits
+    keep_quantised     with lora: keep the weights of a quantised checkpoint in its own bits
     float8             run linear layers in float8, on GPUs that can: "rowwise", "tensorwise" or
                        "rowwise_with_gw_hp" (docs/float8.md)
     merge              with lora: also write the merged model to output/merged

@@ -19,6 +19,7 @@ from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.models.float8 import float8_summary
+from liger_models.models.rounding import describe_rounding
 from liger_models.training.best import Best, check_best
 from liger_models.training.callbacks import Callback, Callbacks
 from liger_models.training.checkpoints import state as states
@@ -138,6 +139,8 @@ class RunParts:
         # Fresh weights are the same in every rank.
         seed_generators(self.config.seed, self.world.device)
         loaded = load_model(self.config, self.world, self.tokenizer, checkpoint)
+        if self.config.lora is None and (distance := describe_rounding(loaded.model)):
+            self.world.say(distance)
         self.model, self.adapters, self.flops, self.size = loaded
         self._note_special_tokens()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -12,7 +12,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.adapter import LowRankAdapter
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.base_model import LigerBaseModel
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
@@ -122,7 +122,7 @@ def freezing_divide(config: TrainConfig, world: World) -> Callable[[LigerCausalL
 def is_frozen(module: torch.nn.Module) -> bool:
     """Whether a module's weights are frozen, other than by being kept in quantised bits."""
     own = list(module.parameters(recurse=False))
-    return bool(own) and not any(p.requires_grad for p in own) and not isinstance(module, StoredLinear)
+    return bool(own) and not any(p.requires_grad for p in own) and not kept_weights(module)
 
 
 def untrained_rows_warning(

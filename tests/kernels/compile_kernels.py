@@ -56,6 +56,7 @@ def run_everything() -> None:
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)
     kernels.quantize(operand(8, 128), by_rows=False, by_columns=True, dtype=torch.float8_e5m2)
     kernels.quantize(operand(8, 128))
+    quantised()
     backward(kernels.xielu(operand(8, 128), operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)))
     backward(kernels.softmax(operand(8, 128)))
     backward(kernels.softmax(operand(2, 70_000)))
@@ -124,6 +125,26 @@ def recurrent() -> None:
         rows += operand(tokens, 1, key), operand(tokens, 1, key)
         settings["state"] = operand(2, count, value, key, dtype=torch.float32)
         backward(*kernels.ssd(*rows, *(operand(count) for _ in range(3)), dt_limit=(0.01, 1.0), **settings))
+
+
+def quantised() -> None:
+    """Blocks of one and of both dimensions, each kind of scales and of numbers, and each option."""
+    codes, table = torch.zeros(2, 64, 64, dtype=torch.uint8), torch.zeros(1, 16)
+    wide, eights = {"table": table}, torch.zeros(2, 64, 128, dtype=torch.uint8)
+    second, exponents = torch.ones(2), torch.zeros(2, 64, 4, dtype=torch.float8_e8m0fnu)
+    groups = {"groups": torch.zeros(2, 128, dtype=torch.int32), "zero": torch.zeros(2, 64, 4)}
+    for dtype in (BF16, torch.float32):
+        kernels.decode_codes(codes, exponents, (64, 128), (1, 32), "low half first", dtype, **wide)
+    of_second = torch.zeros(2, 64, 8, dtype=torch.float8_e4m3fn)
+    for divides in (False, True):
+        options = {"second": second, "divides": divides, **wide}
+        kernels.decode_codes(codes, of_second, (64, 128), (1, 16), "low half first", BF16, **options)
+    kernels.decode_codes(codes, exponents, (64, 128), (1, 32), "high half first", BF16, **wide, **groups)
+    whole = torch.ones(2, 1, 1, dtype=BF16)
+    for numbers in ("float8", "int8", "biased int8"):
+        kernels.decode_codes(eights, torch.ones(2, 2, 4), (64, 128), (32, 32), numbers, BF16)
+        kernels.decode_codes(eights, whole, (64, 128), (64, 128), numbers, BF16, factor=0.5)
+        kernels.decode_codes(eights, torch.ones(2, 64, 4), (64, 128), (1, 32), numbers, BF16, **groups)
 
 
 def norms() -> None:

@@ -95,6 +95,22 @@ def float8(width):
     kernels.quantize(operand(TOKENS, width))
 
 
+def decoding(rows, columns):
+    """Half bytes with exponents, or with two scales; and float8 in blocks."""
+    codes, table = torch.empty(1, rows, columns // 2, dtype=torch.uint8), torch.empty(1, 16)
+    scale = torch.empty(1, rows, columns // 16, dtype=torch.float8_e4m3fn)
+    exponents = torch.empty(1, rows, columns // 32, dtype=torch.float8_e8m0fnu)
+    sizes, second = (rows, columns), torch.empty(1)
+    kernels.decode_codes(codes, exponents, sizes, (1, 32), "low half first", BF16, table=table)
+    two = {"table": table, "second": second, "divides": True}
+    kernels.decode_codes(codes, scale, sizes, (1, 16), "low half first", BF16, **two)
+    eights, blocks = (
+        torch.empty(1, rows, columns, dtype=torch.uint8),
+        torch.empty(1, -(-rows // 128), -(-columns // 128)),
+    )
+    kernels.decode_codes(eights, blocks, sizes, (128, 128), "float8", BF16)
+
+
 def gated_norm(channels, group, gate_first=False):
     weight = operand(channels if gate_first else group)
     x, gate = operand(TOKENS, channels), operand(TOKENS, channels)
@@ -226,6 +242,7 @@ def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options)
 
 CASES = {
     "float8, 4096": lambda: float8(4096),
+    "decoding, gpt-oss": lambda: decoding(5760, 2880),
     "norms, 2048": lambda: norms(2048),
     "norms, 4096": lambda: norms(4096),
     "norms, 8192": lambda: norms(8192),

@@ -331,7 +331,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     add(
         "--keep-quantised",
         action="store_true",
-        help="keep the linear layers of a quantised checkpoint in its own bits below the adapters",
+        help="keep the weights of a quantised checkpoint in its own bits below the adapters",
     )
     add(
         "--merge",

@@ -24,6 +24,7 @@ from liger_models.kernels import ExpertPath
 from liger_models.kernels.experts._expert_paths import padded_rank
 from liger_models.layers.experts.moe import NO_PATHS, Experts, Paths
 from liger_models.layers.projections.in_place import change_class
+from liger_models.layers.projections.stored_weight import kept_weights
 
 
 def take_over(wrapper: nn.Module) -> None:
@@ -52,7 +53,8 @@ def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
         for name in (experts.first, "down_proj"):
             stack = f"{path}.{name}"
             expr = weight_map.get(stack)
-            if not isinstance(expr, Ref) or type(experts.get_parameter(name)) is not nn.Parameter:
+            plain = type(experts.get_parameter(name)) is nn.Parameter and not kept_weights(experts)
+            if not isinstance(expr, Ref) or not plain:
                 raise ConfigError(
                     f"lora: {stack} is quantised, or in another order in transformers' own model, so its "
                     "adapter cannot be written here; leave out experts, or use PEFT on the classes of "

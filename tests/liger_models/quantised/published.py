@@ -153,6 +153,7 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
     ),
     "nf4": _case(QWEN, bnb_four_bits("nf4", False), NF4),
     "nf4, nested": _case(QWEN, bnb_four_bits("nf4", True), NF4),
+    "nf4, nested, experts": _case(EXPERTS, bnb_four_bits("nf4", True), NF4),
     "fp4 in bfloat16 storage": _case(QWEN, bnb_four_bits("fp4", True, torch.bfloat16), NF4),
     "int8 of bitsandbytes": _case(QWEN, bnb_int8, bnb(load_in_8bit=True)),
     "mxfp4": _case(GPT_OSS, mxfp4, MXFP4, weights="*.experts.*_proj"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from published import CASES
 from quantised_files import QuantisedCheckpoint
 from safetensors.torch import load_file
@@ -29,7 +30,7 @@ def nbytes(tensors) -> int:
 def test_inspect_names_the_format_and_its_size_on_disk_and_in_memory(gpt_oss, capsys, monkeypatch):
     reports = []
     assert main(["inspect", str(gpt_oss.folder)]) == 0
-    assert "Quantised weights (mxfp4), read as dense ones\n" in capsys.readouterr().out
+    assert "Quantised weights (mxfp4)\n" in capsys.readouterr().out
     assert main(["inspect", str(gpt_oss.folder), "--json"]) == 0
     reports.append(json.loads(capsys.readouterr().out))
 
@@ -49,10 +50,31 @@ def test_inspect_names_the_format_and_its_size_on_disk_and_in_memory(gpt_oss, ca
             "weights": {"float4, groups of 32": 2},
             "bytes on disk": nbytes(gpt_oss.tensors),
             "bytes dense": nbytes(gpt_oss.expected(liger_models.from_hub(gpt_oss.folder).dtype)),
+            "bytes kept": nbytes(gpt_oss.tensors),
         }
         (row,) = [row for row in report["parameters"] if row["name"].endswith("experts.down_proj")]
         assert row["dtype"] == "float4, groups of 32"
         assert report["memory"]["dtype"] == "bfloat16"
+
+
+def test_plan_counts_weights_in_the_bits_of_the_checkpoint(gpt_oss, capsys):
+    options = ["--gpu", "80GiB", "--seq-len", "64", "--json"]
+    reports = []
+    for keep in ([], ["--keep-quantised"]):
+        assert main(["plan", str(gpt_oss.folder), "--lora", "r=4", *keep, *options]) == 0
+        reports.append(json.loads(capsys.readouterr().out))
+    dense, kept = reports
+    assert kept["num_parameters"] == dense["num_parameters"]
+    saved = nbytes(gpt_oss.expected(torch.bfloat16)) - nbytes(gpt_oss.tensors)
+    own = 2 * 4 * gpt_oss.config["hidden_size"] * 4  # split, query, key and value have an A each, in float32
+    assert dense["parts"]["weights"] - kept["parts"]["weights"] == saved - own > 0
+    assert kept["parts"]["at work"] > dense["parts"]["at work"]  # the decoded experts
+    for arguments, message in (
+        ([str(gpt_oss.folder), "--keep-quantised"], "--keep-quantised needs --lora"),
+        (["llama-3.2-1b", "--lora", "r=4", "--keep-quantised"], "llama-3.2-1b has no quantised weights"),
+    ):
+        assert main(["plan", *arguments, *options]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_plan_counts_dense_parameters_in_bfloat16(gpt_oss, capsys):

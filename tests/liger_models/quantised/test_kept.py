@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import pytest
 import torch
-from published import CASES
+from published import CASES, blocks
+from published import EXPERTS as EXPERTS_CONFIG
+from quantised_files import QuantisedCheckpoint, float8_blocks
 from safetensors.torch import load_file
+from torch.nn.utils import parametrize
 
 import liger_models
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
-from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections import stored_weight
+from liger_models.layers.projections.stored_weight import kept_weights
+from liger_models.models.rounding import describe_rounding
 from liger_models.models.stored_weights import decode_stored
 
 peft = pytest.importorskip("peft")
 
-KEPT = [
+LINEAR = [
     "float8 blocks",
     "float8 blocks, e8m0 scales",
     "float8, one scale a matrix",
@@ -24,9 +30,25 @@ KEPT = [
     "nvfp4 of compressed-tensors",
     "mxfp4 of compressed-tensors",
     "int4, one scale a row",
+    "int4, asymmetric",
+    "int4, ordered columns",
+    "int8 of compressed-tensors, asymmetric",
     "int8 of bitsandbytes",
+    "nf4",
+    "nf4, nested",
+    "fp4 in bfloat16 storage",
 ]
-REFUSED = ["mxfp4", "float8 blocks, experts one by one", "int4, asymmetric", "int4, ordered columns", "nf4"]
+EXPERTS = [
+    "mxfp4",
+    "float8 blocks, experts one by one",
+    "float8 blocks, stacked experts",
+    "nvfp4 of modelopt",
+    "int4, groups, experts (Kimi K2)",
+    "nf4, nested, experts",
+]
+
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # gate_proj has none
 
 
 def load(folder, **options):
@@ -35,8 +57,13 @@ def load(folder, **options):
         return liger_models.from_hub(folder, device="cpu", **{"projections": "split", **options})
 
 
+def stored_modules(model):
+    return {path: m for path, m in model.named_modules() if kept_weights(m)}
+
+
 def with_adapters(model):
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]  # gate_proj has none
+    linear = {path for path, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    targets = [path for path in linear if path.endswith(TARGETS)]
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=targets))
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
@@ -53,23 +80,38 @@ def step(model):
     return logits, out.loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
 
 
+def dense_shapes(module):
+    """The shapes of a module's matrices, and of a single expert's, with dimensions in order of size."""
+    shapes = [kept.shape for kept in kept_weights(module).values()]
+    return {tuple(sorted(shape[-n:])) for shape in shapes for n in (2, len(shape))}
+
+
 @pytest.fixture(scope="module")
 def float8(tmp_path_factory):
     return CASES["float8 blocks"](tmp_path_factory.mktemp("kept") / "checkpoint")
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype"), [*((case, torch.float32) for case in KEPT), (KEPT[0], "auto"), (KEPT[4], "auto")]
+    ("case", "dtype"),
+    [
+        *((case, torch.float32) for case in [*LINEAR, *EXPERTS]),
+        *((case, "auto") for case in (LINEAR[0], LINEAR[4], EXPERTS[0], EXPERTS[3])),
+    ],
 )
 def test_logits_loss_and_gradients_are_those_of_the_dense_model(case, dtype, tmp_path):
     checkpoint = CASES[case](tmp_path / "checkpoint")
     kept, dense = (load(checkpoint.folder, dtype=dtype, keep_quantised=keep) for keep in (True, False))
     matrices = dict(dense.named_parameters())
-    stored = {path: m for path, m in kept.named_modules() if isinstance(m, StoredLinear)}
-    assert len(stored) == len(checkpoint.quantised)
+    stored = stored_modules(kept)
+    assert sum(len(kept_weights(m)) for m in stored.values()) == sum(
+        bool({ref.name for ref in expr.refs()} & {*checkpoint.quantised})
+        for expr in dense.weight_map().values()
+    )
     assert kept.num_parameters() == dense.num_parameters()
-    for path, layer in stored.items():
-        assert torch.equal(layer.as_dense(layer.decoded_dtype).weight, matrices[f"{path}.weight"]), path
+    for path, module in stored.items():
+        for name in kept_weights(module):
+            decoded = module.as_dense().get_parameter(name)
+            assert torch.equal(decoded, matrices[f"{path}.{name}"]), f"{path}.{name}"
     kept, dense = with_adapters(kept), with_adapters(dense)
     (logits, loss, grads), (expected, expected_loss, expected_grads) = step(kept), step(dense)
     # Products of the same matrices in other layouts of memory may add in another order.
@@ -91,21 +133,47 @@ def test_the_model_holds_the_bytes_of_the_file(float8):
     assert 0 < grids < codes / 16
 
 
-def test_no_dense_matrix_is_kept_for_the_backward_pass(float8):
-    model = with_adapters(load(float8.folder, keep_quantised=True))
-    shapes = {tuple(m.weight.shape) for m in model.modules() if isinstance(m, StoredLinear)}
+@pytest.mark.parametrize("case", ["float8 blocks", "mxfp4"])
+def test_no_dense_matrix_is_kept_for_the_backward_pass(case, tmp_path):
+    checkpoint = CASES[case](tmp_path / "checkpoint")
+    model = with_adapters(load(checkpoint.folder, keep_quantised=True))
+    shapes = {shape for m in stored_modules(model).values() for shape in dense_shapes(m)}
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         step(model)
-    dtypes = {x.dtype for x in kept if {tuple(x.shape), tuple(x.shape)[::-1]} & shapes}
-    assert dtypes == {torch.uint8}
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}  # other frozen matrices
+    found = [x for x in kept if x.is_floating_point() and x.untyped_storage().data_ptr() not in own]
+    assert found
+    assert not {tuple(sorted(x.shape)) for x in found} & shapes
+
+
+@pytest.mark.parametrize("level", ["all", "lean", "mlp", "checkpoint"])
+def test_experts_are_decoded_twice_a_step_and_freed_in_between(level, tmp_path, interpreted, monkeypatch):
+    checkpoint = CASES["mxfp4"](tmp_path / "checkpoint")
+    model = load(checkpoint.folder, dtype=torch.float32, keep_quantised=True, activation_memory=level)
+    model = with_adapters(model)
+    decoded = []
+    decode = stored_weight.decode_codes
+
+    def noted(*args, **options):
+        dense = decode(*args, **options)
+        decoded.append(weakref.ref(dense))
+        return dense
+
+    monkeypatch.setattr(stored_weight, "decode_codes", noted)
+    ids = torch.arange(8)[None] + 3
+    loss = model(input_ids=ids, labels=ids).loss
+    assert len(decoded) == 2
+    assert not any(dense() is not None for dense in decoded)
+    loss.backward()
+    assert len(decoded) == 4
 
 
 def test_casts_of_the_model_leave_the_bits_alone(float8):
     kept = load(float8.folder, keep_quantised=True)
-    before = [m.as_dense(torch.float32).weight for m in kept.modules() if isinstance(m, StoredLinear)]
+    before = [m.as_dense().weight for m in stored_modules(kept).values()]
     kept.half().float()
-    after = [m.as_dense(torch.float32).weight for m in kept.modules() if isinstance(m, StoredLinear)]
+    after = [m.as_dense().weight for m in stored_modules(kept).values()]
     assert all(map(torch.equal, before, after))
 
 
@@ -121,18 +189,81 @@ def test_a_decoded_model_is_saved_as_the_dense_one(float8, tmp_path):
     assert all(torch.equal(written[n], x) for n, x in float8.expected(torch.bfloat16).items())
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_weights_that_cannot_be_kept_are_refused_by_name(case, tmp_path):
+def test_merged_adapters_are_written_in_the_bits_of_the_checkpoint(float8, tmp_path):
+    """Layers without an adapter keep theirs."""
+    kept = load(float8.folder, keep_quantised=True)
+    config = peft.LoraConfig(r=3, target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(kept, config)
+    decode_stored(kept)
+    merged = adapted.merge_and_unload()
+    expected = {name: x.clone() for name, x in merged.checkpoint_tensors()}
+    merged.save_pretrained(tmp_path / "dense")
+    merged.save_pretrained(tmp_path / "bits", quantization="as_loaded")
+    dense = load_file(tmp_path / "dense" / "model.safetensors")
+    assert all(torch.equal(dense[name], x) for name, x in expected.items())
+    found = {
+        name: x for file in (tmp_path / "bits").glob("*.safetensors") for name, x in load_file(file).items()
+    }
+    assert found.keys() == float8.tensors.keys()
+    for name, tensor in float8.tensors.items():
+        same = torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))
+        assert same == ("q_proj.weight" not in name), name
+    again = dict(load(tmp_path / "bits").checkpoint_tensors())
+    name = "model.layers.0.self_attn.q_proj.weight"
+    apart = (again[name].float() - expected[name].float()).abs().max()
+    assert 0 < apart <= (16 / 448 + 2**-8) * expected[name].float().abs().max()  # half a step of float8
+    assert (expected[name].float() - float8.dense[name]).abs().max() > 4 * apart
+
+
+@pytest.mark.parametrize(
+    ("case", "distance"),
+    [("float8 blocks", (1e-3, 2e-3)), ("mxfp4", None), ("float8 blocks, e8m0 scales", None)],
+)
+def test_the_distance_of_a_bfloat16_export_is_described(case, distance, tmp_path):
     checkpoint = CASES[case](tmp_path / "checkpoint")
+    model = load(checkpoint.folder)
+    text = describe_rounding(model)
+    if distance is None:
+        assert text.endswith("which holds them exactly")
+    else:
+        exact = torch.cat([checkpoint.dense[name].flatten().double() for name in checkpoint.quantised])
+        apart = (exact.bfloat16().double() - exact).norm() / exact.norm()
+        assert distance[0] < apart < distance[1]
+        assert f"will be {apart:.2%}" in text
+    model.requires_grad_(False)
+    model.embed_tokens.requires_grad_(True)
+    assert describe_rounding(model) is None  # quantised weights that do not change
+    model.save_pretrained(tmp_path / "dense")
+    assert describe_rounding(load(tmp_path / "dense")) is None
+
+
+def test_experts_in_two_formats_are_refused_by_name(tmp_path):
+    makers = {"*.experts.1.up_proj.weight": float8_blocks((8, 8)), "*.experts.*": float8_blocks((32, 24))}
+    settings = blocks(32, 24)
+    checkpoint = QuantisedCheckpoint.make(tmp_path / "two", EXPERTS_CONFIG, makers, settings)
+    with pytest.raises(CheckpointError, match="_scale_inv"):  # a file's format is one: it does not load
+        load(checkpoint.folder)
+    checkpoint = CASES["nvfp4 of modelopt"](tmp_path / "some")
+    name = checkpoint.quantised[0]
+    parts = {f"{name}{ending}": None for ending in ("_scale", "_scale_2")}
+    checkpoint.tensors = {n: x for n, x in checkpoint.tensors.items() if n not in parts}
+    checkpoint.tensors[name] = checkpoint.dense[name].bfloat16()
+    checkpoint.write()
     with pytest.raises(UnsupportedModelError, match=r"_proj.*cannot be kept quantised.*omit keep_quantised"):
         load(checkpoint.folder, keep_quantised=True)
+
+
+def test_adapters_on_experts_in_quantised_bits_are_refused(tmp_path):
+    model = load(CASES["mxfp4"](tmp_path / "checkpoint").folder, keep_quantised=True)
+    experts = model.layers[0].mlp.experts
+    parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
+    with pytest.raises(TypeError, match="adapt other layers"):
+        step(model)
 
 
 def test_what_kept_weights_cannot_do_is_an_error(float8, tmp_path):
     with pytest.raises(ConfigError, match="pass 'split'"):
         load(float8.folder, keep_quantised=True, projections="fused")
-    with pytest.raises(ConfigError, match="cannot be combined with shard"):
-        load(float8.folder, keep_quantised=True, shard=lambda model: None)
     with pytest.raises(ConfigError, match="cannot be combined with float8"):
         load(float8.folder, keep_quantised=True, float8="rowwise")
     load(float8.folder).save_pretrained(tmp_path / "dense")
@@ -149,9 +280,10 @@ def test_what_kept_weights_cannot_do_is_an_error(float8, tmp_path):
         layer(torch.zeros(1, layer.in_features, dtype=torch.bfloat16))
 
 
-def test_a_scale_that_is_not_positive_is_an_error(tmp_path):
-    checkpoint = CASES["float8 blocks"](tmp_path / "checkpoint")
-    name = f"{checkpoint.quantised[0]}_scale_inv"
+@pytest.mark.parametrize("case", ["float8 blocks", "float8 blocks, experts one by one"])
+def test_a_scale_that_is_not_positive_is_an_error(case, tmp_path):
+    checkpoint = CASES[case](tmp_path / "checkpoint")
+    name = f"{checkpoint.quantised[-1]}_scale_inv"
     checkpoint.write(**{name: -checkpoint.tensors[name]})
     with pytest.raises(CheckpointError, match=name):
         load(checkpoint.folder, keep_quantised=True)

@@ -236,7 +236,7 @@ def test_quantised_base_weights_match_transformers(method, checkpoints, settings
     assert torch.allclose(merged(input_ids=ids).logits, theirs(input_ids=ids).logits, rtol=1e-4, atol=1e-4)
 
 
-def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settings, run, tmp_path):
+def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settings, run, tmp_path, capsys):
     folder = tmp_path / "float8"
     shutil.copytree(checkpoint, folder)
     tensors = {}
@@ -266,6 +266,9 @@ def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settin
     )
     assert {n: x.dtype for n, x in merged.items()} == {n: x.dtype for n, x in expected.items()}
     assert distance(merged, expected) <= DRIFT
+    assert "weights decoded to" not in capsys.readouterr().out
+    run(settings(output=tmp_path / "full", model=str(folder), dtype="bfloat16", steps=1))
+    assert "decoded to bfloat16: a bfloat16 export will be 0." in capsys.readouterr().out
     with pytest.raises(ConfigError, match="trained with keep_quantised=True"):
         run(settings(output=tmp_path / "kept-True", **{**options, "resume": "auto", "steps": 5}))
     with pytest.raises(ConfigError, match="require lora"):

@@ -1,0 +1,1 @@
+"""Decoding of quantised weights in memory. May import the folder above."""
