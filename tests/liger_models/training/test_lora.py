@@ -266,9 +266,9 @@ def test_a_base_in_its_published_bits_trains_as_the_dense_one(checkpoint, settin
     )
     assert {n: x.dtype for n, x in merged.items()} == {n: x.dtype for n, x in expected.items()}
     assert distance(merged, expected) <= DRIFT
-    assert "weights decoded to" not in capsys.readouterr().out
+    assert "weights decoded to" not in capsys.readouterr().err
     run(settings(output=tmp_path / "full", model=str(folder), dtype="bfloat16", steps=1))
-    assert "decoded to bfloat16: a bfloat16 export will be 0." in capsys.readouterr().out
+    assert "decoded to bfloat16: a bfloat16 export will be 0." in capsys.readouterr().err
     with pytest.raises(ConfigError, match="trained with keep_quantised=True"):
         run(settings(output=tmp_path / "kept-True", **{**options, "resume": "auto", "steps": 5}))
     with pytest.raises(ConfigError, match="require lora"):
