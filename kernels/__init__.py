@@ -36,14 +36,14 @@ from liger_models.kernels.recurrent.channel_delta_rule import (
     channel_delta_rule_step,
 )
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule, gated_delta_rule_step
-from liger_models.kernels.recurrent.selective_scan import selective_scan, selective_scan_step
 from liger_models.kernels.recurrent.short_conv import (
     conv_state,
     gated_short_conv,
     short_conv,
     short_conv_step,
 )
-from liger_models.kernels.recurrent.ssd import ssd, ssd_step
+from liger_models.kernels.recurrent.state_spaces.selective_scan import selective_scan, selective_scan_step
+from liger_models.kernels.recurrent.state_spaces.ssd import ssd, ssd_step
 from liger_models.kernels.rotary.qk_norm_rotary import split_norm_rotary_qkv
 from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_rotary_qkv
 

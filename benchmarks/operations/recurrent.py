@@ -9,8 +9,8 @@ from benchmarks.operations.core import EPS, Cost, near_one, normal, operation, s
 from liger_models import kernels
 from liger_models.kernels.recurrent.channel_delta_rule import channel_delta_rule_plain
 from liger_models.kernels.recurrent.gated_delta_rule import gated_delta_rule_plain
-from liger_models.kernels.recurrent.selective_scan import selective_scan_plain
-from liger_models.kernels.recurrent.ssd import NO_LIMIT, ssd_plain
+from liger_models.kernels.recurrent.state_spaces.selective_scan import selective_scan_plain
+from liger_models.kernels.recurrent.state_spaces.ssd import NO_LIMIT, ssd_plain
 
 TAPS, HEAD_DIM, STATE = 4, 128, 16
 

@@ -138,6 +138,11 @@ def log1p(x):
 
 
 @jit
+def softplus(x):
+    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
+
+
+@jit
 def inverse_lengths(rows, l2_eps):
     wide = rows.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, 1) + l2_eps)

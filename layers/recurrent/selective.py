@@ -4,8 +4,8 @@
     r, B, C = split(x @ W_x^T);   each normalised in some families
     y = selective_scan(x, r @ W_dt^T, B, C);   out = (y * silu(z)) @ W_o^T
 
-The scan is in kernels/recurrent/selective_scan.py, and adds the bias of the step in float32. State and
-convolution restart at every document.
+The scan is in kernels/recurrent/state_spaces/selective_scan.py, and adds the bias of the step in float32.
+State and convolution restart at every document.
 
 `lean` keeps x before the convolution, z, the product r | B | C, the step and y. The convolution, the norms
 and the gated product run again in the backward pass.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm, selective_scan, selective_scan_step, swiglu
-from liger_models.kernels.recurrent.selective_scan import BYTES_IN_BACKWARD, SLAB
+from liger_models.kernels.recurrent.state_spaces._selective_pieces import BYTES_IN_BACKWARD, SLAB
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.norm import LigerRMSNorm
 from liger_models.layers.projections.linear import Linear

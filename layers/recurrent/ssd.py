@@ -3,7 +3,8 @@
     z, xBC, dt = split(u @ W_in^T);   x, B, C = silu(conv(xBC))
     y = ssd(x, dt, B, C);             out = norm(y * silu(z)) @ W_o^T
 
-The scan and its gates are in kernels/recurrent/ssd.py. State and convolution restart at every document.
+The scan and its gates are in kernels/recurrent/state_spaces/ssd.py. State and convolution restart at every
+document.
 
 Between the projections and the norm, `lean` keeps x, B, C before the convolution, dt, z and y. The
 convolution runs again in the backward pass. The states of chunks are never kept.

@@ -9,7 +9,8 @@ import torch
 from delta_problem import LENGTHS, in_float64, relative
 
 from liger_models.kernels import selective_scan, selective_scan_step
-from liger_models.kernels.recurrent import selective_scan as file
+from liger_models.kernels.recurrent.state_spaces import _selective_pieces
+from liger_models.kernels.recurrent.state_spaces import selective_scan as file
 
 
 def operands(tokens, channels, width, documents=0, device="cpu", dtype=torch.float32, decay=1.0):
@@ -69,7 +70,7 @@ def test_slabs_of_channels_change_nothing(implementation, monkeypatch):
     inputs = operands(40, 3, 2, documents=2)
     options = {"cu_seqlens": torch.tensor([0, 35, 40])}
     whole, upstream = with_gradients(inputs, **options)
-    monkeypatch.setattr(file, "SLAB", 2)
+    monkeypatch.setattr(_selective_pieces, "SLAB", 2)
     monkeypatch.setattr(file, "_slabs", lambda x, states: (slice(i, i + 2) for i in range(0, 3, 2)))
     in_slabs, _ = with_gradients(inputs, upstream, **options)
     for ours, true in zip(in_slabs, whole, strict=True):
@@ -185,5 +186,5 @@ def test_memory_of_the_backward_pass_is_bounded():
     before = torch.cuda.memory_allocated()
     y.backward(upstream)
     results = 2 * y.numel() * 2
-    planned = 8192 * file.SLAB * 16 * file.BYTES_IN_BACKWARD
+    planned = 8192 * _selective_pieces.SLAB * 16 * _selective_pieces.BYTES_IN_BACKWARD
     assert torch.cuda.max_memory_allocated() - before <= results + 1.05 * planned + 64 * 2**20

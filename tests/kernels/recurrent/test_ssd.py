@@ -10,8 +10,9 @@ import pytest
 import torch
 from delta_problem import DOCUMENTS, in_float64, relative
 
-from liger_models.kernels.recurrent import _chunk_table, _ssd_chunks
-from liger_models.kernels.recurrent.ssd import ssd, ssd_step
+from liger_models.kernels.recurrent import _chunk_table
+from liger_models.kernels.recurrent.state_spaces import _ssd_chunks
+from liger_models.kernels.recurrent.state_spaces.ssd import ssd, ssd_step
 
 LENGTHS = [70, 1, 0, 64, 3]
 LIMIT = (0.3, 1.5)  # both of which some steps reach

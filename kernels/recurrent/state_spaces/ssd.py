@@ -28,7 +28,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.kernels.recurrent._chunk_table import CHUNK, chunk_table, use_chunks
-from liger_models.kernels.recurrent._ssd_chunks import SSD, WIDEST
+from liger_models.kernels.recurrent.state_spaces._ssd_chunks import SSD, WIDEST
 
 NO_LIMIT = (0.0, None)
 Limit = tuple[float, float | None]

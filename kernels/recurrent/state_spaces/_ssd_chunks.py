@@ -52,7 +52,8 @@ from liger_models.kernels.recurrent._chunk_table import (
     product_precision,
     with_whole_heads,
 )
-from liger_models.kernels.recurrent._ssd_kernels import (
+from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
+from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
     gate_grads_kernel,
     key_grads_kernel,
     pass_kernel,
@@ -60,7 +61,6 @@ from liger_models.kernels.recurrent._ssd_kernels import (
     query_grads_kernel,
     states_kernel,
 )
-from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 
 WIDEST = 256  # maximum of P and N
 LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less

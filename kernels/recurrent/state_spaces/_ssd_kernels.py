@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
-    log1p,
     numbers_of,
     rows_of,
     running_decay,
     segment_of,
+    softplus,
     store_numbers,
     store_strided_rows,
 )
-
-
-@jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + log1p(tl.exp(-tl.abs(x)))
 
 
 @jit
@@ -53,7 +48,7 @@ def prepare_kernel(
     live = (tl.arange(0, 64) < count)[:, None] & (head < heads)[None, :]
     shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
     shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
-    step = tl.minimum(tl.maximum(_softplus(shifted), lowest), highest)
+    step = tl.minimum(tl.maximum(softplus(shifted), lowest), highest)
     rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))
     total = tl.cumsum(tl.where(live, rate[None, :] * step, 0.0), 0)
     place = head[None, :].to(tl.int64) * tokens + token[:, None]
@@ -466,7 +461,7 @@ def gate_grads_kernel(
     rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))[None, :]
     shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
     shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
-    unbounded = _softplus(shifted)
+    unbounded = softplus(shifted)
     moves = live & (unbounded >= lowest) & (unbounded <= highest)
     draw = (tl.load(dsteps + place, live, 0.0) + dg * rate) * tl.sigmoid(shifted)
     draw = tl.where(moves, draw, 0.0)
