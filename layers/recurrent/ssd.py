@@ -113,14 +113,13 @@ class SSD(RecurrentMixer):
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
         keeps: gradients of y and z; x, B and C after the convolution and their gradients; the states of a
-        slice of the heads and their gradients, together no larger than x; and in float32 seven numbers for
-        each token and head of a slice, and gradients of B and C of groups that several slices share.
+        slice of the heads and their gradients, together no larger than x; and in float32 four numbers for
+        each token and head, and gradients of B and C of groups that several slices share.
         """
         spec = self.spec
         slices = max(ceil_div(2 * spec.state, CHUNK), 1)
         shared = 2 * spec.groups * spec.state if slices > spec.groups else 0
-        numbers = 7 * ceil_div(spec.heads, slices)
-        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * (shared + numbers)
+        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * (shared + 4 * spec.heads)
 
     def extra_repr(self) -> str:
         spec = self.spec

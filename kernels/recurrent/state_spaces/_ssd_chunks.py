@@ -18,11 +18,12 @@ and backward, with dS' from the next chunk, dV the gradient of d X, and R the gr
 The kernels (`_ssd_kernels.py`); only states and pass depend on other chunks:
 
     prepare        d and G, by chunk
+    scores         C B^T, by chunk and group
     states         Y, by segment and in order over its chunks, with S in registers
     pass           S and dS' of every chunk, likewise; in the backward pass
-    query_grads    dC, R and its share of dG, by chunk and group
-    key_grads      dX, dB and what the gates need, by chunk and group
-    gate_grads     the gradients of dt, dt_bias, A_log and D, by chunk
+    group_grads    dB and dC, by chunk and group, over the heads
+    head_grads     dX, dG and the gradient of d, by chunk and head
+    gate_grads     the gradients of dt, dt_bias and A_log, by chunk
 
 S and dS' of all chunks together are larger than X: with N = 128, four times as large. The backward pass goes
 through slices of the heads, one after another, whose S and dS' take no more memory than X.
@@ -55,29 +56,29 @@ from liger_models.kernels.recurrent._chunk_table import (
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
     gate_grads_kernel,
-    key_grads_kernel,
+    group_grads_kernel,
+    head_grads_kernel,
     pass_kernel,
     prepare_kernel,
-    query_grads_kernel,
+    scores_kernel,
     states_kernel,
 )
 
 WIDEST = 256  # maximum of P and N
 LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less
 _HEADS = 32  # heads per program of the first kernel
-_TILE = 64  # rows and columns of a state per program of the passes over chunks
+_TILE = 64  # rows of a state per tile
+_SETTINGS = {"states": (8, 2), "pass": (8, 3), "group": (8, 2), "head": (4, 1)}  # warps and stages of kernels
 
 
 class _Slice(NamedTuple):
     """Some heads in a row: whole groups, or a part of one."""
 
     x: Tensor  # [T, heads, P]
-    dt: Tensor  # [T, heads]
     B: Tensor  # [T, groups, N]
     C: Tensor
-    A_log: Tensor  # [heads]
-    D: Tensor
-    dt_bias: Tensor
+    D: Tensor  # [heads]
+    gates: Tensor  # d and G: [2, heads, T]
     state: Tensor | None  # [documents, heads, P, N], a view of contiguous states of all heads
 
     @property
@@ -101,12 +102,12 @@ class SSD(torch.autograd.Function):
         ctx.save_for_backward(x, dt, B, C, A_log, D, dt_bias, state)
         ctx.table, ctx.limit = table, (dt_limit[0], float("inf") if dt_limit[1] is None else dt_limit[1])
         ctx.set_materialize_grads(False)
-        own = _Slice(x, dt, B, C, A_log, D, dt_bias, state)
         documents = len(table.first_segments)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
-            _run(own, _prepare(own, table, ctx.limit), table, y, final)
+            gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
+            _run(_Slice(x, B, C, D, gates, state), table, y, final)
         return y, final
 
     @staticmethod
@@ -129,12 +130,13 @@ class SSD(torch.autograd.Function):
         )
         sums = torch.zeros(chunks, 3, heads, dtype=torch.float32, device=x.device)
         with on_device_of(x):
+            gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
+            dgates = torch.empty(2, heads, tokens, dtype=torch.float32, device=x.device)
             for nth in range(count if tokens else 0):
                 some = slice(nth * heads // count, (nth + 1) * heads // count)
                 of = slice(nth * groups // count, max(nth * groups // count + 1, (nth + 1) * groups // count))
                 own = _Slice(
-                    *(x[:, some], dt[:, some], B[:, of], C[:, of], A_log[some], D[some], dt_bias[some]),
-                    _of_heads(state, some),
+                    *(x[:, some], B[:, of], C[:, of], D[some], gates[:, some]), _of_heads(state, some)
                 )
                 _slice_backward(
                     own,
@@ -142,16 +144,17 @@ class SSD(torch.autograd.Function):
                     _of_heads(dfinal, some),
                     _of_heads(dstate, some),
                     dx[:, some],
-                    ddt[:, some],
                     dB[:, :, of],
                     dC[:, :, of],
-                    sums[:, :, some],
+                    dgates[:, some],
+                    sums[:, 2, some],
                     table,
-                    ctx.limit,
                     parts,
                     add=count > groups and nth % (count // groups) > 0,
                 )
-            if not tokens and dstate is not None:
+            if tokens:
+                _gate_grads(dt, A_log, dt_bias, gates, dgates, ddt, sums, table, ctx.limit)
+            elif dstate is not None:
                 dstate.copy_(torch.zeros_like(dstate) if dfinal is None else dfinal)
         dA_log, dbias, dD = sums.sum(0)
         dB, dC = (tensor[0] if parts == 1 else tensor.sum(0) for tensor in (dB, dC))
@@ -185,20 +188,32 @@ def _parts(heads: int, programs: int, x: Tensor) -> int:
     return parts
 
 
-def _prepare(own: _Slice, table: ChunkTable, limit: tuple[float, float]) -> tuple[Tensor, Tensor]:
-    """d and G, [heads, T] each."""
-    (tokens, heads), chunks = own.dt.shape, table.ranges.shape[1]
-    steps, cumulative = torch.empty(2, heads, tokens, dtype=torch.float32, device=own.x.device)
+def _block_of_channels(N: int) -> int:
+    return max(NARROWEST, next_power_of_2(N))
+
+
+def _options(kernel: str, N: int) -> dict[str, int]:
+    """Launch options; states wider than 128 leave no shared memory to load ahead."""
+    warps, stages = _SETTINGS[kernel] if N <= 128 or kernel == "pass" else (8, 1)
+    return {"num_warps": warps, "num_stages": stages}
+
+
+def _prepare(
+    dt: Tensor, A_log: Tensor, dt_bias: Tensor, table: ChunkTable, limit: tuple[float, float]
+) -> Tensor:
+    """d and G: [2, heads, T]."""
+    (tokens, heads), chunks = dt.shape, table.ranges.shape[1]
+    gates = torch.empty(2, heads, tokens, dtype=torch.float32, device=dt.device)
     if tokens:
         block = min(_HEADS, next_power_of_2(heads))
         prepare_kernel[(chunks, ceil_div(heads, block))](
-            own.dt,
-            own.A_log,
-            own.dt_bias,
-            steps,
-            cumulative,
+            dt,
+            A_log,
+            dt_bias,
+            gates[0],
+            gates[1],
             table.ranges,
-            *own.dt.stride(),
+            *dt.stride(),
             tokens,
             chunks,
             heads,
@@ -206,27 +221,44 @@ def _prepare(own: _Slice, table: ChunkTable, limit: tuple[float, float]) -> tupl
             BLOCK_HEADS=block,
             num_warps=4,
         )
-    return steps, cumulative
+    return gates
 
 
-def _run(own: _Slice, gates: tuple[Tensor, Tensor], table: ChunkTable, y: Tensor, final: Tensor) -> None:
+def _run(own: _Slice, table: ChunkTable, y: Tensor, final: Tensor) -> None:
     """Write y and the final states of all heads."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]
     if not count:
         return
-    boundaries = _boundaries(own, None, gates, table, None, directions=1)
+    boundaries = _boundaries(own, None, table, None, directions=1)
+    groups, chunks = B.shape[1], table.ranges.shape[1]
+    scores = torch.empty(chunks, groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
+    scores_kernel[(chunks, groups)](
+        B,
+        C,
+        table.ranges,
+        scores,
+        B.stride(0),
+        C.stride(0),
+        chunks,
+        N=N,
+        BLOCK_N=_block_of_channels(N),
+        PRECISION=product_precision(x.dtype),
+        num_warps=4,
+    )
     states_kernel[(ceil_div(width, _TILE), heads, count)](
         x,
         B,
         C,
         own.D,
-        *gates,
+        own.gates[0],
+        own.gates[1],
         table.cu_seqlens,
         table.segments,
         own.state,
         boundaries,
+        scores,
         y,
         final,
         x.stride(0),
@@ -237,10 +269,9 @@ def _run(own: _Slice, gates: tuple[Tensor, Tensor], table: ChunkTable, y: Tensor
         heads,
         count,
         BLOCK_P=_TILE,
-        BLOCK_N=max(NARROWEST, next_power_of_2(N)),
+        BLOCK_N=_block_of_channels(N),
         **own.sizes,
-        num_warps=4 if N <= 128 else 8,
-        num_stages=2 if N <= 128 else 1,
+        **_options("states", N),
     )
 
 
@@ -250,106 +281,102 @@ def _slice_backward(
     dfinal: Tensor | None,
     dstate: Tensor | None,
     dx: Tensor,
-    ddt: Tensor,
     dB: Tensor,
     dC: Tensor,
-    sums: Tensor,
+    dgates: Tensor,
+    dskips: Tensor,
     table: ChunkTable,
-    limit: tuple[float, float],
     parts: int,
     add: bool,
 ) -> None:
-    """Write the gradients of a slice of the heads; dB and dC [parts, T, groups, N] by part of each group's
-    heads, added to what is there if `add`.
+    """Write the gradients of a slice of the heads: dG and dd to `dgates` [2, heads, T], each chunk's dD to
+    `dskips`; dB and dC [parts, T, groups, N] by part of each group's heads, added to what is there if `add`.
     """
-    x, dt, B, C = own.x, own.dt, own.B, own.C
+    x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     chunks, programs = table.ranges.shape[1], B.shape[1] * parts
-    like: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
-    gates = _prepare(own, table, limit)
     states = torch.empty(2, chunks, heads, width, N, dtype=x.dtype, device=x.device)
-    boundaries = _boundaries(own, dy, gates, table, dfinal, directions=2)
-    _pass(own, dy, gates, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
-    pairs = torch.empty(chunks, programs, CHUNK, CHUNK, dtype=x.dtype, device=x.device)
-    carried = torch.empty(chunks, heads, width, **like)
-    dcumulative, shares, dsteps, dskips = torch.empty(4, heads, tokens, **like)
-    sizes = {
-        **own.sizes,
-        "PARTS": parts,
-        "ADD": add,
-        "BLOCK_P": _TILE,
-        "BLOCK_N": max(NARROWEST, next_power_of_2(N)),
-    }
+    boundaries = _boundaries(own, dy, table, dfinal, directions=2)
+    _pass(own, dy, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
+    sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
     strides = x.stride(0), B.stride(0), C.stride(0), dy.stride(0)
-    query_grads_kernel[(chunks, programs)](
+    group_grads_kernel[(chunks, programs)](
         x,
         B,
         C,
         dy,
-        *gates,
+        own.gates[0],
+        own.gates[1],
         table.ranges,
         states,
+        dB,
         dC,
-        pairs,
-        dcumulative,
         *strides,
+        dB.stride(1),
         dC.stride(1),
         tokens,
         heads,
         chunks,
+        PARTS=parts,
+        ADD=add,
         **sizes,
-        num_warps=8,
-        num_stages=2 if N <= 128 else 1,
+        **_options("group", N),
     )
-    key_grads_kernel[(chunks, programs)](
+    head_grads_kernel[(chunks * heads,)](
         x,
         B,
         C,
         own.D,
         dy,
-        *gates,
+        own.gates[0],
+        own.gates[1],
         table.ranges,
         states,
-        pairs,
-        shares,
-        dsteps,
-        dskips,
-        carried,
         dx,
-        dB,
+        dgates[0],
+        dgates[1],
+        dskips,
         *strides,
         dx.stride(0),
-        dB.stride(1),
+        dskips.stride(0),
         tokens,
         heads,
         chunks,
         **sizes,
-        num_warps=8,
-        num_stages=2 if N <= 128 else 1,
+        **_options("head", N),
     )
+
+
+def _gate_grads(
+    dt: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    gates: Tensor,
+    dgates: Tensor,
+    ddt: Tensor,
+    sums: Tensor,
+    table: ChunkTable,
+    limit: tuple[float, float],
+) -> None:
+    """Write ddt, and each chunk's sums for dA_log and ddt_bias."""
+    (tokens, heads), chunks = dt.shape, table.ranges.shape[1]
     block = min(_HEADS, next_power_of_2(heads))
     gate_grads_kernel[(chunks, ceil_div(heads, block))](
         dt,
-        own.A_log,
-        own.dt_bias,
-        *gates,
-        dcumulative,
-        shares,
-        dsteps,
-        dskips,
-        carried,
+        A_log,
+        dt_bias,
+        gates[0],
+        dgates[0],
+        dgates[1],
         table.ranges,
         ddt,
         sums,
         *dt.stride(),
         ddt.stride(0),
-        sums.stride(1),
         tokens,
         chunks,
         heads,
         *limit,
-        P=width,
-        BLOCK_P=next_power_of_2(width),
         BLOCK_HEADS=block,
         num_warps=4,
     )
@@ -358,7 +385,6 @@ def _slice_backward(
 def _boundaries(
     own: _Slice,
     dy: Tensor | None,
-    gates: tuple[Tensor, Tensor],
     table: ChunkTable,
     dfinal: Tensor | None,
     *,
@@ -373,7 +399,7 @@ def _boundaries(
     like: dict[str, Any] = {"dtype": torch.float32, "device": own.x.device}
     boundaries = torch.empty(directions, table.boundaries, heads, width, N, **like)
     transfers = torch.empty(table.boundaries, heads, **like)
-    _pass(own, dy, gates, table, dfinal, boundaries, transfers, None, None, directions=directions, local=True)
+    _pass(own, dy, table, dfinal, boundaries, transfers, None, None, directions=directions, local=True)
     size, block = width * N, 1024
     decayed_boundaries_kernel[(directions * ceil_div(size, block), heads, len(table.first_segments))](
         boundaries,
@@ -393,7 +419,6 @@ def _boundaries(
 def _pass(
     own: _Slice,
     dy: Tensor | None,
-    gates: tuple[Tensor, Tensor],
     table: ChunkTable,
     dfinal: Tensor | None,
     boundaries: Tensor | None,
@@ -410,12 +435,14 @@ def _pass(
     count = table.segments.shape[1]
     dy = x if dy is None else dy  # not read
     given = next((tensor for tensor in (own.state, dfinal, dstate) if tensor is not None), None)
-    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, _TILE), heads, count)](
+    block = min(_block_of_channels(N), 128)
+    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, block), heads, count)](
         x,
         B,
         C,
         dy,
-        *gates,
+        own.gates[0],
+        own.gates[1],
         table.cu_seqlens,
         table.segments,
         own.state,
@@ -435,9 +462,8 @@ def _pass(
         table.boundaries,
         count,
         BLOCK_P=_TILE,
-        BLOCK_N=_TILE,
+        BLOCK_N=block,
         **own.sizes,
         LOCAL=local,
-        num_warps=4,
-        num_stages=3,
+        **_options("pass", N),
     )

@@ -21,6 +21,13 @@ def _decay(g_row, g_column):
 
 
 @jit
+def state_of(states, nth, column, channel, P: tl.constexpr, N: tl.constexpr):
+    """Rows `column` of the state number `nth`, in 64 bits: [P, N]."""
+    inside = (column < P)[:, None] & (channel < N)[None, :]
+    return tl.load(states + nth * P * N + column[:, None] * N + channel[None, :], inside, 0.0)
+
+
+@jit
 def prepare_kernel(
     dt,
     A_log,
@@ -57,6 +64,34 @@ def prepare_kernel(
 
 
 @jit
+def scores_kernel(
+    B,
+    C,
+    ranges,
+    scores,
+    b_stride,
+    c_stride,
+    chunks,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write C B^T of a chunk and group, zero above the diagonal: [chunks, groups, 64, 64]."""
+    chunk, group = tl.program_id(0), tl.program_id(1)
+    start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
+    count = end - start
+    if count <= 0:
+        return
+    channel = tl.arange(0, BLOCK_N)
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+    c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+    found = tl.where(row >= other, tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION), 0.0)
+    tile = scores + (chunk.to(tl.int64) * tl.num_programs(1) + group) * 4096
+    tl.store(tile + row * 64 + other, found)
+
+
+@jit
 def states_kernel(
     x,
     B,
@@ -68,6 +103,7 @@ def states_kernel(
     segments,
     initial,
     boundaries,
+    scores,
     y,
     final,
     x_stride,
@@ -87,11 +123,11 @@ def states_kernel(
     """Pass a head's state over the chunks of a segment, from the true state before it, and write the output
     and the final state.
     """
-    document, first, end, _, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
+    document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if document < 0:
         return
     head = tl.program_id(1)
-    group = head // PER_GROUP
+    group, groups = head // PER_GROUP, heads // PER_GROUP
     column = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     channel = tl.arange(0, BLOCK_N)
     inside = (column < P)[:, None] & (channel < N)[None, :]
@@ -108,6 +144,7 @@ def states_kernel(
     if boundaries is not None:
         before = ((boundary - 1) * heads + head) * P * N
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
+    rounded = state.to(dtype)
     for nth in range(0, tl.cdiv(end - first, 64)):
         start = first + nth * 64
         count = end - start
@@ -116,13 +153,17 @@ def states_kernel(
         c_rows = rows_of(C, c_stride, start, count, group, channel, N)
         g, last = running_decay(cumulative, start, count, 0, 1)
         step = numbers_of(steps, start, count, 0, 1)
-        scores = tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION)
-        scores = tl.where(row >= other, scores * step[None, :] * _decay(g[:, None], g[None, :]), 0.0)
-        out = tl.dot(c_rows, tl.trans(state.to(dtype)), input_precision=PRECISION) * tl.exp(g)[:, None]
-        out += tl.dot(scores.to(dtype), x_rows, input_precision=PRECISION)
-        store_strided_rows(y, out + x_rows.to(tl.float32) * skip, heads * P, start, count, head, column, P)
-        written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(dtype)
+        tile = scores + (chunk * groups + group) * 4096
+        weights = tl.load(tile + row * 64 + other) * step[None, :] * _decay(g[:, None], g[None, :])
+        wide = x_rows.to(tl.float32)
+        out = wide * skip + tl.dot(weights.to(dtype), x_rows, input_precision=PRECISION)
+        out += tl.dot(c_rows, tl.trans(rounded), input_precision=PRECISION) * tl.exp(g)[:, None]
+        store_strided_rows(y, out, heads * P, start, count, head, column, P)
+        written = (wide * (step * tl.exp(last - g))[:, None]).to(dtype)
         state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
+        # Read the state here: a product that nothing waits for in its iteration makes ptxas serialise all.
+        rounded = state.to(dtype)
+        chunk += 1
     tl.store(final + of_document + place, state, inside & (end == ending))
 
 
@@ -235,7 +276,7 @@ def pass_kernel(
 
 
 @jit
-def query_grads_kernel(
+def group_grads_kernel(
     x,
     B,
     C,
@@ -244,13 +285,13 @@ def query_grads_kernel(
     cumulative,
     ranges,
     states,
+    dB,
     dC,
-    pairs,
-    dcumulative,
     x_stride,
     b_stride,
     c_stride,
     dy_stride,
+    db_stride,
     dc_stride,
     tokens,
     heads,
@@ -264,7 +305,9 @@ def query_grads_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dC, R and its and the queries' share of dG, over a part of a group's heads."""
+    """Write dB and dC, over a part of a group's heads. Products come first and decays after them, so that
+    the products read their operands from shared memory.
+    """
     chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
@@ -272,49 +315,40 @@ def query_grads_kernel(
         return
     channel = tl.arange(0, BLOCK_N)
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    dtype = x.dtype.element_ty
-    b_rows = rows_of(B, b_stride, start, count, group, channel, N)
-    c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-    # A token's own score does not decay: without it there is no cancellation in the sums for dG.
-    others = tl.where(row > other, tl.dot(c_rows, tl.trans(b_rows), input_precision=PRECISION), 0.0)
     dc_rows = tl.zeros([64, BLOCK_N], tl.float32)
-    summed = tl.zeros([64, 64], tl.float32)
+    db_rows = tl.zeros([64, BLOCK_N], tl.float32)
+    dscores = tl.zeros([64, 64], tl.float32)
     for nth in range(0, PER_GROUP // PARTS):
         head = group * PER_GROUP + part * (PER_GROUP // PARTS) + nth
         numbers = head.to(tl.int64) * tokens
-        g, _ = running_decay(cumulative + numbers, start, count, 0, 1)
+        g, last = running_decay(cumulative + numbers, start, count, 0, 1)
         step = numbers_of(steps + numbers, start, count, 0, 1)
-        dtotal = tl.zeros([64], tl.float32)
-        dscores = tl.zeros([64, 64], tl.float32)
+        between = step[None, :] * _decay(g[:, None], g[None, :])
         for begin in tl.static_range(0, P, BLOCK_P):
             column = begin + tl.arange(0, BLOCK_P)
             x_rows = rows_of(x, x_stride, start, count, head, column, P)
             dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
-            inside = (column < P)[:, None] & (channel < N)[None, :]
-            place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
-            state = tl.load(states + place, inside, 0.0)
-            dscores += tl.dot(dy_rows, tl.trans(x_rows), input_precision=PRECISION)
-            read = tl.dot(c_rows, tl.trans(state), input_precision=PRECISION)
-            dtotal += tl.sum(read * dy_rows.to(tl.float32), 1)
-            asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dtype)
-            dc_rows += tl.dot(asked, state, input_precision=PRECISION)
-        dscores *= step[None, :] * _decay(g[:, None], g[None, :])
-        summed += dscores
-        product = dscores * others
-        dtotal = dtotal * tl.exp(g) + tl.sum(product, 1) - tl.sum(product, 0)
-        store_numbers(dcumulative + numbers, dtotal, start, count, 0, 1)
-    rounded = tl.where(row >= other, summed, 0.0).to(dtype)
-    square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
-    tl.store(pairs + square + row * 64 + other, rounded)
+            state = state_of(states, chunk * heads + head, column, channel, P, N)
+            dstate = state_of(states, (chunks + chunk) * heads + head, column, channel, P, N)
+            dscores += tl.dot(dy_rows, tl.trans(x_rows), input_precision=PRECISION) * between
+            dc_rows += tl.dot(dy_rows, state, input_precision=PRECISION) * tl.exp(g)[:, None]
+            db_rows += tl.dot(x_rows, dstate, input_precision=PRECISION) * (step * tl.exp(last - g))[:, None]
+    b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+    c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+    rounded = tl.where(row >= other, dscores, 0.0).to(x.dtype.element_ty)
     dc_rows += tl.dot(rounded, b_rows, input_precision=PRECISION)
+    db_rows += tl.dot(tl.trans(rounded), c_rows, input_precision=PRECISION)
     dC += part.to(tl.int64) * tokens * dc_stride
+    dB += part.to(tl.int64) * tokens * db_stride
     if ADD:
         dc_rows += rows_of(dC, dc_stride, start, count, group, channel, N)
+        db_rows += rows_of(dB, db_stride, start, count, group, channel, N)
     store_strided_rows(dC, dc_rows, dc_stride, start, count, group, channel, N)
+    store_strided_rows(dB, db_rows, db_stride, start, count, group, channel, N)
 
 
 @jit
-def key_grads_kernel(
+def head_grads_kernel(
     x,
     B,
     C,
@@ -324,88 +358,77 @@ def key_grads_kernel(
     cumulative,
     ranges,
     states,
-    pairs,
-    shares,
+    dx,
+    dcumulative,
     dsteps,
     dskips,
-    carried,
-    dx,
-    dB,
     x_stride,
     b_stride,
     c_stride,
     dy_stride,
     dx_stride,
-    db_stride,
+    skip_stride,
     tokens,
     heads,
     chunks,
     PER_GROUP: tl.constexpr,
-    PARTS: tl.constexpr,
-    ADD: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dX, dB and, for the gates' gradients, each token's share through the next state, dd and dD, and
-    <S, dS'> by row of the state, over a part of a group's heads.
-    """
-    chunk, group, part = tl.program_id(0).to(tl.int64), tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    """Write a head's dX, dG, dd and the chunk's dD. Tiles of scores are transposed: their rows are keys."""
+    chunk, head = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
     if count <= 0:
         return
+    group = head // PER_GROUP
     channel = tl.arange(0, BLOCK_N)
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
-    dtype = x.dtype.element_ty
+    last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
+    numbers = head.to(tl.int64) * tokens
+    g, last = running_decay(cumulative + numbers, start, count, 0, 1)
+    step = numbers_of(steps + numbers, start, count, 0, 1)
+    skip = tl.load(D + head).to(tl.float32)
+    left = tl.exp(last - g)
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-    scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)  # transposed: rows are keys
-    scores = tl.where(other >= row, scores, 0.0)
-    square = (chunk * tl.num_programs(1) + tl.program_id(1)) * 4096
-    dscores = tl.load(pairs + square + other * 64 + row)  # transposed
-    db_rows = tl.dot(dscores, c_rows, input_precision=PRECISION)
-    for nth in range(0, PER_GROUP // PARTS):
-        head = group * PER_GROUP + part * (PER_GROUP // PARTS) + nth
-        numbers = head.to(tl.int64) * tokens
-        g, last = running_decay(cumulative + numbers, start, count, 0, 1)
-        step = numbers_of(steps + numbers, start, count, 0, 1)
-        left = tl.exp(last - g)
-        weights = (scores * _decay(g[None, :], g[:, None])).to(dtype)
-        skip = tl.load(D + head).to(tl.float32)
-        share = tl.zeros([64], tl.float32)
-        dstep = tl.zeros([64], tl.float32)
-        dskip = tl.zeros([64], tl.float32)
-        for begin in tl.static_range(0, P, BLOCK_P):
-            column = begin + tl.arange(0, BLOCK_P)
-            x_rows = rows_of(x, x_stride, start, count, head, column, P)
-            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
-            inside = (column < P)[:, None] & (channel < N)[None, :]
-            place = (chunk * heads + head) * P * N + column[:, None] * N + channel[None, :]
-            state = tl.load(states + place, inside, 0.0)
-            after = ((chunks + chunk) * heads + head) * P * N + column[:, None] * N + channel[None, :]
-            dstate = tl.load(states + after, inside, 0.0)
-            by_row = tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-            tl.store(carried + (chunk * heads + head) * P + column, by_row, column < P)
-            by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
-            dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
-            wide, dwide = x_rows.to(tl.float32), dy_rows.to(tl.float32)
-            share += tl.sum(wide * by_state, 1)
-            dstep += tl.sum(wide * dwritten, 1)
-            dskip += tl.sum(wide * dwide, 1)
-            dx_rows = dwritten * step[:, None] + dwide * skip
-            store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
-            written = (wide * (step * left)[:, None]).to(dtype)
-            db_rows += tl.dot(written, dstate, input_precision=PRECISION)
-        store_numbers(shares + numbers, share * step, start, count, 0, 1)
-        store_numbers(dsteps + numbers, dstep, start, count, 0, 1)
-        store_numbers(dskips + numbers, dskip, start, count, 0, 1)
-    dB += part.to(tl.int64) * tokens * db_stride
-    if ADD:
-        db_rows += rows_of(dB, db_stride, start, count, group, channel, N)
-    store_strided_rows(dB, db_rows, db_stride, start, count, group, channel, N)
+    scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)
+    own_score = tl.sum(tl.where(row == other, scores, 0.0), 1)
+    # A token's own score does not decay: without it there is no cancellation in the sums for dG.
+    scores = tl.where(row < other, scores * _decay(g[None, :], g[:, None]), 0.0)
+    weights = scores.to(x.dtype.element_ty)
+    dscores = tl.zeros([64, 64], tl.float32)
+    read = tl.zeros([64], tl.float32)
+    dstep = tl.zeros([64], tl.float32)
+    through = 0.0
+    for begin in tl.static_range(0, P, BLOCK_P):
+        column = begin + tl.arange(0, BLOCK_P)
+        x_rows = rows_of(x, x_stride, start, count, head, column, P)
+        dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+        state = state_of(states, chunk * heads + head, column, channel, P, N)
+        dstate = state_of(states, (chunks + chunk) * heads + head, column, channel, P, N)
+        through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        dwide = dy_rows.to(tl.float32)
+        dscores += tl.dot(x_rows, tl.trans(dy_rows), input_precision=PRECISION)
+        read += tl.sum(tl.dot(c_rows, tl.trans(state), input_precision=PRECISION) * dwide, 1)
+        by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
+        dstep += tl.sum(by_state * x_rows.to(tl.float32), 1)
+        dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
+        dx_rows = dwritten * step[:, None] + dwide * (step * own_score + skip)[:, None]
+        store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
+    own = tl.sum(tl.where(row == other, dscores, 0.0), 1)
+    product = dscores * scores
+    inner = tl.sum(product, 1)
+    # Nor does the last token's write into the next state.
+    share = tl.where(last_row, 0.0, dstep * step)
+    dtotal = read * tl.exp(g) + tl.sum(product * step[:, None], 0) - inner * step - share
+    dtotal += tl.where(last_row, tl.sum(share, 0) + tl.exp(last) * through, 0.0)
+    store_numbers(dcumulative + numbers, dtotal, start, count, 0, 1)
+    store_numbers(dsteps + numbers, dstep + inner + own * own_score, start, count, 0, 1)
+    tl.store(dskips + chunk * skip_stride + head, tl.sum(own))
 
 
 @jit
@@ -414,29 +437,22 @@ def gate_grads_kernel(
     A_log,
     dt_bias,
     steps,
-    cumulative,
     dcumulative,
-    shares,
     dsteps,
-    dskips,
-    carried,
     ranges,
     ddt,
     sums,
     dt_stride,
     dt_head,
     ddt_stride,
-    sums_stride,
     tokens,
     chunks,
     heads,
     lowest,
     highest,
-    P: tl.constexpr,
-    BLOCK_P: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
 ):
-    """Write ddt and the chunk's sums for dA_log, ddt_bias and dD."""
+    """Write ddt and the chunk's sums for dA_log and ddt_bias."""
     chunk = tl.program_id(0)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
@@ -446,18 +462,8 @@ def gate_grads_kernel(
     token = start.to(tl.int64) + tl.arange(0, 64)
     live = (tl.arange(0, 64) < count)[:, None] & (head < heads)[None, :]
     place = head[None, :].to(tl.int64) * tokens + token[:, None]
-    column = tl.arange(0, BLOCK_P)
-    rows = (chunk.to(tl.int64) * heads + head[:, None]) * P + column[None, :]
-    through = tl.sum(tl.load(carried + rows, (head < heads)[:, None] & (column < P)[None, :], 0.0), 1)
-    final = (start + tl.minimum(count, 64) - 1).to(tl.int64)
-    last = tl.load(cumulative + head.to(tl.int64) * tokens + final, head < heads, 0.0)
-    last_row = (tl.arange(0, 64) == tl.minimum(count, 64) - 1)[:, None]
-    # The last token's write into the next state does not decay either.
-    share = tl.where(last_row, 0.0, tl.load(shares + place, live, 0.0))
-    dlast = tl.sum(share, 0) + tl.exp(last) * through
-    dtotal = tl.load(dcumulative + place, live, 0.0) - share + tl.where(last_row, dlast[None, :], 0.0)
     # A token's g is part of G of all later tokens of the chunk.
-    dg = tl.cumsum(dtotal, 0, reverse=True)
+    dg = tl.cumsum(tl.load(dcumulative + place, live, 0.0), 0, reverse=True)
     rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))[None, :]
     shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
     shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
@@ -467,7 +473,6 @@ def gate_grads_kernel(
     draw = tl.where(moves, draw, 0.0)
     drate = tl.where(live, dg * rate * tl.load(steps + place, live, 0.0), 0.0)
     tl.store(ddt + token[:, None] * ddt_stride + head[None, :], draw.to(ddt.dtype.element_ty), live)
-    target = sums + chunk * 3 * sums_stride + head
+    target = sums + chunk * 3 * heads + head
     tl.store(target, tl.sum(drate, 0), head < heads)
-    tl.store(target + sums_stride, tl.sum(draw, 0), head < heads)
-    tl.store(target + 2 * sums_stride, tl.sum(tl.load(dskips + place, live, 0.0), 0), head < heads)
+    tl.store(target + heads, tl.sum(draw, 0), head < heads)
