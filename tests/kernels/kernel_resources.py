@@ -35,7 +35,7 @@ KNOWN_SPILLS = {
     "gated delta rule, OLMo hybrid": "as above",
     "channel delta rule, Kimi Linear": "gradients of half the channels fill the registers",
     "channel delta rule, Ling 3": "as above",
-    "SSD, Granite 4": "states or gradients of B fill the registers: with fewer, all take longer",
+    "SSD, Granite 4": "the state, its operands and scores fill the registers: with fewer, all take longer",
     "SSD, Nemotron H": "as above",
     "SSD, Falcon H1 34B": "as above, with states of 256",
     "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
