@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import KeyRanges, attention
-from liger_models.kernels._dispatch import runs_kernels, use_triton
+from liger_models.kernels._dispatch import has_matrix_units, use_triton
 from liger_models.kernels.attention.flash_attention import (
     MOST_HEAD_DIM,
     attention_plain,
@@ -262,7 +262,8 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
         return "sdpa"
     if ours:
         return "triton"
-    flash = runs_kernels(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+    fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
+    flash = q.is_cuda and fits and has_matrix_units(q.device.index)
     if plain:
         return "varlen" if flash and usual and visibility.spans is None else "masked"
     return "eager"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pairs import Run, beyond_bound
 from rounding import BOUND, LARGEST_ROUNDING, ORDERS, OtherOrder
-from ties import TieError, clear_of_ties, moe
+from ties import TieError, clear_of_ties, router
 
 
 def test_another_order_of_sums_changes_only_rounding():
@@ -58,13 +58,13 @@ LOGITS = torch.tensor([[0.5, -0.3, 1.2, 0.1]])
 def test_a_choice_of_experts_near_a_tie_is_refused(options):
     """With two experts per token, the third is as good as the second, up to 1e-6."""
     with clear_of_ties(1e-5):
-        moe.route(LOGITS, 2, **options)
+        router.route(LOGITS, 2, **options)
     near = LOGITS.clone()
     # The expert's correction bias is 0.1 above the others', so its score may be 0.1 below.
     near[0, 3] = 0.5 if not options else torch.logit(torch.tensor(0.5).sigmoid() - 0.1)
     near[0, 3] -= 1e-6
     with clear_of_ties(1e-5), pytest.raises(TieError, match=r"tokens \[0\]"):
-        moe.route(near, 2, **options)
+        router.route(near, 2, **options)
 
 
 @pytest.mark.parametrize("last", [0.5 - 1e-6, 1.2 * 0.6 - 1e-6], ids=["second_place", "nearness"])
@@ -73,8 +73,8 @@ def test_a_sparse_mixers_choice_near_a_tie_is_refused(last):
     share.
     """
     with clear_of_ties(1e-5):
-        moe.decide(LOGITS, 0.2, None)
+        router.decide(LOGITS, 0.2, None)
     near = LOGITS.clone()
     near[0, 3] = last
     with clear_of_ties(1e-5), pytest.raises(TieError, match=r"tokens \[0\]"):
-        moe.decide(near, 0.2, None)
+        router.decide(near, 0.2, None)

@@ -374,7 +374,7 @@ def test_models_that_cannot_have_the_modules_are_refused():
             liger_models.from_config(tiny, mtp=True, labels=labels, device="meta")
 
     refuses(UnsupportedModelError, "'llama' have no modules for multi-token prediction", "llama")
-    refuses(ConfigError, "labels makes a classifier", "glm4_moe", labels=2)
+    refuses(ConfigError, "labels or head=False asks for a model that does not", "glm4_moe", labels=2)
     refuses(ConfigError, "num_nextn_predict_layers is 0", "glm4_moe", num_nextn_predict_layers=0)
     refuses(ConfigError, "mtp needs exactly 1", "qwen3_5_text", mtp_num_hidden_layers=2)
     linear = {"layer_types": ["linear_attention"] * 3}

@@ -18,6 +18,7 @@ from liger_models.kernels import (
     AdamWTensors,
     adamw,
     channel_delta_rule,
+    decode_codes,
     gated_delta_rule,
     quantize,
     ssd,
@@ -42,6 +43,7 @@ def run_everything(device: str) -> None:
         pass_a_state(device, 12, 20)
     take_a_step(device)
     quantize(torch.randn(SHAPE, device=device), by_columns=True)
+    decode_bits(device)
 
 
 def pass_a_state(device: str, key: int, value: int) -> None:
@@ -57,6 +59,13 @@ def pass_a_state(device: str, key: int, value: int) -> None:
             torch.randn(shape, device=device, dtype=torch.bfloat16).requires_grad_() for shape in shapes
         ]
         run_with_gradients(functools.partial(rule, cu_seqlens=documents), inputs)
+
+
+def decode_bits(device: str) -> None:
+    """Decode matrices whose last blocks and last bytes are cut off."""
+    codes = torch.randint(0, 256, (3, 13, 17), dtype=torch.uint8, device=device)
+    scale, table = torch.rand(3, 13, 3, device=device), torch.randn(1, 16, device=device)
+    decode_codes(codes, scale, (13, 33), (1, 16), "low half first", torch.bfloat16, table=table)
 
 
 def take_a_step(device: str) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from liger_models.convert.checkpoints.expressions import Cat, Ref, Stack
 from liger_models.optim import muon
 from liger_models.optim.adamw import AdamW
-from liger_models.optim.library import OPTIMIZERS, LibraryOptimizer
+from liger_models.optim.library import MUON, OPTIMIZERS, LibraryOptimizer
 
 STEPS = 4
 FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weights, and location of the state
@@ -97,7 +97,7 @@ def of_libraries(mesh) -> dict[str, Any]:
                 fully_shard(model, mesh=shared)
             group = {"params": [model.weight], "library": name, "weight_decay": 0.1}
             form = Cat((Ref("q", (50, 64)), Ref("k", (31, 64))))
-            others = {"params": [model.bias], "library": None if name == "muon" else name}
+            others = {"params": [model.bias], "library": None if name in MUON else name}
             optimizer = LibraryOptimizer([group, others], lr=1e-2, forms={model.weight: form})
             for step in range(3):
                 torch.manual_seed(step)

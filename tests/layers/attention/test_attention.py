@@ -281,7 +281,8 @@ def choice(spec, dtype, form, value_dim=None):
     """The choice of `auto` on a GPU."""
 
     def operand(dim):
-        return types.SimpleNamespace(is_cuda=True, dtype=dtype, shape=(ROWS * LENGTH, 4, dim))
+        device = types.SimpleNamespace(index=0)
+        return types.SimpleNamespace(is_cuda=True, device=device, dtype=dtype, shape=(ROWS * LENGTH, 4, dim))
 
     qkv = (operand(dim) for dim in (spec.head_dim, spec.head_dim, value_dim or spec.head_dim))
     return backends._choose(*qkv, spec, sequences_of(form).visibility)
@@ -290,6 +291,7 @@ def choice(spec, dtype, form, value_dim=None):
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
 def test_auto_chooses_by_the_request(form, asked, dtype, backend, monkeypatch):
     monkeypatch.setattr(backends, "use_triton", lambda q: q.dtype != F64)
+    monkeypatch.setattr(backends, "has_matrix_units", lambda index: True)
     monkeypatch.setattr(backends, "_cudnn_takes", lambda *_: False)
     assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
 
@@ -302,6 +304,7 @@ def test_values_of_another_size_go_to_cudnn_if_it_supports_them(cudnn, monkeypat
     assert choice(spec, BF16, "rows", 128) == ("sdpa" if cudnn else "triton")
     assert choice(spec, BF16, "packed", 128) == "triton"
     monkeypatch.setattr(backends, "use_triton", lambda q: False)
+    monkeypatch.setattr(backends, "has_matrix_units", lambda index: True)
     assert choice(spec, BF16, "rows", 128) == "sdpa"
     assert choice(spec, BF16, "packed", 128) == "masked"  # varlen does not support them
 
@@ -322,6 +325,7 @@ def test_auto_chooses_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
 ):
     """As under torch.compile."""
     monkeypatch.setattr(backends, "use_triton", lambda q: False)
+    monkeypatch.setattr(backends, "has_matrix_units", lambda index: True)
     assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
 
 

@@ -182,7 +182,7 @@ def test_only_the_newest_checkpoints_are_kept(run, settings, tmp_path):
 
 def test_the_folder_of_a_run_is_not_overwritten(run, settings):
     run(settings(save_every=0))
-    with pytest.raises(ConfigError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(ConfigError, match=r"already holds a run; choose another .*run/final"):
         run(settings())
 
 

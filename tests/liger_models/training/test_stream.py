@@ -146,7 +146,7 @@ def test_a_run_resumed_with_other_weights_is_refused(run, settings, two_files):
         }
 
     run(settings(steps=1, **mixture(1)))
-    with pytest.raises(DataError, match="its weight"):
+    with pytest.raises(DataError, match="was trained on other tokens than these: data="):
         run(settings(resume="auto", steps=2, **mixture(2)))
 
 
