@@ -84,14 +84,20 @@ def use_triton(x: Tensor, *others: Tensor | None) -> bool:
 
 def runs_kernels(x: Tensor) -> bool:
     """Whether Triton kernels run on x's device."""
-    return triton is not None and not interpreted and x.is_cuda and has_matrix_units(x.device.index)
+    return triton is not None and not interpreted and x.is_cuda and has_matrix_units(x.device)
 
 
-@functools.cache
-def has_matrix_units(device_index: int | None) -> bool:
+def has_matrix_units(gpu: torch.device) -> bool:
     """Whether a GPU has matrix units that Triton and torch's fused attention use, and bfloat16: AMD's, and
     NVIDIA's from Ampere on.
     """
+    if torch.compiler.is_compiling():  # which knows this call, and no cache
+        return ROCM or torch.cuda.get_device_properties(gpu).major >= 8
+    return _has_matrix_units(gpu.index)
+
+
+@functools.cache
+def _has_matrix_units(device_index: int | None) -> bool:
     return ROCM or torch.cuda.get_device_capability(device_index) >= (8, 0)
 
 

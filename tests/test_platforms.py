@@ -88,7 +88,7 @@ def test_a_gpu_without_bfloat16_is_refused_or_runs_the_plain_forms(monkeypatch):
 def test_matrix_units_are_not_read_from_amds_capabilities(rocm, capability, expected, monkeypatch):
     monkeypatch.setattr(_dispatch, "ROCM", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert _dispatch.has_matrix_units.__wrapped__(0) is expected
+    assert _dispatch._has_matrix_units.__wrapped__(0) is expected
     assert _dispatch._is_hopper_or_later.__wrapped__(0) is False
 
 

@@ -263,7 +263,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     if ours:
         return "triton"
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
-    flash = q.is_cuda and fits and has_matrix_units(q.device.index)
+    flash = q.is_cuda and fits and has_matrix_units(q.device)
     if plain:
         return "varlen" if flash and usual and visibility.spans is None else "masked"
     return "eager"

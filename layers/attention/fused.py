@@ -42,7 +42,7 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask
         out = masked_attention(q, k, v, mask, spec.scale)
         return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
-    unusual = unusual or (q.is_cuda and not has_matrix_units(q.device.index))
+    unusual = unusual or (q.is_cuda and not has_matrix_units(q.device))
     if groups > 1 and unusual:
         # The kernels for a mask, float32, such heads or GPUs do not support grouped heads, and the
         # fallback would keep all scores.

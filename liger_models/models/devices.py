@@ -34,7 +34,7 @@ def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.d
         ConfigError: also if it is a GPU without bfloat16, and that is the dtype.
     """
     parsed = parse_device(device)
-    if parsed is None or parsed.type != "cuda" or has_matrix_units(parsed.index):
+    if parsed is None or parsed.type != "cuda" or has_matrix_units(parsed):
         return parsed
     name = torch.cuda.get_device_name(parsed)
     if dtype == torch.bfloat16:
