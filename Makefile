@@ -25,8 +25,9 @@ PINS := -c constraints.txt
 endif
 
 BIN := $(VENV)/bin
-# Two test processes, and one thread in each: more threads than cores make small matrices slower.
-PYTEST_FLAGS := -q -n 2 --timeout 600
+# Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
+# more threads than cores make small matrices slower.
+PYTEST_FLAGS := -q -n 3 --timeout 600
 
 .PHONY: help demo test family real matrix lint types docs notebooks package clean
 
