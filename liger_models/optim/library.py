@@ -76,8 +76,11 @@ class LibraryOptimizer(AdamW):
         forms: of fused parameters, the expressions by which they are split (canonical forms, see
             convert/checkpoints/layout.py).
 
-    Other arguments are AdamW's. `clip_grad_norm` is also AdamW's: the next step scales the gradients.
+    Other arguments are AdamW's. `clip_grad_norm` is also AdamW's: the next step scales the gradients. With
+    torch.amp.GradScaler, that unscales the gradients and skips steps, which synchronises the device.
     """
+
+    _step_supports_amp_scaling = False
 
     def __init__(
         self, params: list[dict[str, Any]], *args: Any, forms: Mapping[Tensor, Expr], **options: Any

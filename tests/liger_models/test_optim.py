@@ -11,6 +11,7 @@ from torch import nn
 
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.optim.adamw import AdamW
+from liger_models.optim.library import LibraryOptimizer
 
 RANK = Path(__file__).with_name("optimizer_rank.py")
 BF16 = torch.bfloat16
@@ -187,6 +188,28 @@ def test_clipping_works_with_a_grad_scaler():
         scaler.update()
         optimizers[0].zero_grad()
     train(models[1], optimizers[1], batches(3), lambda _, o: o.clip_grad_norm(0.1))
+    assert torch.equal(bits(models[0]), bits(models[1]))
+
+
+@pytest.mark.parametrize("library", ["muon", "adafactor", "sgd"])
+def test_a_grad_scaler_scales_and_skips_steps_of_libraries(library):
+    def optimizer_of(model):
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        others = [p for p in model.parameters() if p.ndim != 2]
+        return LibraryOptimizer([{"params": matrices, "library": library}, {"params": others}], forms={})
+
+    models = network(), network()
+    optimizers = [optimizer_of(m) for m in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    data = batches(4)
+    for i, x in enumerate(data):
+        scaler.scale(models[0](x).square().mean()).backward()
+        if i == 2:
+            models[0][0].weight.grad[2, 2] = float("inf")
+        scaler.step(optimizers[0])
+        scaler.update()
+        optimizers[0].zero_grad()
+    train(models[1], optimizers[1], [x for i, x in enumerate(data) if i != 2])
     assert torch.equal(bits(models[0]), bits(models[1]))
 
 
