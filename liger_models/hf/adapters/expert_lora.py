@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.errors import ConfigError
+from liger_models.hf.adapters.kept_bits import refuse_merging
 from liger_models.hf.adapters.peft_layers import active_adapters, has_only
 from liger_models.kernels import ExpertPath
 from liger_models.kernels.experts._expert_paths import padded_rank
 from liger_models.layers.experts.moe import NO_PATHS, Experts, Paths
 from liger_models.layers.projections.in_place import change_class
-from liger_models.layers.projections.stored_weight import kept_weights
 
 
 def take_over(wrapper: nn.Module) -> None:
@@ -53,8 +53,7 @@ def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
         for name in (experts.first, "down_proj"):
             stack = f"{path}.{name}"
             expr = weight_map.get(stack)
-            plain = type(experts.get_parameter(name)) is nn.Parameter and not kept_weights(experts)
-            if not isinstance(expr, Ref) or not plain:
+            if not isinstance(expr, Ref) or type(experts.get_parameter(name)) is not nn.Parameter:
                 raise ConfigError(
                     f"lora: {stack} is quantised, or in another order in transformers' own model, so its "
                     "adapter cannot be written here; leave out experts, or use PEFT on the classes of "
@@ -75,6 +74,15 @@ class ParamWrapper(peft_lora.ParamWrapper):  # type: ignore[misc]
         if own is None:
             return super().forward(x, *args, paths=paths, **kwargs)
         return self.base_layer(x, *args, paths={**paths, self.parameter_name: own})
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Add adapters to the stack, as PEFT.
+
+        Raises:
+            ConfigError: the experts keep quantised bits.
+        """
+        refuse_merging(self.get_base_layer())
+        super().merge(*args, **kwargs)
 
     def adapter_costs(self) -> dict[str, Any]:
         """Memory costs for layers/memory/adapters.py, with those of the wrappers inside this one: t of each

@@ -20,6 +20,7 @@ from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
 from liger_models.hf.adapters import expert_lora, peft_forward
+from liger_models.hf.adapters.kept_bits import adapt_kept_bits, refuse_merging
 from liger_models.hf.adapters.peft_layers import active_adapters, add_paths, costs_of, is_known
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.in_place import change_class
@@ -29,8 +30,13 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
 def take_over(model: nn.Module) -> None:
-    """Run the PEFT LoRA layers of a model by our operation where possible."""
-    for module in model.modules():
+    """Run the PEFT LoRA layers of a model by our operation where possible.
+
+    Raises:
+        ConfigError: an adapter, of layers in quantised bits, that may need the weight.
+    """
+    for module in list(model.modules()):
+        adapt_kept_bits(module, getattr(model, "peft_config", {}))
         if type(module) is peft_lora.Linear and is_known(module):
             change_class(module, LowRankLinear)
         elif type(module).__module__ in ("peft.tuners.lora.bnb", "bitsandbytes.nn.modules"):
@@ -57,6 +63,15 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         if projection is None or not projection.adapters:
             return peft_forward.keep_input_alone(self, super().forward, x, *args, **kwargs)
         return low_rank_linear(x, projection)
+
+    def merge(self, *args: Any, **kwargs: Any) -> None:
+        """Add adapters to the base layer's weight, as PEFT.
+
+        Raises:
+            ConfigError: the base layer keeps quantised bits.
+        """
+        refuse_merging(self.get_base_layer())
+        super().merge(*args, **kwargs)
 
     def low_rank_projection(self) -> Projection | None:
         """Return the layer for layers/projections/low_rank.py, or None where PEFT's own forward must run."""

@@ -19,6 +19,7 @@ from liger_models.layers.projections import stored_weight
 from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.rounding import describe_rounding
 from liger_models.models.stored_weights import decode_stored
+from liger_models.training.lora import Adapters, LoraSettings
 
 peft = pytest.importorskip("peft")
 
@@ -259,6 +260,82 @@ def test_adapters_on_experts_in_quantised_bits_are_refused(tmp_path):
     parametrize.register_parametrization(experts, "down_proj", torch.nn.Identity())
     with pytest.raises(TypeError, match="adapt other layers"):
         step(model)
+
+
+@pytest.mark.parametrize(
+    ("case", "level"),
+    [*((case, "lean") for case in EXPERTS), (EXPERTS[0], "mlp"), (EXPERTS[0], "checkpoint")],
+)
+def test_adapters_of_experts_in_quantised_bits_compute_what_dense_ones_do(case, level, tmp_path):
+    checkpoint = CASES[case](tmp_path / "checkpoint")
+    options = {"dtype": torch.float32, "activation_memory": level}
+    models = [load(checkpoint.folder, keep_quantised=keep, **options) for keep in (True, False)]
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=stacks)
+    kept, dense = (peft.get_peft_model(model, config) for model in models)
+    kept.add_adapter("second", config)
+    dense.add_adapter("second", config)
+    torch.manual_seed(2)
+    for name, parameter in dense.named_parameters():
+        if ".lora_" in name:
+            parameter.data = torch.randn(parameter.shape) * 0.1
+    paths = {name: x for name, x in dense.state_dict().items() if ".lora_" in name}
+    assert kept.load_state_dict(paths, strict=False).unexpected_keys == []
+    for adapter in ("default", "second"):
+        kept.set_adapter(adapter)
+        dense.set_adapter(adapter)
+        (logits, loss, grads), (expected, expected_loss, expected_grads) = step(kept), step(dense)
+        # Products of the same matrices in other layouts of memory may add in another order.
+        tolerance = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(logits, expected, **tolerance)
+        torch.testing.assert_close(loss, expected_loss, **tolerance)
+        assert grads.keys() == expected_grads.keys()
+        assert any(".experts." in name for name in grads)
+        for name, grad in expected_grads.items():
+            scale = grad.abs().max().clamp_min(1e-6)
+            torch.testing.assert_close(grads[name] / scale, grad / scale, **tolerance)
+    with pytest.raises(ConfigError, match="decode_stored"):
+        kept.merge_adapter(safe_merge=True)
+    decode_stored(kept.base_model.model)
+    logits = [model.merge_and_unload()(input_ids=torch.arange(8)[None] + 3).logits for model in (kept, dense)]
+    torch.testing.assert_close(*logits, **tolerance)
+
+
+def test_adapters_of_a_run_on_experts_in_quantised_bits_are_written_and_merged_as_dense_ones(tmp_path):
+    checkpoint = CASES["nvfp4 of modelopt"](tmp_path / "checkpoint")
+    found = []
+    for keep in (True, False):
+        model = load(checkpoint.folder, keep_quantised=keep, dtype=torch.float32)
+        adapters = Adapters(model, LoraSettings.parse("r=2,targets=q_proj,experts"), "base", seed=3)
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.data = torch.ones_like(parameter)
+        written = tmp_path / f"adapter {keep}"
+        written.mkdir()
+        adapters.write(written)
+        adapters.merge()
+        found.append((load_file(written / "adapter_model.safetensors"), dict(model.checkpoint_tensors())))
+    (adapter, merged), (dense_adapter, dense_merged) = found
+    assert {n: x.shape for n, x in adapter.items()} == {n: x.shape for n, x in dense_adapter.items()}
+    assert merged.keys() == dense_merged.keys()
+    name = next(name for name in merged if ".experts." in name)
+    assert (merged[name] - checkpoint.dense[name]).abs().max() > 0.01
+    assert merged[name].shape == dense_merged[name].shape
+
+
+def test_adapters_that_may_read_the_codes_are_refused(float8):
+    for config in (
+        peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
+        peft.LoHaConfig(target_modules=["q_proj"]),
+        peft.LoraConfig(target_modules=[], target_parameters=["q_proj.weight"]),
+    ):
+        with pytest.raises(ConfigError, match="may compute with the codes"):
+            peft.get_peft_model(load(float8.folder, keep_quantised=True), config)
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+    adapted = peft.get_peft_model(load(float8.folder, keep_quantised=True), config)
+    for safe in (True, False):
+        with pytest.raises(ConfigError, match=r"cannot be merged .*decode_stored"):
+            adapted.merge_adapter(safe_merge=safe)
 
 
 def test_what_kept_weights_cannot_do_is_an_error(float8, tmp_path):

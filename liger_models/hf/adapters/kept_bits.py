@@ -1,0 +1,68 @@
+"""PEFT's adapters on layers and experts that keep quantised bits (docs/quantised.md).
+
+PEFT reads a layer's `weight` or a stack's shape, and finds codes there: LoRA without variants does not need
+the weight, and stacks get paths of the decoded shape here. Everything else is refused, because PEFT may
+compute with the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peft.tuners.lora import layer as peft_lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.projections.stored_weight import kept_weights
+
+
+def adapt_kept_bits(module: nn.Module, configs: Mapping[str, Any]) -> None:
+    """Check a PEFT layer on a module that keeps quantised bits, and give stacks of experts the paths of their
+    decoded shape. Does nothing to other modules.
+
+    Args:
+        configs: the model's PEFT configs by adapter.
+
+    Raises:
+        ConfigError: an adapter that may need the weight.
+    """
+    base = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    if base is module or not kept_weights(base):
+        return
+    wrapper: Any = module
+    stack = isinstance(wrapper, peft_lora.ParamWrapper) and isinstance(base, Experts)
+    if stack and wrapper.parameter_name in kept_weights(base):
+        _fit(wrapper, kept_weights(base)[wrapper.parameter_name].shape, configs)
+    elif (not stack and not isinstance(wrapper, peft_lora.Linear)) or wrapper.lora_variant:
+        variants = sorted(
+            {type(variant).__name__ for variant in getattr(wrapper, "lora_variant", {}).values()}
+        )
+        raise ConfigError(
+            f"{', '.join(variants) or type(wrapper).__name__} of PEFT on a {type(base).__name__} may compute "
+            "with the codes of its quantised weight; use LoRA without variants (target_modules for layers, "
+            "target_parameters for experts), or load the model without keep_quantised"
+        )
+
+
+def refuse_merging(base: nn.Module) -> None:
+    """
+    Raises:
+        ConfigError: the module keeps quantised bits, to which an adapter cannot be added.
+    """
+    if kept_weights(base):
+        raise ConfigError(
+            f"an adapter cannot be merged into the quantised bits of a {type(base).__name__}; call "
+            "liger_models.models.stored_weights.decode_stored(model) first"
+        )
+
+
+def _fit(wrapper: Any, shape: tuple[int, ...], configs: Mapping[str, Any]) -> None:
+    """Make the paths of a stack [E, out, in] again where they have the shape of its codes."""
+    _, wrapper.out_features, wrapper.in_features = shape
+    for adapter, a in list(wrapper.lora_A.items()):
+        if (wrapper.lora_B[adapter].out_features, a.in_features) != shape[1:]:
+            rank, alpha = wrapper.r[adapter], wrapper.lora_alpha[adapter]
+            wrapper.update_layer(adapter, rank, lora_alpha=alpha, config=configs[adapter])
