@@ -28,7 +28,7 @@ NEAR_ZERO = 1e-3  # of the median norm of all rows; trained rows differ by facto
 def check_language_model(model: LigerCausalLM, config: TrainConfig) -> None:
     """
     Raises:
-        ConfigError: the model does not predict tokens.
+        ConfigError: the model does not predict tokens from those before.
     """
     kinds = {LigerBaseModel: "base model without a head", LigerSequenceClassifier: "sequence classifier"}
     for kind, name in kinds.items():
@@ -37,6 +37,12 @@ def check_language_model(model: LigerCausalLM, config: TrainConfig) -> None:
                 f"{config.model} is a {name}, but objective {config.objective} trains language models; "
                 "choose one, or objective reward"
             )
+    if model.spec.is_bidirectional:
+        raise ConfigError(
+            f"{config.model} has bidirectional attention, so each token attends to those that it would "
+            f"predict, but objective {config.objective} trains causal language models; choose one, or "
+            "objective reward"
+        )
 
 
 def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTokenizer) -> range:

@@ -406,6 +406,12 @@ def test_a_model_that_does_not_fit_the_objective_is_refused(start, tiny_shape, t
         ConfigError, match="is a sequence classifier, but objective sft trains language models"
     ):
         start("sft", model=str(tmp_path / "rewards"))
+    model = liger_models.from_config({**tiny_shape, "is_causal": False}, device="cpu")
+    model.save_pretrained(tmp_path / "bidirectional")
+    for file in tokenizer_folder.iterdir():
+        (tmp_path / "bidirectional" / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ConfigError, match=r"has bidirectional attention, .* trains causal language models"):
+        start("sft", model=str(tmp_path / "bidirectional"))
     with pytest.raises(ConfigError, match="the preset llama-demo has random weights"):
         start("dpo", model="llama-demo", tokenizer=str(tokenizer_folder))
 
