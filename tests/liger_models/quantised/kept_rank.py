@@ -29,7 +29,9 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def adapted(model: Any) -> Any:
-    model = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"]))
+    stacks = ["experts.gate_up_proj", "experts.down_proj"]
+    config = peft.LoraConfig(r=3, target_modules=["q_proj", "o_proj"], target_parameters=stacks)
+    model = peft.get_peft_model(model, config)
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
@@ -67,6 +69,9 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         model = adapted(load(path / "source"))
         by_rows(model.base_model.model)
         found[f"{path.name}, adapters"] = 0, 0, *averaged(model, rank, ranks)
+        if "experts" in ways:
+            model = adapted(load(path / "source", shard=ways["experts"]))
+            found[f"{path.name}, adapters of divided experts"] = 0, 0, *averaged(model, rank, ranks)
     return found
 
 
