@@ -269,8 +269,8 @@ def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
         expr = weight_map.get(f"{path}.weight")
         if not point or not isinstance(expr, Ref):
             raise CheckpointError(
-                f"{name} does not adapt a single tensor of the checkpoint; call split_projections() before "
-                "adding adapters, or stream the weights with adapter='merged'"
+                f"{name} does not adapt a single linear layer of the checkpoint; call split_projections() "
+                "before adding adapters and leave out stacks of experts, or stream with adapter='merged'"
             )
         sources[f"{PREFIX}{expr.name.removesuffix('.weight')}{point}{rest}"] = tensor
     if left := [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]:
