@@ -11,7 +11,8 @@ from hf_pairs import BOUND, relative_distance
 from randomised import randomise_trained
 from safetensors.torch import load_file
 
-from liger_models.architectures import list_architectures
+import liger_models.hf
+from liger_models.architectures import find_architecture, list_architectures
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -159,3 +160,9 @@ def test_copies_of_a_model_with_renamed_modules_are_independent(make_both):
         # Not bit for bit: our tensors are in a mapped file, the copies are not, and on some CPUs the order of
         # sums in a matrix product depends on the alignment of its operands.
         assert relative_distance(logits(copied), expected) <= BOUND
+
+
+def test_an_adapter_is_not_loaded_into_a_native_model(tmp_path):
+    model = liger_models.from_config(find_architecture("llama").tiny, device="meta")
+    with pytest.raises(TypeError, match=r"takes a model of liger_models\.hf.*from_hub"):
+        liger_models.hf.load_adapter(model, tmp_path)

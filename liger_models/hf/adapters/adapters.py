@@ -78,7 +78,7 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
     """Load an adapter with the usual names from a folder, for packed or split projections.
 
     Args:
-        model: one of our models.
+        model: one of liger_models.hf.
         folder: written by PEFT or `save_adapter`.
         options: of `PeftModel.from_pretrained`, such as `is_trainable`.
 
@@ -87,11 +87,17 @@ def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
         it is dropped unless the adapter is to be trained.
 
     Raises:
+        TypeError: another model.
         CheckpointError: a packed projection or stack cannot represent the adapter, a tensor has no matching
             parameter, or unsloth wrote an expert adapter without stating its column order.
     """
     import peft
 
+    if not hasattr(model, "layouts"):
+        raise TypeError(
+            f"load_adapter takes a model of liger_models.hf, found a {type(model).__module__}."
+            f"{type(model).__name__}; liger_models.from_hub({str(folder)!r}) merges an adapter"
+        )
     config = read_json(Path(folder) / CONFIG)
     tensors = load_file(Path(folder) / TENSORS)
     if _is_lora(config):
