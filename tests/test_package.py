@@ -38,6 +38,7 @@ BUILT_ON = {
     "liger_models.hf": "transformers",
     "liger_models.hf.adapters.expert_adapters": "peft",
     "liger_models.hf.adapters.expert_lora": "peft",
+    "liger_models.hf.adapters.kept_bits": "peft",
     "liger_models.hf.adapters.lora": "peft",
     "liger_models.integrations.verl": "verl",
     "liger_models.integrations.verl_checkpoints": "verl",

@@ -61,8 +61,16 @@ def refuse_merging(base: nn.Module) -> None:
 
 def _fit(wrapper: Any, shape: tuple[int, ...], configs: Mapping[str, Any]) -> None:
     """Make the paths of a stack [E, out, in] again where they have the shape of its codes."""
-    _, wrapper.out_features, wrapper.in_features = shape
+    experts, wrapper.out_features, wrapper.in_features = shape
     for adapter, a in list(wrapper.lora_A.items()):
-        if (wrapper.lora_B[adapter].out_features, a.in_features) != shape[1:]:
-            rank, alpha = wrapper.r[adapter], wrapper.lora_alpha[adapter]
-            wrapper.update_layer(adapter, rank, lora_alpha=alpha, config=configs[adapter])
+        b = wrapper.lora_B[adapter]
+        if (b.out_features, a.in_features) == shape[1:]:
+            continue
+        rank = experts * wrapper.r[adapter]
+        for parts, old, sizes in (
+            (wrapper.lora_A, a, (shape[2], rank)),
+            (wrapper.lora_B, b, (rank, shape[1])),
+        ):
+            like = {"device": old.weight.device, "dtype": old.weight.dtype}
+            parts[adapter] = nn.Linear(*sizes, bias=False, **like).requires_grad_(old.weight.requires_grad)
+        wrapper.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
