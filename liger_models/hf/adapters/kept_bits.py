@@ -67,10 +67,12 @@ def _fit(wrapper: Any, shape: tuple[int, ...], configs: Mapping[str, Any]) -> No
         if (b.out_features, a.in_features) == shape[1:]:
             continue
         rank = experts * wrapper.r[adapter]
-        for parts, old, sizes in (
-            (wrapper.lora_A, a, (shape[2], rank)),
-            (wrapper.lora_B, b, (rank, shape[1])),
-        ):
-            like = {"device": old.weight.device, "dtype": old.weight.dtype}
-            parts[adapter] = nn.Linear(*sizes, bias=False, **like).requires_grad_(old.weight.requires_grad)
+        wrapper.lora_A[adapter] = _linear_like(a, shape[2], rank)
+        wrapper.lora_B[adapter] = _linear_like(b, rank, shape[1])
         wrapper.reset_lora_parameters(adapter, configs[adapter].init_lora_weights)
+
+
+def _linear_like(old: nn.Linear, inputs: int, outputs: int) -> nn.Linear:
+    made = nn.Linear(inputs, outputs, bias=False, device=old.weight.device, dtype=old.weight.dtype)
+    made.requires_grad_(old.weight.requires_grad)
+    return made
