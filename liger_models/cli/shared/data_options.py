@@ -18,7 +18,7 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
         *(str, "NAME"),
         "for dpo (sigmoid, hinge, ipo and others, or a sum: sigmoid=0.8+sft=1), kto (kto, "
         "apo_zero_unpaired), distill (jsd, cosine), sft (nll, dft) and grpo (dapo, grpo, dr_grpo, "
-        "gspo, cispo, bnpo)",
+        "gspo, gmpo, cispo, bnpo)",
     ),
     "mtp": (
         *(float, "X"),
