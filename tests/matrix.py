@@ -44,7 +44,7 @@ def run(name: str, tests: list[str]) -> bool:
     passed = log.with_suffix(".passed")
     if not passed.exists():
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--timeout", "900", *tests]
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "3", "--timeout", "900", *tests]
         # Inductor's cache mixes these settings up: code for AVX-512 gives infinities where it expects AVX2.
         compiled = {"TORCHINDUCTOR_CACHE_DIR": str(log.parent / f"inductor-{name}")}
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **compiled, **SETTINGS[name]}
