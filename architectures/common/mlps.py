@@ -18,6 +18,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu": "gelu",
     "quick_gelu": "quick_gelu",
+    "relu": "relu",
     "relu2": "relu2",
     "xielu": "xielu",
 }
@@ -26,7 +27,8 @@ _ACTIVATIONS: dict[str, Activation] = {
 def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
     """Kernel name of the config's activation."""
     name = c.take(key, "silu")
-    known = [known for known in _ACTIVATIONS if not (gated and known in ("quick_gelu", "relu2", "xielu"))]
+    plain = ("quick_gelu", "relu", "relu2", "xielu")
+    known = [known for known in _ACTIVATIONS if not (gated and known in plain)]
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]

@@ -235,9 +235,10 @@ class StepMemory:
 
     @property
     def _outside_layers(self) -> int:
-        """Bytes kept for images outside of layers."""
+        """Bytes kept outside of layers: for images, and the input of a norm of the embeddings."""
         edges = self._edges
-        return self.step.shown.pixels + edges.encoder + edges.projector + edges.language
+        normed = self._stream if self.model.spec.embed_norm is not None and not self._idle else 0
+        return self.step.shown.pixels + edges.encoder + edges.projector + edges.language + normed
 
     @cached_property
     def layers(self) -> list[LayerCosts]:

@@ -75,7 +75,9 @@ class Decoder(ActivationLevels):
         self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
         self.embed_positions: LearnedPositions | None = None
         if spec.learned_positions is not None:
-            self.embed_positions = LearnedPositions(spec.learned_positions, spec.hidden_size)
+            positions = spec.learned_positions, spec.hidden_size, spec.unused_positions
+            self.embed_positions = LearnedPositions(*positions)
+        self.embed_norm = None if spec.embed_norm is None else make_norm(spec.hidden_size, spec.embed_norm)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -120,6 +122,8 @@ class Decoder(ActivationLevels):
             check_windows(self.spec, sequences.documents.gapped_extent)
         if self.vision is not None and vision_inputs is not None:
             self.vision.prepare(vision_inputs, sequences, input_ids)
+        if not self.spec.padding_has_positions:
+            sequences.count_tokens_alone()
         if self.spec.learned_positions is not None:
             sequences.positions.check_end(self.spec.learned_positions, sequences.documents.shape)
         sequences.prepare_rotary(self.spec.ropes)
@@ -167,6 +171,8 @@ class Decoder(ActivationLevels):
             inputs_embeds = inputs_embeds * self.spec.input_scale
         if self.embed_positions is not None:
             inputs_embeds = self.embed_positions(inputs_embeds, sequences.positions.ids)
+        if self.embed_norm is not None:
+            inputs_embeds = cast(Tensor, self.embed_norm(inputs_embeds))
 
         x, residual = inputs_embeds, None
         del inputs_embeds  # frozen embeddings are freed after layer 0
@@ -236,7 +242,15 @@ class Decoder(ActivationLevels):
         return self.per_layer_inputs is not None
 
 
-_OF_LANGUAGE = ("embed_tokens", "layers", "per_layer_inputs", "norm", "lm_head")
+_OF_LANGUAGE = (
+    "embed_tokens",
+    "embed_positions",
+    "embed_norm",
+    "layers",
+    "per_layer_inputs",
+    "norm",
+    "lm_head",
+)
 
 
 def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:

@@ -85,11 +85,17 @@ class LearnedPositions(nn.Module):
     """A learned vector for each position (Radford et al., 2019: GPT-2).
 
     No `nn.Embedding`: tools would take it for a table of tokens.
+
+    Args:
+        positions: the number of positions.
+        hidden_size: the width H of the vectors.
+        first: row of position 0; nothing reads the rows before it.
     """
 
-    def __init__(self, positions: int, hidden_size: int):
+    def __init__(self, positions: int, hidden_size: int, first: int = 0):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(positions, hidden_size))
+        self.first = first
+        self.weight = nn.Parameter(torch.empty(first + positions, hidden_size))
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Draw the vectors from a normal distribution."""
@@ -97,7 +103,8 @@ class LearnedPositions(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, H], positions [T] -> x plus the vectors of its positions, in x's dtype."""
-        return x + nn.functional.embedding(positions, self.weight).to(x.dtype)
+        rows = positions + self.first if self.first else positions
+        return x + nn.functional.embedding(rows, self.weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}"

@@ -51,6 +51,7 @@ _PLAIN: dict[str, Callable[..., Tensor]] = {
     "quick_gelu": quick_gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "gelu": F.gelu,
+    "relu": functools.partial(F.threshold, threshold=0.0, value=0.0),  # keeps its input, F.relu its output
     "relu2": relu2,
 }
 

@@ -115,6 +115,14 @@ class Documents(Part):
         batch, seq = self.shape
         return torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)
 
+    def places_within(self) -> tuple[Tensor, int]:
+        """The place of each token in its document, [T], and the length of the longest."""
+        (batch, seq), cu, total = self.shape, self.cu_seqlens, self.num_tokens
+        if cu is None:
+            return torch.arange(seq, device=self.device).repeat(batch), seq
+        starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
+        return torch.arange(total, device=self.device) - starts, self.max_seqlen
+
     def bounds(self) -> Tensor | None:
         """Start and end of each token's document, [2, T] int32, computed once for all layers; None if one
         document holds all tokens.

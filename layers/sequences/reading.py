@@ -73,11 +73,7 @@ def _positions(documents: Documents, given: Tensor | None) -> tuple[Tensor, int]
         return given, int(given.max()) + 1 if given.numel() else 0
     if documents.tree is not None:
         return documents.tree.position_ids(), documents.max_seqlen
-    cu, total = documents.cu_seqlens, documents.num_tokens
-    if cu is None:
-        return torch.arange(seq, device=device).repeat(batch), seq
-    starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=total)
-    return torch.arange(total, device=device) - starts, documents.max_seqlen
+    return documents.places_within()
 
 
 def _check_mask(attention_mask: Tensor, shape: tuple[int, int]) -> None:

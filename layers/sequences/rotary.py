@@ -83,7 +83,7 @@ def _inverse_frequencies(spec: RopeSpec, length: int) -> Tensor:
         inv_freq = inv_freq[list(spec.frequencies)]
     if spec.turning is not None:
         inv_freq[spec.turning :] = 0.0
-    return inv_freq
+    return -inv_freq if spec.clockwise else inv_freq
 
 
 def _of_all_pairs(spec: RopeSpec, length: int) -> Tensor:

@@ -95,6 +95,12 @@ class Sequences:
     def device(self) -> torch.device:
         return self.positions.device
 
+    def count_tokens_alone(self) -> None:
+        """Let positions count the tokens of a row and not its padding, unless the caller chose them."""
+        if not self.positions.given and self.documents.kept is not None:
+            ids, end = self.documents.places_within()
+            self.positions = Positions(self.own(ids), end)
+
     def prepare_rotary(self, ropes: tuple[RopeSpec, ...]) -> None:
         """Make the tables of every rotary setting in the model.
 

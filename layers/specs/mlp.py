@@ -8,7 +8,7 @@ from typing import Literal
 from liger_models.kernels import ClampedSwiGLU
 from liger_models.kernels.activations.gated import has_gate
 
-Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu2", "xielu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True)

@@ -30,14 +30,16 @@ class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
     `embed_scale` multiplies the embeddings of ids; with `round_embed_scale` it is first rounded to their
-    dtype (Gemma). `input_scale`
-    multiplies any input of the first block (Granite). `logit_scale` multiplies the logits, and
-    `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the embedding row whose
-    lookup has no gradient, as in the reference, and that is initialised with zeros. (A tied head still gives
-    it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer embeddings, if there are any.
-    `vision` is the image encoder. `extra_ids` ids after the vocabulary have embeddings and are never
-    predicted. `learned_positions` is the number of positions with a learned vector, which is added to the
-    embedding. `mtp` are modules that predict further tokens.
+    dtype (Gemma). `input_scale` multiplies any input of the first block (Granite). `logit_scale` multiplies
+    the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the
+    embedding row whose lookup has no gradient, as in the reference, and that is initialised with zeros. (A
+    tied head still gives it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer
+    embeddings, if there are any. `vision` is the image encoder. `extra_ids` ids after the vocabulary have
+    embeddings and are never predicted. `mtp` are modules that predict further tokens.
+
+    `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
+    `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
+    count its tokens alone (OPT). `embed_norm` is a norm of the first block's input.
     """
 
     vocab_size: int
@@ -58,6 +60,9 @@ class ModelSpec:
     extra_ids: int = 0
     mtp: MTPSpec | None = None
     learned_positions: int | None = None
+    unused_positions: int = 0
+    padding_has_positions: bool = True
+    embed_norm: NormSpec | LayerNormSpec | None = None
 
     @property
     def num_ids(self) -> int:

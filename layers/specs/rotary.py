@@ -16,7 +16,8 @@ class RopeSpec:
     dimensions (2i, 2i+1) instead of (i, i + dim/2). Only the first `turning` of these pairs are rotated
     (None: all). For multi-axis positions, `axes` assigns an axis to each pair, and `frequencies` the pair
     whose frequency it uses, if not its own. With `halves` each half of a head is rotated separately, the
-    first by the first half of the pairs, arranged as in a whole head (Gemma 4's encoder). The fields after
+    first by the first half of the pairs, arranged as in a whole head (Gemma 4's encoder). `clockwise` rotates
+    in the opposite direction (nanochat). The fields after
     `max_position_embeddings` belong to the rope types documented in `layers/sequences/rotary.py`; they are
     None for types that do not use them.
     """
@@ -29,6 +30,7 @@ class RopeSpec:
     axes: tuple[int, ...] | None = None
     frequencies: tuple[int, ...] | None = None
     halves: bool = False
+    clockwise: bool = False
     max_position_embeddings: int | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None

@@ -299,6 +299,9 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             positions = given
             if positions is None:
                 positions = torch.arange(seen, seen + shape[1], device=device).repeat(shape[0])
+                if attention_mask is not None and not self.spec.padding_has_positions:
+                    counts = attention_mask.to(device).cumsum(1) - 1
+                    positions = counts[:, seen : seen + shape[1]].clamp(min=0).flatten()
             end = int((positions if axes is None else axes).max()) + 1
             sequences = Sequences(
                 Visibility(Documents.of_rows(shape, device)),

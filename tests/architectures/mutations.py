@@ -39,6 +39,7 @@ Path = tuple[str | int, ...]
 WITHOUT_EFFECT = {
     "ModelSpec.initializer_range": "concerns fresh weights alone",
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
+    "ModelSpec.padding_has_positions": "concerns padded rows alone: test_parity.py",
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",
     "MoESpec.group_score": "concerns experts in groups alone",
     "MoESpec.renormalize_eps": "concerns small scores alone: tests/kernels/experts/test_moe_routing.py",
@@ -177,6 +178,8 @@ def unnoticed_fields(
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # without rotation the order has no effect
+        if field == "ModelSpec.unused_positions" and pair.ours.spec.learned_positions is None:
+            continue  # there is no table
         if field == "AttentionSpec.bidirectional_spans" and not at(pair.ours.spec, path[:-1]).causal:
             continue  # every token attends to all others
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:

@@ -180,7 +180,10 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
             else:  # a container goes to the common path of its children
                 wishes[path] = _common(found[path])
             if (parent := _cut(path)[0]) not in holding:
-                found[parent][_cut(wishes[path])[0]] += 1
+                above, name = _cut(wishes[path])
+                # Of a container under another name, transformers' model may have the children alone (OPT).
+                renamed = path not in holding and name != _cut(path)[1]
+                found[parent][wishes[path] if renamed else above] += 1
     return wishes
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -50,3 +52,17 @@ def test_a_trained_table_keeps_gradients_flowing_below_frozen_layers(model):
     ids = torch.arange(ROWS)[None]
     model(ids, labels=ids).loss.backward()
     assert model.embed_positions.weight.grad.norm() > 0
+
+
+def test_padding_takes_no_positions_if_the_model_counts_tokens_alone(model):
+    """A padded row equals the row without padding only if its positions start at its first token."""
+    spec = dataclasses.replace(model.spec, padding_has_positions=False, unused_positions=2)
+    counting = CausalLM(spec)
+    counting.reset_parameters(torch.Generator().manual_seed(1))
+    ids, mask = torch.arange(ROWS)[None], torch.tensor([[0, 0, 1, 1, 0, 1]])
+    found = logits(counting, ids, attention_mask=mask)[mask.bool()]
+    alone = logits(counting, ids[mask.bool()][None])[0]
+    assert (found - alone).norm() <= 1e-5 * alone.norm()  # sums of at most 24 products, in another order
+    logits(counting, ids).sum().backward()
+    gradient = counting.embed_positions.weight.grad
+    assert gradient[:2].count_nonzero() == 0 < gradient[2:].count_nonzero()
