@@ -27,6 +27,7 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings":
             ),
         ),
     ),
+    says_transposed=True,
     defaults={
         "head_dim": 64,
         "num_key_value_heads": 8,

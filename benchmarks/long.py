@@ -141,7 +141,8 @@ def _model(
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
     model = liger_models.from_config(config, activation_memory=case.level, **options).train()
     if case.method != "full":
-        from liger_models.training.lora import Adapters, LoraSettings
+        from liger_models.training.adapters.lora_settings import LoraSettings
+        from liger_models.training.lora import Adapters
 
         model.split_projections()
         if case.method in METHODS:

@@ -49,6 +49,7 @@ ON_REQUEST = {
     "liger_models.models.causal_lm",
     "liger_models.models.streaming",
     "liger_models.training.lora",
+    "liger_models.training.adapters.lora_targets",
 }
 
 

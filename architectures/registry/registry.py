@@ -44,6 +44,7 @@ class Architecture:
         vision: whether its models accept images.
         defaults: the reference's values of keys missing from config.json.
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
+        says_transposed: the reference declares to PEFT that its experts are [experts, inputs, outputs].
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
@@ -69,6 +70,7 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     rope_keys: tuple[str, str] = ROPE_KEYS
+    says_transposed: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
@@ -136,6 +138,7 @@ def register(
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
+    says_transposed: bool = False,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Add the decorated function to the table. The arguments are fields of `Architecture`; test configs
     follow below the function (`for_tests`).
@@ -157,6 +160,7 @@ def register(
             fixed or {},
             unread or {},
             rope_keys,
+            says_transposed,
         )
         return build
 

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.expressions import Ref, write
+from liger_models.convert.checkpoints.expressions import write
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.checkpoints.weight_map import WeightMap, connected
 from liger_models.convert.errors import CheckpointError, LigerModelsError
 from liger_models.convert.json_file import read_json
@@ -124,13 +125,19 @@ class LowRankAdapter:
         return list(dict.fromkeys(layer for layer, part in names if part))
 
     @torch.no_grad()
-    def merge(self, parameters: Mapping[str, Tensor], weight_maps: Iterable[WeightMap]) -> None:
+    def merge(
+        self,
+        parameters: Mapping[str, Tensor],
+        weight_maps: Iterable[WeightMap],
+        says_transposed: bool = False,
+    ) -> None:
         """Merge the adapter into a model's tensors in place.
 
         Args:
             parameters: the tensors, by native name.
             weight_maps: for each form of checkpoint names; the first that has all names of the adapter is
                 used.
+            says_transposed: see `stack_order`.
 
         Raises:
             CheckpointError: the adapter does not fit the model, or the model is sharded.
@@ -164,12 +171,19 @@ class LowRankAdapter:
             found = {ref.name for expr in group.values() for ref in expr.refs()} & names
             if not found:
                 continue
+            stack = len(group) == 1 and all(len(expr.shape) == 3 for expr in group.values())
+            if stack and found <= layers.keys() and all(len([*expr.refs()]) == 1 for expr in group.values()):
+                ((native, expr),) = group.items()
+                (name,) = found
+                order = stack_order([expr], says_transposed)
+                parameters[native].copy_(self._merged_stack(name, parameters[native], layers[name], order))
+                continue
             tensors = write((expr, parameters[name]) for name, expr in group.items())
             for name in found:
-                if tensors[name].dim() == 3 and not all(isinstance(expr, Ref) for expr in group.values()):
+                if tensors[name].dim() == 3:
                     raise CheckpointError(
-                        f"{self.folder}: adapts {name!r}, experts that {self.base} has in another order of "
-                        "rows or axes than its adapters; merge it with PEFT's merge_and_unload()"
+                        f"{self.folder}: adapts {name!r}, experts that {self.base} divides otherwise; merge "
+                        "it with PEFT's merge_and_unload()"
                     )
                 tensors[name] = self._merged(name, tensors[name], layers.get(name), whole.get(name))
             for native, expr in group.items():
@@ -206,8 +220,6 @@ class LowRankAdapter:
             self._check_shape(name, whole, weight.shape)
             return whole.to(weight)
         assert parts is not None
-        if weight.dim() == 3:
-            return self._merged_stack(name, weight, parts)
         if ROWS in parts:
             rows = self.trained_rows(name.removesuffix(".weight"))
             self._check_shape(name, parts[ROWS], (len(rows), *weight.shape[1:]))
@@ -229,9 +241,16 @@ class LowRankAdapter:
             merged *= (magnitude.to(merged) / merged.norm(dim=1))[:, None]
         return merged.to(weight.dtype)
 
-    def _merged_stack(self, name: str, weight: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    def _merged_stack(
+        self, name: str, weight: Tensor, parts: Mapping[str, Tensor], order: StackOrder | None
+    ) -> Tensor:
+        """Merge into a stack [E, outputs, inputs] in the model's order."""
         num_experts, outputs, inputs = weight.shape
         a, b = (parts[part].to(weight.device, torch.float32) for part in PARTS[:2])
+        if order is not None:
+            if len(b) != (inputs if order.exchanged else outputs):
+                self._check_shape(name, b, (inputs if order.exchanged else outputs, b.shape[1]))
+            a, b = order.read(a, b)
         r = len(a) // num_experts
         self._check_shape(name, a, (r * num_experts, inputs))
         self._check_shape(name, b, (outputs, r * num_experts))

@@ -50,19 +50,26 @@ class Kept:
         return rows // self.sections, columns
 
     def check(self, parts: Mapping[str, Tensor], first: int = 0) -> None:
-        """Check the scales among bytes, which may be those of some rows of the first dimension, from `first`.
+        """Check the scales among bytes, which may be those of some rows of the first dimension, from `first`,
+        or of the second.
 
         Raises:
             BadScaleError: a scale is not finite, or not positive.
         """
-        before = first * self.sections if len(self.shape) > 2 else 0
+        before = first if len(self.shape) > 2 else 0
+        present = {role: part for role, part in parts.items() if role != CODES and part.numel()}
+        cut = {role for role, part in present.items() if part.shape[1:] != self.parts[role].shape[1:]}
 
         def name_of(role: str, number: int) -> str:
             names = self.names[role]
-            return names[(before + number) % len(names)]
+            if role not in cut:
+                return names[(before * self.sections + number) % len(names)]
+            start = (before + number) * self.sections % len(names)
+            return " or ".join(names[start : start + self.sections])  # of some rows, which may be of either
 
-        present = {role: part for role, part in parts.items() if role != CODES and part.numel()}
-        self.format.check_stack(self.matrix, self.typed(present), name_of)
+        typed = self.typed({role: part for role, part in present.items() if role not in cut})
+        typed |= {role: present[role].flatten(1).view(self.dtypes[role]) for role in cut}
+        self.format.check_stack(self.matrix, typed, name_of)
 
     def typed(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The parts by matrix, in their own dtypes."""

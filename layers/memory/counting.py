@@ -315,8 +315,9 @@ class StepMemory:
 
     @property
     def _state(self) -> int:
-        """Bytes of the optimizer's state."""
-        return int(self._trained * self.step.optimizer_bytes / self.step.gpus)
+        """Bytes of the optimizer's state. Adapters are whole in each process."""
+        gpus = 1 if self.step.lora_rank else self.step.gpus
+        return int(self._trained * self.step.optimizer_bytes / gpus)
 
     @cached_property
     def _state_on_host(self) -> int:

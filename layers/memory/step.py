@@ -28,7 +28,7 @@ class Step:
             default 16 bits that rounding would lose.
         accumulates: gradients of an earlier micro-batch exist in the forward pass.
         gpus: that share the parameters (FSDP2).
-        lora_rank: of float32 adapters on all linear layers of a frozen model; 0: none.
+        lora_rank: of float32 adapters on all linear layers of a frozen model, whole in each process; 0: none.
         lora_experts: of adapters on the stacks of experts, too.
         dora: the adapters are DoRA's.
         weight_bytes: per element of the layers' matrices, if they are quantised.

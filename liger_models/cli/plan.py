@@ -229,7 +229,7 @@ def _config(args: argparse.Namespace) -> Any:
     from liger_models.convert.checkpoints.adapter import LowRankAdapter
     from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, latest_in_run, local_path
     from liger_models.presets import preset
-    from liger_models.training.lora import LoraSettings
+    from liger_models.training.adapters.lora_settings import LoraSettings
     from liger_models.training.text.tokenizer import TextTokenizer
 
     name = str(latest_in_run(args.model))
@@ -277,7 +277,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
 
     from liger_models.layers.memory import Step, StepMemory
     from liger_models.optim.host_state import lane_bytes
-    from liger_models.training.lora import LoraSettings
+    from liger_models.training.adapters.lora_settings import LoraSettings
     from liger_models.training.optimizer import optimizer_memory
 
     lora = None if args.lora is None else LoraSettings.parse(args.lora)

@@ -43,7 +43,8 @@ from liger_models.models.streaming import stream_weights
 from liger_models.optim.adamw import clip_grad_norm_
 from liger_models.parallel.dims import ParallelDims
 from liger_models.parallel.sharding import parallelize
-from liger_models.training.lora import Adapters, LoraSettings
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.lora import Adapters
 
 
 @EngineRegistry.register("language_model", backend="liger", device=["cuda", "cpu"])

@@ -10,7 +10,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from verl.workers.config import FSDPEngineConfig
 
 from liger_models.convert.errors import UnsupportedModelError
-from liger_models.training.lora import ALL
+from liger_models.training.adapters.lora_settings import ALL
 
 
 @dataclass

@@ -202,8 +202,8 @@ def from_hub(
         model.left_out = tuple(info.name for info in left_out)
         warn_of(left_out, config, choice.config)
     if adapter is not None:
-        layouts = (model.layout, *model.architecture.layouts)
-        adapter.merge(model.saved_tensors(), map(model.weight_map, layouts))
+        weight_maps = map(model.weight_map, (model.layout, *model.architecture.layouts))
+        adapter.merge(model.saved_tensors(), weight_maps, model.architecture.says_transposed)
         model.adapter_folder = adapter.folder
     if shard is None and not keep_quantised:
         _split_if(projections, model)  # over the memory of the packed ones

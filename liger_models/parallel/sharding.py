@@ -26,6 +26,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.layers.experts.expert_parallel import divide_experts
+from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.layers.sequences.sequence_parallel import divide_sequences
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.parallel.dims import Meshes, ParallelDims, meshes_of
@@ -54,7 +55,8 @@ def parallelize(
             share all parameters.
         compute_dtype: cast parameters and the layers' inputs to this dtype for computation, such as
             torch.bfloat16 for float32 parameters; of a layer with several dtypes, only the parameters in the
-            most frequent one. Default: their own.
+            most frequent one. Default: their own. Weights kept in quantised bits are gathered as
+            bytes in any case, and decoded where they are used.
         reshard_after_forward: free layers after the forward pass and gather them again for the backward pass.
             False keeps whole parameters in between.
 
@@ -64,8 +66,8 @@ def parallelize(
     Raises:
         TypeError: the model is not from `from_hub` or `from_config`, or is wrapped.
         ConfigError: sizes that do not fit the processes, or there is no process group.
-        UnsupportedModelError: the model is already sharded, has quantised weights, or mixes dtypes among the
-            trainable parameters of one layer itself, outside its modules.
+        UnsupportedModelError: the model is already sharded, has weights quantised by bitsandbytes, or mixes
+            dtypes among the trainable parameters of one layer itself, outside its modules.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
     if not isinstance(model, LigerCausalLM):
@@ -76,11 +78,13 @@ def parallelize(
         )
     if any(is_sharded(p) for p in model.parameters()):
         raise UnsupportedModelError("the model is already sharded over processes; call parallelize once")
+    kept = {p for module in model.modules() if kept_weights(module) for p in _own(module)}
     for name, p in model.named_parameters():
-        if not p.is_floating_point() or type(p.data) is not torch.Tensor:
+        if type(p.data) is not torch.Tensor or not (p.is_floating_point() or p in kept):
             raise UnsupportedModelError(
                 f"{name} is quantised ({p.dtype}, {type(p.data).__name__}), and cannot be sharded by rows; "
-                "train with the whole model in each process (DistributedDataParallel)"
+                "train with the whole model in each process (DistributedDataParallel), or load a quantised "
+                "checkpoint with keep_quantised"
             )
     meshes = meshes_of(mesh, _device_type(model))
     if meshes.sequence is not None:
@@ -149,15 +153,19 @@ def _divide_experts(
     # Their inputs are the layer's, already cast; routing weights stay in float32.
     sums = _dtype_of_sums(others, model.dtype, policy.param_dtype)
     policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
+    whole: set[nn.Parameter] = set()
     for module in divide_experts(model, mesh["experts"]):
+        # Scales of whole matrices have a single row: they are few, and stay with each rank of the experts.
+        whole |= {p for p in _own(module) if p.dtype == torch.uint8 and p.shape[1] % others["shard"].size()}
         fully_shard(
             module,
             mesh=others,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             shard_placement_fn=lambda p: Shard(1),  # dimension 0 indexes experts
+            ignored_params=whole,
         )
-    return set()
+    return whole
 
 
 def _give_back(model: nn.Module, args: object, output: object) -> None:

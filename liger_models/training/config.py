@@ -17,11 +17,11 @@ from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
 from liger_models.optim.library import LIBRARY_WEIGHTS, MUON, OPTIMIZERS
 from liger_models.presets import PRESETS
+from liger_models.training.adapters.lora_settings import LoraSettings, check_sharded
 from liger_models.training.best import HIGHER_IS_BETTER
 from liger_models.training.data import TRAIN_ON
 from liger_models.training.defaults import find_defaults
 from liger_models.training.learning_rate import SCHEDULES
-from liger_models.training.lora import LoraSettings
 from liger_models.training.objectives import OBJECTIVES, make_objective
 from liger_models.training.processes.world import SHARDS
 
@@ -130,7 +130,8 @@ class TrainConfig:
     log_every          steps between lines on stderr, where it is no terminal
     profile            number of steps to profile, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a shard of it), "hybrid" (each
-                       node has all of it) or "none" (each has all of it); default: full, and none with lora
+                       node has all of it) or "none" (each has all of it); default: full, and none with lora;
+                       adapters are whole in each process
                        or optimizer_memory host
     sequence_parallel  number of processes that share each row, with a slice of its tokens each, and exchange
                        heads for attention, for very long rows (layers/sequences/sequence_parallel.py)
@@ -318,10 +319,7 @@ class TrainConfig:
         check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
         check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
         if self.lora is not None and self.shard not in (None, "none"):
-            raise ConfigError(
-                f"shard is {self.shard!r}, but adapters are trained with the whole model in each process; "
-                "choose shard 'none', or omit it"
-            )
+            check_sharded(self.lora, self.shard, self.quantize, self.add_tokens, self.objective)
         if self.expert_parallel > 1 and self.sharding == "none":
             raise ConfigError(
                 f"expert_parallel is {self.expert_parallel}, but with this shard each process has the whole "

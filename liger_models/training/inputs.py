@@ -23,6 +23,7 @@ from liger_models.models.loading import from_config, from_hub
 from liger_models.models.quantization import quantise
 from liger_models.models.vocabulary import check_vocabulary
 from liger_models.presets import PRESETS, naming_presets, preset
+from liger_models.training.adapters.lora_settings import LoraSettings
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import (
     BlockRequest,
@@ -35,7 +36,7 @@ from liger_models.training.data import (
 )
 from liger_models.training.data.reading.sources import with_split
 from liger_models.training.data.tokenizing import default_cache, limits_of
-from liger_models.training.lora import Adapters, LoraSettings, import_peft
+from liger_models.training.lora import Adapters, import_peft
 from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.observing.flops import StepFlops
 from liger_models.training.optimizer import optimizer_memory

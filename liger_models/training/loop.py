@@ -26,10 +26,12 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
+from liger_models.models.loading import from_hub
 from liger_models.training.best import BEST_FILE
 from liger_models.training.callbacks import Callback
 from liger_models.training.checkpoints import state as states
 from liger_models.training.checkpoints.run_folder import BEST, checkpoints, locked
+from liger_models.training.checkpoints.saving import write
 from liger_models.training.checkpoints.state import Progress, Trained
 from liger_models.training.config import TrainConfig
 from liger_models.training.inputs import with_adapter
@@ -62,7 +64,7 @@ def train_as(kind: type[Run], config: TrainConfig, callbacks: Iterable[Callback]
     shares = config.sharding, config.sequence_parallel, config.expert_parallel
     with (
         lock,
-        World(config.device, *shares) as world,
+        World(config.device, *shares, adapters=config.lora is not None) as world,
         restored_random_states(world.device),
         Watch(world, config.hang_timeout) as watch,
         kind(config, world, watch, callbacks) as run,
@@ -285,9 +287,7 @@ class Run(RunParts):
         self.watch.suspend_deadline("writing what was trained")
         self._export(final)
         if self.adapters and self.config.merge:
-            self.adapters.merge()
-            self.adapters = None
-            self._export(self.output / "merged")
+            self._merge(self.output / "merged")
         if self.world.main:
             records = list(read_metrics(self.metrics.jsonl))
             objective = self.objective
@@ -297,6 +297,27 @@ class Run(RunParts):
         self.world.barrier()
         best = self.output / BEST if self.config.keep_best and self.best.step else None
         return TrainResult(final, self.progress.step, records, self.output, checkpoints(self.output), best)
+
+    def _merge(self, target: Path) -> None:
+        """Write the model with its adapters merged. If it is sharded, the first process reads it again, into
+        host memory.
+        """
+        assert self.adapters is not None
+        if self.world.shard == "none":
+            self.adapters.merge()
+            self.adapters = None
+            self._export(target)
+            return
+
+        def write_merged() -> None:
+            base, dtype = self.config.model, self.model.dtype
+            options: dict[str, Any] = {"dropout": self.config.dropout, "text_only": self.config.text_only}
+            model = from_hub(self.output / "final", base=base, dtype=dtype, device="cpu", **options)
+            write(states.describe_export(target, Trained.of_model(model), self.tokenizer.folder))
+
+        self.saver.wait()
+        self.world.once(write_merged)
+        self.callbacks.writing(target)
 
     def _export(self, target: Path) -> None:
         self.saver.wait()

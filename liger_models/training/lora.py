@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from liger_models.convert.checkpoints.adapter import ROWS, LowRankAdapter, absolute_if_folder
-from liger_models.convert.checkpoints.expressions import Ref
+from liger_models.convert.checkpoints.adapter import ROWS, absolute_if_folder
 from liger_models.convert.checkpoints.reading import CheckpointReader
+from liger_models.convert.checkpoints.stack_order import StackOrder
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.in_place import change_class
@@ -29,97 +28,11 @@ from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.models.quantization import dequantised
 from liger_models.models.stored_weights import decode_stored
+from liger_models.training.adapters.lora_settings import ALL, LoraSettings
+from liger_models.training.adapters.lora_targets import find_tables, find_targets, leaf, stated_targets
 from liger_models.training.random_numbers import seed_generators
 
-ALL = "all-linear"
 TENSORS = "adapter_model.safetensors"
-FORM = "r=16,alpha=2r,targets=all-linear,dropout=0.0[,dora][,rslora][,experts]"
-
-
-@dataclass(frozen=True)
-class LoraSettings:
-    """Settings of `--lora r=16,alpha=32,targets=q_proj+v_proj,dropout=0.05,dora`.
-
-    Attributes:
-        r: rank of the adapters.
-        alpha: numerator of the scale alpha / r. Default: 2 r.
-        targets: linear layers to adapt: "all-linear" (all but the head), or suffixes of their names in the
-            checkpoint, such as "q_proj", joined by +.
-        dropout: on the adapters' input.
-        dora: learn a magnitude for each row (Liu et al., 2024, arXiv:2402.09353).
-        rslora: scale by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).
-        experts: adapt the stacks of experts, too, with this rank for each expert.
-    """
-
-    r: int = 16
-    alpha: float | None = None
-    targets: str = ALL
-    dropout: float = 0.0
-    dora: bool = False
-    rslora: bool = False
-    experts: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> LoraSettings:
-        """Parse settings from a string.
-
-        Raises:
-            ConfigError: an unknown setting or an invalid value.
-        """
-        known = {field.name: field.type for field in fields(cls)}
-        given: dict[str, Any] = {}
-        for piece in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = piece.partition("=")
-            if name not in known or name in given or (known[name] == "bool") is bool(equals):
-                raise ConfigError(f"--lora {text}: {piece!r} is not a setting, or stands twice; give {FORM}")
-            try:
-                given[name] = {"r": int, "alpha": float, "dropout": float}.get(name, str)(value)
-            except ValueError as error:
-                raise ConfigError(f"--lora {text}: {piece!r} is not a number; give {FORM}") from error
-            if known[name] == "bool":
-                given[name] = True
-        settings = cls(**given)
-        alpha = settings.scaling_alpha
-        if settings.r < 1 or not 0 < alpha < float("inf") or not 0 <= settings.dropout < 1:
-            raise ConfigError(
-                f"--lora {text}: found r={settings.r}, alpha={alpha}, dropout={settings.dropout}; expected a "
-                "rank of 1 or more, an alpha above 0 and a dropout from 0 up to, not including, 1"
-            )
-        if settings.experts and (settings.dropout or settings.dora):
-            raise ConfigError(
-                f"--lora {text}: PEFT's adapters of experts have neither dropout nor DoRA; leave out these "
-                "settings, or experts"
-            )
-        return settings
-
-    @classmethod
-    def text_of(cls, adapter: LowRankAdapter) -> str:
-        """The settings of an adapter's files, as text to parse.
-
-        Raises:
-            ConfigError: settings that a run does not have.
-        """
-        config = adapter.config
-        if other := [
-            key for key in ("rank_pattern", "layers_to_transform", "exclude_modules") if config.get(key)
-        ]:
-            raise ConfigError(
-                f"{adapter.folder}: {other[0]} is {config[other[0]]!r}, so its layers differ, which "
-                "cannot be trained further; merge it (liger-models merge) and train new adapters"
-            )
-        targets = config.get("target_modules") or []
-        named = config.get("target_parameters") or []
-        parameters = [name.removesuffix(".weight") for name in named if name.endswith(".weight")]
-        listed = adapter.layers() if isinstance(targets, str) else [*targets, *parameters]
-        text = f"r={config['r']},alpha={config['lora_alpha']},targets={'+'.join(sorted(listed))}"
-        text += f",dropout={config.get('lora_dropout', 0.0)}"
-        flags = [name for name in ("dora", "rslora") if config.get(f"use_{name}")]
-        flags += ["experts"] if len(parameters) < len(named) else []
-        return ",".join([text, *flags])
-
-    @property
-    def scaling_alpha(self) -> float:
-        return 2 * self.r if self.alpha is None else self.alpha
 
 
 class Adapters:
@@ -150,31 +63,33 @@ class Adapters:
         self.model, self._peft = model, peft
         # A classification head is trained in full, and saved with the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
-        self.names, parameters = _targets(model, settings, frozen)
-        self.stacks: dict[str, str] = {}
+        self.names, parameters = find_targets(model, settings, frozen)
+        self.stacks: dict[str, tuple[str, StackOrder | None]] = {}
         if settings.experts:
             from liger_models.hf.adapters.expert_lora import stacks_of_experts
 
             self.stacks = stacks_of_experts(model, frozen)
-        self.new, self.tables = new, _tables(model, self.names, frozen) if new else {}
+        self.new, self.tables = new, find_tables(model, self.names, frozen) if new else {}
         whole = {path: name for path, name in self.names.items() if path not in parameters}
-        last = {_leaf(name) for name in whole.values()}
+        last = {leaf(name) for name in whole.values()}
         self.config = peft.LoraConfig(
             r=settings.r,
             lora_alpha=settings.scaling_alpha,
             lora_dropout=settings.dropout,
             use_dora=settings.dora,
             use_rslora=settings.rslora,
-            target_modules=sorted(last if settings.targets == ALL else _stated(settings.targets, whole)),
-            target_parameters=[f"{name}.weight" for name in parameters.values()] + [*self.stacks.values()]
+            target_modules=sorted(
+                last if settings.targets == ALL else stated_targets(settings.targets, whole)
+            ),
+            target_parameters=[f"{name}.weight" for name in parameters.values()]
+            + [name for name, _ in self.stacks.values()]
             or None,
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=absolute_if_folder(base),
-            trainable_token_indices={_leaf(name): list(new) for name in self.tables} or None,
+            trainable_token_indices={leaf(name): list(new) for name in self.tables} or None,
         )
         model.requires_grad_(False)
-        seed_generators(seed, next(model.parameters()).device)
         # A list would match suffixes: `layers.0.mlp.down_proj` also ends an encoder layer's name.
         own = {
             "target_modules": "|".join(map(re.escape, self.names)),
@@ -189,6 +104,7 @@ class Adapters:
             peft.inject_adapter_in_model(here, model)
         finally:
             model.config = config
+        self._initialise(seed)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.dtype != torch.float32:  # PEFT's default
                 parameter.data = parameter.data.float()
@@ -200,13 +116,26 @@ class Adapters:
         if self.tables and model.spec.tie_word_embeddings:
             model.lm_head.trained_rows = model.embed_tokens.trained_rows
 
+    def _initialise(self, seed: int) -> None:
+        """Give the adapters initial values that do not depend on how the base is held: in quantised bits, or
+        sharded.
+        """
+        seed_generators(seed, next(self.model.parameters()).device)
+        for module in self.model.modules():
+            if isinstance(module, self._peft.tuners.lora.LoraLayer):
+                for adapter in module.lora_A:
+                    module.reset_lora_parameters(adapter, True)
+
     def write(self, folder: Path) -> None:
         """Write the adapter as PEFT does, under checkpoint names, to an empty folder, with the generation
         config if the model has learned to end its answers.
         """
         from safetensors.torch import save_file
 
-        tensors = {name: x.detach().cpu().contiguous() for name, x in self._tensors().items()}
+        tensors = {name: x.detach().cpu() for name, x in self._tensors().items()}
+        for names, order in self._orders():
+            tensors.update(zip(names, order.write(*(tensors[name] for name in names)), strict=True))
+        tensors = {name: x.contiguous() for name, x in tensors.items()}
         save_file(tensors, folder / TENSORS, {"format": "pt"})
         written = self._peft.LoraConfig(**self._options())
         written.inference_mode = True
@@ -225,19 +154,27 @@ class Adapters:
         with CheckpointReader(folder) as reader:
             found = {name: tuple(info.shape) for name, info in reader.tensors.items()}
             expected = {name: tuple(x.shape) for name, x in own.items()}
+            for names, order in self._orders():
+                meta = [torch.empty(expected[name], device="meta") for name in names]
+                expected.update(
+                    (name, tuple(x.shape)) for name, x in zip(names, order.write(*meta), strict=True)
+                )
             if found != expected:
                 differ = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
                 raise CheckpointError(
                     f"{folder / TENSORS}: it differs from this run's adapters in {differ[:3]}: found "
                     f"{found.get(differ[0])}, expected {expected.get(differ[0])}; keep --lora as it was"
                 )
-            for name, tensor in own.items():
-                tensor.copy_(reader.read(name))
+            tensors = {name: reader.read(name) for name in own}
+        for names, order in self._orders():
+            tensors.update(zip(names, order.read(*(tensors[name] for name in names)), strict=True))
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
 
     @torch.no_grad()
     def merge(self) -> None:
         """Merge the adapters into plain layers, by PEFT's own merging. Quantised weights are dequantised, so
-        the merged model computes the same function.
+        the merged model computes the same function. The model must not be sharded.
         """
         decode_stored(self.model)
         for path in self.names:
@@ -264,18 +201,32 @@ class Adapters:
     def _tensors(self) -> dict[str, Tensor]:
         """Return the adapter tensors by their names in PEFT's files."""
         own = self._peft.get_peft_model_state_dict(self.model, save_embedding_layers=False)
-        names = {stack.rpartition(".")[0]: usual.rpartition(".")[0] for stack, usual in self.stacks.items()}
-        names |= self.names
         usual = {}
         for name, tensor in own.items():
             path, point, rest = name.partition(".lora_")
-            path, inner, _ = path.partition(".base_layer")  # the wrapper of an experts' first matrices
-            usual[f"base_model.model.{names[path]}{inner}{point}{rest}"] = tensor
+            usual[f"{self._usual_name(path)}{point}{rest}"] = tensor
         for name, table in self.tables.items():
             usual[f"base_model.model.{name}{ROWS}"] = table.trained_rows.weight
         if self.head is not None:
             usual[f"base_model.model.{HEAD}weight"] = self.head.weight
         return usual
+
+    def _usual_name(self, path: str) -> str:
+        """Return the name of an adapted layer, or of a wrapper of experts, in PEFT's files."""
+        names = {
+            stack.rpartition(".")[0]: usual.rpartition(".")[0] for stack, (usual, _) in self.stacks.items()
+        }
+        path, inner, _ = path.partition(".base_layer")  # the wrapper of an experts' first matrices
+        return f"base_model.model.{(names | self.names)[path]}{inner}"
+
+    def _orders(self) -> Iterator[tuple[tuple[str, str], StackOrder]]:
+        """The stacks that files have in another order: names of their A and B there, and the order."""
+        for path, wrapper in self.model.named_modules():
+            stack = f"{path.partition('.base_layer')[0]}.{getattr(wrapper, 'parameter_name', '')}"
+            _, order = self.stacks.get(stack, ("", None))
+            if order is not None:
+                stem = self._usual_name(path)
+                yield (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"), order
 
 
 def import_peft() -> Any:
@@ -291,101 +242,3 @@ def import_peft() -> Any:
     finally:
         log.setLevel(level)
     return peft
-
-
-def _targets(
-    model: LigerCausalLM, settings: LoraSettings, frozen: Collection[str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Return (native name -> checkpoint name of the layers to adapt, the subset to pass as parameters).
-
-    A tied head is excluded, since an adapter would untie it, and so are frozen parts. Prediction modules are
-    adapted only by targets that fit nothing else. The subset are dense MLPs and shared experts whose names
-    PEFT would take for stacked experts among its target modules.
-    """
-    weight_map = model.weight_map()
-    named: dict[str, str] = {}
-    for path, module in model.named_modules():
-        expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
-        if isinstance(expr, Ref):
-            named[path] = expr.name.removesuffix(".weight")
-    named = {path: name for path, name in named.items() if path not in frozen}
-    decoder = {path: name for path, name in named.items() if not path.startswith("mtp.")}
-    if settings.targets == ALL:
-        named = decoder
-    if not named:
-        raise ConfigError("lora: no linear layer is left to adapt; freeze fewer layers")
-    from liger_models.hf.adapters.expert_adapters import stacks_by_names
-
-    stacks = stacks_by_names(model, {_leaf(name) for name in named.values()})[0]
-    parameters = {path: name for path, name in named.items() if _leaf(name) in stacks}
-    refused = [path for path in parameters if _is_no_parameter_of_peft(model, path, settings)]
-    if settings.targets == ALL:
-        if refused:
-            warnings.warn(
-                f"{len(refused)} layers ({refused[0]}, ...) get no adapter: {_ONLY_AS_PARAMETERS}",
-                stacklevel=4,
-            )
-        named = {path: name for path, name in named.items() if path not in refused and path != "lm_head"}
-        return named, {path: name for path, name in parameters.items() if path in named}
-    wanted = [target for target in settings.targets.split("+") if target]
-    chosen: dict[str, str] = {}
-    for target in wanted or [""]:
-        fitting = {path: name for path, name in named.items() if f".{name}".endswith(f".{target}")}
-        fitting = {path: name for path, name in fitting.items() if path in decoder} or fitting
-        if not fitting or not target:
-            ends = sorted({_leaf(name) for name in named.values()})
-            raise ConfigError(
-                f"targets={settings.targets}: no linear layer is called {target!r}; this model has "
-                f"{', '.join(ends)}, or give {ALL}"
-            )
-        if taken := [path for path in fitting if path in refused]:
-            raise ConfigError(
-                f"targets={settings.targets}: {taken[0]} cannot have this adapter: {_ONLY_AS_PARAMETERS}"
-            )
-        chosen |= fitting
-    named = {path: name for path, name in named.items() if path in chosen}
-    return named, {path: name for path, name in parameters.items() if path in named}
-
-
-def _tables(model: LigerCausalLM, adapted: Collection[str], frozen: Collection[str]) -> dict[str, Any]:
-    """The embedding, and a language model's own head, by their names in the checkpoint.
-
-    Raises:
-        ConfigError: their rows cannot be trained below adapters.
-    """
-    weight_map = model.weight_map()
-    own = model.tables_of_vocabulary
-    tables = own[:1] if model.spec.tie_word_embeddings else own
-    if taken := [table for table in tables if table in adapted or table in frozen]:
-        raise ConfigError(
-            f"add_tokens trains rows of {taken[0]}, which is frozen or has an adapter; leave it out of both"
-        )
-    if model.spec.head_bias:
-        raise ConfigError(
-            "add_tokens with lora needs a head without a bias, which PEFT leaves out of a head with trained "
-            "rows; train all weights (omit lora)"
-        )
-    names = {table: next(weight_map[f"{table}.weight"].refs()).name for table in tables}
-    return {name.removesuffix(".weight"): model.get_submodule(table) for table, name in names.items()}
-
-
-def _is_no_parameter_of_peft(model: LigerCausalLM, path: str, settings: LoraSettings) -> bool:
-    """Return whether PEFT cannot load this layer's adapter as a parameter adapter."""
-    quantised = type(model.get_submodule(path).weight) is not nn.Parameter
-    return bool(settings.dropout) or settings.dora or quantised
-
-
-def _stated(targets: str, whole: Mapping[str, str]) -> list[str]:
-    """Return the target patterns of the layers passed to PEFT as modules."""
-    last = {_leaf(name) for name in whole.values()}
-    return [target for target in targets.split("+") if _leaf(target) in last]
-
-
-def _leaf(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
-_ONLY_AS_PARAMETERS = (
-    "in models of this type PEFT takes that name for stacks of experts, so such layers can be adapted only "
-    "as parameters, which PEFT does without dropout, without DoRA and on weights that are not quantised"
-)

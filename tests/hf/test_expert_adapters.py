@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import json
 import warnings
 from pathlib import Path
@@ -16,6 +17,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.recompute.activation_memory import LEVELS
@@ -73,6 +75,16 @@ def test_files_and_gradients_match_transformers(family, make_both, batch, tmp_pa
     assert expected.keys() == found.keys()
     for name, gradient in expected.items():
         assert relative_distance(found[name], gradient) <= BOUND, name
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text", "qwen3_vl_moe"])
+def test_families_with_transposed_stacks_declare_them_as_transformers_does(family):
+    reference = getattr(transformers, find_architecture(family).reference)
+    home = importlib.import_module(reference.__module__)
+    (kind,) = (x for name, x in vars(home).items() if name.endswith("Experts") and isinstance(x, type))
+    with torch.device("meta"):
+        experts = kind(reference.config_class().get_text_config())
+    assert getattr(experts, "is_transposed", False) == find_architecture(family).says_transposed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -36,7 +36,8 @@ def test_a_layer_costs_the_same_under_the_names_of_transformers(family, rank, hf
 
 def test_planned_adapters_of_experts_are_those_of_a_run():
     pytest.importorskip("peft")
-    from liger_models.training.lora import Adapters, LoraSettings
+    from liger_models.training.adapters.lora_settings import LoraSettings
+    from liger_models.training.lora import Adapters
 
     config = dict(find_architecture("qwen3_moe").tiny)
     bare, adapted = (liger_models.from_config(config, projections="split") for _ in range(2))

@@ -365,7 +365,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         choices=("full", "hybrid", "none"),
         help="how torchrun's processes share the model: each holds a part of it (FSDP2), each node holds all "
         "of it, or each process does (DDP); a resumed run may choose another (default: full; with --lora "
-        "none)",
+        "none; adapters are whole in each process)",
     )
     add(
         "--sequence-parallel",

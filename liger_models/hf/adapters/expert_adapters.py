@@ -2,11 +2,9 @@
 
     W_e + s B_e A_e                     lora_A [rank E, inputs], lora_B [outputs, rank E]
 
-Our stacks have the names and axes that PEFT expects. Some checkpoints order the rows of a stack differently
-(gpt-oss alternates gate and up). The adapter then computes in our order and appears in theirs in every state
-dict, so PEFT's, Trainer's and run checkpoints are interchangeable with those of transformers' own model. If
-theirs are also transposed without telling PEFT (Llama 4 has no `is_transposed`), A and B are swapped:
-W_e^T = A_e^T B_e^T.
+Our stacks have the names and axes that PEFT expects. Where a checkpoint orders a stack differently, the
+adapter computes in our order and appears in theirs in every state dict (convert/checkpoints/stack_order.py),
+so PEFT's, Trainer's and run checkpoints are interchangeable with those of transformers' own model.
 
 `stack_single_experts` stacks adapters of single experts (transformers 4): gate and up together get A stacked
 and B block-diagonal. Exact; a part without an adapter has zeros.
@@ -14,10 +12,8 @@ and B block-diagonal. Exact; a part without an adapter has zeros.
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +22,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Stack
+from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.errors import CheckpointError
 from liger_models.layers.experts.moe import Experts
 
@@ -44,7 +41,8 @@ def keep_usual_order(model: Any) -> None:
         name = f"{path.partition('.base_layer')[0]}.{wrapper.parameter_name}"
         _refuse_unsloths_order(model, wrapper, name)
         if not hasattr(wrapper, "_usual_order"):
-            _install(wrapper, name, _usual_order(model, [weight_map[name] for weight_map in maps]))
+            forms = [weight_map[name] for weight_map in maps]
+            _install(wrapper, name, stack_order(forms, model.architecture.says_transposed))
 
 
 def stacks_by_names(model: Any, names: Collection[str]) -> tuple[set[str], set[str]]:
@@ -230,40 +228,7 @@ def take_usual_order(model: nn.Module, adapter: str) -> None:
                 weight.data.copy_(ours)
 
 
-@dataclass(frozen=True)
-class _Order:
-    """Order of a stack's adapter in files.
-
-    Attributes:
-        outputs, inputs: our output index [2 I] and input index [H] at each position of the file's stack.
-        exchanged: files hold adapters of the transposed matrices, so A and B are swapped.
-        experts: number of experts.
-    """
-
-    outputs: Tensor
-    inputs: Tensor
-    exchanged: bool
-    experts: int
-
-    def write(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert our A [E r, inputs] and B [outputs, r E] to the file order."""
-        a, b = a.index_select(1, self.inputs.to(a.device)), b.index_select(0, self.outputs.to(b.device))
-        return self._exchange(a, b) if self.exchanged else (a, b)
-
-    def read(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Convert A and B from the file order to ours."""
-        if self.exchanged:
-            a, b = self._exchange(a, b)
-        back = self.inputs.argsort(), self.outputs.argsort()
-        return a.index_select(1, back[0].to(a.device)), b.index_select(0, back[1].to(b.device))
-
-    def _exchange(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        other_a = b.unflatten(1, (-1, self.experts)).permute(2, 1, 0).flatten(0, 1)
-        other_b = a.unflatten(0, (self.experts, -1)).permute(2, 1, 0).flatten(1)
-        return other_a, other_b
-
-
-def _install(wrapper: Any, name: str, order: _Order | None) -> None:
+def _install(wrapper: Any, name: str, order: StackOrder | None) -> None:
     wrapper._usual_order = order
     if order is None:
         return
@@ -288,30 +253,3 @@ def _replace(wrapper: Any, state: dict[str, Any], prefix: str, change: Callable[
         keys = [f"{prefix}{kind}.{adapter}.weight" for kind in ("lora_A", "lora_B")]
         if all(key in state for key in keys):
             state.update(zip(keys, change(*(state[key] for key in keys)), strict=True))
-
-
-def _usual_order(model: Any, forms: list[Expr]) -> _Order | None:
-    """Return the file order, or None if it equals ours or each expert is stored separately."""
-    whole = next((form for form in forms if len(list(form.refs())) == 1), None)
-    if whole is None:
-        return None
-    orders, places = [], []
-    for dim in range(1, len(whole.shape)):
-        numbers = torch.arange(whole.shape[dim]).view(
-            [-1 if i == dim else 1 for i in range(len(whole.shape))]
-        )
-        ((_, _, _, view),) = whole.places(numbers.expand(whole.shape))  # a view: allocates nothing
-        orders.append(view[tuple(slice(None) if stride else 0 for stride in view.stride())].flatten())
-        places.append(next(i for i, stride in enumerate(view.stride()) if stride))
-    exchanged = places != sorted(places) and not _says_transposed(model)
-    if all(order.equal(torch.arange(len(order))) for order in orders) and not exchanged:
-        return None
-    return _Order(orders[0], orders[-1], exchanged, whole.shape[0])
-
-
-def _says_transposed(model: Any) -> bool:
-    """Return whether transformers' own experts declare transposed matrices to PEFT."""
-    home = importlib.import_module(model.config_class.__module__.replace(".configuration_", ".modeling_"))
-    kinds = [kind for name, kind in vars(home).items() if name.endswith("Experts") and isinstance(kind, type)]
-    with torch.device("meta"):
-        return any(getattr(kind(model.config), "is_transposed", False) for kind in kinds)

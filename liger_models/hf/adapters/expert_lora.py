@@ -17,7 +17,8 @@ from typing import Any
 from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Ref
+from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.errors import ConfigError
 from liger_models.hf.adapters.kept_bits import refuse_merging
 from liger_models.hf.adapters.peft_layers import active_adapters, has_only
@@ -35,9 +36,9 @@ def take_over(wrapper: nn.Module) -> None:
             change_class(wrapper, ParamWrapper)
 
 
-def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
+def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, tuple[str, StackOrder | None]]:
     """Map the experts' matrices of a native model to their names in transformers' own model, for adapters of
-    all of them.
+    all of them, and to their order there.
 
     Args:
         frozen: paths of frozen modules, which are left out, as are modules for multi-token prediction.
@@ -53,13 +54,16 @@ def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, str]:
         for name in (experts.first, "down_proj"):
             stack = f"{path}.{name}"
             expr = weight_map.get(stack)
-            if not isinstance(expr, Ref) or type(experts.get_parameter(name)) is not nn.Parameter:
+            p = experts.get_parameter(name)
+            refs = [] if expr is None else list(expr.refs())
+            if len(refs) != 1 or not (is_sharded(p) or type(p) is nn.Parameter):
                 raise ConfigError(
-                    f"lora: {stack} is quantised, or in another order in transformers' own model, so its "
-                    "adapter cannot be written here; leave out experts, or use PEFT on the classes of "
-                    "liger_models.hf"
+                    f"lora: {stack} is quantised by a library, or no single tensor in transformers' own "
+                    "model, so its adapter cannot be written here; leave out experts, or use PEFT on the "
+                    "classes of liger_models.hf"
                 )
-            found[stack] = expr.name
+            (ref,) = refs
+            found[stack] = ref.name, stack_order([expr], model.architecture.says_transposed)
     if not found:
         raise ConfigError("lora: all experts are frozen, or the model has none; leave out experts")
     return found

@@ -38,6 +38,7 @@ class World:
         sequence: number of processes that share each row and exchange heads
             (layers/sequences/sequence_parallel.py).
         experts: number of processes that share the experts of each layer (layers/experts/expert_parallel.py).
+        adapters: only adapters are trained. They are whole in each process, also if the model is sharded.
 
     Attributes:
         data_size, data_rank: number of rows read at a time, and this process's index among them; processes
@@ -47,10 +48,19 @@ class World:
         ConfigError: the sizes do not fit the number of processes.
     """
 
-    def __init__(self, device: str, shard: str = "none", sequence: int = 1, experts: int = 1) -> None:
+    def __init__(
+        self,
+        device: str,
+        shard: str = "none",
+        sequence: int = 1,
+        experts: int = 1,
+        *,
+        adapters: bool = False,
+    ) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         self.shard = shard if self.size > 1 else "none"
         self.sequence, self.experts = sequence, experts
+        self._trains_whole = self.shard == "none" or adapters
         if self.size % sequence or self.size % experts:
             raise ConfigError(
                 f"sequence_parallel is {sequence} and expert_parallel {experts}, but there are {self.size} "
@@ -107,10 +117,12 @@ class World:
         return lambda model: parallelize(model, dims)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        if self.size == 1 or self.shard != "none":
+        if self.size == 1 or not self._trains_whole:
             return model
-        # Views into the buckets save a second copy of the gradients.
-        return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # Views into the buckets save a second copy of the gradients. Shards differ: there is nothing to send.
+        return nn.parallel.DistributedDataParallel(
+            model, gradient_as_bucket_view=True, init_sync=self.shard == "none"
+        )
 
     @contextlib.contextmanager
     def micro_batch(self, wrapped: Any, last: bool) -> Iterator[None]:
@@ -120,7 +132,7 @@ class World:
         Shards are reduced after each micro-batch; otherwise every process would hold whole gradients.
         Replicas of shards are reduced after the last.
         """
-        if self.shard != "none":
+        if not self._trains_whole:
             wrapped.set_requires_all_reduce(last)
             yield
         else:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from liger_models.training.lora import Adapters, LoraSettings
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.lora import Adapters
 
 
 def with_adapters(model: Any, settings: str = "r=4") -> Any:

@@ -6,6 +6,7 @@ the bytes that were read and held, for each way to divide.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,30 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import liger_models
 from liger_models.convert.checkpoints.shards import is_sharded, local_tensor
 from liger_models.layers.experts.expert_parallel import divide_experts
+from liger_models.parallel import ParallelDims, parallelize
 
 ROWS = torch.arange(2 * 9).view(2, 9) + 3
+
+
+class Gathered:
+    """Counts the bytes that FSDP2 gathers within it."""
+
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
+    def __enter__(self) -> Gathered:
+        self.nbytes, self.true = 0, getattr(dist, self.name)
+        setattr(dist, self.name, self)
+        return self
+
+    def __call__(self, output: torch.Tensor | None = None, *arguments: Any, **options: Any) -> Any:
+        if output is None:
+            (name,) = (name for name in options if name.startswith("output"))
+            output = options.pop(name)
+        self.nbytes += output.nbytes
+        return self.true(output, *arguments, **options)
+
+    def __exit__(self, *exc: object) -> None:
+        setattr(dist, self.name, self.true)
 
 
 def load(folder: Path, **options: Any) -> Any:
@@ -58,14 +81,20 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         by_rows(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 
     for path in sorted(path for path in folder.iterdir() if (path / "source").is_dir()):
-        ways: dict[str, Any] = {"rows": by_rows, "policy": with_policy}
+        ways: dict[str, Any] = {"rows": by_rows, "policy": with_policy, "parallelize": parallelize}
         if "experts one by one" in path.name:
             ways["experts"] = lambda model: divide_experts(model, mesh)
+            ways["parallelize, experts"] = partial(parallelize, mesh=ParallelDims(experts=ranks))
         for way, divide in ways.items():
             with Count() as count:
                 model = load(path / "source", shard=divide)
             held = sum(local_tensor(p).nbytes for p in model.parameters())
-            found[f"{path.name}, {way}"] = count.nbytes, held, *averaged(model, rank, ranks)
+            with Gathered() as gathered:
+                found[f"{path.name}, {way}"] = count.nbytes, held, *averaged(model, rank, ranks)
+            whole = sum(p.numel() * p.element_size() for p in model.parameters())
+            # Bytes in forward and in backward, no decoded matrix; FSDP2 pads the rows of some parameters.
+            if way not in ("policy", "experts"):
+                assert 0 < gathered.nbytes <= 2.2 * whole, (way, gathered.nbytes, whole)
         model = adapted(load(path / "source"))
         by_rows(model.base_model.model)
         found[f"{path.name}, adapters"] = 0, 0, *averaged(model, rank, ranks)

@@ -19,7 +19,8 @@ from liger_models.layers.projections import stored_weight
 from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.rounding import describe_rounding
 from liger_models.models.stored_weights import decode_stored
-from liger_models.training.lora import Adapters, LoraSettings
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.lora import Adapters
 
 peft = pytest.importorskip("peft")
 

@@ -18,10 +18,10 @@ from liger_models.architectures import find_architecture
 from liger_models.cli import main
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.training import TrainingInterrupted
+from liger_models.training.adapters.lora_settings import LoraSettings
 from liger_models.training.data import Documents
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
-from liger_models.training.lora import LoraSettings
 from liger_models.training.optimizer import BETAS, EPS
 from liger_models.training.processes.world import World
 
@@ -41,7 +41,8 @@ def checkpoints(tmp_path_factory, tokenizer_folder):
     def make(family):
         folder = tmp_path_factory.mktemp("family") / family
         tiny = {**find_architecture(family).tiny, "vocab_size": 320, "num_hidden_layers": 2}
-        tiny.pop("layer_types", None)
+        for per_layer in ("layer_types", "no_rope_layers", "moe_layers"):
+            tiny.pop(per_layer, None)
         torch.manual_seed(1)
         model = liger_models.from_config(tiny, device="cpu")
         with torch.no_grad():
@@ -112,6 +113,8 @@ def distance(found, expected):
         ("deepseek_v3", "r=4,targets=o_proj+down_proj"),
         ("deepseek_v3", "r=4,experts"),
         ("qwen3_moe", "r=3,targets=q_proj,experts,rslora"),
+        ("gpt_oss", "r=3,targets=q_proj,experts"),  # gate and up alternate, and stacks are transposed
+        ("llama4_text", "r=3,targets=q_proj,experts"),  # transposed, and not said to PEFT
     ],
 )
 def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings, run):
@@ -142,6 +145,26 @@ def test_a_run_matches_transformers_and_peft(family, lora, checkpoints, settings
     assert not (result.final / "model.safetensors").exists()
 
 
+def test_files_of_experts_are_those_that_vllm_reads_as_stacks(checkpoints, settings, run):
+    """vLLM takes `experts.base_layer` for gate_up_proj and `experts` for down_proj, A as [E, r, inputs] and
+    B as [outputs, r, E] (vllm/lora/model_manager.py, `_stack_moe_lora_weights`).
+    """
+    folder = checkpoints("gpt_oss")
+    lora = "r=3,alpha=12,targets=q_proj,experts"
+    result = run(settings(model=str(folder), lora=lora, eval_fraction=0.0, merge=True, steps=2))
+    adapter = load_file(result.final / ADAPTER)
+    base, merged = (load_file(f / "model.safetensors") for f in (folder, result.final.parent / "merged"))
+    for name, module in (("gate_up_proj", "experts.base_layer"), ("down_proj", "experts")):
+        stem = f"model.layers.1.mlp.{module}"
+        before, after = (x[f"model.layers.1.mlp.experts.{name}"] for x in (base, merged))  # inputs x outputs
+        a, b = (adapter[f"base_model.model.{stem}.lora_{part}.weight"] for part in "AB")
+        experts, inputs, outputs = before.shape
+        a, b = a.view(experts, 3, inputs), b.view(outputs, 3, experts).permute(2, 0, 1)
+        added = 4 * (b @ a).transpose(1, 2)
+        assert added.abs().max() > 1e-4
+        torch.testing.assert_close(after - before, added, rtol=0, atol=2**-22 * before.abs().max().item())
+
+
 def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
     adapters = Run(settings(model=str(checkpoints("deepseek_v3")), lora="r=4"), World("cpu")).adapters
     adapted = {name.partition("layers.")[2] for name in adapters.names.values()}
@@ -153,11 +176,6 @@ def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
     ("family", "lora", "error"),
     [
         ("llama", "r=4,experts", "all experts are frozen, or the model has none"),
-        (
-            "gpt_oss",
-            "r=4,experts",
-            r"gate_up_proj is quantised, or in another order in transformers' own model",
-        ),
         ("qwen3_moe", "r=4,dora,experts", "neither dropout nor DoRA"),
     ],
 )

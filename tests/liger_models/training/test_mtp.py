@@ -12,7 +12,8 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.cli import main
 from liger_models.convert.errors import ConfigError
-from liger_models.training.lora import LoraSettings, _targets
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.adapters.lora_targets import find_targets
 
 PREDICTION = "mtp."
 OPTIONS = {"objective_options": {"mtp": 0.3}}
@@ -70,7 +71,7 @@ def test_only_modules_that_are_named_get_adapters(with_modules, settings, run):
     pytest.importorskip("peft")
 
     model = liger_models.from_hub(with_modules, mtp=True, projections="split")
-    native, _ = _targets(model, LoraSettings.parse("r=2"), ())
+    native, _ = find_targets(model, LoraSettings.parse("r=2"), ())
     assert len(native) > 10
     assert not any(name.startswith("mtp.") for name in native)
     lora = "r=2,targets=q_proj+fc"
