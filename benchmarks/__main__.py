@@ -9,6 +9,7 @@
     python -m benchmarks lora     a training step with LoRA against transformers and PEFT
     python -m benchmarks kept     a step with LoRA over the bits of a quantised checkpoint, loading, decoding
     python -m benchmarks prompt   answers with a shared prompt, against separate sequences
+    python -m benchmarks invariant  batch-invariant scores and steps, against ordinary ones
     python -m benchmarks parallel  a training step of a model sharded over several GPUs
     python -m benchmarks resume    a checkpoint written by many processes and resumed by half of them
     python -m benchmarks node      everything on a machine with several GPUs, in under eight minutes
@@ -30,6 +31,7 @@ from benchmarks import (
     certify,
     data,
     generate,
+    invariant,
     kept,
     learn,
     lengths,
@@ -57,6 +59,7 @@ COMMANDS = {
     "lora": lora,
     "kept": kept,
     "prompt": prompt,
+    "invariant": invariant,
     "parallel": parallel,
     "resume": resume,
     "node": node,

@@ -25,6 +25,7 @@ from liger_models.convert.errors import (
 
 if TYPE_CHECKING:
     from liger_models.architectures import list_architectures
+    from liger_models.kernels.invariant.mode import batch_invariant
     from liger_models.layers.experts.load_balance import update_correction_bias
     from liger_models.layers.model.distilling import Distillation
     from liger_models.layers.model.scoring import ScoreOptions
@@ -63,6 +64,7 @@ __all__ = [
     "TrainingInterrupted",
     "UnsupportedModelError",
     "agreement",
+    "batch_invariant",
     "from_config",
     "from_hub",
     "from_pretrained",
@@ -88,6 +90,7 @@ _HOMES = {
     "TrainResult": "training.results",
     "TrainingInterrupted": "training.results",
     "agreement": "losses.agreement",
+    "batch_invariant": "kernels.invariant.mode",
     "from_config": "models.loading",
     "from_hub": "models.loading",
     "from_pretrained": "models.loading",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl
+from liger_models.kernels.invariant.mode import is_batch_invariant
 
 
 class ExpertOrder(NamedTuple):
@@ -103,7 +104,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
 
 def _block_rows(num_rows: int, num_experts: int) -> int:
     """128, or 64 if an even load would leave half of a tile empty."""
-    return 64 if num_rows <= 64 * num_experts else 128
+    return 64 if num_rows <= 64 * num_experts and not is_batch_invariant() else 128
 
 
 @jit

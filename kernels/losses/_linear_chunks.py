@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, graph_is_kept, jit, on_device_of, tl, use_triton
+from liger_models.kernels.invariant.mode import without_batch_invariance
 from liger_models.kernels.losses._reductions import raise_label_error
 
 # Memory for a chunk of logits and the float32 sum of dW in excess of dW itself. An H200 computes dW at 561,
@@ -105,15 +106,16 @@ def in_chunks(
         else:
             step(chunk, logits, teacher_buffer.fill(_without_gaps(teacher.x[chunk].to(teacher.dtype))))
         dlogits = _safe_to_multiply(gradient_view(logits, dtype)) if any(wanted) else logits
-        if dx is not None:
-            if isinstance(chunk, slice) and dx.dtype == dtype:
-                torch.mm(dlogits, buffer.weight, out=dx[chunk])
-            else:
-                dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
-        if dw is not None:
-            add_product(dw, dlogits.t(), x_chunk, first=start == starts[0])
-        if db is not None:
-            db += dlogits.sum(0, dtype=sum_dtype)
+        with without_batch_invariance():
+            if dx is not None:
+                if isinstance(chunk, slice) and dx.dtype == dtype:
+                    torch.mm(dlogits, buffer.weight, out=dx[chunk])
+                else:
+                    dx[chunk] = torch.mm(dlogits, buffer.weight).to(dx.dtype)
+            if dw is not None:
+                add_product(dw, dlogits.t(), x_chunk, first=start == starts[0])
+            if db is not None:
+                db += dlogits.sum(0, dtype=sum_dtype)
         del logits, dlogits  # views keep the buffer alive
     if kept is not None and not any(wanted):
         kept.put(buffer.rows)

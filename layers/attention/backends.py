@@ -40,10 +40,8 @@ docs/benchmarks.md has measurements, and the alternatives that were tried.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,9 +54,11 @@ from liger_models.kernels.attention.flash_attention import (
     attention_weights,
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
+from liger_models.kernels.invariant.mode import is_batch_invariant, without_batch_invariance
+from liger_models.layers.attention.alone import attend_aligned, attend_alone, check_alone, one_document
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
-from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.attention.varlen import varlen_attention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
@@ -114,11 +114,25 @@ def _attend(
     backend: AttentionBackend,
     sinks: Tensor | None,
 ) -> Tensor:
+    if is_batch_invariant():
+        return _alone(q, k, v, spec, visibility, sinks)
     if visibility.padding is not None:
         return _with_padding(q, k, v, spec, visibility)
     visibility = _effective(spec, visibility)
     if backend == "auto":
         backend = _choose(q, k, v, spec, visibility)
+    return _run(q, k, v, spec, visibility, backend, sinks)
+
+
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    visibility: Visibility,
+    backend: AttentionBackend,
+    sinks: Tensor | None,
+) -> Tensor:
     if visibility.documents.tree is not None and backend not in WITH_TREES:
         raise ValueError(
             f"attention={backend!r} does not support documents that continue others; use 'auto' or 'triton'"
@@ -138,8 +152,24 @@ def _attend(
     if backend == "sdpa":
         return _sdpa(q, k, v, spec, visibility)
     if backend == "varlen":
-        return _varlen(q, k, v, spec, visibility)
+        return varlen_attention(q, k, v, spec, visibility)
     return _masked(q, k, v, spec, visibility)
+
+
+def _alone(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
+) -> Tensor:
+    """`_attend` in `batch_invariant`."""
+    visibility = visibility if spec.bidirectional_spans else visibility.without_spans()
+    check_alone(visibility)
+    ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    backend: AttentionBackend = "triton" if ours else "masked" if _is_plain_softmax(spec) else "eager"
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, own: Visibility) -> Tensor:
+        return _run(q, k, v, spec, _effective(spec, own), backend, sinks)
+
+    with without_batch_invariance():
+        return (attend_aligned if ours else attend_alone)(q, k, v, visibility.documents, attend)
 
 
 def attend_by_groups(
@@ -156,7 +186,7 @@ def attend_by_groups(
     values for every query head, 4 times their size if all heads run at once.
     """
     groups = spec.num_key_value_heads
-    if sequences.slice is None and len(q) > LONG and groups > 1:
+    if sequences.slice is None and len(q) > LONG and groups > 1 and not is_batch_invariant():
         if backend == "auto":
             backend = _choose(q, k, v, spec, _effective(spec, sequences.visibility))
         if backend == "sdpa":
@@ -313,7 +343,7 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     if visibility.documents.cu_seqlens is None and not q.is_cuda and visibility.spans is None:
         rows = visibility.documents.shape  # equal documents have one mask
         if not _is_unmasked(spec, visibility):
-            mask = visible(spec, _one_document(visibility.documents.max_seqlen, q.device))
+            mask = visible(spec, one_document(visibility.documents.max_seqlen, q.device))
     else:
         mask = visible(spec, visibility)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
@@ -363,35 +393,8 @@ def _one_by_one(
     documents = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
     return torch.cat(
         [
-            _attend(q, k, v, spec, _one_document(length, q.device), backend, sinks)
+            _attend(q, k, v, spec, one_document(length, q.device), backend, sinks)
             for length, q, k, v in documents
             if length
         ]
     )
-
-
-def _one_document(length: int, device: torch.device) -> Visibility:
-    return Visibility(Documents.of_rows((1, length), device))
-
-
-def _varlen(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    cu, longest = visibility.documents.boundaries(), visibility.documents.max_seqlen
-    if visibility.spans is not None and spec.causal:
-        raise ValueError("attention='varlen' does not support spans; use 'auto' or 'triton'")
-    left = -1 if spec.window is None else spec.window - 1
-    right = 0 if spec.causal else left
-    options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
-    # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
-    # takes.
-    return varlen_attn(  # type: ignore[return-value]  # one tensor: lse is not asked for
-        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(left, right), **options
-    )
-
-
-@functools.cache
-def _varlen_takes_gqa_flag() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters

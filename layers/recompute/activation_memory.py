@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.invariant.mode import as_in_this_pass
 from liger_models.layers.projections.linear import Linear, has_hooks
 from liger_models.layers.projections.low_rank import projection_of
 from liger_models.layers.projections.packed_linear import SplitProjections
@@ -234,7 +235,7 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
     needs them, such as the one before attention during the MLP's and attention's backward passes.
     """
     options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _two_runs}
-    return checkpoint(function, *args, use_reentrant=False, **options)
+    return checkpoint(as_in_this_pass(function), *args, use_reentrant=False, **options)
 
 
 def _two_runs() -> tuple[_AboveTheHooks, _AboveTheHooks]:

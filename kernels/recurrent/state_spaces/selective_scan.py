@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable, use_triton
+from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.kernels.recurrent._chunk_table import chunk_table
 from liger_models.kernels.recurrent.state_spaces._selective_pieces import run, run_grads
 
@@ -87,6 +88,15 @@ def selective_scan_plain(
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain twin of `selective_scan`, in slabs of channels."""
+    if is_batch_invariant() and cu_seqlens is not None:  # blocks of the sums would span documents
+        lengths = cu_seqlens.diff().tolist()
+        rows = [operand.split(lengths) for operand in (x, dt, B, C)]
+        states = [None] * len(lengths) if state is None else state.split(1)
+        alone = [
+            selective_scan_plain(own, step, A_log, b, c, D, dt_bias, first)
+            for own, step, b, c, first in zip(*rows, states, strict=True)
+        ]
+        return torch.cat([y for y, _ in alone]), torch.cat([last for _, last in alone])
     bounds = _Bounds.of(cu_seqlens, x)
     outputs, finals = [], []
     for slab in _slabs(x, A_log.shape[1]):

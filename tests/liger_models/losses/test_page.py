@@ -26,7 +26,7 @@ def test_every_block_of_python_runs():
         "rewards": torch.tensor([1.0, 0.0, 2.0, 5.0]),
     }
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in (block for block in blocks if not block.startswith("# Needs ")):
         model.zero_grad()
         exec(block, names)
