@@ -49,7 +49,8 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("of_layers") and item.callspec.params["family"] not in chosen
     ]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in set(left_out)]
+    left_out_ids = {id(item) for item in left_out}
+    items[:] = [item for item in items if id(item) not in left_out_ids]
 
 
 @pytest.fixture(params=list_architectures())

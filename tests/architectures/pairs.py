@@ -231,11 +231,18 @@ class Pair:
     def distances(self, **call: Any) -> Distances:
         return self.run_ours(**call).distances(self.run_reference(**call))
 
-    def logits_distance(self) -> float:
-        """Distance of the native model's logits on the probe, in its current state, from the reference's."""
-        batch, logits, _ = self.probe
-        with torch.no_grad():
-            return relative_distance(self.ours(**batch, return_logits=True).logits, logits)
+    def forward_distances(self) -> Distances:
+        """The distances of logits and loss alone, of one batch."""
+        batch = self.batch()
+
+        def run(model: nn.Module, **options: Any) -> Run:
+            with torch.no_grad():
+                output = model(**batch, **options)
+            return Run(output.loss, output.logits, {})
+
+        with clear_of_ties(BOUND):
+            ours = run(self.ours, return_logits=True)
+        return ours.distances(Run.repeatable(lambda: run(self.reference, use_cache=False)))
 
 
 def _gradients(

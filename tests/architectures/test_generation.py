@@ -31,6 +31,7 @@ def prompts(pair, rows=3, length=9):
     return torch.randint(0, pair.vocab_size, (rows, length))
 
 
+@pytest.mark.of_layers
 def test_greedy_decoding_gives_the_text_of_the_reference(pair):
     ids = prompts(pair)
     assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))
@@ -395,13 +396,15 @@ def test_more_positions_than_the_tables_hold_are_refused(make_pair):
 
 
 @pytest.mark.parametrize("outside", [-1, 10**6])
-def test_an_id_outside_the_vocabulary_is_named(outside, pair):
+def test_an_id_outside_the_vocabulary_is_named(outside, shared_pair):
+    pair = shared_pair("llama")
     ids = prompts(pair)
     ids[1, 3] = outside
     with pytest.raises(DataError, match=f"the id {outside}, which is outside the vocabulary"):
         generate(pair.ours, ids, 1)
 
 
-def test_a_temperature_of_nan_is_refused(pair):
+def test_a_temperature_of_nan_is_refused(shared_pair):
+    pair = shared_pair("llama")
     with pytest.raises(ValueError, match="temperature must not be negative, found nan"):
         generate(pair.ours, prompts(pair), 1, temperature=float("nan"))

@@ -15,8 +15,10 @@ from pairs import (
     relative_distance,
     spec_of,
 )
+from representatives import representatives
 from variants import (
     OF_LAYERS,
+    WITHIN_A_ROPE_TYPE,
     first_that_rotates_like,
     left_out,
     nulls,
@@ -34,22 +36,36 @@ from liger_models.layers.specs import RecurrentSpec
 of_layers = pytest.mark.of_layers
 
 
-def every(table):
-    """(family, changes) of every entry of every family's table."""
+def every(table, of_layers_only):
+    """(family, changes) of every entry of every family's table. Entries for which `of_layers_only(family,
+    name)` holds are marked so.
+    """
     return [
-        pytest.param(family, changes, id=f"{family}-{name}", marks=[of_layers] * (name in OF_LAYERS))
+        pytest.param(
+            family, changes, id=f"{family}-{name}", marks=[of_layers] * of_layers_only(family, name)
+        )
         for family in list_architectures()
         for name, changes in table(family).items()
     ]
 
 
-@pytest.mark.parametrize(("family", "changes"), every(variants))
-def test_every_variant_agrees(family, changes, make_pair, failures):
+@pytest.mark.parametrize(("family", "changes"), every(variants, lambda family, name: name in OF_LAYERS))
+def test_every_variant_agrees(family, changes, make_pair, failures, all_families):
+    """A variant shows how the family's config is read, for which logits and loss suffice. Gradients of the
+    layers are compared in the tiny config, and in every variant of the families that have all layers.
+    """
     pair = make_pair(family, changes)
-    assert not failures(pair.distances(**pair.batch()))
+    if changes and not all_families and family not in representatives():
+        assert not failures(pair.forward_distances())
+    else:
+        assert not failures(pair.distances(**pair.batch()))
 
 
-@pytest.mark.parametrize(("family", "spellings"), every(rope_types))
+def is_tried_elsewhere(family, name):
+    return name in WITHIN_A_ROPE_TYPE and first_that_rotates_like(family) != family
+
+
+@pytest.mark.parametrize(("family", "spellings"), every(rope_types, is_tried_elsewhere))
 def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, failures):
     """The older spelling gives the same spec; logits are compared if the reference reads it differently.
     Gradients are compared in the first of the families that rotate queries and keys in the same way.
@@ -58,31 +74,36 @@ def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, 
     if first_that_rotates_like(family) == family:
         assert not failures(pair.distances(**pair.batch()))
     else:
-        assert not failures({"logits": pair.logits_distance()})
+        assert not failures(pair.forward_distances())
     assert spec_of(family, old) == pair.ours.spec
     configs = (pair.config, changed(pair.architecture.tiny, old))
     new_read, old_read = (reference_config(pair.architecture, config).to_dict() for config in configs)
     if old_read != new_read:
-        assert not failures({"logits": make_pair(family, old).logits_distance()})
+        assert not failures(make_pair(family, old).forward_distances())
 
 
 def test_a_missing_or_null_key_has_the_meaning_it_has_in_the_reference(family, make_pair, failures):
-    """Each reading is compared once: several changes may be the same config to us and to the reference."""
-    architecture, found, compared = find_architecture(family), {}, []
+    """Each reading is compared once: several changes may be the same config to us and to the reference, or
+    the same as a variant, which the tests above compare.
+    """
+    found = {}
+    compared = [readings(family, changes) for changes in variants(family).values()]
     for what, table in {"absent": left_out, "null": nulls}.items():
         for key, changes in table(family):
             with contextlib.suppress(RefusedByReference):  # such as null for a number
-                reading = spec_of(family, changes), reference_reads(architecture, changes)
+                reading = readings(family, changes)
                 if reading not in compared:
-                    found[what, key] = make_pair(family, changes).logits_distance()
+                    found[what, key] = failures(make_pair(family, changes).forward_distances())
                     compared.append(reading)
-    assert not failures(found)
+    assert not any(found.values()), found
 
 
-def reference_reads(architecture, changes):
-    """The config as a dictionary, with the reference's defaults."""
+def readings(family, changes):
+    """Our spec, and the config as a dictionary with the reference's defaults."""
+    architecture = find_architecture(family)
     try:
-        return reference_config(architecture, changed(architecture.tiny, changes)).to_dict()
+        theirs = reference_config(architecture, changed(architecture.tiny, changes)).to_dict()
+        return spec_of(family, changes), theirs
     except Exception as error:  # an error of any type is a refusal
         raise RefusedByReference(str(error)) from error
 
@@ -92,6 +113,7 @@ def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(famil
     assert not untried_keys(family)
 
 
+@of_layers
 @pytest.mark.parametrize(("pad", "tied"), [(5, True), (-1, False)])
 def test_the_padding_row_has_the_gradient_of_the_reference(pad, tied, family, make_pair, failures):
     """The lookup gives it no gradient, a tied head does. If padding is the end token, every batch has it."""
@@ -194,6 +216,7 @@ def test_embeddings_in_place_of_ids_agree(pair, failures):
     assert not failures(distances)
 
 
+@of_layers
 def test_given_position_ids_agree(family, pair, failures):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])
@@ -210,6 +233,7 @@ def test_position_ids_may_skip_numbers_if_a_mask_is_given(family, pair, failures
     assert not failures(pair.distances(**pair.clear(lambda: {**pair.batch(), **given})))
 
 
+@of_layers
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing_for_the_tokens(side, pair, failures):
     mask, call = padded(pair, side)
@@ -338,6 +362,7 @@ def test_packed_documents_agree_with_documents_run_alone(form, pair, failures):
     assert not failures(ours.distances(pair.run_reference_by_document(ids, labels, lengths)))
 
 
+@of_layers
 def test_documents_may_span_rows_and_be_empty(pair, failures):
     lengths = [0, 25, 0, 13, 0]
     call = pair.clear(lambda: {**pair.batch(), "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0)})

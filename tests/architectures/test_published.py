@@ -67,11 +67,11 @@ def test_a_published_config_with_dropout_is_refused_unless_overridden(published)
             liger_models.from_config(published["config"], device="meta")
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
-def test_every_family_has_a_published_config(family):
-    configs = [json.loads(path.read_text())["config"] for path in PUBLISHED.values()]
-    has_one = family in {config["model_type"] for config in configs}
-    assert has_one != skipped(family, "published", "config")
+def test_every_family_has_a_published_config():
+    families = {*list_architectures(), *list_architectures(vision=True)}
+    found = {json.loads(path.read_text())["config"]["model_type"] for path in PUBLISHED.values()}
+    without = {family for family in families if skipped(family, "published", "config")}
+    assert families - found == without
 
 
 def test_kimi_k2_is_found_by_its_own_name_too():

@@ -46,6 +46,15 @@ ROPES: dict[str, tuple[dict[str, Any], int]] = {
 ROPE_FIELDS = {f"RopeSpec.{key}" for scaling, _ in ROPES.values() for key in scaling} | {
     f"RopeSpec.{key}" for key in ("short_factor", "long_factor", "max_position_embeddings")
 }
+# Settings within a type, which all families read with the type's own code.
+WITHIN_A_ROPE_TYPE = {
+    "dynamic_within",
+    "yarn",
+    "yarn_attention_factor",
+    "yarn_fractional",
+    "longrope_short",
+    "longrope_attention_factor",
+}
 THETA = 500.0  # so that the slowest dimension turns visibly within a short sequence
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 
