@@ -11,7 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))  # for pairs, variants and others in this folder
 
 import pairs
-from representatives import representatives
+from representatives import leave_layers_to, representatives
 
 from liger_models.architectures import list_architectures
 
@@ -39,18 +39,7 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave the tests of layers to some families, unless `--all-families` is given."""
-    if config.getoption("--all-families"):
-        return
-    chosen = representatives()
-    left_out = [
-        item
-        for item in items
-        if item.get_closest_marker("of_layers") and item.callspec.params["family"] not in chosen
-    ]
-    config.hook.pytest_deselected(items=left_out)
-    left_out_ids = {id(item) for item in left_out}
-    items[:] = [item for item in items if id(item) not in left_out_ids]
+    leave_layers_to(representatives(), config, items, Path(__file__).parent)
 
 
 @pytest.fixture(params=list_architectures())

@@ -41,9 +41,7 @@ def every(table, of_layers_only):
     name)` holds are marked so.
     """
     return [
-        pytest.param(
-            family, changes, id=f"{family}-{name}", marks=[of_layers] * of_layers_only(family, name)
-        )
+        pytest.param(family, changes, id=f"{family}-{name}", marks=[of_layers] * of_layers_only(family, name))
         for family in list_architectures()
         for name, changes in table(family).items()
     ]

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from liger_models.architectures import find_architecture
 
-sys.path.append(str(Path(__file__).parent))  # for hf_pairs, in the same folder
+# For hf_pairs, in the same folder, and for representatives.
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "architectures")]
 
 from hf_pairs import Both
 

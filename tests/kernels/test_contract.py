@@ -1,5 +1,7 @@
 """Contract common to all operations of kernel_operations.py."""
 
+import functools
+
 import pytest
 import torch
 from kernel_operations import (
@@ -17,11 +19,28 @@ from kernel_operations import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels import _dispatch
+
 every_operation = pytest.mark.parametrize("op", EVERYTHING.values(), ids=EVERYTHING)
 
 # Operations without matrix products.
 BY_ROWS = OPERATIONS | LOSSES
 every_operation_by_rows = pytest.mark.parametrize("op", BY_ROWS.values(), ids=BY_ROWS)
+
+
+def usual_run(op):
+    """Operands of three rows, and the outputs and gradients of a run in the present form, made once."""
+    name = next(name for name, other in EVERYTHING.items() if other is op)
+    inputs, outputs, grads, upstream = _usual_run(name, _dispatch._interpreting)
+    own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+    return own, outputs, grads, copies(upstream)
+
+
+@functools.cache
+def _usual_run(name, interpreting):
+    inputs = make_inputs(EVERYTHING[name], 3, 6)
+    outputs, grads, upstream = run_with_gradients(EVERYTHING[name].run, inputs)
+    return inputs, [output.detach() for output in outputs], grads, upstream
 
 
 @every_operation
@@ -52,8 +71,7 @@ def test_a_row_may_be_one_element(op, interpreted):
 
 @every_operation_by_rows
 def test_autocast_changes_no_bit(op, implementation):
-    inputs = make_inputs(op, 3, 6)
-    outputs, grads, upstream = run_with_gradients(op.run, inputs)
+    inputs, outputs, grads, upstream = usual_run(op)
     with torch.autocast("cpu", torch.bfloat16):
         again, grads_again, _ = run_with_gradients(op.run, inputs, upstream)
     assert_same(op, (*outputs, *grads), (*again, *grads_again))
@@ -61,8 +79,7 @@ def test_autocast_changes_no_bit(op, implementation):
 
 @pytest.mark.parametrize("op", WITH_PRODUCTS.values(), ids=WITH_PRODUCTS)
 def test_autocast_sets_the_dtype_of_products_and_gradients_keep_their_operands_dtypes(op, implementation):
-    inputs = make_inputs(op, 3, 6)
-    outputs, grads, upstream = run_with_gradients(op.run, inputs)
+    inputs, outputs, grads, upstream = usual_run(op)
     with torch.autocast("cpu", torch.float16):  # the interpreter multiplies no bfloat16
         cast, cast_grads, _ = run_with_gradients(
             lambda *inputs: [output.float() for output in outputs_of(op.run, inputs)], inputs, upstream
@@ -107,8 +124,7 @@ def test_zero_rows_give_empty_results_and_zero_weight_gradients(op, implementati
 @every_operation
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_layout_in_memory_changes_nothing(op, layout, interpreted):
-    inputs = make_inputs(op, 3, 6)
-    outputs, grads, upstream = run_with_gradients(op.run, inputs)
+    inputs, outputs, grads, upstream = usual_run(op)
     laid_out = [layout(x).requires_grad_(x.requires_grad) for x in inputs]
     again, grads_again, _ = run_with_gradients(op.run, laid_out, [layout(g) for g in upstream])
     assert_same(op, (*outputs, *grads), (*again, *grads_again))
@@ -117,7 +133,7 @@ def test_the_layout_in_memory_changes_nothing(op, layout, interpreted):
 @every_operation
 def test_broadcast_operands_and_gradients_are_as_good_as_copies(op, interpreted):
     inputs = [x.detach()[:1].expand(x.shape).requires_grad_(x.requires_grad) for x in make_inputs(op, 3, 6)]
-    upstream = [torch.randn(()).expand(output.shape) for output in outputs_of(op.run, inputs)]
+    upstream = [torch.randn(()).expand(output.shape) for output in usual_run(op)[1]]
     outputs, grads, _ = run_with_gradients(op.run, inputs, upstream)
     solid = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
     again, grads_again, _ = run_with_gradients(op.run, solid, copies(upstream))
@@ -125,33 +141,23 @@ def test_broadcast_operands_and_gradients_are_as_good_as_copies(op, interpreted)
 
 
 @every_operation
-def test_operands_and_incoming_gradients_are_not_modified(op, interpreted):
-    inputs = make_inputs(op, 3, 6)
-    before = copies(inputs)
-    outputs, _, upstream = run_with_gradients(op.run, inputs, retain_graph=True)
-    upstream_before = copies(upstream)
-    run_with_gradients(lambda *_: outputs, inputs, upstream)
-    for a, b in zip((*inputs, *upstream), (*before, *upstream_before), strict=True):
-        assert torch.equal(a, b)
-
-
-@every_operation
-def test_a_second_backward_and_a_second_run_give_the_same_bits(op, interpreted):
-    inputs = make_inputs(op, 3, 6)
-    outputs, grads, upstream = run_with_gradients(op.run, inputs, retain_graph=True)
+def test_a_second_backward_and_a_second_run_give_the_same_bits_and_modify_nothing(op, interpreted):
+    inputs, first_outputs, first_grads, upstream = usual_run(op)
+    before = copies((*inputs, *upstream))
+    outputs, grads, _ = run_with_gradients(op.run, inputs, upstream, retain_graph=True)
     _, second_backward, _ = run_with_gradients(lambda *_: outputs, inputs, upstream)
-    second_run, second_grads, _ = run_with_gradients(op.run, inputs, upstream)
-    for a, b, c in zip(grads, second_backward, second_grads, strict=True):
+    for a, b in zip((*inputs, *upstream), before, strict=True):
+        assert torch.equal(a, b)
+    for a, b, c in zip(grads, second_backward, first_grads, strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-    for a, b in zip(outputs, second_run, strict=True):
+    for a, b in zip(outputs, first_outputs, strict=True):
         assert torch.equal(a, b)
 
 
 @every_operation
 def test_operands_shared_between_uses_add_up_their_gradients(op, interpreted, assert_near):
-    inputs = make_inputs(op, 3, 6)
-    _, once, upstream = run_with_gradients(op.run, inputs)
+    inputs, _, once, upstream = usual_run(op)
     with_input = [x for x in inputs if x.requires_grad]
 
     def run_twice_and_pass_inputs_on(*inputs):
@@ -165,22 +171,20 @@ def test_operands_shared_between_uses_add_up_their_gradients(op, interpreted, as
 
 
 @every_operation
-@pytest.mark.parametrize("function", [torch.sum, torch.linalg.vector_norm])  # linear or not in the outputs
-def test_second_derivatives_are_refused_at_once(op, function, implementation):
+def test_second_derivatives_are_refused_at_once(op, implementation):
     inputs = make_inputs(op, 3, 6)
     needed = [x for x in inputs if x.requires_grad]
-    for nth, output in enumerate(outputs_of(op.run, inputs)):
-        if output.requires_grad:
-            loss = function(outputs_of(op.run, inputs)[nth])
-            with pytest.raises(RuntimeError, match="create_graph=True"):
-                torch.autograd.grad(loss, needed, create_graph=True, allow_unused=True)
+    for output in outputs_of(op.run, inputs):
+        for function in (torch.sum, torch.linalg.vector_norm):  # linear or not in the outputs
+            if output.requires_grad:
+                with pytest.raises(RuntimeError, match="create_graph=True"):
+                    torch.autograd.grad(function(output), needed, create_graph=True, allow_unused=True)
 
 
 @every_operation
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_it_may_run_again_under_checkpointing(op, reentrant, implementation):
-    inputs = make_inputs(op, 3, 6)
-    outputs, grads, upstream = run_with_gradients(op.run, inputs)
+    inputs, outputs, grads, upstream = usual_run(op)
 
     def run(*inputs):
         return checkpoint(lambda *x: outputs_of(op.run, x), *inputs, use_reentrant=reentrant)

@@ -14,8 +14,13 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "archit
 
 import pairs
 import scenes
+from representatives import leave_layers_to, vision_representatives
 
 from liger_models.architectures import list_architectures
+
+
+def pytest_collection_modifyitems(config, items):
+    leave_layers_to(vision_representatives(), config, items, Path(__file__).parent)
 
 
 @pytest.fixture(params=list_architectures(vision=True))

@@ -100,6 +100,7 @@ def test_every_layout_is_saved_byte_for_byte(family, number, pair, written, tmp_
         liger_models.from_hub(source)
 
 
+@pytest.mark.of_layers
 def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp_path):
     """The reference does so too, since configs that omit the key often mean the opposite of its default."""
     source = tmp_path / "source"

@@ -101,6 +101,7 @@ def test_files_equal_the_references_and_the_native_models(pair, ours, folders, t
         assert not beyond_bound({"logits": relative_distance(found, logits)})
 
 
+@pytest.mark.of_layers
 @pytest.mark.supports("vision-language models", "generate")
 def test_generated_tokens_equal_the_references(pair, ours):
     """Rows have several lengths, with images, videos or none."""
@@ -155,19 +156,19 @@ def test_hidden_states_match_the_reference(pair, ours):
 PARTS = ("vision", "projector", "language")
 
 
-@pytest.mark.parametrize("frozen", [*itertools.combinations(PARTS, 1), *itertools.combinations(PARTS, 2), ()])
-def test_trainable_parts_match_the_native_model(frozen, pair, ours):
+@pytest.mark.of_layers
+def test_trainable_parts_match_the_native_model(pair, ours):
     """A part may be given by any module of transformers' own model that holds its layers."""
     native, layout = copy.deepcopy(pair.ours), ours.model.own_layout
-    found = []
-    for model in (ours, native):
-        model.freeze(*frozen)
-        own = dict(model.named_parameters())
-        trains = {n: own[n].requires_grad for n in model.weight_map(layout) if n in own}
-        refs = {n: e.refs() for n, e in model.weight_map(layout).items() if n in own}
-        found.append({ref.name: trains[n] for n in refs for ref in refs[n]})
+    for frozen in (*itertools.combinations(PARTS, 1), *itertools.combinations(PARTS, 2), ()):
+        found = []
+        for model in (ours, native):
+            model.freeze(*frozen)
+            own = dict(model.named_parameters())
+            of_tensors = {n: e for n, e in model.weight_map(layout).items() if n in own}
+            found.append({r.name: own[n].requires_grad for n, e in of_tensors.items() for r in e.refs()})
+        assert {name: found[0][name] for name in found[1]} == found[1], frozen
     ours.freeze()
-    assert {name: found[0][name] for name in found[1]} == found[1]
 
 
 @pytest.mark.parametrize("family", ["gemma3", "llava", "llava_onevision"])

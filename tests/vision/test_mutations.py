@@ -6,11 +6,13 @@ import dataclasses
 import re
 from collections import Counter
 
+import pytest
 from mutations import is_noticed, unnoticed_fields
 
 from liger_models.layers.specs import RopeSpec
 
 
+@pytest.mark.of_layers
 def test_another_value_of_any_field_is_detected(pair):
     assert not is_noticed(pair)
     skip = {field.removeprefix("field:") for field in pair.architecture.skip} | OF_OTHER_ROPES

@@ -63,6 +63,7 @@ def test_packed_documents_equal_separate_documents(pair):
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
+@pytest.mark.of_layers
 @pytest.mark.parametrize("more", [0, 3], ids=["a whole prompt", "the first tokens of a document"])
 def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
     """Compare with each answer and its prompt as a separate document; `more` follows the prompt."""
@@ -113,6 +114,7 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
         assert (found.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
+@pytest.mark.of_layers
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
     call = pair.scene(*DOCUMENTS.values())
     expected = pair.run_ours(**call)

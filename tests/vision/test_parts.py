@@ -7,6 +7,7 @@ from pairs import beyond_bound
 from scenes import Image
 
 
+@pytest.mark.of_layers
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     call = pair.scene([1, Image(4, 4), 3], [2, Image(4, 4), 2])
