@@ -26,7 +26,8 @@ endif
 
 BIN := $(VENV)/bin
 # Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
-# more threads than cores make small matrices slower.
+# more threads than cores make small matrices slower. Compiled modules are kept, whatever the environment says: each of
+# the many processes would compile them again.
 PYTEST_FLAGS := -q -n 3 --timeout 600
 
 .PHONY: help demo test family real matrix lint types docs notebooks package clean
@@ -38,7 +39,7 @@ demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # tests/hf lets a family through only if its adapters, its checkpoints and its quantised form are transformers' own.
 family: $(VENV)/.liger-models-dev

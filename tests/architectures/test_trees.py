@@ -4,6 +4,7 @@ with its prompt as a separate sequence.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from pairs import Run
 
@@ -21,6 +22,7 @@ def items_of(vocab_size):
     return [(ids(prompt), [ids(answer) for answer in answers]) for prompt, answers in ITEMS]
 
 
+@pytest.mark.of_layers
 def test_answers_with_a_shared_prompt_equal_separate_sequences(pair, failures):
     items = items_of(pair.vocab_size)
     batch = shared_prompts(items)

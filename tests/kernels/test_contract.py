@@ -198,7 +198,7 @@ def test_it_may_run_again_under_checkpointing(op, reentrant, implementation):
 @every_operation
 def test_the_plain_twin_passes_gradcheck_in_float64(op):
     inputs = in_float64(make_inputs(op, 3, 4))
-    assert torch.autograd.gradcheck(op.run, inputs, raise_exception=True)
+    assert torch.autograd.gradcheck(op.run, inputs, fast_mode=True)
 
 
 @every_operation

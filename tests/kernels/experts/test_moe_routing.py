@@ -154,7 +154,7 @@ def test_passing_its_own_experts_back_changes_no_bit(options, implementation):
 @some_forms
 def test_gradients_pass_gradcheck(options):
     logits = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: route(x, 3, **options)[0], logits)
+    assert torch.autograd.gradcheck(lambda x: route(x, 3, **options)[0], logits, fast_mode=True)
 
 
 # The kernel

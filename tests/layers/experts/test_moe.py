@@ -319,7 +319,7 @@ def test_it_passes_gradcheck_in_float64(randomised, moe_spec):
     layer = randomised(MixtureOfExperts(5, spec)).double()
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     trained = [p for p in layer.parameters() if p.requires_grad]
-    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *trained))
+    assert torch.autograd.gradcheck(lambda x, *_: layer(x), (x, *trained), fast_mode=True)
 
 
 def test_zero_tokens_and_one_token_work(randomised, moe_spec):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import Fork
 
 from liger_models.training.processes import watch
 
@@ -21,19 +20,14 @@ FAULTS = Path(__file__).with_name("faults.py")
 
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
-def test_the_others_end_and_name_it_and_the_run_resumes_with_the_same_bits():
-    command = [sys.executable, str(FAULTS), "--moments", "1"]
+def test_the_others_end_and_name_it_and_the_run_resumes_with_the_same_bits(tmp_path):
     kinds = ["full", "die", "hang", "fail"]
-    for kind in kinds:
-        command += ["--kind", kind]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\w+): \{\"faults\": 1,", done.stdout, re.MULTILINE) == [
-        "full",
-        "die",
-        "hang",
-        "fail",
-    ]
+    arguments = ["--moments", "1", *(word for kind in kinds for word in ("--kind", kind))]
+    code = f"import runpy; runpy.run_path({str(FAULTS)!r}, run_name='__main__')"
+    fork = Fork("code", code, *arguments, output=tmp_path / "output")
+    ended, printed = fork.wait(500), fork.output.read_text()
+    assert ended == 0, printed
+    assert re.findall(r"^(\w+): \{\"faults\": 1,", printed, re.MULTILINE) == kinds
 
 
 @pytest.mark.parametrize("done", [True, False])

@@ -2,11 +2,11 @@ import csv
 import itertools
 import json
 import math
-import subprocess
 import sys
 
 import pytest
 import torch
+from ranks import Fork
 from torch import nn
 
 import liger_models
@@ -264,16 +264,14 @@ def test_a_float16_checkpoint_asks_for_a_dtype(run, settings, tiny_checkpoint):
 
 
 def test_two_ranks_train_like_one_process_with_the_same_batch(run, settings, tmp_path):
-    """Two gloo processes under torchrun (DDP), with half of the rows each, have the same losses and norms."""
+    """Two gloo processes (DDP), with half of the rows each, have the same losses and norms."""
     one = run(settings(gradient_accumulation=4, output=str(tmp_path / "one"), save_every=0))
     options = {"output": str(tmp_path / "two"), "save_every": 0, "shard": "none"}
     config = settings(gradient_accumulation=2, **options)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*launch, "--no-python", sys.executable, "-c", TRAIN, json.dumps(config.to_dict())],
-        check=True,
-        timeout=120,
-    )
+    given = "import liger_models.training", TRAIN, 2, json.dumps(config.to_dict())
+    fork = Fork("launch", *given, output=tmp_path / "output")
+    ended = fork.wait()
+    assert ended == 0, f"{ended}: {fork.output.read_text()}"
     two = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert len(two) == len(one.records) == 7
     for a, b in zip(one.records, two, strict=True):
