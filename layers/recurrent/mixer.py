@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import document_bounds
 from liger_models.layers.recurrent.branches import States, over_branches
+from liger_models.layers.recurrent.passed import over_ranks
 from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
@@ -29,6 +30,7 @@ class RecurrentMixer(nn.Module):
     """
 
     conv1d: ShortConvolution
+    pass_states = False  # from rank to rank, instead of exchanging heads, where sequences are divided
 
     def __init__(self, layer: int):
         super().__init__()
@@ -77,6 +79,8 @@ class RecurrentMixer(nn.Module):
             return self._continue(channels, gates, documents, cache)
         if documents.tree is not None:
             return over_branches(documents.tree, [channels, *gates], self._branches)
+        if sequences.slice is not None and self.pass_states:
+            return over_ranks(self, channels, gates, sequences.slice, documents)
         if sequences.slice is not None:
             return self._exchange(channels, gates, sequences.slice, documents)
         parts = self.conv1d(channels, documents.boundaries(), documents.bounds())

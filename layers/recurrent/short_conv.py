@@ -77,6 +77,7 @@ class ShortConvolution(nn.Module):
         state: Tensor | None = None,
         share: Share = WHOLE,
         gated: bool = False,
+        before: int = 0,
     ) -> tuple[Tensor, ...]:
         """x [T, C] -> each part [T, heads, width]; of gated inputs all channels, [T, C].
 
@@ -86,13 +87,14 @@ class ShortConvolution(nn.Module):
             state: [n, K - 1, C], the inputs before each document; None for zeros.
             share: (index, count): x has this share of the heads in each part.
             gated: x [T, 3 C] holds a gate of the inputs, a gate of the outputs, and the inputs.
+            before: inputs at the start of x that give no outputs.
         """
         operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
         if gated:
             gate = functools.partial(gated_short_conv, bounds=bounds)
             return (carry_recipe(gate(*operands), gate, *operands),)
         if state is None:
-            make = functools.partial(self._parts, bounds=bounds, share=share)
+            make = functools.partial(self._parts, bounds=bounds, share=share, before=before)
             return carry_recipes(make(*operands), make, *operands, deep=True)
         y = short_conv(
             x, self.weight, self.bias, activation=self.activation, cu_seqlens=documents, state=state
@@ -111,11 +113,19 @@ class ShortConvolution(nn.Module):
         return conv_state(x, documents, self.weight.shape[1], state)
 
     def _parts(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, bounds: Tensor | None, share: Share
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        bounds: Tensor | None,
+        share: Share,
+        before: int = 0,
     ) -> tuple[Tensor, ...]:
         if share != WHOLE:
             weight, bias = self._shared(weight, share), None if bias is None else self._shared(bias, share)
-        return self._split(short_conv(x, weight, bias, activation=self.activation, bounds=bounds), share[1])
+        y = short_conv(x, weight, bias, activation=self.activation, bounds=bounds)
+        return self._split(y[before:] if before else y, share[1])
 
     def _shared(self, channels: Tensor, share: Share) -> Tensor:
         """Rows of this share of the heads in each part."""

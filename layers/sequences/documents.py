@@ -111,6 +111,17 @@ class Documents(Part):
         """
         return self._once("boundaries", self._of_rows) if self.cu_seqlens is None else self.cu_seqlens
 
+    def host_boundaries(self) -> list[int]:
+        """`boundaries` on the host. Waits for the device, once for all layers, if they are known only
+        there.
+        """
+        if self.host_cu_seqlens is not None:
+            return self.host_cu_seqlens
+        batch, seq = self.shape
+        if self.cu_seqlens is None:
+            return list(range(0, (batch + 1) * seq, seq))
+        return self._once("host boundaries", self.cu_seqlens.tolist)
+
     def _of_rows(self) -> Tensor:
         batch, seq = self.shape
         return torch.arange(0, (batch + 1) * seq, seq, dtype=torch.int32, device=self.device)

@@ -16,6 +16,9 @@ received tensors.
     divide_sequences(model, mesh["sequence"])
     model(batch, labels=labels).loss.backward()          the same batch on every rank of that dimension
 
+Recurrent layers exchange heads too, or pass their states from each rank to the next one, if the ranks cannot
+share the heads evenly or the caller asks for it (layers/recurrent/passed.py).
+
 The model cuts each batch into slices that differ by at most one token, without padding. Every rank returns
 the loss of the whole batch, and the gradient of a parameter is the mean over the ranks, which DDP and FSDP2
 compute as for ranks with batches of their own.
@@ -43,15 +46,22 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 
-def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
+def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) -> Any:
     """Divide each batch of a `CausalLM` over the ranks of a one-dimensional mesh, in place.
 
     From then on all ranks call the model with the same batches, in the same order. Generation is not divided:
     each rank generates everything.
 
+    Args:
+        model: the model.
+        mesh: the ranks.
+        pass_states: pass the states of all recurrent layers from rank to rank instead of exchanging their
+            heads. Less is sent, but ranks wait for one another in documents longer than a slice. Layers whose
+            heads do not divide evenly always do so.
+
     Raises:
         TypeError: not a `CausalLM`, such as a model of another library.
-        ValueError: a layer without heads, or whose heads do not divide evenly; modules for multi-token
+        ValueError: attention without heads, or with heads that do not divide evenly; modules for multi-token
             prediction; a model that draws random numbers in training, which would be the same on every rank.
     """
     ranks = mesh.size()
@@ -72,9 +82,9 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
         )
     for i, mixer in ((i, mixer) for i, layer in enumerate(model.layers) for mixer in layer.spec.mixers):
         if isinstance(mixer, RecurrentSpec):
-            heads, kind = mixer.shared_heads
-        elif isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
-            heads, kind = mixer.num_attention_heads, "query heads"
+            continue
+        if isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
+            heads = mixer.num_attention_heads
         else:
             raise ValueError(
                 f"layer {i} mixes tokens by {type(mixer).__name__}, which has no heads that {ranks} ranks "
@@ -82,7 +92,7 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
             )
         if heads % ranks:
             raise ValueError(
-                f"layer {i} has {heads} {kind}, which {ranks} ranks cannot share "
+                f"layer {i} has {heads} query heads, which {ranks} ranks cannot share "
                 "evenly; divide sequences over a number of ranks that divides the heads of every layer"
             )
     if model.spec.draws_in_training:
@@ -90,8 +100,18 @@ def divide_sequences(model: Any, mesh: DeviceMesh) -> Any:
             "the routers of this model draw experts at random in training, and ranks that hold slices of one "
             "batch would draw alike: sequences cannot be divided"
         )
+    for module in model.modules():
+        if isinstance(getattr(module, "spec", None), RecurrentSpec):
+            module.pass_states = pass_states or passes_states(module.spec, ranks)
     model.sequence_group = mesh.get_group() if ranks > 1 else None
     return model
+
+
+def passes_states(spec: Any, ranks: int) -> bool:
+    """Whether ranks cannot share the heads of a recurrent layer evenly, so that its states pass from rank to
+    rank.
+    """
+    return bool(spec.shared_heads[0] % ranks)
 
 
 class Slice:
@@ -101,6 +121,7 @@ class Slice:
         total: the number of tokens of the batch.
         sizes: the number of tokens of each rank, in order.
         share: the fraction of the tokens on this rank.
+        first: the number of tokens on the ranks before this one.
 
     Raises:
         DataError: fewer tokens than ranks.
@@ -114,11 +135,11 @@ class Slice:
         self.total = total
         self.sizes = [least + (rank < more) for rank in range(self.ranks)]
         self.share = self.sizes[self.rank] / total
-        self._first = sum(self.sizes[: self.rank])
+        self.first = sum(self.sizes[: self.rank])
 
     def of(self, tokens: Tensor) -> Tensor:
         """The tokens of this rank: [T, ...] -> [t, ...]."""
-        return tokens.narrow(0, self._first, self.sizes[self.rank])
+        return tokens.narrow(0, self.first, self.sizes[self.rank])
 
     def gathered(self, tokens: Tensor) -> Tensor:
         """The tokens of all ranks, on every rank: [t, ...] -> [T, ...]."""
@@ -155,6 +176,17 @@ class Slice:
         rows = received.unflatten(0, (self.ranks, -1)).transpose(0, 1)  # [t, n, heads of a rank * dim]
         return rows.reshape(len(rows), -1, out.shape[-1])
 
+    def send(self, output: Tensor, message: Tensor, trained: bool) -> Tensor:
+        """Send a message to the next rank, and return `output`. Its gradient waits for the message's, which
+        the next rank sends back if `trained`.
+        """
+        return _Send.apply(output, message, self.group, self.rank + 1, trained)
+
+    def receive(self, like: Tensor, trained: bool) -> Tensor:
+        """A message of the shape and dtype of `like` from the rank before this one."""
+        anchor = torch.zeros((), requires_grad=trained)
+        return _Receive.apply(anchor, torch.empty_like(like, memory_format=torch.contiguous_format), self)
+
     def own_heads(self, spec: AttentionSpec, sinks: Tensor | None) -> tuple[AttentionSpec, Tensor | None]:
         """The spec and the sinks of this rank's heads."""
         heads, kv_heads = spec.num_attention_heads // self.ranks, spec.num_key_value_heads
@@ -177,9 +209,11 @@ def _copies(kv_heads: int, ranks: int) -> int:
 
 
 def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
-    """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values."""
+    """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values. If
+    states pass instead: the convolution's inputs, next to the last ones of the rank before.
+    """
     if isinstance(spec, RecurrentSpec):
-        return itemsize * spec.exchanged_size
+        return itemsize * (spec.conv_size if passes_states(spec, ranks) else spec.exchanged_size)
     attention = getattr(spec, "attention", spec)
     heads, dim = attention.num_attention_heads, getattr(spec, "v_head_dim", attention.head_dim)
     more_keys = (_copies(attention.num_key_value_heads, ranks) - 1) * attention.num_key_value_heads
@@ -221,3 +255,38 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return _Sum.apply(gradient, ctx.group), None
+
+
+class _Send(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, message: Tensor, group: Any, rank: int, trained: bool) -> Tensor:
+        ctx.group, ctx.rank, ctx.trained = group, rank, trained
+        ctx.like = message.shape, message.dtype, message.device
+        torch.distributed.send(message.detach().contiguous(), group=group, group_dst=rank)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+        gradient = None
+        if ctx.trained:
+            shape, dtype, device = ctx.like
+            gradient = torch.empty(shape, dtype=dtype, device=device)
+            torch.distributed.recv(gradient, group=ctx.group, group_src=ctx.rank)
+        return doutput, gradient, None, None, None
+
+
+class _Receive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, message: Tensor, slice: Slice) -> Tensor:
+        ctx.way = slice.group, slice.rank - 1
+        torch.distributed.recv(message, group=slice.group, group_src=slice.rank - 1)
+        ctx.mark_dirty(message)
+        return message
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        group, rank = ctx.way
+        torch.distributed.send(gradient.contiguous(), group=group, group_dst=rank)
+        return None, None, None

@@ -159,6 +159,11 @@ class SelectiveSpec:
     norm_eps: float = 1e-6
 
     @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return self.channels
+
+    @property
     def shared_heads(self) -> tuple[int, str]:
         """Number and kind of the heads that ranks divide in sequence parallelism."""
         return self.channels, "channels"
@@ -208,6 +213,11 @@ class ChannelDeltaSpec:
         return self.heads * self.head_dim
 
     @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return 3 * self.size
+
+    @property
     def shared_heads(self) -> tuple[int, str]:
         """Number and kind of the heads that ranks divide in sequence parallelism."""
         return self.heads, "heads"
@@ -243,6 +253,11 @@ class GatedConvSpec:
     channels: int
     conv: int = 3
     bias: bool = False
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of the convolution."""
+        return self.channels
 
     @property
     def shared_heads(self) -> tuple[int, str]:

@@ -31,6 +31,8 @@ def run(
     level: str = "lean",
     wrapper: str | None = None,
     adapters: bool = False,
+    pass_states: bool = False,
+    wide: bool = False,
     mesh: Any = None,
 ) -> dict[str, Any]:
     """Return the loss, gradients, correction biases after an update, logits and scores.
@@ -41,12 +43,14 @@ def run(
     options = {"projections": "split" if adapters else "fused", "memory_budget": budget}
     model = liger_models.from_config(config, activation_memory=level, **options)
     model.load_state_dict(state)
+    if wide:
+        model.double()
     if mesh is None:
         called: Any = model
     elif wrapper == "parallelize":
         called = parallelize(model, ParallelDims(sequence=mesh.size()))
     else:
-        called = divide_sequences(model, mesh)
+        called = divide_sequences(model, mesh, pass_states)
     if adapters:
         called = with_adapters(model)
     if wrapper == "ddp":
