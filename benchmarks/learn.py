@@ -1,8 +1,10 @@
-"""Do bfloat16 weights learn like float32 weights? The same fine-tuning with each representation of weights.
+"""Do bfloat16 weights learn like float32 weights, and float8 products like bfloat16's? The same training in
+each mode.
 
 A small LLaMA is trained from scratch in float32 and saved in bfloat16. Every mode then continues with the
-same data in the same order at a constant rate, through `liger_models.training`. Two float32 runs with
-different data orders show the effect of chance. The losses become a table, a CSV file and a plot.
+same data in the same order at a constant rate, through `liger_models.training`; or with --from-scratch every
+mode starts from the same random weights. Two runs with different data orders show the effect of chance. The
+losses become a table, a CSV file and a plot.
 """
 
 from __future__ import annotations
@@ -22,8 +24,9 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, markdown_table, publish
+from liger_models.layers.projections.float8 import RECIPES
 
-SUMMARY = "held-out losses with each representation of bfloat16 weights and with Muon, against float32"
+SUMMARY = "held-out losses with each representation of bfloat16 weights, Muon and float8, against float32"
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,9 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": BFLOAT16 | {"weights": "plain"},
     "muon": BFLOAT16 | {"optimizer": "muon"},
     "muon_heads": BFLOAT16 | {"optimizer": "muon_heads"},
+    "master, other order": BFLOAT16 | {"weights": "master", "seed": 1},
+    **{recipe: BFLOAT16 | {"weights": "master", "float8": recipe} for recipe in RECIPES},
+    "rowwise, other order": BFLOAT16 | {"weights": "master", "float8": "rowwise", "seed": 1},
 }
 # Weight, gradient, residue, and two moments; Muon's one, in float32.
 BYTES = {
@@ -79,6 +85,9 @@ BYTES = {
     "plain": 8,
     "muon": 10,
     "muon_heads": 10,
+    "master, other order": 10,
+    **dict.fromkeys(RECIPES, 10),
+    "rowwise, other order": 10,
 }
 
 
@@ -87,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=120, help="steps per mode (%(default)s)")
     parser.add_argument("--lr", type=float, default=1e-5, help="constant (%(default)s)")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; default: all")
+    parser.add_argument("--from-scratch", action="store_true", help="start from random weights, and warm up")
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations per run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +111,8 @@ def run(args: argparse.Namespace) -> int:
 
     def train(mode: str) -> None:
         options = common | {
-            "model": str(folder / "start"),
+            "model": str(folder / ("fresh" if args.from_scratch else "start")),
+            "warmup": args.steps // 20 if args.from_scratch else 0,
             "data": [str(folder / "train.jsonl")],
             "eval_data": [str(folder / "held-out.jsonl")],
             "output": str(folder / mode.replace(", ", "-").replace(" ", "-")),
@@ -121,7 +132,14 @@ def run(args: argparse.Namespace) -> int:
         f"{args.lr:g}; {time.perf_counter() - started:.0f} s."
     )
     rows = [_row(mode, curves) for mode in curves]
-    header = ["weights", "bytes per parameter", "held-out loss, before", "after", "fall", "from float32's"]
+    header = [
+        "weights",
+        "bytes per parameter",
+        "held-out loss, before",
+        "after",
+        "fall",
+        f"from {_reference(curves)}'s",
+    ]
     table = [
         [
             row["mode"],
@@ -140,11 +158,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _row(mode: str, curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     losses = [record["eval_loss"] for record in curves[mode]]
-    reference = curves.get("float32")
+    reference = curves.get(_reference(curves))
     distance = None if reference is None else losses[-1] - reference[-1]["eval_loss"]
     fall = losses[0] - losses[-1]
     ends = {"before": losses[0], "after": losses[-1], "fall": fall, "distance": distance}
     return {"mode": mode, "bytes": BYTES[mode], **ends, "curve": json.dumps(losses)}
+
+
+def _reference(curves: dict[str, list[dict[str, Any]]]) -> str:
+    return "float32" if "float32" in curves else "master"
 
 
 def _tokens(experiment: Experiment) -> int:
@@ -165,9 +187,10 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
         "save_every": 0,
         "device": args.device,
     }
-    if (folder / "start").exists():  # already prepared
+    last = folder / ("fresh" if args.from_scratch else "start")
+    if last.exists():  # already prepared
         return common
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     _write_texts(experiment.text, folder, "")
     _write_texts(experiment.first_text, folder, "first-")
     train_tokenizer(folder / "first-train.jsonl", folder / "tokenizer")
@@ -175,6 +198,8 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
     shape = preset("llama-demo") | experiment.shape | {"bos_token_id": 0, "eos_token_id": 1}
     fresh = liger_models.from_config(shape, dtype=torch.float32, device="cpu")
     fresh.save_pretrained(folder / "fresh")
+    if args.from_scratch:
+        return common
     options = common | {
         "model": str(folder / "fresh"),
         "data": [str(folder / "first-train.jsonl")],

@@ -34,6 +34,7 @@ from liger_models.kernels._dispatch import (
     tl,
     wait_for_inputs,
 )
+from liger_models.kernels.float8.quantize import Float8, as_magnitude, scale_for
 from liger_models.kernels.norms._norm_sums import column_sum, rstd_of
 from liger_models.kernels.norms._wide_norm_kernels import (
     wide_backward_kernel,
@@ -58,11 +59,13 @@ def norm_forward(
     *,
     center: bool,
     round_first: bool,
+    float8: Float8 | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
     """Normalise x, or x + residual.
 
     `center` subtracts the mean (LayerNorm). `round_first` rounds n to the input's dtype before multiplying by
-    the weight; the product has the dtype to which PyTorch promotes them.
+    the weight; the product has the dtype to which PyTorch promotes them. `float8` is memory for y in e4m3 by
+    rows, for rows of at most `MAX_BLOCK_WIDTH`.
 
     Returns y [..., H], x + residual [..., H] or None, mean [rows] float32 or None, rstd [rows] float32.
     """
@@ -84,8 +87,10 @@ def norm_forward(
     if block_width <= MAX_BLOCK_WIDTH:
         kernel = _forward_kernel
         block_rows, num_warps = _forward_config(block_width, center)
+        copy: tuple[Tensor | None, ...] = float8 or (None, None)
     else:
         kernel, block_rows, block_width, num_warps = wide_forward_kernel, 1, 8192, 16
+        copy = ()
     with on_device_of(x):
         kernel[(ceil_div(rows, block_rows),)](
             x_rows,
@@ -96,6 +101,7 @@ def norm_forward(
             total,
             mean,
             rstd,
+            *copy,
             x_rows.stride(0),
             0 if residual_rows is None else residual_rows.stride(0),
             rows,
@@ -123,10 +129,12 @@ def norm_backward(
     round_first: bool,
     want_dweight: bool,
     dbias_dtype: torch.dtype | None = None,
+    float8: Float8 | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of x (plus `dtotal`, the gradient that reaches x through the residual), weight and bias.
 
-    x is the normalised tensor: after a residual add, the sum.
+    x is the normalised tensor: after a residual add, the sum. `float8` is memory for the gradient of x in
+    e4m3 by rows, for rows of at most `MAX_BLOCK_WIDTH` (of a LayerNorm, half of it).
     """
     dx = contiguous_like(x)
     x_rows, dy_rows = as_rows(x), as_rows(dy)
@@ -164,6 +172,7 @@ def norm_backward(
             _backward_kernel[(programs,)](
                 *inputs,
                 dx,
+                *(float8 or (None, None)),
                 dweight_sums,
                 dbias_sums,
                 *strides,
@@ -238,6 +247,8 @@ def _forward_kernel(
     total,
     mean,
     rstd,
+    float8_values,
+    float8_scales,
     x_stride,
     residual_stride,
     rows,
@@ -275,7 +286,21 @@ def _forward_kernel(
         value *= tl.load(weight + column, column < width, 0.0).to(tl.float32) + offset
     if bias is not None:
         value += tl.load(bias + column, column < width, 0.0).to(tl.float32)
-    tl.store(y + row * width + column, value.to(y.dtype.element_ty), mask)
+    value = value.to(y.dtype.element_ty)
+    tl.store(y + row * width + column, value, mask)
+    if float8_values is not None:
+        _store_rows(value, float8_values, float8_scales, row, column, rows, width)
+
+
+@jit
+def _store_rows(x, values, scales, row, column, rows, width):
+    """Quantise whole rows to e4m3."""
+    mask = (row < rows) & (column < width)
+    x = x.to(tl.float32)
+    bits = tl.where(mask, tl.abs(x).to(tl.int32, bitcast=True), 0)
+    scale = scale_for(as_magnitude(tl.max(bits, 1, keep_dims=True)), 448.0)
+    tl.store(scales + row, scale, row < rows)
+    tl.store(values + row * width + column, (x * (1.0 / scale)).to(values.dtype.element_ty), mask)
 
 
 @jit
@@ -287,6 +312,8 @@ def _backward_kernel(
     mean,
     rstd,
     dx,
+    float8_values,
+    float8_scales,
     dweight_sums,
     dbias_sums,
     dy_stride,
@@ -333,7 +360,10 @@ def _backward_kernel(
         result = result * row_rstd
         if dtotal is not None:
             result += tl.load(dtotal + row * dtotal_stride + column, mask, 0.0).to(tl.float32)
-        tl.store(dx + row * width + column, result.to(dx.dtype.element_ty), mask)
+        result = result.to(dx.dtype.element_ty)
+        tl.store(dx + row * width + column, result, mask)
+        if float8_values is not None:
+            _store_rows(result, float8_values, float8_scales, row, column, rows, width)
     sums = tl.program_id(0).to(tl.int64) * width + column
     if dweight_sums is not None:
         tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)

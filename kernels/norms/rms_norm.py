@@ -16,11 +16,18 @@ from liger_models.kernels._dispatch import (
     once_differentiable,
     use_triton,
 )
-from liger_models.kernels.norms._norm_kernels import norm_backward, norm_forward
+from liger_models.kernels.float8.copies import carry_rows
+from liger_models.kernels.float8.quantize import Float8, empty_rows, rows_plain
+from liger_models.kernels.norms._norm_kernels import MAX_BLOCK_WIDTH, norm_backward, norm_forward
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, cast: str = "llama"
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    cast: str = "llama",
+    float8: bool = False,
 ) -> Tensor:
     """RMSNorm over the last dimension, computed in float32 whatever the dtype.
 
@@ -31,6 +38,7 @@ def rms_norm(
         offset: added to the weight, in float32 (Gemma: 1.0).
         cast: where the result is rounded to x's dtype. "llama": before the weight, and the result has the
             dtype to which PyTorch promotes x and weight. "gemma", "float32" (OLMo 2): once, after the weight.
+        float8: let y carry its copy in e4m3 by rows (kernels/float8/copies.py), if x is a matrix.
 
     Returns:
         y [..., H], contiguous. Results are deterministic.
@@ -41,8 +49,10 @@ def rms_norm(
     """
     _check(x, weight, offset, cast)
     if use_triton(x, weight):
-        return _RMSNorm.apply(x, weight, eps, offset, cast == "llama")
-    return as_once_differentiable(rms_norm_plain(x, weight, eps, offset, cast))
+        y, *copy = _RMSNorm.apply(x, weight, eps, offset, cast == "llama", float8)
+        return y if copy[0] is None else carry_rows(y, Float8(*copy))
+    y = as_once_differentiable(rms_norm_plain(x, weight, eps, offset, cast))
+    return _with_copy(y) if float8 else y
 
 
 def rms_norm_plain(
@@ -66,12 +76,15 @@ def add_rms_norm(
     eps: float = 1e-6,
     offset: float = 0.0,
     cast: str = "llama",
+    float8: bool = False,
+    float8_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Residual add and RMSNorm in one pass.
 
     Args:
         x, residual: [..., H], of the same shape.
-        weight, eps, offset, cast: as in `rms_norm`.
+        weight, eps, offset, cast, float8: as in `rms_norm`.
+        float8_gradient: let the gradient of x carry its copy, too. The plain twin's does not.
 
     Returns:
         y and total, both [..., H]: bitwise equal to `total = x + residual`, `y = rms_norm(total, weight)`. Of
@@ -84,8 +97,12 @@ def add_rms_norm(
     if x.shape != residual.shape:
         raise ValueError(f"x is {tuple(x.shape)}, residual {tuple(residual.shape)}; expected one shape")
     if use_triton(x, residual, weight):
-        return _AddRMSNorm.apply(x, residual, weight, eps, offset, cast == "llama")
-    return as_once_differentiable(*add_rms_norm_plain(x, residual, weight, eps, offset, cast))
+        y, total, *copy = _AddRMSNorm.apply(
+            x, residual, weight, eps, offset, cast == "llama", float8, float8_gradient
+        )
+        return y if copy[0] is None else carry_rows(y, Float8(*copy)), total
+    y, total = as_once_differentiable(*add_rms_norm_plain(x, residual, weight, eps, offset, cast))
+    return _with_copy(y) if float8 else y, total
 
 
 def add_rms_norm_plain(
@@ -99,6 +116,14 @@ def add_rms_norm_plain(
     """Plain twin of `add_rms_norm`."""
     total = x + residual
     return rms_norm_plain(total, weight, eps, offset, cast), total
+
+
+def _with_copy(y: Tensor) -> Tensor:
+    return carry_rows(y, rows_plain(y.detach().float())) if _has_copy(y) else y
+
+
+def _has_copy(y: Tensor) -> bool:
+    return y.dim() == 2 and y.shape[1] <= MAX_BLOCK_WIDTH and not torch.compiler.is_compiling()
 
 
 def _check(x: Tensor, weight: Tensor | None, offset: float, cast: str) -> None:
@@ -115,18 +140,23 @@ def _check(x: Tensor, weight: Tensor | None, offset: float, cast: str) -> None:
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, round_first):
+    def forward(ctx, x, weight, eps, offset, round_first, float8):
         weight = None if weight is None else weight.contiguous()
-        y, _, _, rstd = norm_forward(
-            x, None, weight, None, eps, offset, center=False, round_first=round_first
+        copy = empty_rows(x) if float8 and _has_copy(x) else None
+        y, *_, rstd = norm_forward(
+            x, None, weight, None, eps, offset, center=False, round_first=round_first, float8=copy
         )
         ctx.save_for_backward(x, weight, rstd)
         ctx.offset, ctx.round_first = offset, round_first
-        return y
+        ctx.mark_non_differentiable(*(copy or ()))
+        ctx.set_materialize_grads(False)
+        return y, *(copy or (None, None))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx, dy, *_copies):
+        if dy is None:
+            return None, None, None, None, None, None
         x, weight, rstd = ctx.saved_tensors
         dx, dweight, _ = norm_backward(
             dy,
@@ -139,28 +169,32 @@ class _RMSNorm(torch.autograd.Function):
             round_first=ctx.round_first,
             want_dweight=ctx.needs_input_grad[1],
         )
-        return dx, dweight, None, None, None
+        return dx, dweight, None, None, None, None
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, round_first):
+    def forward(ctx, x, residual, weight, eps, offset, round_first, float8, float8_gradient):
         weight = None if weight is None else weight.contiguous()
+        copy = empty_rows(x) if float8 and _has_copy(x) else None
         y, total, _, rstd = norm_forward(
-            x, residual, weight, None, eps, offset, center=False, round_first=round_first
+            x, residual, weight, None, eps, offset, center=False, round_first=round_first, float8=copy
         )
         ctx.save_for_backward(total, weight, rstd)
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.round_first = offset, round_first
         ctx.dtypes = x.dtype, residual.dtype
-        return y, total
+        ctx.float8_gradient = float8_gradient and _has_copy(x) and y.dtype == x.dtype == residual.dtype
+        ctx.mark_non_differentiable(*(copy or ()))
+        return y, total, *(copy or (None, None))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, dtotal):
+    def backward(ctx, dy, dtotal, *_copies):
         dx, dweight = dtotal, None
         if dy is not None:
             total, weight, rstd = ctx.saved_tensors
+            copy = empty_rows(total) if ctx.float8_gradient else None
             dx, dweight, _ = norm_backward(
                 dy,
                 dtotal,
@@ -171,8 +205,11 @@ class _AddRMSNorm(torch.autograd.Function):
                 ctx.offset,
                 round_first=ctx.round_first,
                 want_dweight=ctx.needs_input_grad[2],
+                float8=copy,
             )
+            if copy is not None:
+                carry_rows(dx, copy)
         if dx is None:
-            return None, None, None, None, None, None
+            return (None,) * 8
         x_dtype, residual_dtype = ctx.dtypes
-        return dx.to(x_dtype), dx.to(residual_dtype), dweight, None, None, None
+        return dx.to(x_dtype), dx.to(residual_dtype), dweight, *(None,) * 5

@@ -216,6 +216,7 @@ class _Moments:
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
             tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
+        front = max(front, tokens * getattr(mlp, "float8_gradient_bytes", 0))
         # A matrix, or the stacks of experts, that quantised bits are decoded to for a product.
         decoded = decoded_bytes(mlp, itemsize)
         last, front = last + decoded, front + decoded

@@ -19,13 +19,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import geglu, relu2, swiglu
+from liger_models.kernels.float8.eight_bits import (
+    eight_bits_bytes,
+    gated_eight_bits,
+    gated_from_eight_bits,
+)
 from liger_models.layers.parts.activations import XIELU
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
-from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.float8 import Float8Settings
+from liger_models.layers.projections.linear import Linear, float8_of
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import (
     TILED,
     ActivationMemory,
+    carry_float8_recipe,
     carry_recipe,
     output_is_ours,
     recompute,
@@ -127,9 +134,27 @@ class GatedMLP(_MLP):
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor) -> Tensor:
+        settings = float8_of(self.down_proj)
+        if settings is not None and self.spec.gate_scale == 1.0 and not torch.compiler.is_compiling():
+            return self._forward_in_eight_bits(x, settings)
         gate_up = self.gate_up_proj(x)
         product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+
+    def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
+        """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
+        copies, act = not settings.one_scale, self.spec.activation
+        gate_up = self.gate_up_proj(x)
+        product, codes, scales = gated_eight_bits(
+            gate_up.flatten(0, -2), act, float8=copies, float8_gradient=copies
+        )
+        again = functools.partial(gated_from_eight_bits, activation=act, dtype=product.dtype)
+        carry_float8_recipe(product, functools.partial(again, float8=True), codes, scales)
+        carry_recipe(product, again, codes, scales)
+        lead = gate_up.shape[:-1]
+        del gate_up  # nobody keeps it
+        y = self.down_proj(product)
+        return y if len(lead) == 1 else y.unflatten(0, lead)
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         product = functools.partial(self.gated_product, reuse_input=True)
@@ -137,10 +162,19 @@ class GatedMLP(_MLP):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: gate, up and their product, depending on the level; and a scaled gate."""
-        kept = {"all": 3, "lean": 2}.get(level, 0)
+        kept = {"all": 3.0, "lean": 2.0}.get(level, 0.0)
         if kept and self.spec.gate_scale != 1.0:
             kept += 1
-        return kept * itemsize * self.spec.intermediate_size
+        elif kept and float8_of(self.down_proj) is not None:
+            return int((kept - 2) * itemsize * self.spec.intermediate_size) + eight_bits_bytes(
+                self.spec.intermediate_size
+            )
+        return int(kept) * itemsize * self.spec.intermediate_size
+
+    @property
+    def float8_gradient_bytes(self) -> int:
+        """Bytes per token of the gradients of the product, of gate and up, and of the latter in float8."""
+        return 8 * self.spec.intermediate_size if float8_of(self.down_proj) is not None else 0
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation!r}"

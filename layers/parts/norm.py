@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
+from liger_models.layers.recompute.activation_memory import (
+    ActivationMemory,
+    carry_float8_recipe,
+    carry_recipe,
+)
 from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
 
 
@@ -34,7 +38,14 @@ class LigerRMSNorm(nn.Module):
         float32_stream: the sum is in float32, and is normalised as rounded to the dtype of x or of the
             residual, whichever is narrower.
         weighted: whether there is a weight.
+
+    Attributes:
+        float8_copy: write a float8 copy of the result in the same pass, for a linear layer (`set_float8`).
+        float8_gradient: likewise of the gradient of the sum, for the linear layer that made x.
     """
+
+    float8_copy: bool = False
+    float8_gradient: bool = False
 
     def __init__(
         self,
@@ -65,18 +76,22 @@ class LigerRMSNorm(nn.Module):
             total = x.to(torch.promote_types(x.dtype, torch.float32)) + residual
             return self._alone(total.to(branch)), total
         cast = self._cast_for(x)
-        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast)
+        copies = self.float8_copy, self.float8_gradient
+        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast, *copies)
         return self._with_recipe(y, total, cast), total
 
     def _alone(self, x: Tensor) -> Tensor:
         cast = self._cast_for(x)
-        return self._with_recipe(rms_norm(x, self.weight, self.eps, self.offset, cast), x, cast)
+        y = rms_norm(x, self.weight, self.eps, self.offset, cast, self.float8_copy)
+        return self._with_recipe(y, x, cast)
 
     def _with_recipe(self, y: Tensor, x: Tensor, cast: NormCast) -> Tensor:
         norm = functools.partial(rms_norm, eps=self.eps, offset=self.offset, cast=cast)
         if self.weight is None:
-            return carry_recipe(y, functools.partial(norm, weight=None), x, late=True)
-        return carry_recipe(y, norm, x, self.weight, late=True)
+            norm = functools.partial(norm, weight=None)
+        inputs = (x,) if self.weight is None else (x, self.weight)
+        carry_float8_recipe(y, functools.partial(norm, float8=True), *inputs, late=True)
+        return carry_recipe(y, norm, *inputs, late=True)
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """Cast to use: a weight wider than the model's matrices would promote the result, which they could

@@ -61,6 +61,11 @@ def unwrapped(module: nn.Module) -> Any:
     return module
 
 
+def float8_of(module: nn.Module) -> Float8Settings | None:
+    """How a layer runs in float8, also inside of wrappers of adapters; None: it does not."""
+    return getattr(unwrapped(module), "float8", None)
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a module's forward is replaced, or hooks observe its inputs, outputs or gradients."""
     own = (

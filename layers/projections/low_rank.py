@@ -11,6 +11,8 @@ Saved for the backward pass: x, by reference or as its recipe (layers/recompute/
 product, x never to theirs; their gradients are summed in float32. Frozen tensors get no gradient and cost
 nothing.
 
+In float8 (float8.py) the product with W is quantised, and the paths keep their dtype and are added to it.
+
 The low-rank paths run first, and the product with W is added to them: y and dx are written once more than in
 the plain layer, x is read twice more (for t and dA) and dy twice (for u and dB). So y is rounded only once,
 after the sum.
@@ -25,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.layers.projections.float8 import runs_in_float8
+from liger_models.layers.projections.float8 import check_float8, float8_linear
 from liger_models.layers.projections.linear import Linear, as_wide_as, has_hooks
 from liger_models.layers.projections.low_rank_autograd import run_low_rank
 from liger_models.layers.projections.low_rank_plan import Adapter, Projection, product_dtype
@@ -44,12 +46,17 @@ def low_rank_linear(x: Tensor, *projections: Projection) -> Tensor:
         [..., sum of out], in the dtype of x or of autocast.
 
     Raises:
-        RuntimeError: incompatible dtypes or shapes, as from torch's linear layer.
+        RuntimeError: incompatible dtypes or shapes, as from torch's linear layer; float8 on a device without.
+        TypeError: float8 of another dtype than bfloat16.
         ValueError: a weight that has `dense` and requires a gradient.
     """
     if any(p.dense is not None and p.weight.requires_grad for p in projections):
         raise ValueError("a weight with `dense` has no gradient; set its requires_grad to False")
     dtype = product_dtype(x)
+    for projection in projections:
+        if projection.float8 is not None:
+            weight = dtype if torch.is_autocast_enabled(x.device.type) else projection.weight.dtype
+            check_float8(x.device, dtype, weight, projection.float8)
     if torch.compiler.is_compiling():
         return torch.cat([plain_low_rank_linear(x, projection, dtype) for projection in projections], dim=-1)
     return run_low_rank(x, None, projections, dtype, in_place=False)
@@ -82,6 +89,9 @@ def add_low_rank(y: Tensor, x: Tensor, adapters: Sequence[Adapter], in_place: bo
 def plain_low_rank_linear(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     """Plain twin of `low_rank_linear` in torch's own operations, without memory savings."""
     x, weight = x.to(dtype), projection.weight
+    if projection.float8 is not None:
+        y = float8_linear(x, weight, projection.bias, projection.float8)
+        return sum((_plain_path(x, adapter, dtype) for adapter in projection.adapters), y)
     weight = (weight if projection.dense is None else projection.dense(weight)).to(dtype)
     y = F.linear(x, weight, as_wide_as(weight, projection.bias))
     for adapter in projection.adapters:
@@ -100,12 +110,12 @@ def projection_of(layer: nn.Module) -> Projection | None:
     own = getattr(layer, "low_rank_projection", None)
     if own is not None:
         return own()
-    if type(layer).forward not in (nn.Linear.forward, Linear.forward) or runs_in_float8(layer):
+    if type(layer).forward not in (nn.Linear.forward, Linear.forward):
         return None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
     if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
         return None  # sharded, quantised, parametrized
-    return Projection(weight, bias)
+    return Projection(weight, bias, float8=getattr(layer, "float8", None))
 
 
 def _plain_path(x: Tensor, adapter: Adapter, dtype: torch.dtype) -> Tensor:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from liger_models.layers.projections.float8 import (
+    Float8Settings,
+    forward_product,
+    input_gradient,
+    weight_gradient,
+)
 from liger_models.layers.projections.linear import one_below_another
 from liger_models.layers.projections.low_rank_plan import Adapter, Path, Plan, Projection
 
@@ -33,6 +39,7 @@ def run_low_rank(
         dtype,
         tuple(outs),
         tuple(projection.dense for projection in projections),
+        tuple(projection.float8 for projection in projections),
         torch.is_autocast_enabled(x.device.type),
         tuple(paths),
         sum(adapter.a.shape[0] for _, adapter in found if adapter.dropout == 0),
@@ -117,7 +124,7 @@ class _Sum(torch.autograd.Function):
         x, t, *tensors = ctx.kept.saved_tensors
         _, _, _, dx_needed, _, dy_needed, *needed = ctx.needs_input_grad
         with torch.autocast(dy.device.type, enabled=False):
-            flat, small = dy.reshape(-1, plan.width), _cast(plan, tensors)
+            flat, small = _rows(dy, dy.dtype), _cast(plan, tensors)
             grads, u = _parameter_grads(ctx, small, x, t, flat, tensors, needed)
             shape, dtype = x.shape, x.dtype
             del x  # recomputed from a recipe, it need not coexist with dx
@@ -131,6 +138,8 @@ def _outputs(
     """[tokens, sum of out]. Biases and paths come first, and the product with W is added to them: it reads
     them while it computes; the other order would read and write y once more.
     """
+    if any(plan.float8):
+        return _float8_outputs(plan, x, t, weights, biases, up)
     y = x.new_empty(len(x), plan.width)
     begun = [False] * len(plan.outs)
     for path, b in zip(plan.paths, up, strict=True):
@@ -159,6 +168,37 @@ def _outputs(
     return y
 
 
+def _float8_outputs(
+    plan: Plan, x: Tensor, t: Tensor, weights: list[Tensor], biases: list[Any], up: list[Tensor]
+) -> Tensor:
+    """The same if a product runs in float8, which cannot add to what is there: it comes first."""
+    products = []
+    for _, matrix, settings in _products(plan, weights):
+        if settings is None:
+            products.append(x @ matrix.T)
+        else:
+            products.append(forward_product(x, matrix, settings))
+        del matrix
+    y = products[0] if len(products) == 1 else torch.cat(products, dim=1)
+    del products
+    for out, bias in zip(plan.outs, biases, strict=True):
+        if bias is not None:
+            y[:, out] += bias.to(plan.dtype)
+    for path, b in zip(plan.paths, up, strict=True):
+        y[:, path.out].addmm_(t[:, path.rank], b.T)
+    return y
+
+
+def _products(plan: Plan, weights: list[Tensor]) -> Iterator[tuple[slice, Tensor, Float8Settings | None]]:
+    """The outputs, the matrix and the precision of each product: of all layers at once where possible."""
+    matrix = _one_matrix(plan, weights)
+    if matrix is not None and len({*plan.float8}) == 1:
+        yield slice(None), matrix, plan.float8[0]
+        return
+    for i, out in enumerate(plan.outs):
+        yield out, _matrix(plan, i, weights), plan.float8[i]
+
+
 def _parameter_grads(
     ctx: Any,
     small: _Small,
@@ -177,7 +217,11 @@ def _parameter_grads(
     m, n = len(plan.outs), len(plan.paths)
     for i, out in enumerate(plan.outs):
         if of_weights[i]:
-            grads[i] = (dy[:, out].T @ rows).to(weights[i].dtype)
+            settings = plan.float8[i]
+            gradient = (
+                dy[:, out].T @ rows if settings is None else weight_gradient(dy[:, out], rows, settings)
+            )
+            grads[i] = gradient.to(weights[i].dtype)
         if of_biases[i]:
             grads[m + i] = dy[:, out].sum(0).to(biases[i].dtype)
     u = dy.new_empty(len(dy), plan.rank)
@@ -200,18 +244,27 @@ def _parameter_grads(
 
 
 def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Tensor]) -> Tensor:
-    """dx = u A + dy W, [tokens, in], in this order."""
+    """dx = u A + dy W, [tokens, in], in this order; in float8 in the other."""
     plan: Plan = ctx.plan
     weights = plan.parts(tensors)[0]
     dx: Tensor | None = None
+    in_float8 = any(plan.float8)
+    if in_float8:
+        for out, factor, settings in _products(plan, weights):
+            whole = out == slice(None)
+            part = dy if whole else dy[:, out]
+            product = part @ factor if settings is None else input_gradient(part, factor, settings)
+            dx = product if dx is None else dx.add_(product)
+            del factor, product
     if plan.shared:
-        dx = u[:, : plan.shared] @ small.shared
+        through = u[:, : plan.shared]
+        dx = through @ small.shared if dx is None else dx.addmm_(through, small.shared)
     for i, state in ctx.kept.states.items():
         path = plan.paths[i]
         through = u[:, path.rank] @ small.down[i]
         through = _dropped(through, _kept_elements(through, path.dropout, state), path.dropout)
         dx = through if dx is None else dx.add_(through)
-    if weights[0] is None:
+    if weights[0] is None or in_float8:
         assert dx is not None
         return dx
     matrix = _one_matrix(plan, weights)
@@ -224,6 +277,8 @@ def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Te
 
 
 def _rows(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dim() == 2 and x.dtype == dtype:
+        return x  # itself: it may carry a copy in float8
     return x.reshape(-1, x.shape[-1]).to(dtype)
 
 

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.layers.projections.float8 import Float8Settings
+
 
 class Adapter(NamedTuple):
     """A low-rank path, `scale * dropout(x) A^T B^T`.
@@ -37,6 +39,7 @@ class Projection(NamedTuple):
             again in backward; the matrix is not kept. Such a weight is frozen. The function must not depend
             on autograd, and may return any dtype, which is cast to that of the product.
         dtype: the only dtype in which the layer multiplies. None: that of x.
+        float8: how the products with the weight run in float8. None: they do not.
     """
 
     weight: Tensor
@@ -44,6 +47,7 @@ class Projection(NamedTuple):
     adapters: tuple[Adapter, ...] = ()
     dense: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype | None = None
+    float8: Float8Settings | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Return True if the product for this input has the dtype that the layer requires."""
@@ -77,6 +81,7 @@ class Plan:
     dtype: torch.dtype
     outs: tuple[slice, ...]
     dense: tuple[Callable[[Tensor], Tensor] | None, ...]
+    float8: tuple[Float8Settings | None, ...]
     autocast: bool
     paths: tuple[Path, ...]
     shared: int

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels.float8.copies import carried_rows, forget_rows
 from liger_models.kernels.invariant.mode import as_in_this_pass
 from liger_models.layers.projections.linear import Linear, has_hooks
 from liger_models.layers.projections.low_rank import projection_of
@@ -114,7 +115,8 @@ def carry_recipe(
 
     `late` marks outputs that a layer's backward pass needs late: a recomputed layer then makes them again
     instead of holding them. With `deep` inputs that carry recipes are recomputed too, instead of being held.
-    `frozen` outputs are decoded weights, which no gradient reaches, but gradients of other tensors need.
+    `frozen` outputs are decoded weights and float8 copies, which no gradient reaches, but gradients of other
+    tensors need.
     """
     needed = output.requires_grad or (frozen and torch.is_grad_enabled())
     if needed and not torch.compiler.is_compiling():
@@ -126,7 +128,9 @@ def carry_recipes(
     outputs: tuple[Tensor, ...],
     make: Callable[..., tuple[Tensor, ...]],
     *inputs: Tensor,
+    late: bool = False,
     deep: bool = False,
+    frozen: bool = False,
 ) -> tuple[Tensor, ...]:
     """The same of several outputs of `make(*inputs)`, which runs once for all that are asked for in a row."""
     waiting: dict[int, Tensor] = {}
@@ -137,8 +141,28 @@ def carry_recipes(
         return waiting.pop(number)
 
     for number, output in enumerate(outputs):
-        carry_recipe(output, functools.partial(made, number), *inputs, deep=deep)
+        make_one = functools.partial(made, number)
+        carry_recipe(output, make_one, *inputs, late=late, deep=deep, frozen=frozen)
     return outputs
+
+
+def carry_float8_recipe(
+    x: Tensor, make: Callable[..., Tensor], *inputs: Tensor, late: bool = False
+) -> Tensor:
+    """The same of the float8 copy that x carries, if any: `make(*inputs)` makes x again, with its copy.
+
+    Returns x.
+    """
+    rows = carried_rows(x)
+    if rows is not None:
+        carry_recipes(tuple(rows), functools.partial(_copy_made, make), *inputs, late=late, frozen=True)
+    return x
+
+
+def _copy_made(make: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+    rows = carried_rows(make(*inputs))
+    assert rows is not None
+    return tuple(rows)
 
 
 def output_is_ours(module: nn.Module) -> bool:
@@ -204,6 +228,8 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
     if torch.compiler.is_compiling():
         return run_again(function, *args)
     tensors = [arg for arg in args if isinstance(arg, Tensor) and not arg.is_inference()]
+    for tensor in tensors:
+        forget_rows(tensor)  # the second run gets its arguments without
     versions = [_Version(tensor) for tensor in tensors if not isinstance(_would_keep(tensor), Recipe)]
 
     def run(*args: Any) -> Any:

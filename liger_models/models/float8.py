@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import has_float8_products
+from liger_models.layers.parts.norm import LigerRMSNorm
 from liger_models.layers.projections.float8 import (
     RECIPES,
     Float8Recipe,
@@ -59,7 +60,24 @@ def set_float8(
         else:
             found[path] = "float8" if settings else "not asked for"
         layer.float8 = settings if found[path] == "float8" else None
+    _let_norms_quantize(model)
     return found
+
+
+def _let_norms_quantize(model: nn.Module) -> None:
+    """Let norms write float8 copies where their width is that of a layer's input, or of its output, which
+    may be the norm's gradient. A copy that nobody reads costs a little time.
+    """
+    blocks = list(_blocks(model))
+    chosen = [layer for block in blocks for layer in block.modules() if _in_rows(layer)]
+    inputs, outputs = {layer.in_features for layer in chosen}, {layer.out_features for layer in chosen}
+    for norm in (part for block in blocks for part in block.modules() if isinstance(part, LigerRMSNorm)):
+        norm.float8_copy = norm.hidden_size in inputs
+        norm.float8_gradient = norm.hidden_size in outputs
+
+
+def _in_rows(layer: nn.Module) -> TypeGuard[Linear]:
+    return isinstance(layer, Linear) and layer.float8 is not None and not layer.float8.one_scale
 
 
 def float8_summary(model: nn.Module) -> str:
@@ -98,8 +116,18 @@ def gains_from_float8(in_features: int, out_features: int) -> bool:
 
 
 def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    for part, layers in _layer_lists(model):
+        for path, module in layers.named_modules(prefix=part):
+            if type(module).forward is Linear.forward:
+                yield path, module
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    for _, layers in _layer_lists(model):
+        yield from layers
+
+
+def _layer_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     for part, layers in model.named_modules():
         if isinstance(layers, nn.ModuleList) and part.rpartition(".")[2] == "layers":
-            for path, module in layers.named_modules(prefix=part):
-                if type(module).forward is Linear.forward:
-                    yield path, module
+            yield part, layers

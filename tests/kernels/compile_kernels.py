@@ -19,6 +19,9 @@ from triton.runtime.jit import JITFunction
 
 import liger_models.kernels as kernels
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
+from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
+from liger_models.kernels.float8.quantize import quantize_columns
+from liger_models.kernels.float8.quantize import turned as transposed
 
 BF16 = torch.bfloat16
 
@@ -55,7 +58,22 @@ def run_everything() -> None:
     for one_scale in (False, True):
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)
     kernels.quantize(operand(8, 128), by_rows=False, by_columns=True, dtype=torch.float8_e5m2)
-    kernels.quantize(operand(8, 128))
+    rows, _ = kernels.quantize(operand(8, 128))
+    quantize_columns(rows.values, rows.scales)
+    transposed(rows)
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        for float8 in (False, True):
+            y, codes, scales = gated_eight_bits(
+                operand(8, 256), activation, float8=float8, float8_gradient=float8
+            )
+            backward(y)
+            gated_from_eight_bits(codes, scales, activation, BF16, float8=float8)
+    backward(kernels.rms_norm(operand(8, 128), operand(128), float8=True))
+    backward(
+        *kernels.add_rms_norm(
+            operand(8, 128), operand(8, 128), operand(128), float8=True, float8_gradient=True
+        )
+    )
     quantised()
     backward(kernels.xielu(operand(8, 128), operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)))
     backward(kernels.softmax(operand(8, 128)))

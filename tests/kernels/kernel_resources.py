@@ -20,6 +20,8 @@ import triton
 from compile_kernels import BF16, backward, instead_of_launching
 
 import liger_models.kernels as kernels
+from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
+from liger_models.kernels.float8.quantize import quantize_columns, turned
 
 TOKENS, VOCAB = 16, 128256
 TREE = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"))
@@ -92,7 +94,14 @@ def gated(width):
 def float8(width):
     for one_scale in (False, True):
         kernels.quantize(operand(TOKENS, width), by_columns=True, one_scale=one_scale)
-    kernels.quantize(operand(TOKENS, width))
+    rows, _ = kernels.quantize(operand(TOKENS, width))
+    quantize_columns(rows.values, rows.scales)
+    turned(rows)
+    y, codes, scales = gated_eight_bits(operand(TOKENS, 2 * width), "silu", float8=True, float8_gradient=True)
+    backward(y)
+    gated_from_eight_bits(codes, scales, "silu", BF16, float8=True)
+    x, weight = operand(TOKENS, width), operand(width)
+    backward(*kernels.add_rms_norm(x, operand(TOKENS, width), weight, float8=True, float8_gradient=True))
 
 
 def decoding(rows, columns):

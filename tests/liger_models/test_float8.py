@@ -1,17 +1,21 @@
 """Linear layers in float8, on a CPU with emulated products, and on a GPU."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+from live_bytes import LiveBytes, as_on_a_gpu
 from torch.nn import functional as F
 
 import liger_models
 from liger_models import set_float8
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import quantize
-from liger_models.layers.projections.float8 import RECIPES, runs_in_float8
+from liger_models.layers.projections.float8 import RECIPES, Float8Settings, runs_in_float8
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
+from liger_models.layers.projections.low_rank_plan import Adapter
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.float8 import gains_from_float8
 
@@ -148,6 +152,118 @@ def test_the_layers_below_adapters_run_in_float8():
     plain = make_model("rowwise", projections="split")
     assert losses[1] == plain(IDS, labels=IDS).loss.item()  # B is zero at first
     assert losses[0] != losses[1]
+
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def adapted_gradients(recipe, monkeypatch, one_by_one=False, **options):
+    peft = pytest.importorskip("peft")
+    model = make_model(recipe, projections="split")
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, target_modules=ALL, init_lora_weights=False, **options)
+    adapted = peft.get_peft_model(model, config)
+    if one_by_one:
+        from liger_models.hf.adapters.lora import LowRankLinear
+
+        monkeypatch.setattr(LowRankLinear, "low_rank_projection", lambda self: None)
+    torch.manual_seed(2)
+    adapted(IDS, labels=IDS).loss.backward()
+    return torch.cat([p.grad.float().flatten() for p in adapted.parameters() if p.requires_grad])
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_adapters_and_layers_in_float8_run_as_one_operation(recipe, monkeypatch):
+    """Layers of one input are one product there, and dx is quantised once for all: not the same bits."""
+    exact = adapted_gradients(None, monkeypatch)
+    together = adapted_gradients(recipe, monkeypatch)
+    apart = adapted_gradients(recipe, monkeypatch, one_by_one=True)
+    distance = float((together - exact).norm())
+    assert float((together - apart).norm()) < distance
+    assert 0.8 * distance < float((apart - exact).norm()) < 1.25 * distance
+
+
+def test_adapters_alone_add_to_what_the_layer_computes_in_float8():
+    """One layer with a path and a bias: y and all gradients from their formulas."""
+    torch.manual_seed(0)
+    layer = Linear(32, 48, bias=True).bfloat16().requires_grad_(False)
+    layer.float8 = Float8Settings("rowwise", emulate=True)
+    a, b = torch.randn(4, 32, requires_grad=True), torch.randn(48, 4, requires_grad=True)
+    x, dy = torch.randn(21, 32).bfloat16().requires_grad_(), torch.randn(21, 48).bfloat16()
+    path = Adapter(a, b, 0.5)
+    y = low_rank_linear(x, projection_of(layer)._replace(adapters=(path,)))
+    y.backward(dy)
+    plain_x = x.detach().clone().requires_grad_()
+    expected = layer(plain_x)
+    t = 0.5 * (x.detach() @ a.detach().bfloat16().T).float()
+    torch.testing.assert_close(y.float(), expected.float() + t @ b.detach().T, rtol=2**-6, atol=0.1)
+    expected.backward(dy)
+    u = 0.5 * dy.float() @ b.detach()
+    torch.testing.assert_close(x.grad.float(), plain_x.grad.float() + u @ a.detach(), rtol=2**-6, atol=0.2)
+    torch.testing.assert_close(b.grad, dy.float().T @ t, rtol=2**-5, atol=0.2)
+    torch.testing.assert_close(a.grad, u.T @ x.detach().float(), rtol=2**-5, atol=0.5)
+
+
+@pytest.mark.parametrize("level", ["all", "lean", "mlp", "checkpoint"])
+def test_less_is_kept_than_in_bfloat16(level):
+    """And as much as the planner of activation memory expects of a layer, or less."""
+    kept = {}
+    for recipe in (None, "rowwise"):
+        living = []
+        for layers in (2, 3):
+            torch.manual_seed(0)
+            config = {**CONFIG, "num_hidden_layers": layers}
+            model = liger_models.from_config(config, dtype="bfloat16", device="cpu", activation_memory=level)
+            if recipe:
+                set_float8(model, recipe, emulate=True, all_sizes=True)
+            with as_on_a_gpu():
+                model(IDS[:, :1])  # creates data shared by all models
+                with LiveBytes(model.parameters()) as live:
+                    loss = model(IDS, labels=IDS).loss
+                living.append(live.now)
+                del loss
+        kept[recipe] = (living[1] - living[0]) / IDS.numel()
+        planned = model.layers[0].activation_bytes(level, 2)
+        assert kept[recipe] <= planned if recipe and level == "all" else kept[recipe] == planned
+    saved = {"all": 4 * 48, "lean": 2 * 48 - 4}.get(level, 0)  # gate and up are codes, with a scale for each
+    assert kept[None] - kept["rowwise"] >= saved
+
+
+def test_a_copy_is_quantised_once_for_all_its_products(monkeypatch):
+    """Norms and gated products make the copies of what they write; a layer quantises the rest."""
+    counts: Counter[tuple[int, ...]] = Counter()
+
+    def count(x, **options):
+        counts[tuple(x.shape)] += options.get("by_rows", True)
+        return quantize(x, **options)
+
+    monkeypatch.setattr("liger_models.layers.projections.float8.quantize", count)
+    gradients(make_model("rowwise"))
+    tokens = IDS.numel()
+    # Per layer: attention's output, in both passes, and the gradients of both branches. (Kernels of norms
+    # make these, too, but the plain twins do not.) The gradients of queries, keys and values.
+    expected = {(tokens, 32): 2 * 4, (tokens, 64): 2}
+    assert {shape: n for shape, n in counts.items() if shape[0] == tokens} == expected
+
+
+def test_an_edit_of_a_layers_input_is_seen():
+    """A copy is of what a norm wrote, and does not replace what a hook has made of it."""
+
+    def double(module, args):
+        args[0].mul_(2)
+
+    def doubled(module, args):
+        return (args[0] * 2,)
+
+    found = []
+    for hook in (double, doubled):
+        model = make_model("rowwise")
+        for layer in model.layers:
+            layer.mlp.gate_up_proj.register_forward_pre_hook(hook)
+            layer.mlp.down_proj.register_forward_pre_hook(hook)
+        found.append(gradients(model))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], gradients(make_model("rowwise")))
 
 
 def test_autocast_of_float32_weights():
