@@ -1,13 +1,17 @@
 """Long contexts: peak memory of a training step against the plan, and its time.
 
 The first layers of a model, in bfloat16 with random weights, random tokens, `liger_models.optim.AdamW` with
-16 more bits per weight. A case is LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]:
+16 more bits per weight. A case is LAYERS[/ALL]:ROWSxTOKENS:LEVEL:WHERE[:METHOD[+host][:CAP]]:
 
+    ALL      a model of so many layers is planned, and ballast takes the memory of the weights, gradients and
+             optimizer state of the layers that do not run
+    TOKENS   a number, or `max`: as many as the plan for a card of CAP has
     LEVEL    of activation memory
     WHERE    the optimizer's state is: `device` or `host`
     METHOD   `full`; `lora`, or `nf4` or `int8` for LoRA on quantised weights: adapters in float32 on all
-             linear layers, --rank
-    CAP      limit on torch's GPU memory after the model is loaded, such as 24GiB
+             linear layers, --rank; with `+host` the frozen weights are in host memory
+    CAP      a card's memory, such as 24GiB: torch gets 0.5 GiB less after the model is loaded, and the plan
+             0.95 of it, as by default
 
 Rows are separate documents: two rows of half the tokens take the memory of one, and half the time in
 attention. Run it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
@@ -19,6 +23,7 @@ import argparse
 import gc
 import re
 import statistics
+import sys
 import time
 from typing import Any, NamedTuple
 
@@ -40,21 +45,28 @@ CASES = (
 )
 
 
+CONTEXT = 1 << 29  # bytes of a card that CUDA's context and libraries take
+
+
 class Case(NamedTuple):
     """A case to measure."""
 
     layers: int
     rows: int
-    seq: int
+    seq: int  # 0: as many as the plan has
     level: str
     where: str
     method: str = "full"
     cap: int | None = None
+    all_layers: int | None = None
+    on_host: bool = False
 
     @property
     def name(self) -> str:
         cap = "" if self.cap is None else f":{self.cap / 2**30:g}GiB"
-        return f"{self.layers}:{self.rows}x{self.seq}:{self.level}:{self.where}:{self.method}{cap}"
+        layers = str(self.layers) if self.all_layers is None else f"{self.layers}/{self.all_layers}"
+        method, seq = self.method + "+host" * self.on_host, self.seq or "max"
+        return f"{layers}:{self.rows}x{seq}:{self.level}:{self.where}:{method}{cap}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case",
         action="append",
         type=_case,
-        metavar="LAYERS:ROWSxTOKENS:LEVEL:WHERE[:METHOD[:CAP]]",
+        metavar="LAYERS[/ALL]:ROWSxTOKENS:LEVEL:WHERE[:METHOD[+host][:CAP]]",
         help=f"repeatable; default: {' '.join(CASES)}",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps, the first one untimed (%(default)s)")
@@ -79,6 +91,8 @@ def run(args: argparse.Namespace) -> int:
     device = torch.device(args.device)
     rows: list[dict[str, Any]] = []
     for case in args.case or map(_case, CASES):
+        if not case.seq:
+            case = _longest(case, args)
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -99,7 +113,8 @@ def _write(args: argparse.Namespace, device: torch.device, rows: list[dict[str, 
         seconds = row.get("seconds")
         rate = "-" if seconds is None else f"{case.rows * case.seq / seconds:,.0f}"
         table.append(
-            [str(case.layers), case.method, f"{case.rows} x {case.seq:,}", case.level, case.where]
+            [f"{case.layers}/{case.all_layers or case.layers}", case.method + " on the host" * case.on_host]
+            + [f"{case.rows} x {case.seq:,}", case.level, case.where]
             + ["-" if case.cap is None else f"{case.cap / 2**30:g}"]
             + ["-" if figure is None else f"{figure:.1f}" for figure in figures]
             + [row["note"] if seconds is None else f"{seconds:.2f}", rate]
@@ -113,14 +128,19 @@ def _within_cap(case: Case, args: argparse.Namespace, device: torch.device) -> d
     """Measure a case, or return its plan with a note that it did not fit."""
     model, trained = _model(case, args, device)
     plan = _plan(case, args)
+    ballast = None
+    if case.all_layers is not None:
+        held = plan.at_rest - _plan(case._replace(all_layers=None), args).at_rest
+        ballast = torch.empty(held, dtype=torch.uint8, device=device)
     place = device.index or 0  # torch takes no device without a number here
     figures: dict[str, Any] = {"planned": plan.peak / 2**30, "moment": plan.moment, "host": plan.host / 2**30}
+    figures["ballast"] = 0.0 if ballast is None else ballast.nbytes / 2**30
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         if case.cap is not None:
             total = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(case.cap / total, place)
+            torch.cuda.set_per_process_memory_fraction((case.cap - CONTEXT) / total, place)
     try:
         return figures | _measure(case, args, device, model, trained)
     except torch.OutOfMemoryError:
@@ -138,28 +158,59 @@ def _model(
     from liger_models.models.quantization import METHODS, quantise
 
     config = config_of(args.model, case.layers, case.seq)
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta" if case.on_host else device}
     model = liger_models.from_config(config, activation_memory=case.level, **options).train()
+    if case.on_host:
+        _fill_on_host(model, device)
     if case.method != "full":
         from liger_models.training.adapters.lora_settings import LoraSettings
         from liger_models.training.lora import Adapters
 
         model.split_projections()
         if case.method in METHODS:
-            quantise(model, case.method, device)
+            quantise(model, case.method, device, case.on_host)
         Adapters(model, LoraSettings(r=args.rank), "none", seed=0)
         model.set_activation_memory(case.level)  # of the adapters' layers too
+        if case.on_host:
+            model.keep_weights_on_host(device)
     return model, [p for p in model.parameters() if p.requires_grad]
 
 
+@torch.no_grad()
+def _fill_on_host(model: Any, device: torch.device) -> None:
+    """Random weights in host memory. Those of one layer are drawn on the device, and copied to all."""
+    model.to_empty(device="cpu")
+    drawn: dict[Any, torch.Tensor] = {}
+    for p in model.parameters():
+        if p.shape not in drawn:
+            drawn[p.shape] = torch.empty_like(p, device=device).normal_(std=0.02).cpu()
+        p.copy_(drawn[p.shape])
+
+
+def _longest(case: Case, args: argparse.Namespace) -> Case:
+    """The case with the longest rows that the plan has for its cap."""
+    from liger_models.layers.memory import largest
+
+    if case.cap is None:
+        sys.exit(f"{case.name}: tokens 'max' need a cap")
+    counted = _counted(case._replace(seq=1), args)
+    levels, budget = [case.level] * (case.all_layers or case.layers), int(0.95 * case.cap)
+    return case._replace(seq=largest(lambda n: counted.resized(case.rows, n).plan(levels, budget).fits))
+
+
 def _plan(case: Case, args: argparse.Namespace) -> Any:
+    return _counted(case, args).plan([case.level] * (case.all_layers or case.layers))
+
+
+def _counted(case: Case, args: argparse.Namespace) -> Any:
+    """The memory of a step of the case's model."""
     import liger_models
     from liger_models.cli.plan import QUANTISED
     from liger_models.layers.memory import Step, StepMemory
     from liger_models.optim.adamw import state_bytes
     from liger_models.optim.host_state import lane_bytes
 
-    config = config_of(args.model, case.layers, case.seq)
+    config = config_of(args.model, case.all_layers or case.layers, case.seq)
     model = liger_models.from_config(config, device="meta", dtype=torch.bfloat16)
     on_host, adapted = case.where == "host", case.method != "full"
     state = state_bytes(torch.float32 if adapted else torch.bfloat16)
@@ -170,8 +221,9 @@ def _plan(case: Case, args: argparse.Namespace) -> Any:
         weight_bytes=QUANTISED.get(case.method),
         optimizer_on_host=on_host,
         optimizer_work=lane_bytes(state) if on_host else 0,
+        weights_on_host=case.on_host,
     )
-    return StepMemory(model, step).plan([case.level] * case.layers)  # type: ignore[list-item]
+    return StepMemory(model, step)
 
 
 def _measure(
@@ -211,11 +263,21 @@ def _measure(
 
 def _case(text: str) -> Case:
     pattern = (
-        r"(\d+):(\d+)x(\d+):(checkpoint|tiled|offload):(device|host)(?::(full|lora|nf4|int8)(?::(.+))?)?"
+        r"(\d+)(?:/(\d+))?:(\d+)x(\d+|max):(checkpoint|tiled|offload):(device|host)"
+        r"(?::(full|lora|nf4|int8)(\+host)?(?::(.+))?)?"
     )
     match = re.fullmatch(pattern, text)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance {CASES[-1]}")
-    layers, rows, seq, level, where, method, cap = match.groups()
-    bytes_of_cap = None if cap is None else parse_size(cap)
-    return Case(int(layers), int(rows), int(seq), level, where, method or "full", bytes_of_cap)
+    layers, every, rows, seq, level, where, method, on_host, cap = match.groups()
+    return Case(
+        int(layers),
+        int(rows),
+        0 if seq == "max" else int(seq),
+        level,
+        where,
+        method or "full",
+        None if cap is None else parse_size(cap),
+        None if every is None else int(every),
+        on_host is not None,
+    )

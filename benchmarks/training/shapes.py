@@ -43,6 +43,12 @@ def _published(name: str, layers: int | None = None, **changes: Any) -> dict[str
     return with_layers(config, layers) if layers else config
 
 
+def _qwen3(hidden: int, layers: int, heads: int, intermediate: int, **others: Any) -> dict[str, Any]:
+    """Qwen3-8B's config with another model's sizes (Qwen3 technical report, arXiv:2505.09388, table 1)."""
+    changes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    return _published("Qwen3-8B", intermediate_size=intermediate, **changes, **others)
+
+
 def _vision_model(family: str, **changes: Any) -> dict[str, Any]:
     """Tiny config of a vision-language family, with changes to its language model."""
     tiny = find_architecture(family).tiny
@@ -55,6 +61,7 @@ _FEW_IDS = {"vocab_size": 32768, "bos_token_id": None, "eos_token_id": None}
 # "-6" is a number of layers that fits on one GPU.
 MODELS: Mapping[str, dict[str, Any]] = {
     "llama-3-8b": _llama(4096, 32, 32, 8, 14336),
+    "llama-3-70b": _published("Llama-3.1-70B"),
     "llama-3.2-1b": _llama(2048, 16, 32, 8, 8192, tie_word_embeddings=True),
     "tiny": _llama(256, 2, 4, 2, 512, vocab_size=1024),
     "qwen2-0.5b": _published("Qwen2.5-0.5B"),  # the same sizes
@@ -71,6 +78,10 @@ MODELS: Mapping[str, dict[str, Any]] = {
         sliding_window=1024,
         vocab_size=262208,
     ),
+    "gemma-3-12b": _published("gemma-3-12b-it"),
+    "qwen3-4b": _qwen3(2560, 36, 32, 9728, tie_word_embeddings=True),
+    "qwen3-14b": _qwen3(5120, 40, 40, 17408),
+    "qwen3-32b": _qwen3(5120, 64, 64, 25600),
     "qwen3-30b-a3b": _published("Qwen3-30B-A3B"),
     "qwen3-30b-a3b-6": _published("Qwen3-30B-A3B", 6),
     "gpt-oss-20b": _published("gpt-oss-20b"),

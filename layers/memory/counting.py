@@ -20,6 +20,7 @@ from liger_models.layers.memory.own_parts import linear_matrices, own_bytes, own
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.host_weights import LEAST
 from liger_models.layers.recompute.offload import host_bytes
 from liger_models.layers.specs import ModelSpec
 
@@ -77,7 +78,7 @@ class StepMemory:
         repeated = sum(costs.work[level] for costs, level in stages)
         share = repeated / (3 * sum(costs.forward for costs in self.stages) + self._head_work)
         host = sum(host_bytes(costs.stream) for costs, level in stages if level == "offload")
-        host += self._state_on_host
+        host += self._state_on_host + self._weights_on_host
         first, peak = len(self.encoder), sum(parts.values())
         own, of_encoder = tuple(levels[first:]), tuple(levels[:first])
         return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
@@ -126,7 +127,8 @@ class StepMemory:
         # The last norm's input and output; the last layer's input is needed first.
         room += (2 + (levels[-1] == "offload")) * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients)
+        streamed = sum(self._units[-2:])
+        return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
         """Forward pass of an encoder that keeps nothing, before the language model's layers run."""
@@ -164,7 +166,9 @@ class StepMemory:
             if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
-            found.append((f"backward of {name}", self._parts(left, room, gradients)))
+            unit = number + 1  # the first is the embedding, which is not fetched again
+            streamed = sum(self._units[max(1, unit - 1) : unit + 1]) if number >= 0 else 0
+            found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))
             left -= kept[i] - costs.own_input
         return found
 
@@ -179,9 +183,9 @@ class StepMemory:
             work = min(work, self._state)  # the part of the state that is streamed
         return "the optimizer's step", self._parts(0, work, self.gradients)
 
-    def _parts(self, activations: int, transient: int, gradients: int) -> dict[str, int]:
+    def _parts(self, activations: int, transient: int, gradients: int, streamed: int = 0) -> dict[str, int]:
         return {
-            "weights": self._weights,
+            "weights": self._weights - self._weights_on_host + streamed,
             "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
@@ -289,6 +293,28 @@ class StepMemory:
         return (total + self._headless * self.itemsize) // self.step.gpus + 4 * self._adapter_elements
 
     @cached_property
+    def _units(self) -> list[int]:
+        """Bytes in the host's memory of the embedding, each layer and the head; nothing if weights stay."""
+        if not self.step.weights_on_host:
+            return []
+        head: Any = getattr(self.model, "lm_head", None)
+        modules: list[Any] = [self.model.embed_tokens, *self.model.layers, *([] if head is None else [head])]
+        return [self._streamed_bytes(module) for module in modules]
+
+    def _streamed_bytes(self, module: nn.Module) -> int:
+        total = sum(own_bytes(p) for p in module.parameters() if own_bytes(p) >= LEAST)
+        if self.step.weight_bytes is None:
+            return total
+        own = {id(p) for p, _ in self._matrices}
+        elements = sum(math.prod(s) for p, s in linear_matrices([module]) if id(p) in own)
+        return total - int(elements * (self.itemsize - _NF4_CODES))
+
+    @cached_property
+    def _weights_on_host(self) -> int:
+        """Bytes of the units; a head that is the embedding counts once."""
+        return sum(self._units[:-1] if self._tied else self._units)
+
+    @cached_property
     def _adapter_elements(self) -> int:
         return adapters.elements(self.step, self.model.layers, self._matrices)
 
@@ -378,8 +404,11 @@ class StepMemory:
         return 6 * passes * self.step.tokens * spec.hidden_size * spec.vocab_size
 
 
+_NF4_CODES = 0.5  # bytes of an element: its block's scale stays on the device
+
 # Counted once for all batch sizes of a plan.
 _OF_PARAMETERS = (
+    *("_units", "_weights_on_host"),
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
     *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host", "_idle"),
 )

@@ -17,6 +17,7 @@ from liger_models.layers.memory.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_by
 from liger_models.layers.memory.step import Plan, Step
 from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.recompute.offload import host_memory_left
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -70,15 +71,15 @@ class FittingLevels:
         if self.plan is not None and (shared or not (self._first_step_was_made(model) or larger)):
             return
         tokens, shown = max(tokens, self.tokens), shown.at_least(self.shown)
-        weight = model.embed_tokens.weight
+        device = device_of(model)
         if self.budget is None:
-            budget = self._measured(model, weight.device)
+            budget = self._measured(model, device)
         else:
-            budget = self.budget - (self._others(model, weight.device) if self._has_state else 0)
+            budget = self.budget - (self._others(model, device) if self._has_state else 0)
         host_budget = host_memory_left()
         if shared:
             numbers = [tokens, -budget, -host_budget, *astuple(shown)]
-            agreed = torch.tensor(numbers, device=weight.device)
+            agreed = torch.tensor(numbers, device=device)
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
             tokens, budget, host_budget, *images = agreed.tolist()
             budget, host_budget, shown = -budget, -host_budget, Shown(*images)
@@ -91,6 +92,7 @@ class FittingLevels:
             longest=sequences.documents.max_seqlen,
             sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
             shown=shown,
+            weights_on_host=getattr(model, "host_weights", None) is not None,
         )
         before, self.tokens, self.shown = self.plan, tokens, shown
         self.plan = StepMemory(model, step).choose_levels(budget, host_budget)
@@ -120,14 +122,15 @@ class FittingLevels:
         """Bytes that the process holds on the GPU besides parameters and gradients, such as an optimizer's
         state.
         """
-        known = (own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in model.parameters())
+        here = (p for p in model.parameters() if p.device.type == device.type)
+        known = (own_bytes(p) + (0 if p.grad is None else own_bytes(p.grad)) for p in here)
         return max(torch.cuda.memory_allocated(device) - sum(known), 0)
 
     def _first_step_was_made(self, model: Planned) -> bool:
         """Whether an optimizer has written to parameters for the first time since levels were chosen, so that
         its state can be measured. (Our AdamW, whose state is known, writes without changing versions.)
         """
-        measurable = model.embed_tokens.weight.is_cuda and self.optimizer_bytes is None
+        measurable = device_of(model).type == "cuda" and self.optimizer_bytes is None
         if self._has_state or not measurable or _versions(model) == self._versions:
             return False
         self._has_state = True

@@ -36,6 +36,7 @@ class Step:
         labels: the fraction of tokens with a label; the others are not in the loss.
         sequence_ranks: GPUs that split each row's tokens among them.
         optimizer_on_host: the optimizer's state is in the host's memory.
+        weights_on_host: frozen weights of the layers, the embedding and the head are streamed from the host.
         optimizer_work: bytes that the optimizer's step takes in addition to the state and the gradients.
         shown: the images of these rows.
     """
@@ -54,6 +55,7 @@ class Step:
     sequence_ranks: int = 1
     optimizer_on_host: bool = False
     optimizer_work: int = 0
+    weights_on_host: bool = False
     shown: Shown = NOTHING
 
     @property
@@ -92,6 +94,11 @@ class Plan:
     host: int = 0
     host_budget: int | None = None
     encoder_levels: tuple[ActivationMemory, ...] = ()
+
+    @property
+    def at_rest(self) -> int:
+        """Bytes of the weights, the gradients and the optimizer's state at the peak."""
+        return sum(self.parts[name] for name in ("weights", "optimizer", "gradients"))
 
     @property
     def fits(self) -> bool:

@@ -30,6 +30,7 @@ from liger_models.layers.model.request import Request
 from liger_models.layers.model.routed_experts import RoutedExperts
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.recompute.eager import not_compiled
+from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.router_loss import router_loss
@@ -145,7 +146,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if request.teaching is not None:
             hidden = self.hidden_states(request.teaching.sequences, input_ids)
             return request.teach(self.lm_head, self.logit_form, hidden)
-        groups, own_device = groups_of_step(self), next(self.parameters()).device
+        groups, own_device = groups_of_step(self), device_of(self)
         with refusing_together(groups, own_device):
             vision_inputs = None if self.vision is None else self.vision.take(others)
             refuse_unknown(others)
@@ -244,11 +245,12 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     def new_cache(self, batch: int, max_length: int) -> KVCache:
         """Empty cache for generation from `batch` sequences of up to `max_length` tokens."""
         weight = self.embed_tokens.weight
-        kind = weight.device.type
+        device = device_of(self)
+        kind = device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        room = (batch, max_length, weight.device, dtype)
+        room = (batch, max_length, device, dtype)
         tokens, states = zip(*(layer.new_cache(*room) for layer in self.layers), strict=True)
-        return KVCache(list(tokens), batch, weight.device, list(states))
+        return KVCache(list(tokens), batch, device, list(states))
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:

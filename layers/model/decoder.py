@@ -27,6 +27,7 @@ from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
 from liger_models.layers.model.mtp import make_mtp
+from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
@@ -38,7 +39,7 @@ from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.image_gradients import ImageGradients
 
 
-class Decoder(ActivationLevels):
+class Decoder(ActivationLevels, WeightsMemory):
     """Embeddings, blocks and a final norm; `make_decoder` adds them to any module.
 
     Attributes:

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from liger_models.models.causal_lm import LigerCausalLM
 
 MOST = 1 << 24  # upper bound of the search, in tokens
-QUANTISED = {"nf4": 0.5 + 4 / 64, "int8": 1.0}  # bytes per element, with a float32 scale per 64 of nf4
+# Bytes per element. A block of 64 has a scale of one byte, and 256 scales one in float32.
+QUANTISED = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 
 
 # Options that `train` has, too, with the same meaning.
 OF_TRAIN = (
     *("model", "base", "tokenizer", "text_only", "freeze", "train_only", "seq_len", "batch_size"),
     *("gradient_accumulation", "lora", "quantize", "dtype", "optimizer", "weights", "moments"),
-    *("keep_quantised", "optimizer_memory", "activation_memory", "memory_budget", "shard"),
+    *("keep_quantised", "optimizer_memory", "weights_memory", "activation_memory", "memory_budget", "shard"),
     *("sequence_parallel", "mtp"),
 )
 
@@ -306,6 +307,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             sequence_ranks=args.sequence_parallel,
             optimizer_on_host=on_host,
             optimizer_work=lane_bytes(per_element) if on_host else work,
+            weights_on_host=args.weights_memory == "host",
         ),
     )
 

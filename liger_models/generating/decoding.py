@@ -111,7 +111,7 @@ def can_be_recorded(model: CausalLM) -> bool:
     """Whether a step only launches kernels on one GPU: no foreign hooks, which may move weights or
     synchronise, no weight subclasses other than torch's own, and no casts cached by autocast.
     """
-    device = model.embed_tokens.weight.device
+    device = model.device
     if device.type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
     own = all(

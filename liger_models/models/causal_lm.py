@@ -27,6 +27,7 @@ from liger_models.convert.json_file import read_json
 from liger_models.generating.generation import generate
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.quantised_export import encoder_of
 from liger_models.models.vocabulary import resize
@@ -112,7 +113,7 @@ class LigerCausalLM(CausalLM):
 
     @property
     def device(self) -> torch.device:
-        return self.embed_tokens.weight.device
+        return device_of(self)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -44,6 +44,7 @@ from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
 
 Projections = Literal["fused", "split"]
+WeightsPlace = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,7 @@ def from_hub(
     ignore_config_keys: tuple[str, ...] = (),
     new_tokens: range | None = None,
     keep_quantised: bool = False,
+    weights_memory: WeightsPlace = "device",
 ) -> LigerCausalLM:
     """Load a Hugging Face checkpoint, from the hub or from a folder, into a model in training mode.
 
@@ -147,6 +149,9 @@ def from_hub(
             grows if it has fewer, and their rows of the embedding and the head are the mean of the rows
             before them, as by the model's `resize_token_embeddings`, which no sharded model has.
         keep_quantised: hold quantised weights in the files' bits, for adapters (docs/quantised.md).
+        weights_memory: "host" freezes the model and keeps the weights of its layers, embedding and head in
+            page-locked host memory, from where they are copied to the device one layer ahead of their use:
+            for adapters of models larger than a GPU (`keep_weights_on_host`, docs/memory.md).
 
     Raises:
         UnsupportedModelError: no architecture of this `model_type`.
@@ -162,6 +167,15 @@ def from_hub(
         *(text_only, labels, head, dropout, float8, mtp, ignore_config_keys),
     )
     hub = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    if weights_memory == "host":
+        if shard is not None:
+            raise ConfigError(
+                "weights_memory='host' is for one process: omit shard (FSDP2 has its own offload)"
+            )
+        target, device = device, "cpu"
+        options = replace(options, device=device)
+    elif weights_memory != "device":
+        raise ConfigError(f"weights_memory must be 'device' or 'host', found {weights_memory!r}")
     folder, adapter = resolve_model(name_or_path, base, revision=revision, **hub)
     if adapter and labels is None:
         options = replace(options, labels=adapter.labels)
@@ -209,6 +223,9 @@ def from_hub(
         _split_if(projections, model)  # over the memory of the packed ones
     if float8 is not None:
         load_in_float8(model, float8)
+    if weights_memory == "host":
+        model.requires_grad_(False)
+        model.keep_weights_on_host(device_for(model.dtype, target) or torch.get_default_device())
     return model
 
 

@@ -21,7 +21,7 @@ METHODS = ("nf4", "int8")
 
 
 @torch.no_grad()
-def quantise(model: nn.Module, method: str, device: torch.device) -> None:
+def quantise(model: nn.Module, method: str, device: torch.device, to_host: bool = False) -> None:
     """Quantise every linear layer of a model except its head, one by one, and move the model to a device.
     Other modules (embeddings, norms, routers, stacked experts) keep their dtype.
 
@@ -29,6 +29,7 @@ def quantise(model: nn.Module, method: str, device: torch.device) -> None:
         model: with separate layers to quantise (split projections).
         method: "nf4" or "int8".
         device: target device. The unquantised model only needs memory where it is now.
+        to_host: keep the weights in host memory (nf4 alone), for the model's `keep_weights_on_host`.
 
     Raises:
         ConfigError: bitsandbytes is not installed.
@@ -36,8 +37,12 @@ def quantise(model: nn.Module, method: str, device: torch.device) -> None:
     bnb = _import_bitsandbytes()
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and path != "lm_head":
-            model.set_submodule(path, _quantised(bnb, module, method, device))
-    model.to(device)
+            new: Any = _quantised(bnb, module, method, device)
+            model.set_submodule(path, new)
+            if to_host:
+                new.weight.data = new.weight.data.cpu()
+    if not to_host:
+        model.to(device)
     # As transformers marks its models, so that PEFT recognises the layers.
     setattr(model, "is_loaded_in_4bit" if method == "nf4" else "is_loaded_in_8bit", True)
 

@@ -95,6 +95,8 @@ class TrainConfig:
     moments            dtype of AdamW's moments; auto: that of the weights
     optimizer_memory   location of AdamW's state: "device", or "host", from where each step streams it through
                        the GPU, with the same bits (see liger_models/optim/host_state.py)
+    weights_memory     with lora: location of the frozen weights: "device", or "host", from where they are
+                       copied to the GPU a layer ahead of their use (see layers/recompute/host_weights.py)
     bias_update_rate   step size of the correction bias that balances experts, in models that have one;
                        0: constant (see liger_models.update_correction_bias)
     activation_memory  activations saved for the backward pass; "auto": as many as fit into
@@ -177,6 +179,7 @@ class TrainConfig:
     weights: str = None  # type: ignore[assignment]
     moments: str = "auto"
     optimizer_memory: str = "device"
+    weights_memory: str = "device"
     bias_update_rate: float = 0.001
     device: str = "auto"
     activation_memory: str = "lean"
@@ -280,6 +283,7 @@ class TrainConfig:
         check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
         check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
         check("optimizer_memory", self.optimizer_memory in ("device", "host"), "device or host")
+        check("weights_memory", self.weights_memory in ("device", "host"), "device or host")
         if self.optimizer != "adamw":
             self._check_library_optimizer(check)
         check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
@@ -292,8 +296,10 @@ class TrainConfig:
         check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.lora is not None:
             LoraSettings.parse(self.lora)
-        elif self.quantize or self.merge or self.keep_quantised:
-            raise ConfigError("quantize, keep_quantised and merge require lora")
+        elif self.quantize or self.merge or self.keep_quantised or self.weights_memory == "host":
+            raise ConfigError("quantize, keep_quantised, merge and weights_memory 'host' require lora")
+        if self.weights_memory == "host" and self.quantize == "int8":
+            raise ConfigError("weights_memory 'host' takes nf4 and keep_quantised, but int8 stays on the GPU")
         check("float8", self.float8 in (None, *RECIPES), f"one of {', '.join(RECIPES)}")
         if bool(self.float8) + bool(self.quantize) + self.keep_quantised > 1:
             raise ConfigError(

@@ -172,7 +172,12 @@ def load_model(
             )
         import_peft()  # fail before minutes of loading
         options["projections"] = "split"
-    if config.quantize:
+    on_host = config.weights_memory == "host"
+    if on_host and world.size > 1:
+        raise ConfigError(
+            "weights_memory 'host' is for one process; divide the model over GPUs instead (shard)"
+        )
+    if config.quantize or on_host:
         options["device"] = "cpu"  # each layer is quantised on its way to the device
     dtype: Any = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
     source = _source(config, checkpoint)
@@ -202,13 +207,15 @@ def load_model(
     size, flops = model.num_parameters(), StepFlops(model)
     adapters: Adapters | None = None
     if config.quantize:
-        quantise(model, config.quantize, world.device)
+        quantise(model, config.quantize, world.device, on_host)
     if config.lora is not None:
         settings = LoraSettings.parse(config.lora)
         adapters = Adapters(model, settings, config.model, config.seed, frozen, new)
         flops.below_adapters(sum(p.numel() for p in model.parameters() if p.requires_grad))
         if origin := checkpoint or config.adapter:
             adapters.read(Path(origin))
+    if on_host:
+        model.keep_weights_on_host(world.device)
     if config.activation_memory == "auto":
         trained = torch.float32 if adapters else model.dtype
         per_element, _ = optimizer_memory(model, config.optimizer, trained, config.weights, config.moments)

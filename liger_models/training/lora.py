@@ -120,7 +120,7 @@ class Adapters:
         """Give the adapters initial values that do not depend on how the base is held: in quantised bits, or
         sharded.
         """
-        seed_generators(seed, next(self.model.parameters()).device)
+        seed_generators(seed, self.model.device)
         for module in self.model.modules():
             if isinstance(module, self._peft.tuners.lora.LoraLayer):
                 for adapter in module.lora_A:

@@ -309,6 +309,13 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         help="where AdamW's state is kept; host: each step streams it through the GPU, with the same "
         "results (default: %(default)s)",
     )
+    add(
+        "--weights-memory",
+        choices=("device", "host"),
+        default="device",
+        help="with --lora: where the frozen weights are kept; host: streamed to the GPU a layer ahead of "
+        "their use, with the same results (default: %(default)s)",
+    )
 
     add(
         "--bias-update-rate",

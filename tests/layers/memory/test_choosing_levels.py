@@ -115,7 +115,7 @@ class OnAGPU(FittingLevels):
         return self.held
 
     def _first_step_was_made(self, model):
-        weight = SimpleNamespace(is_cuda=True)
+        weight = SimpleNamespace(device=torch.device("cuda"))
         on_gpu = SimpleNamespace(embed_tokens=SimpleNamespace(weight=weight), parameters=model.parameters)
         return super()._first_step_was_made(on_gpu)
 
