@@ -4,6 +4,7 @@
 conversion package; the families import it.
 """
 
+from liger_models.architectures.common.alibi import alibi_slopes
 from liger_models.architectures.common.grouped_attention import (
     attention,
     attention_as_wide_as_the_model,
@@ -52,6 +53,7 @@ __all__ = [
     "LINEAR",
     "SLIDING",
     "activation",
+    "alibi_slopes",
     "attention",
     "attention_as_wide_as_the_model",
     "aux_loss_coef",

@@ -16,7 +16,6 @@ MISSING: dict[str, str] = {
 }
 """The missing part, by `model_type`. An entry goes when its family is registered."""
 
-_ALIBI = "attention biased by distance (ALiBi)"
 _CHOSEN_KEYS = "attention to the keys that an indexer chooses"
 _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
@@ -28,7 +27,6 @@ _HEARS = "its audio encoder"
 MISSING |= {
     "bitnet": "norms within attention and within the MLP",
     "blt": "models of bytes and of patches of them, with cross-attention between",
-    "bloom": _ALIBI,
     "codegen": "projections joined in an order of its own",
     "cpmant": "learned biases by distance",
     "ctrl": "sinusoidal positions",
@@ -48,7 +46,6 @@ MISSING |= {
     "minimax_m3_vl": _CHOSEN_KEYS,
     "minimax_m3_vl_text": _CHOSEN_KEYS,
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",
-    "mpt": _ALIBI,
     "openai-gpt": "learned positions next to norms after each sum",
     "biogpt": "learned positions that leave padding out",
     "xglm": "sinusoidal positions that leave padding out",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.attention._tiles import (
     capped_scores,
+    distance_scores,
     end_key,
     first_key,
     key_tiles,
@@ -24,6 +25,7 @@ def attention_forward_kernel(
     v,
     bounds,
     sinks,
+    slopes,
     out,
     lse,
     q_stride,
@@ -91,6 +93,9 @@ def attention_forward_kernel(
                     )
                     products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
                 scores, _ = capped_scores(products, scale, softcap, FLOAT32)
+                if slopes is not None:
+                    keys = column + tl.arange(0, BLOCK_K)
+                    scores += distance_scores(head, slopes, keys[None, :], queries[:, None])
                 if WHOLE:
                     larger = tl.maximum(largest, tl.max(scores, 1))
                     shift = larger

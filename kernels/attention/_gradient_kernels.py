@@ -7,6 +7,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.attention._tiles import (
     capped_scores,
+    distance_scores,
     end_key,
     end_query,
     first_key,
@@ -29,6 +30,7 @@ def attention_query_gradient_kernel(
     k,
     v,
     bounds,
+    slopes,
     out,
     dout,
     lse,
@@ -108,6 +110,9 @@ def attention_query_gradient_kernel(
                     )
                     products = tl.dot(q_rest, k_rest.T, products, input_precision="ieee")
                 scores, slope = capped_scores(products, scale, softcap, FLOAT32)
+                if slopes is not None:
+                    keys = column + tl.arange(0, BLOCK_K)
+                    scores += distance_scores(head, slopes, keys[None, :], queries[:, None])
                 weights = tl.exp2(scores - row_lse[:, None])
                 if not WHOLE:
                     keys = column + tl.arange(0, BLOCK_K)
@@ -132,6 +137,7 @@ def attention_key_value_gradient_kernel(
     k,
     v,
     bounds,
+    slopes,
     dout,
     lse,
     delta,
@@ -230,6 +236,8 @@ def attention_key_value_gradient_kernel(
                         )
                         products = tl.dot(k_rest, q_rest.T, products, input_precision="ieee")
                     scores, slope = capped_scores(products, scale, softcap, FLOAT32)
+                    if slopes is not None:
+                        scores += distance_scores(head, slopes, keys[:, None], queries[None, :])
                     weights = tl.exp2(scores - row_lse[None, :])
                     if not WHOLE:
                         seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])

@@ -205,6 +205,13 @@ def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
 
 
 @jit
+def distance_scores(head, slopes, keys, queries):
+    """Score that a head adds for the distance from each query back to each key, in units of ln(2)."""
+    distances = (keys - queries).to(tl.float32)
+    return distances * (tl.load(slopes + head) * 1.4426950408889634)
+
+
+@jit
 def _tanh(x):
     """tanh within a few roundings: from exp(-2|x|), and by its series near zero, where that cancels."""
     e = tl.exp2(-2.8853900817779268 * tl.abs(x))

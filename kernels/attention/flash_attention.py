@@ -1,6 +1,7 @@
 """Attention over packed documents, with soft cap, sliding window and sinks; causal, or over ranges of keys.
 
     s_qk  = scale * q . k,                       with a cap: softcap * tanh(s_qk / softcap)
+                                                 with slopes: + slope * (place of k - place of q)
     p_qk  = exp(s_qk) / (sum_k exp(s_qk) + exp(sink)),       over the keys visible to q
     out_q = sum_k p_qk v_k
 
@@ -14,7 +15,7 @@ tokens of the same image in addition to the preceding ones; or a parent document
 
 FlashAttention 2 (Dao, 2023, arXiv:2307.08691), with dq in a separate kernel instead of atomic additions, so
 that gradients are deterministic. The cap is Gemma 2's (arXiv:2408.00118, section 2), the sinks are gpt-oss's
-(arXiv:2508.10925, section 2).
+(arXiv:2508.10925, section 2), the slopes are ALiBi's (Press et al., 2021, arXiv:2108.12409).
 
 Scores never leave the chip. Saved for the backward pass: q, k, v, out and lse. The work is proportional to
 the tiles with any visible score, with 2 products in the forward pass and 7 in the backward pass.
@@ -61,6 +62,7 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
     bounds: Tensor | KeyRanges | None = None,
 ) -> Tensor:
     """Attention over packed documents, causal unless `bounds` holds explicit ranges.
@@ -75,6 +77,8 @@ def attention(
         window: maximum number of visible tokens, the query's own included; None: unlimited.
         softcap: bound of the scaled scores; None: no cap.
         sinks: [heads], one logit per head that takes a share of the weights and contributes no value.
+        slopes: [heads] float32, without a gradient: each head subtracts its slope times the distance from a
+            score (ALiBi). The distance is counted in rows of q and k.
         bounds: `document_bounds(cu_seqlens, T)` instead of `cu_seqlens`, for calls that share documents; or
             `key_ranges(...)` or `tree_ranges(...)`, which define visibility completely, so that `window` must
             be None.
@@ -88,6 +92,7 @@ def attention(
         TypeError: a tensor of integers among q, k, v, sinks; boundaries that are not integers.
     """
     _check(q, k, v, window, softcap, sinks)
+    _check_slopes(slopes, q)
     if cu_seqlens is not None:
         if bounds is not None:
             raise ValueError("got both cu_seqlens and bounds; pass only one of them")
@@ -100,11 +105,12 @@ def attention(
         window = None
     ranges = isinstance(bounds, KeyRanges)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
-    if not use_triton(q, k, v, sinks, of_queries, of_keys):
-        return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks))
+    if not use_triton(q, k, v, sinks, slopes, of_queries, of_keys):
+        return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes))
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     sinks, of_queries, of_keys = (None if x is None else x.contiguous() for x in (sinks, of_queries, of_keys))
-    return _Attention.apply(q, k, v, sinks, of_queries, of_keys, ranges, scale, window, softcap)
+    slopes = None if slopes is None else slopes.contiguous()
+    return _Attention.apply(q, k, v, sinks, slopes, of_queries, of_keys, ranges, scale, window, softcap)
 
 
 def attention_plain(
@@ -116,23 +122,32 @@ def attention_plain(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """Plain twin of `attention`; materialises all scores."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    weights = attention_weights(scores, visible_keys(len(q), bounds, window, q.device), softcap, sinks)
+    places = torch.arange(len(q), device=q.device)
+    bias = None if slopes is None else slopes[:, None, None] * (places - places[:, None])
+    visible = visible_keys(len(q), bounds, window, q.device)
+    weights = attention_weights(scores, visible, softcap, sinks, bias)
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 
 def attention_weights(
-    scores: Tensor, visible: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+    scores: Tensor,
+    visible: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Softmax weights from scaled scores [..., heads, queries, keys]: applies the cap, then the softmax over
-    the sinks and the keys where `visible` is true.
+    """Softmax weights from scaled scores [..., heads, queries, keys]: applies the cap, adds the bias, then
+    the softmax over the sinks and the keys where `visible` is true.
     """
     wide = at_least_float32(scores)
     if softcap is not None:
         wide = softcap * torch.tanh(wide / softcap)
+    wide = wide if bias is None else wide + bias
     wide = wide.masked_fill(~visible, float("-inf"))
     if sinks is None:
         return wide.softmax(-1).to(scores.dtype)
@@ -166,6 +181,15 @@ def _check(
         raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
 
 
+def _check_slopes(slopes: Tensor | None, q: Tensor) -> None:
+    if slopes is None:
+        return
+    if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.requires_grad:
+        found = f"{slopes.dtype} of the shape {tuple(slopes.shape)}"
+        found += ", with a gradient" if slopes.requires_grad else ""
+        raise ValueError(f"slopes is {found}; expected [{q.shape[1]}] float32 without a gradient")
+
+
 def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -> None:
     ranges = isinstance(bounds, KeyRanges)
     for rows in bounds if isinstance(bounds, KeyRanges) else (bounds,):
@@ -190,7 +214,7 @@ def _with_small_strides(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, of_queries, of_keys, ranges, scale, window, softcap):
+    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, ranges, scale, window, softcap):
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, v.shape[2])
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -204,6 +228,7 @@ class _Attention(torch.autograd.Function):
                     v,
                     of_queries,
                     sinks,
+                    slopes,
                     out,
                     lse,
                     *strides,
@@ -216,14 +241,14 @@ class _Attention(torch.autograd.Function):
                     *rows_to_copy(tiles.keys, k, v),
                     **_constants(q, k, v, ranges, tiles),
                 )
-        ctx.save_for_backward(q, k, v, sinks, of_queries, of_keys, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, out, lse)
         ctx.options = ranges, scale, window, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, sinks, of_queries, of_keys, out, lse = ctx.saved_tensors
+        q, k, v, sinks, slopes, of_queries, of_keys, out, lse = ctx.saved_tensors
         ranges, scale, window, softcap = ctx.options
         tokens, heads, _ = q.shape
         kv_heads = k.shape[1]
@@ -239,6 +264,7 @@ class _Attention(torch.autograd.Function):
                     k,
                     v,
                     of_queries,
+                    slopes,
                     out,
                     dout,
                     lse,
@@ -260,6 +286,7 @@ class _Attention(torch.autograd.Function):
                     k,
                     v,
                     of_keys,
+                    slopes,
                     dout,
                     lse,
                     delta,
@@ -279,7 +306,7 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 6
+        return dq, dk, dv, dsinks, *[None] * 7
 
 
 class _Tiles(NamedTuple):

@@ -7,13 +7,14 @@ If the spec is not causal it attends to its whole document, or with a window to 
 with spans (such as images) also to its whole span. Chunks cut documents into shorter ones, for every backend.
 If a document continues another (layers/sequences/tree.py), its queries attend as if the continued tokens
 preceded their own.
-Soft cap and sinks: see kernels/attention/flash_attention.py.
+Soft cap, sinks and slopes (ALiBi): see kernels/attention/flash_attention.py.
 
 | backend  | supports                             | implementation                                        |
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's own kernels, cuDNN first: fused.py            |
 | `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
-| `flash`  | causal, no soft cap; Hopper, 16 bits | FlashAttention 4, on request: flash.py                |
+| `flash`  | causal, no soft cap, no slopes;      | FlashAttention 4, on request: flash.py                |
+|          | Hopper, 16 bits                      |                                                       |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
 | `masked` | documents, windows; memory T^2       | torch's own kernels with a mask: fused.py             |
 | `eager`  | all; memory T^2 heads                | the plain twin: the formula above                     |
@@ -25,7 +26,7 @@ Soft cap and sinks: see kernels/attention/flash_attention.py.
 | equal documents, no window     | `sdpa`   | `sdpa`    |
 | packed, a window, spans        | `triton` | `masked`  |
 | documents that continue others | `triton` | `masked`  |
-| soft cap or sinks              | `triton` | `eager`   |
+| soft cap, sinks or slopes      | `triton` | `eager`   |
 
 "Elsewhere" means a CPU, float64, heads of more than 512, float32 if attention is not plainly causal
 (documents that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin;
@@ -40,8 +41,9 @@ docs/benchmarks.md has measurements, and the alternatives that were tried.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -148,7 +150,9 @@ def _run(
     if backend not in ("sdpa", "varlen", "masked"):
         raise ValueError(f"unknown attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
     if not _is_plain_softmax(spec):
-        raise ValueError(f"attention={backend!r} supports neither soft cap nor sinks; use 'auto' or 'triton'")
+        raise ValueError(
+            f"attention={backend!r} supports neither soft cap, sinks nor slopes; use 'auto' or 'triton'"
+        )
     if backend == "sdpa":
         return _sdpa(q, k, v, spec, visibility)
     if backend == "varlen":
@@ -211,7 +215,18 @@ def _plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
-    return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks)
+    slopes = _slopes(spec, q.device)
+    return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks, slopes)
+
+
+def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    return None if spec.slopes is None else _cached_slopes(spec.slopes, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(slopes, dtype=torch.float32, device="cpu").to(device)
 
 
 def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRanges | None, int | None]:
@@ -262,7 +277,11 @@ def attend_cached(
         groups = (spec.num_key_value_heads, -1)
         new = q.shape[2]
         scores = (q.unflatten(1, groups).flatten(2, 3) @ keys.mT * spec.scale).unflatten(2, (-1, new))
-        weights = attention_weights(scores.flatten(1, 2), mask, spec.softcap, sinks)
+        slopes = _slopes(spec, q.device)
+        # The same as by distance: the softmax ignores what is added to all scores of a query.
+        before_last = torch.arange(1 - keys.shape[2], 1, device=q.device)
+        bias = None if slopes is None else slopes[:, None, None] * before_last
+        weights = attention_weights(scores.flatten(1, 2), mask, spec.softcap, sinks, bias)
         out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -305,7 +324,7 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibilit
 
 
 def _is_plain_softmax(spec: AttentionSpec) -> bool:
-    return spec.softcap is None and not spec.sinks
+    return spec.softcap is None and not spec.sinks and spec.slopes is None
 
 
 def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
@@ -334,8 +353,8 @@ def _triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
-    cap = spec.softcap
-    return attention(q, k, v, scale=spec.scale, window=window, softcap=cap, sinks=sinks, bounds=bounds)
+    options: dict[str, Any] = {"softcap": spec.softcap, "sinks": sinks, "slopes": _slopes(spec, q.device)}
+    return attention(q, k, v, scale=spec.scale, window=window, bounds=bounds, **options)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:

@@ -71,6 +71,7 @@ def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibil
     shared = q.shape[1] != k.shape[1]
     others = {
         "a soft cap (the tanh of its own has 11 bits)": spec.softcap is not None,
+        "slopes (ALiBi)": spec.slopes is not None,
         "attention that is not causal": not spec.causal,
         "spans": visibility.spans is not None,
         f"heads of {sizes[0]} with values of {sizes[1]} (those of {known} alone)": sizes not in _SIZES,

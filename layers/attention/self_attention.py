@@ -186,4 +186,5 @@ class Attention(nn.Module):
         window += "" if spec.chunk is None else f", chunk={spec.chunk}"
         softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
         heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
-        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{', sinks' if spec.sinks else ''}"
+        others = "".join(f", {name}" for name in ("sinks", "slopes") if getattr(spec, name))
+        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{others}"

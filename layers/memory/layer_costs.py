@@ -320,7 +320,7 @@ def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     sums = 0
     if getattr(module, "backend", "auto") == "flash":
         return step.tokens * (gradients + 4 * (mixer.q_size + 2 * mixer.kv_size))
-    if mixer.window is None and mixer.softcap is None and not mixer.sinks:
+    if mixer.window is None and mixer.softcap is None and not mixer.sinks and mixer.slopes is None:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size
     if step.tokens > LONG and step.sequence_ranks == 1:
@@ -352,7 +352,7 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
     long = step.tokens > LONG and step.sequence_ranks == 1
     if not long or mixer is None or "output" not in adapters.adapted:
         return 0
-    plain = mixer.window is None and mixer.softcap is None and not mixer.sinks
+    plain = mixer.window is None and mixer.softcap is None and not mixer.sinks and mixer.slopes is None
     return step.tokens * itemsize * mixer.q_size * (plain and mixer.num_key_value_heads > 1)
 
 

@@ -144,7 +144,8 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
 
     Raises:
         DataError: layers are recurrent, where padding would change a state; or some layer's window or chunk
-            is shorter than the extent: here it counts tokens only, but in other libraries also padding.
+            is shorter than the extent, or tokens are weighed by their distance: here these count tokens only,
+            but in other libraries also padding.
     """
     if spec.is_recurrent:
         raise DataError(
@@ -153,6 +154,12 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
             "ends of the rows"
         )
     mixers = [mixer for block in spec.blocks for mixer in block.mixers]
+    if spec.padding_has_positions and any(getattr(mixer, "slopes", None) for mixer in mixers):
+        raise DataError(
+            f"attention_mask has zeros between the tokens of a row, over {extent} places, and this "
+            "model weighs tokens by their distance (ALiBi), which here counts the tokens alone: move all "
+            "padding to the ends of the rows"
+        )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
     shortest = min((size for size in sizes if size is not None), default=extent)
     if shortest < extent:

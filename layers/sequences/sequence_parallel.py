@@ -194,6 +194,7 @@ class Slice:
             spec,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads * _copies(kv_heads, self.ranks) // self.ranks,
+            slopes=None if spec.slopes is None else spec.slopes[self.rank * heads : (self.rank + 1) * heads],
         )
         return own, None if sinks is None else sinks.narrow(0, self.rank * heads, heads)
 

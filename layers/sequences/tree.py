@@ -128,6 +128,12 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
                 "that continue others: give each answer with its prompt as a document of its own, without "
                 "parents"
             )
+        if any(getattr(mixer, "slopes", None) for mixer in block.mixers):
+            raise DataError(
+                f"layer {i} weighs tokens by their distance in the batch (ALiBi), which is another one for "
+                "documents that continue others: give each answer with its prompt as a document of its own, "
+                "without parents"
+            )
     if spec.is_bidirectional:
         raise DataError(
             "in this model all tokens of a document attend to one another, and none can continue another: "

@@ -49,8 +49,9 @@ class AttentionSpec(_Heads):
     all preceding); without causality as many after it are visible. `chunk` splits documents into pieces of
     that many tokens, and a query attends only to its own piece. `rope` is None for a layer without positions.
     `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that
-    takes a share of the weights and contributes no value. `query_scale` scales the queries by position after
-    their rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
+    takes a share of the weights and contributes no value. `slopes` are one number per head, times which the
+    distance is subtracted from a score (ALiBi). `query_scale` scales the queries by position after their
+    rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
     query, whose sigmoid multiplies the head's output; with `gates` a projection of its own computes it, by
     channel or one number by head, and with `softplus_gates` the softplus multiplies the output instead.
     `qkv_limit` clamps queries, keys and values as they leave their projection. With `values_are_keys` one
@@ -82,6 +83,7 @@ class AttentionSpec(_Heads):
     gates: Literal["channels", "heads"] | None = None
     softplus_gates: bool = False
     qkv_limit: float | None = None
+    slopes: tuple[float, ...] | None = None
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

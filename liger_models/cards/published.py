@@ -60,7 +60,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     """Config with only the first layers of the language model; per-layer lists are cut, too."""
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
-    counts = [key for key in ("n_layer", "num_layers", "num_hidden_layers") if key in config] or [
+    counts = [key for key in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if key in config] or [
         "num_hidden_layers"
     ]
     before: Any = config.get(counts[0])  # None: the default of its class
@@ -129,13 +129,14 @@ FEATURES: Mapping[str, Any] = {
     "sliding window": lambda spec: _windows(spec) == {True},
     "sliding window on some layers": lambda spec: _windows(spec) == {True, False},
     "chunked attention": lambda spec: any(a.chunk for a in _attention(spec)),
+    "scores by distance (ALiBi)": lambda spec: any(a.slopes for a in _attention(spec)),
     "attention sinks": lambda spec: any(a.sinks for a in _attention(spec)),
     "QK-norm": lambda spec: any(a.qk_norm for a in _attention(spec)),
     "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
     "layers without positions (NoPE)": lambda spec: any(
-        not m.ropes
+        not m.ropes and not getattr(m, "slopes", None)
         for b in spec.blocks
         for m in b.mixers
         if isinstance(m, AttentionSpec | LatentAttentionSpec)

@@ -115,7 +115,9 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
     loop. `compiled` adds the settings that may be fastest under torch.compile.
     """
     attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
-    if any(part.softcap or part.sinks for part in attention):
+    if any(part.slopes for part in attention):  # the families' own code, which is eager
+        kinds = ["eager"]
+    elif any(part.softcap or part.sinks for part in attention):
         kinds = ["flex_attention", "eager"]
     elif any(part.window is not None and part.window <= tokens for part in attention):
         kinds = ["sdpa", "flex_attention"]

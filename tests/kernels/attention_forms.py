@@ -22,7 +22,10 @@ def attend(options, function=attention):
         cu_seqlens = options.get("cu_seqlens")
         if cu_seqlens is not None:
             cu_seqlens = torch.tensor(cu_seqlens, device=q.device)
-        return function(q, k, v, **{**options, "cu_seqlens": cu_seqlens}, sinks=sinks)
+        slopes = options.get("slopes")
+        if slopes is not None:
+            slopes = torch.tensor(slopes, dtype=torch.float32, device=q.device)
+        return function(q, k, v, **{**options, "cu_seqlens": cu_seqlens, "slopes": slopes}, sinks=sinks)
 
     return run
 
@@ -33,6 +36,9 @@ def eager_attention(q, k, v, *, softcap=None, sinks=None, **options):
     scores = q.transpose(0, 1) @ k.mT * options.get("scale", q.shape[2] ** -0.5)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
+    if options.get("slopes") is not None:
+        places = torch.arange(len(q), device=q.device)
+        scores = (scores + options["slopes"][:, None, None] * (places - places[:, None])).to(q.dtype)
     bounds = options.get("bounds")
     if options.get("cu_seqlens") is not None:
         bounds = document_bounds(options["cu_seqlens"], len(q))

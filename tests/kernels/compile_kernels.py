@@ -209,7 +209,8 @@ def attention() -> None:
     backward(kernels.attention(*(operand(16, 4, dim) for dim in (192, 192, 128)), **everything))
     tree = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"), window=9)
     backward(kernels.attention(*(operand(16, 4, 64) for _ in range(3)), bounds=tree))
-    for dim, dtype, options in [*cases, (96, torch.float32, everything)]:
+    sloped = {**everything, "slopes": torch.ones(4)}
+    for dim, dtype, options in [*cases, (128, BF16, sloped), (96, torch.float32, sloped)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
 
 

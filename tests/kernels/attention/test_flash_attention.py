@@ -28,7 +28,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
 
 
-def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, sinks=None):
+def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, sinks=None, slopes=None):
     """Attention one query at a time, over the keys that the docstring of `attention` lets it attend to."""
     tokens, heads, dim = q.shape
     ends = [tokens] if cu_seqlens is None else cu_seqlens.tolist()
@@ -41,6 +41,8 @@ def by_hand(q, k, v, *, scale=None, cu_seqlens=None, window=None, softcap=None, 
             scores = k[first : t + 1, group] @ q[t, head] * (dim**-0.5 if scale is None else scale)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
+            if slopes is not None:
+                scores = scores - slopes[head] * torch.arange(t - first, -1, -1)
             if sinks is not None:
                 scores = torch.cat([scores, sinks[head : head + 1]])
             weights = scores.softmax(0)[: t + 1 - first]
@@ -56,7 +58,11 @@ OPTIONS = {
     "softcap": {"softcap": 1.5},
     "packed": {"cu_seqlens": PACKED},
     "packed, window": {"cu_seqlens": PACKED, "window": 9},
-    "all": {"cu_seqlens": PACKED, "window": 9, "softcap": 1.5, "scale": 0.7},
+    "slopes": {"slopes": (0.5, 0.25, 2.0, 0.0)},
+    "all": {
+        **{"cu_seqlens": PACKED, "window": 9, "softcap": 1.5, "scale": 0.7},
+        "slopes": (0.5, 0.25, 2.0, 0.0),
+    },
 }
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
@@ -72,6 +78,7 @@ def test_the_plain_twin_is_the_formula(options, sinks):
 
 
 # A tile takes milliseconds in the interpreter, so each case covers something that the others do not.
+ALL = {**OPTIONS["all"], "slopes": (0.25, 0.5)}  # of two heads
 CASES = {
     "a head each, two tiles of queries": (32, {}, {"heads": 2, "kv_heads": 2, "dim": 16}),
     "all heads share one": (50, {}, {"heads": 3, "kv_heads": 1, "dim": 5}),
@@ -79,11 +86,12 @@ CASES = {
     "window of one": (20, {"window": 1}, {"heads": 2, "kv_heads": 1, "sinks": True}),
     "softcap": (40, {"softcap": 1.5, "scale": 0.9}, {"heads": 2, "kv_heads": 1}),
     "packed": (TOKENS, {"cu_seqlens": PACKED}, {"heads": 2, "kv_heads": 2, "dim": 20}),
-    "all": (TOKENS, OPTIONS["all"], {"heads": 2, "kv_heads": 1, "sinks": True}),
+    "slopes": (70, {"slopes": (0.125, 0.5)}, {"heads": 2, "kv_heads": 1}),
+    "all": (TOKENS, ALL, {"heads": 2, "kv_heads": 1, "sinks": True}),
     "one token": (1, {}, {"sinks": True}),
     "narrow values": (
         TOKENS,
-        OPTIONS["all"],
+        ALL,
         {"heads": 2, "kv_heads": 1, "dim": 24, "value_dim": 7, "sinks": True},
     ),
     "wide values": (20, {}, {"heads": 2, "kv_heads": 2, "dim": 7, "value_dim": 24}),
@@ -279,6 +287,8 @@ def test_empty_documents_without_any_tokens_are_accepted(implementation):
 def test_the_plain_twin_passes_gradcheck_in_float64(options):
     if "cu_seqlens" in options:
         options = {**options, "cu_seqlens": (0, 2, 2, 7)}
+    if "slopes" in options:
+        options = {**options, "slopes": options["slopes"][:2]}
     inputs = operands(7, heads=2, kv_heads=1, dim=3, sinks=True, dtype=torch.float64)
     assert torch.autograd.gradcheck(attend(options), inputs)
 

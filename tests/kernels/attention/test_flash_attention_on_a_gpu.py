@@ -26,13 +26,19 @@ GPU_CASES = {
     "window": {"window": 300},
     "softcap": {"softcap": 5.0},
     "packed": {"cu_seqlens": "random"},
-    "all": {"cu_seqlens": "random", "window": 100, "softcap": 5.0, "scale": 0.2},
+    "slopes": {"slopes": (0.0625, 0.25, 0.5, 0.01)},
+    "all": {
+        **{"cu_seqlens": "random", "window": 100, "softcap": 5.0, "scale": 0.2},
+        "slopes": (0.0625, 0.25, 0.5, 0.01),
+    },
 }
 
 
 def gpu_case(options, tokens):
     if "cu_seqlens" in options:
         options = {**options, "cu_seqlens": torch.tensor(documents(tokens, 400), device="cuda")}
+    if "slopes" in options:
+        options = {**options, "slopes": torch.tensor(options["slopes"], device="cuda")}
     return options
 
 

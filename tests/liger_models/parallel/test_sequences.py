@@ -68,6 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows and caps": {"family": "gemma2", "batch": rows()},
     "sinks, experts, windows": {"family": "gpt_oss", "batch": packed()},
     "learned positions, documents": {"family": "gpt2", "batch": packed()},
+    "scores by distance, documents": {"family": "bloom", "batch": packed()},
     "gates by channel": {"family": "afmoe", "batch": packed()},
     "a router's loss": {"family": "qwen3_moe", "output_router_logits": True, "batch": padded()},
     "latents, correction bias": {"family": "deepseek_v3", "batch": packed()},
