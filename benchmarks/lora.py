@@ -16,6 +16,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
@@ -29,7 +30,11 @@ from liger_models.models.float8 import set_float8
 from liger_models.models.quantization import METHODS, quantise
 
 SUMMARY = "a training step with LoRA against transformers and PEFT, and with liger-kernel"
-PROVIDERS = ("ours", *(f"ours+{recipe}" for recipe in RECIPES), "transformers", "transformers+liger")
+OURS = ("ours", "ours+kept")  # kept: over the bits of a checkpoint in float8 blocks
+PROVIDERS = (
+    *(f"{base}{recipe}" for base in OURS for recipe in ("", *(f"+{name}" for name in RECIPES))),
+    *("transformers", "transformers+liger"),
+)
 ADAPTERS = ("float32", "bfloat16")  # float32 is PEFT's choice for a bfloat16 model
 CONFIGURATIONS = (
     "ours:float32:mlp=1,lean:4",
@@ -169,8 +174,11 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
 
     config = dict(MODELS[job["model"]])
     model_type = config.pop("model_type")
-    library, _, float8 = job["provider"].partition("+")
+    library, *options = job["provider"].split("+")
     ours = library == "ours"
+    float8: Any = next((option for option in options if option in RECIPES), None)
+    if "kept" in options:
+        return _over_kept_bits(job, device, float8)
     if ours:
         import liger_models.hf
 
@@ -186,12 +194,33 @@ def _build(job: dict[str, Any], device: torch.device) -> Any:
         quantise(model, job["quantize"], device)
     if ours:
         model.set_activation_memory(_levels(job["memory"], hf_config.num_hidden_layers))
-        set_float8(model, float8 or None)
+        set_float8(model, float8)
     elif job["memory"] == "checkpoint":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     elif job["memory"] != "none":
         raise ValueError(f"memory is {job['memory']!r}; {job['provider']} has none and checkpoint")
     return model
+
+
+def _over_kept_bits(job: dict[str, Any], device: torch.device, float8: Any) -> Any:
+    """Our native model over a checkpoint of random weights in float8 blocks, which is written for it."""
+    import liger_models
+
+    config = MODELS[job["model"]]
+    with tempfile.TemporaryDirectory() as folder:
+        fresh = liger_models.from_config(config, dtype=torch.bfloat16, device=device)
+        fresh.save_pretrained(folder, quantization="fp8-block")
+        del fresh
+        torch.cuda.empty_cache()
+        return liger_models.from_hub(
+            folder,
+            dtype=torch.bfloat16,
+            device=device,
+            projections="split",
+            keep_quantised=True,
+            float8=float8,
+            activation_memory=_levels(job["memory"], config["num_hidden_layers"]),
+        ).train()
 
 
 def _levels(memory: str, num_layers: int) -> list[str]:
@@ -205,6 +234,8 @@ def _adapted(model: Any, job: dict[str, Any]) -> Any:
     import peft
 
     targets: dict[str, Any] = {"target_modules": "all-linear"}
+    if "kept" in job["provider"]:  # a native model, in which PEFT would count the head
+        targets["exclude_modules"] = ["lm_head"]
     if job["experts"]:
         targets = {
             "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"],

@@ -55,7 +55,8 @@ def low_rank_linear(x: Tensor, *projections: Projection) -> Tensor:
     dtype = product_dtype(x)
     for projection in projections:
         if projection.float8 is not None:
-            weight = dtype if torch.is_autocast_enabled(x.device.type) else projection.weight.dtype
+            cast = projection.dense is not None or torch.is_autocast_enabled(x.device.type)
+            weight = dtype if cast else projection.weight.dtype
             check_float8(x.device, dtype, weight, projection.float8)
     if torch.compiler.is_compiling():
         return torch.cat([plain_low_rank_linear(x, projection, dtype) for projection in projections], dim=-1)
@@ -89,11 +90,11 @@ def add_low_rank(y: Tensor, x: Tensor, adapters: Sequence[Adapter], in_place: bo
 def plain_low_rank_linear(x: Tensor, projection: Projection, dtype: torch.dtype) -> Tensor:
     """Plain twin of `low_rank_linear` in torch's own operations, without memory savings."""
     x, weight = x.to(dtype), projection.weight
+    weight = (weight if projection.dense is None else projection.dense(weight)).to(dtype)
     if projection.float8 is not None:
         y = float8_linear(x, weight, projection.bias, projection.float8)
-        return sum((_plain_path(x, adapter, dtype) for adapter in projection.adapters), y)
-    weight = (weight if projection.dense is None else projection.dense(weight)).to(dtype)
-    y = F.linear(x, weight, as_wide_as(weight, projection.bias))
+    else:
+        y = F.linear(x, weight, as_wide_as(weight, projection.bias))
     for adapter in projection.adapters:
         y = y + _plain_path(x, adapter, dtype)
     return y

@@ -190,11 +190,16 @@ def _float8_outputs(
 
 
 def _products(plan: Plan, weights: list[Tensor]) -> Iterator[tuple[slice, Tensor, Float8Settings | None]]:
-    """The outputs, the matrix and the precision of each product: of all layers at once where possible."""
-    matrix = _one_matrix(plan, weights)
-    if matrix is not None and len({*plan.float8}) == 1:
-        yield slice(None), matrix, plan.float8[0]
-        return
+    """The outputs, the matrix and the precision of each product: of all layers at once where possible.
+    Weights that are decoded anyway are joined.
+    """
+    if len({*plan.float8}) == 1:
+        matrix = _one_matrix(plan, weights)
+        if matrix is None and any(plan.dense):
+            matrix = torch.cat([_matrix(plan, i, weights) for i in range(len(weights))])
+        if matrix is not None:
+            yield slice(None), matrix, plan.float8[0]
+            return
     for i, out in enumerate(plan.outs):
         yield out, _matrix(plan, i, weights), plan.float8[i]
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.quantised.formats import CODES
 from liger_models.convert.quantised.kept import Kept
+from liger_models.layers.projections.float8 import Float8Settings
 from liger_models.layers.projections.low_rank import low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.projections.stored_weight import decode, held, hold, part_name
@@ -24,7 +25,12 @@ class StoredLinear(nn.Linear):
     Args:
         like: the dense layer, on the meta device, in the dtype to decode to. Its bias is taken over.
         kept: the weight [out, in].
+
+    Attributes:
+        float8: how the products with the decoded weight run in float8; None: in its dtype. See `set_float8`.
     """
+
+    float8: Float8Settings | None = None
 
     def __init__(self, like: nn.Linear, kept: Kept):
         nn.Module.__init__(self)
@@ -50,7 +56,7 @@ class StoredLinear(nn.Linear):
 
     def low_rank_projection(self) -> Projection:
         """Return the layer for layers/projections/low_rank.py."""
-        return Projection(self.weight, self.bias, (), self.dense)
+        return Projection(self.weight, self.bias, (), self.dense, float8=self.float8)
 
     @torch.no_grad()
     def as_dense(self) -> nn.Linear:

@@ -19,6 +19,7 @@ from liger_models.layers.projections.float8 import (
     runs_in_float8,
 )
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.stored_linear import StoredLinear
 
 # A layer gains if the time that its products save exceeds the time of the casts. Per token, three products
 # save 6 in out (1/690 - 1/1400) ps on a Hopper GPU (TFLOP/s in bfloat16 and float8), and casts move about 6
@@ -34,8 +35,9 @@ def set_float8(
     dtype again.
 
     Chosen by shape (`gains_from_float8`): layers that are too small to gain, and everything that is no linear
-    layer (embeddings, the head, norms, routers, stacked experts, attention), keep their dtype. May be called
-    at any time, also between steps.
+    layer (embeddings, the head, norms, routers, stacked experts, attention), keep their dtype. Weights that
+    are kept in quantised bits are decoded, and quantised to float8 for the product. May be called at any
+    time, also between steps.
 
     Args:
         model: a model of this package, or a part of one.
@@ -76,8 +78,10 @@ def _let_norms_quantize(model: nn.Module) -> None:
         norm.float8_gradient = norm.hidden_size in outputs
 
 
-def _in_rows(layer: nn.Module) -> TypeGuard[Linear]:
-    return isinstance(layer, Linear) and layer.float8 is not None and not layer.float8.one_scale
+def _in_rows(layer: nn.Module) -> TypeGuard[Linear | StoredLinear]:
+    return (
+        isinstance(layer, Linear | StoredLinear) and layer.float8 is not None and not layer.float8.one_scale
+    )
 
 
 def float8_summary(model: nn.Module) -> str:
@@ -115,10 +119,10 @@ def gains_from_float8(in_features: int, out_features: int) -> bool:
     return in_features * out_features >= SMALLEST_GAIN * (in_features + out_features)
 
 
-def _linears(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+def _linears(model: nn.Module) -> Iterator[tuple[str, Linear | StoredLinear]]:
     for part, layers in _layer_lists(model):
         for path, module in layers.named_modules(prefix=part):
-            if type(module).forward is Linear.forward:
+            if type(module).forward in (Linear.forward, StoredLinear.forward):
                 yield path, module
 
 

@@ -193,7 +193,7 @@ def from_hub(
         source = find_layout(model, reader, choice.fresh)
         dtypes = _dtype_of_files(model, reader, choice.fresh)
         if keep_quantised:
-            check_can_keep(folder, reader, options.projections, float8, adapter)
+            check_can_keep(folder, reader, options.projections, adapter)
             _lay_out(model, replace(options, device="meta", shard=None), dtypes)
             model.split_projections()
             kept = keep_stored(model, reader.tensors, folder)

@@ -23,7 +23,7 @@ from liger_models.layers.projections.stored_weight import held, kept_weights, pa
 from liger_models.models.causal_lm import LigerCausalLM
 
 
-def check_can_keep(folder: Path, reader: ModelReader, projections: str, float8: Any, adapter: Any) -> None:
+def check_can_keep(folder: Path, reader: ModelReader, projections: str, adapter: Any) -> None:
     """Raise ConfigError if a checkpoint's quantised weights cannot be kept with these options."""
     if not reader.is_quantised:
         raise ConfigError(
@@ -33,9 +33,8 @@ def check_can_keep(folder: Path, reader: ModelReader, projections: str, float8: 
         raise ConfigError(
             f"keep_quantised needs separate projections, found projections={projections!r}; pass 'split'"
         )
-    if float8 is not None or adapter is not None:
-        which = "float8" if float8 is not None else "a checkpoint of adapters"
-        raise ConfigError(f"keep_quantised cannot be combined with {which}; omit one of them")
+    if adapter is not None:
+        raise ConfigError("keep_quantised cannot be combined with a checkpoint of adapters; omit one of them")
 
 
 def keep_stored(model: LigerCausalLM, tensors: Mapping[str, TensorInfo], folder: Path) -> dict[str, Kept]:

@@ -301,10 +301,8 @@ class TrainConfig:
         if self.weights_memory == "host" and self.quantize == "int8":
             raise ConfigError("weights_memory 'host' takes nf4 and keep_quantised, but int8 stays on the GPU")
         check("float8", self.float8 in (None, *RECIPES), f"one of {', '.join(RECIPES)}")
-        if bool(self.float8) + bool(self.quantize) + self.keep_quantised > 1:
-            raise ConfigError(
-                "float8, quantize and keep_quantised are representations of the same layers; choose one"
-            )
+        if self.quantize and (self.float8 or self.keep_quantised):
+            raise ConfigError("quantize is combined with neither float8 nor keep_quantised; choose one")
         if self.keep_quantised and (self.freeze or self.train_only):
             raise ConfigError(
                 "with keep_quantised, freeze and train_only do not choose the layers that get adapters; use "

@@ -17,6 +17,7 @@ import liger_models
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
 from liger_models.layers.projections import stored_weight
 from liger_models.layers.projections.stored_weight import kept_weights
+from liger_models.models.float8 import set_float8
 from liger_models.models.rounding import describe_rounding
 from liger_models.models.stored_weights import decode_stored
 from liger_models.training.adapters.lora_settings import LoraSettings
@@ -324,6 +325,23 @@ def test_adapters_of_a_run_on_experts_in_quantised_bits_are_written_and_merged_a
     assert merged[name].shape == dense_merged[name].shape
 
 
+def test_products_in_float8_are_those_of_the_decoded_weights(float8):
+    """Adapters in both, so that layers of one input are one product in both."""
+    kept, dense = (load(float8.folder, dtype="auto", keep_quantised=keep) for keep in (True, False))
+    for model in (kept, dense):
+        chosen = set_float8(model, "rowwise", emulate=True, all_sizes=True)
+        assert chosen["layers.0.mlp.down_proj"] == "float8"
+    plain = step(with_adapters(load(float8.folder, dtype="auto", keep_quantised=True)))[1]
+    (logits, loss, grads), expected = step(with_adapters(kept)), step(with_adapters(dense))
+    assert torch.equal(logits, expected[0])
+    assert loss == expected[1]
+    assert loss != plain
+    for name, gradient in expected[2].items():
+        torch.testing.assert_close(
+            grads[name], gradient, rtol=2**-6, atol=2**-7 * float(gradient.abs().max())
+        )
+
+
 def test_adapters_that_may_read_the_codes_are_refused(float8):
     for config in (
         peft.LoraConfig(target_modules=["q_proj"], use_dora=True),
@@ -342,8 +360,8 @@ def test_adapters_that_may_read_the_codes_are_refused(float8):
 def test_what_kept_weights_cannot_do_is_an_error(float8, tmp_path):
     with pytest.raises(ConfigError, match="pass 'split'"):
         load(float8.folder, keep_quantised=True, projections="fused")
-    with pytest.raises(ConfigError, match="cannot be combined with float8"):
-        load(float8.folder, keep_quantised=True, float8="rowwise")
+    with pytest.raises(ConfigError, match="compute capability"):
+        load(float8.folder, keep_quantised=True, dtype="bfloat16", float8="rowwise")
     load(float8.folder).save_pretrained(tmp_path / "dense")
     with pytest.raises(ConfigError, match="this checkpoint has none"):
         load(tmp_path / "dense", keep_quantised=True)
