@@ -289,17 +289,18 @@ def _forward_kernel(
     value = value.to(y.dtype.element_ty)
     tl.store(y + row * width + column, value, mask)
     if float8_values is not None:
-        _store_rows(y, float8_values, float8_scales, row, column, rows, width)
+        # Read back: of a value in registers the compiler may compute a second version in another layout, with
+        # sums in another order.
+        tl.debug_barrier()  # other threads wrote what this one reads
+        value = tl.load(y + row * width + column, mask, 0.0)
+        _store_rows(value, float8_values, float8_scales, row, column, rows, width)
 
 
 @jit
 def _store_rows(x, values, scales, row, column, rows, width):
-    """Quantise whole rows, which this program has written, to e4m3. They are read back: of a value in
-    registers the compiler may compute a second version in another layout, with sums in another order.
-    """
+    """Quantise whole rows to e4m3."""
     mask = (row < rows) & (column < width)
-    tl.debug_barrier()  # other threads wrote what this one reads
-    x = tl.load(x + row * width + column, mask, 0.0).to(tl.float32)
+    x = tl.where(mask, x.to(tl.float32), 0.0)
     bits = tl.abs(x).to(tl.int32, bitcast=True)
     scale = scale_for(as_magnitude(tl.max(bits, 1, keep_dims=True)), 448.0)
     tl.store(scales + row, scale, row < rows)
@@ -366,7 +367,7 @@ def _backward_kernel(
         result = result.to(dx.dtype.element_ty)
         tl.store(dx + row * width + column, result, mask)
         if float8_values is not None:
-            _store_rows(dx, float8_values, float8_scales, row, column, rows, width)
+            _store_rows(result, float8_values, float8_scales, row, column, rows, width)
     sums = tl.program_id(0).to(tl.int64) * width + column
     if dweight_sums is not None:
         tl.store(dweight_sums + sums, tl.sum(dweight, 0, keep_dims=True), column < width)

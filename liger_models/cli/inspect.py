@@ -68,6 +68,7 @@ def inspect(name: str, mtp: bool = False) -> dict[str, Any]:
         "copied": sorted(stored.keys() - {name for row in parameters for name in row["from"]}),
         "quantisation": None if quantisation is None else _quantisation(quantisation, stored),
         "memory": _memory(model, stored),
+        "float8": _float8(model),
     }
     if quantisation is not None:  # last, since it changes the model
         report["quantisation"]["bytes kept"] = _kept_bytes(model, stored, folder or Path(name))
@@ -223,10 +224,26 @@ def _memory(model: "LigerCausalLM", stored: "Mapping[str, TensorInfo]") -> dict[
         "gradients": weights,
         # Two moments, and the residual bits of bfloat16 weights.
         "adamw": (3 if dtype == torch.bfloat16 else 2) * weights,
-        "activations_per_token": {
-            level: sum(layer.activation_bytes(level, dtype.itemsize) for layer in model.layers)
-            for level in LEVELS
-        },
+        "activations_per_token": {level: _saved_bytes(model, level, dtype.itemsize) for level in LEVELS},
+    }
+
+
+def _saved_bytes(model: "LigerCausalLM", level: Any, itemsize: int) -> int:
+    return sum(layer.activation_bytes(level, itemsize) for layer in model.layers)
+
+
+def _float8(model: "LigerCausalLM") -> dict[str, Any]:
+    """Which linear layers would run in float8, why others would not, and the bytes that `lean` would save."""
+    from liger_models.models.float8 import set_float8
+
+    found = set_float8(model, "rowwise")
+    kept = _saved_bytes(model, "lean", 2)
+    set_float8(model, None)
+    others = {path: reason for path, reason in found.items() if reason != "float8"}
+    return {
+        "layers": [path for path in found if path not in others],
+        "others": others,
+        "lean_per_token": kept,
     }
 
 
@@ -277,6 +294,11 @@ def print_report(report: dict[str, Any]) -> None:
     for level, total in memory["activations_per_token"].items():
         rows.append((level, *map(bytes_text, (total / layers, total, total * 8192))))
     print_table(rows)
+    in_float8, reasons = report["float8"]["layers"], sorted({*report["float8"]["others"].values()})
+    print(f"\nWith --float8: {len(in_float8)} linear layers; others: {'; '.join(reasons) or 'none'}")
+    if in_float8:
+        total = report["float8"]["lean_per_token"]
+        print(f"  at lean {bytes_text(total / layers)} per token and layer")
 
 
 def _spec_lines(spec: dict[str, Any]) -> list[str]:

@@ -172,6 +172,19 @@ def test_inspect_groups_equal_layers_and_shows_where_parameters_come_from(checkp
     ]
 
 
+def test_inspect_says_which_layers_would_run_in_float8(capsys):
+    assert main(["inspect", "llama-3.2-1b", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    chosen, others = report["float8"]["layers"], report["float8"]["others"]
+    assert "layers.0.mlp.gate_up_proj" in chosen
+    assert not others
+    plain = report["memory"]["activations_per_token"]["lean"]
+    gate_up = 16 * 2 * 8192  # of 16 layers
+    assert report["float8"]["lean_per_token"] == plain - gate_up + gate_up // 64 * 2  # a scale for 64
+    assert main(["inspect", "llama-3.2-1b"]) == 0
+    assert f"With --float8: {len(chosen)} linear layers" in capsys.readouterr().out
+
+
 def test_inspect_lists_different_layers_separately():
     layers = [{"window": 8}, {"window": 8}, {"window": None}, {"window": 8}]
     assert inspect._runs(layers) == [((0, 1), layers[0]), ((2, 2), layers[2]), ((3, 3), layers[3])]
