@@ -168,7 +168,8 @@ def _quantize(
     x: Tensor, factors: Tensor | None, by_rows: bool, by_columns: bool, dtype: torch.dtype, one_scale: bool
 ) -> tuple[Float8 | None, Float8 | None]:
     rows, columns = x.shape
-    grid = ceil_div(rows, BLOCK), ceil_div(columns, BLOCK)
+    block = BLOCK if factors is None else 2 * BLOCK  # of one byte an element; both measured on an H100
+    grid = ceil_div(rows, block), ceil_div(columns, block)
     across = x.new_empty((grid[1], rows), dtype=torch.float32) if by_rows or one_scale else x
     down = x.new_empty((grid[0], columns), dtype=torch.float32) if by_columns and not one_scale else x
     with on_device_of(x):
@@ -176,7 +177,7 @@ def _quantize(
             *(x, factors, across, down, *x.stride(), rows, columns),
             ACROSS=across is not x,
             DOWN=down is not x,
-            BLOCK=BLOCK,
+            BLOCK=block,
             STEP=32,
             num_warps=8,
         )
