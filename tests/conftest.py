@@ -51,11 +51,27 @@ def keep_splatted_masks_boolean():
     InterpreterBuilder.create_splat = splat
 
 
+def take_scalars_as_indices():
+    """Let kernels loop up to a scalar. Triton 3.6's interpreter converts its array of one element by `int`,
+    which NumPy 2.4 refuses.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
+
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
         patch_triton_once()
         keep_splatted_masks_boolean()
+        take_scalars_as_indices()
 
 sys.path.append(str(Path(__file__).parent))  # for support_table
 
