@@ -1,12 +1,11 @@
 """Commands of the README and the docs are understood, and their links point to existing files."""
 
+import functools
 import re
 import shlex
 import textwrap
 import tomllib
 from pathlib import Path
-
-import pytest
 
 import liger_models.layers
 from liger_models.cli import COMMANDS, build_parser
@@ -18,25 +17,26 @@ README = (ROOT / "README.md").read_text()
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_to_a_file_leads_to_one(page):
-    targets = re.findall(r"\]\(([^)#]+)", page.read_text())
-    files = [target for target in targets if not target.startswith("http")]
-    assert [target for target in files if not (page.parent / target).exists()] == []
+def test_every_link_to_a_file_leads_to_one():
+    for page in PAGES:
+        targets = re.findall(r"\]\(([^)#]+)", page.read_text())
+        files = [target for target in targets if not target.startswith("http")]
+        assert [target for target in files if not (page.parent / target).exists()] == [], page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_to_a_heading_leads_to_one(page):
-    links = re.findall(r"\]\(((?!http)[^)#\s]*)#([^)]+)\)", page.read_text())
-    assert [
-        link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)
-    ] == []
+def test_every_link_to_a_heading_leads_to_one():
+    for page in PAGES:
+        links = re.findall(r"\]\(((?!http)[^)#\s]*)#([^)]+)\)", page.read_text())
+        assert [
+            link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)
+        ] == [], page
 
 
 def page(name):
     return (ROOT / "docs" / f"{name}.md").read_text()
 
 
+@functools.cache
 def headings(page):
     """Return heading anchors: lower case, no punctuation, hyphens for spaces."""
     found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
@@ -52,19 +52,18 @@ def test_every_command_is_shown():
     assert set(commands) == set(COMMANDS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_is_understood(page, monkeypatch, tmp_path):
+def test_every_command_is_understood(monkeypatch, tmp_path):
+    """Those that can run on a CPU do: tests/liger_models/training/test_commands_of_pages.py."""
     monkeypatch.chdir(tmp_path)
-    text = re.sub(r" \\\n +", " ", page.read_text())  # one line each
-    if shown := re.search(r"^`run.yaml`.*?\n((?:    [^\n]+\n)+)", text, re.MULTILINE | re.DOTALL):
-        Path("run.yaml").write_text(textwrap.dedent(shown[1]))
-    for command in re.findall(
-        r"^    (?:liger-models|torchrun .*liger_models\.cli) (.+)$", text, re.MULTILINE
-    ):
-        words = shlex.split(command.partition(" < ")[0], comments=True)
-        if words[0] == "bench":  # whose options are those of python -m benchmarks
-            continue
-        build_parser().parse_args(words)
+    parser, command = build_parser(), r"^    (?:liger-models|torchrun .*liger_models\.cli) (.+)$"
+    for path in PAGES:
+        text = re.sub(r" \\\n +", " ", path.read_text())  # one line each
+        if shown := re.search(r"^`run.yaml`.*?\n((?:    [^\n]+\n)+)", text, re.MULTILINE | re.DOTALL):
+            Path("run.yaml").write_text(textwrap.dedent(shown[1]))
+        for given in re.findall(command, text, re.MULTILINE):
+            words = shlex.split(given.partition(" < ")[0], comments=True)
+            if words[0] != "bench":  # whose options are those of python -m benchmarks
+                parser.parse_args(words)
 
 
 def test_every_extra_is_named():
@@ -72,10 +71,10 @@ def test_every_extra_is_named():
     assert set(re.findall(r"'\.\[(\w+)\]'", page("install"))) == set(extras) - {"dev", "docs"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_piece_of_python_compiles(page):
-    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-        compile(block, str(page), "exec")
+def test_every_piece_of_python_compiles():
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            compile(block, str(page), "exec")
 
 
 def test_the_errors_of_the_faq_are_raised_somewhere():
