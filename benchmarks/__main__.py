@@ -18,6 +18,7 @@
     python -m benchmarks load     loading a checkpoint against transformers
     python -m benchmarks optimizer  a step of AdamW with clipping against torch's
     python -m benchmarks certify  compositions of parallelism, packing and the rest, against one process
+    python -m benchmarks devices  every kernel compiled for twelve GPUs, without having them
     python -m benchmarks learn    training with each representation of bfloat16 weights, against float32
 
 Each prints Markdown tables with the machine and the versions, and writes them with a CSV to --out. A library
@@ -30,6 +31,7 @@ import sys
 from benchmarks import (
     certify,
     data,
+    devices,
     generate,
     invariant,
     kept,
@@ -67,6 +69,7 @@ COMMANDS = {
     "data": data,
     "load": load,
     "optimizer": optimizer,
+    "devices": devices,
     "learn": learn,
     "certify": certify,
 }

@@ -13,12 +13,21 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from liger_models.kernels._gpu import gpu, gpu_of
+
+# Parameters of kernels: numbers of tokens, and what follows from them.
+_VARYING = {
+    *("tokens", "rows", "num_rows", "slots", "chunks", "segment_count", "documents", "boundary_count"),
+    *("table_rows", "most", "programs", "q_tile_count", "k_tile_count"),
+}
 
 triton: Any = None
 tl: Any = None
@@ -35,14 +44,20 @@ if importlib.util.find_spec("triton") is not None:  # a broken Triton is an erro
     def jit(function):
         """triton.jit with multiply-add fusion on by default. Triton's own default depends on its version and
         the environment, and changes the bits of results.
+
+        A kernel is not specialised to counts that differ from batch to batch: it would be compiled once for
+        multiples of 16, once for others, and once for 1.
         """
-        kernel = triton.jit(function)
+        varying = [name for name in inspect.signature(function).parameters if name in _VARYING]
+        kernel = triton.jit(function, do_not_specialize=varying)
         if not interpreted:
 
             def run(*args, **kwargs):
                 kwargs.setdefault("enable_fp_fusion", True)
                 if ROCM and "num_warps" in kwargs:
-                    kwargs["num_warps"] = min(kwargs["num_warps"], _most_warps(torch.cuda.current_device()))
+                    kwargs["num_warps"] = min(
+                        kwargs["num_warps"], gpu(torch.cuda.current_device()).most_warps
+                    )
                 return type(kernel).run(kernel, *args, **kwargs)
 
             kernel.run = run
@@ -87,18 +102,13 @@ def runs_kernels(x: Tensor) -> bool:
     return triton is not None and not interpreted and x.is_cuda and has_matrix_units(x.device)
 
 
-def has_matrix_units(gpu: torch.device) -> bool:
+def has_matrix_units(device: torch.device) -> bool:
     """Whether a GPU has matrix units that Triton and torch's fused attention use, and bfloat16: AMD's, and
     NVIDIA's from Ampere on.
     """
     if torch.compiler.is_compiling():  # which knows this call, and no cache
-        return ROCM or torch.cuda.get_device_properties(gpu).major >= 8
-    return _has_matrix_units(gpu.index)
-
-
-@functools.cache
-def _has_matrix_units(device_index: int | None) -> bool:
-    return ROCM or torch.cuda.get_device_capability(device_index) >= (8, 0)
+        return ROCM or torch.cuda.get_device_properties(device).major >= 8
+    return gpu(device.index).matrix_units
 
 
 @contextmanager
@@ -130,20 +140,9 @@ def early_start(x: Tensor) -> dict[str, bool]:
 
     Saves about 1.5 us between two such kernels, a tenth of the time of a norm of 8192 x 2048.
     """
-    if x.is_cuda and not interpreted and _is_hopper_or_later(x.device.index):
+    if x.is_cuda and not interpreted and gpu_of(x).starts_early:
         return {"EARLY_START": True, "launch_pdl": True}
     return {"EARLY_START": False}
-
-
-@functools.cache
-def _is_hopper_or_later(device_index: int) -> bool:
-    return not ROCM and torch.cuda.get_device_capability(device_index) >= (9, 0)
-
-
-@functools.cache
-def _most_warps(device_index: int) -> int:
-    """Warps of a program: 1,024 threads, of which a warp of AMD's CDNA has 64."""
-    return 1024 // torch.cuda.get_device_properties(device_index).warp_size
 
 
 @jit
@@ -154,45 +153,37 @@ def wait_for_inputs(EARLY_START: tl.constexpr):
         gdc_launch_dependents()
 
 
-def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None) -> list[Any]:
+def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None, padded: bool = False) -> list[Any]:
     """Tensor descriptors for tiles of `rows` rows of one head of each operand [T, heads, D], which Hopper's
     copy engine (TMA) fetches while a program computes: `.load([row, head * D])`, zero past the last token. If
     any operand cannot be described, returns None for all, and programs load element by element. `columns`
-    makes tiles of a part of a head.
+    makes tiles of a part of a head. `padded` takes heads of other sizes, too, in tiles of the next power of
+    two, whose last columns are the next head's, or zero.
     """
     described = []
     for x in operands:
         size, dim = x.element_size(), x.shape[2]
-        able = size == 2 and dim in (64, 128, 256) and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
+        width = next_power_of_2(dim)
+        fits = dim == width or (padded and not dim % 8 and not 128 < dim <= 192)
+        able = size == 2 and width in (64, 128, 256) and fits
+        able = able and x.stride()[1:] == (dim, 1) and not x.data_ptr() % 16
         apart = x.stride(0) >= x.shape[1] * dim and not x.stride(0) * size % 16  # and rows do not overlap
-        if not able or not apart or (x.is_cuda and not _is_hopper_or_later(x.device.index)):
+        if not able or not apart or not gpu_of(x).starts_early:
             return [None] * len(operands)
         described.append(
-            TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, columns or dim])
+            TensorDescriptor(x, [len(x), x.shape[1] * dim], [x.stride(0), 1], [rows, columns or width])
         )
     return described
 
 
 def num_sms(x: Tensor) -> int:
-    """Multiprocessors of x's GPU; 2 in the interpreter, so that tests run more than one program."""
-    return _multi_processor_count(x.device.index) if x.is_cuda else 2
-
-
-@functools.cache
-def _multi_processor_count(device_index: int) -> int:
-    return torch.cuda.get_device_properties(device_index).multi_processor_count
+    """Multiprocessors of x's GPU."""
+    return gpu_of(x).multiprocessors
 
 
 def shared_memory(x: Tensor) -> int:
-    """Bytes of shared memory available to a program on x's GPU; on a CPU, a Hopper GPU's."""
-    return _shared_memory_per_program(x.device.index) if x.is_cuda else 227 * 1024
-
-
-@functools.cache
-def _shared_memory_per_program(device_index: int) -> int:
-    properties: Any = torch.cuda.get_device_properties(device_index)
-    # torch for ROCm has the first name alone (pytorch 198198); there both are the same.
-    return getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
+    """Bytes of shared memory available to a program on x's GPU."""
+    return gpu_of(x).shared_memory
 
 
 def ceil_div(a: int, b: int) -> int:

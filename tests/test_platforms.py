@@ -10,7 +10,7 @@ import torch
 from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import ConfigError
-from liger_models.kernels import _dispatch
+from liger_models.kernels import _gpu
 from liger_models.models import devices
 from liger_models.optim.adamw import AdamW
 from liger_models.training.checkpoints.run_folder import locked
@@ -84,20 +84,32 @@ def test_a_gpu_without_bfloat16_is_refused_or_runs_the_plain_forms(monkeypatch):
         assert devices.device_for(torch.float32, "cuda:0") == torch.device("cuda:0")
 
 
-@pytest.mark.parametrize(("rocm", "capability", "expected"), [(False, (7, 5), False), (True, (9, 0), True)])
-def test_matrix_units_are_not_read_from_amds_capabilities(rocm, capability, expected, monkeypatch):
-    monkeypatch.setattr(_dispatch, "ROCM", rocm)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    assert _dispatch._has_matrix_units.__wrapped__(0) is expected
-    assert _dispatch._is_hopper_or_later.__wrapped__(0) is False
-
-
-def test_amds_gpus_lack_a_property_and_have_wider_warps(monkeypatch):
-    """As torch for ROCm describes an MI300X."""
-    described = SimpleNamespace(shared_memory_per_block=65536, warp_size=64)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: described)
-    assert _dispatch._shared_memory_per_program.__wrapped__(0) == 65536
-    assert _dispatch._most_warps.__wrapped__(0) == 16
+@pytest.mark.parametrize(
+    ("arch", "rocm", "described", "family", "matrix_units", "most_warps"),
+    [
+        # As torch for ROCm describes an MI250X and an RX 7900: without a property that CUDA's torch has, and
+        # with capabilities that NVIDIA gave to other architectures.
+        ("gfx90a", "7.0", {"major": 9, "minor": 0, "warp_size": 64}, "cdna", True, 16),
+        ("gfx1100", "7.0", {"major": 11, "minor": 0, "warp_size": 32}, "rdna", True, 32),
+        ("sm_75", None, {"major": 7, "minor": 5, "warp_size": 32}, "desktop", False, 32),
+    ],
+)
+def test_a_gpu_is_known_by_its_architecture(
+    arch, rocm, described, family, matrix_units, most_warps, monkeypatch
+):
+    properties = SimpleNamespace(
+        gcnArchName=f"{arch}:sramecc+:xnack-",
+        shared_memory_per_block=65536,
+        multi_processor_count=104,
+        **described,
+    )
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = _gpu.gpu.__wrapped__(0)
+    assert (found.arch, found.amd, found.family) == (arch, rocm is not None, family)
+    assert (found.matrix_units, found.most_warps) == (matrix_units, most_warps)
+    assert (found.shared_memory, found.multiprocessors) == (65536, 104)
+    assert not found.starts_early
 
 
 def test_mps_is_refused_by_adamw_which_needs_float64(monkeypatch):

@@ -23,8 +23,9 @@ the tiles with any visible score, with 2 products in the forward pass and 7 in t
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+import warnings
 
 import torch
 from torch import Tensor
@@ -38,14 +39,15 @@ from liger_models.kernels._dispatch import (
     on_device_of,
     once_differentiable,
     rows_to_copy,
-    shared_memory,
     use_triton,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.attention._forward_kernel import attention_forward_kernel
 from liger_models.kernels.attention._gradient_kernels import (
     attention_key_value_gradient_kernel,
     attention_query_gradient_kernel,
 )
+from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, find_tiles
 from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
 
 MOST_HEAD_DIM = 512
@@ -105,7 +107,11 @@ def attention(
         window = None
     ranges = isinstance(bounds, KeyRanges)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
-    if not use_triton(q, k, v, sinks, slopes, of_queries, of_keys):
+    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys)
+    if runs and not has_tiles(q, v):
+        _say_no_tiles(gpu_of(q).arch)
+        runs = False
+    if not runs:
         return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes))
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     sinks, of_queries, of_keys = (None if x is None else x.contiguous() for x in (sinks, of_queries, of_keys))
@@ -238,7 +244,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
-                    *rows_to_copy(tiles.keys, k, v),
+                    *rows_to_copy(tiles.keys, k, v, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
         ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, out, lse)
@@ -277,7 +283,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
-                    *rows_to_copy(tiles.keys, k, v),
+                    *rows_to_copy(tiles.keys, k, v, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
                 tiles = _configuration(q, v).key_value_gradient
@@ -299,7 +305,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_keys),
-                    *rows_to_copy(tiles.queries, q, dout),
+                    *rows_to_copy(tiles.queries, q, dout, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
         dsinks = None
@@ -309,52 +315,24 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, dsinks, *[None] * 7
 
 
-class _Tiles(NamedTuple):
-    """Tile sizes and compilation options of a kernel."""
-
-    queries: int
-    keys: int
-    num_warps: int
-    num_stages: int
+def has_tiles(q: Tensor, v: Tensor) -> bool:
+    """Whether the kernel has tiles for heads of these sizes on q's GPU."""
+    return find_tiles(q, v) is not None
 
 
-class _Configuration(NamedTuple):
-    forward: _Tiles
-    query_gradient: _Tiles
-    key_value_gradient: _Tiles
+def _configuration(q: Tensor, v: Tensor) -> Configuration:
+    tiles = find_tiles(q, v)
+    assert tiles is not None  # `attention` asks `has_tiles`
+    return tiles
 
 
-# By the largest head size of keys and of values, in 16 bits. For data-centre GPUs these are the fastest of
-# several on an H200, spills included. The last one for heads of 64 and those for other GPUs are chosen from
-# the compiler's reports.
-_DATA_CENTRE = {  # up to 197 KB of shared memory
-    (64, 64): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(64, 64, 4, 3), _Tiles(64, 128, 8, 2)),
-    (128, 128): _Configuration(_Tiles(64, 64, 4, 3), _Tiles(128, 64, 8, 3), _Tiles(64, 64, 4, 2)),
-    (192, 128): _Configuration(_Tiles(128, 64, 8, 3), _Tiles(128, 32, 8, 3), _Tiles(32, 128, 8, 2)),
-    (256, 256): _Configuration(_Tiles(128, 64, 8, 2), _Tiles(128, 32, 8, 2), _Tiles(32, 64, 8, 2)),
-    (512, 512): _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
-}
-_DESKTOP = {  # up to 99 KB
-    (64, 64): _DATA_CENTRE[64, 64],
-    (128, 128): _Configuration(_Tiles(64, 64, 4, 2), _Tiles(64, 32, 4, 2), _Tiles(32, 64, 8, 2)),
-    (256, 256): _Configuration(_Tiles(64, 32, 8, 1), _Tiles(32, 32, 8, 1), _Tiles(32, 32, 8, 1)),
-    (512, 512): _Configuration(*[_Tiles(16, 16, 4, 1)] * 3),
-}
-# Operands of float32 products must be in registers.
-_FLOAT32 = {
-    (64, 64): _Configuration(*[_Tiles(32, 32, 8, 2)] * 3),
-    (256, 256): _Configuration(*[_Tiles(16, 32, 8, 2)] * 3),
-    (512, 512): _Configuration(*[_Tiles(16, 16, 8, 1)] * 3),
-}
-
-
-def _configuration(q: Tensor, v: Tensor) -> _Configuration:
-    if q.dtype == torch.float32:
-        table = _FLOAT32
-    else:
-        table = _DATA_CENTRE if shared_memory(q) >= 200 * 1024 else _DESKTOP
-    return next(
-        choice for (keys, values), choice in table.items() if q.shape[2] <= keys and v.shape[2] <= values
+@functools.cache
+def _say_no_tiles(arch: str) -> None:
+    """Warn once of plain attention."""
+    warnings.warn(
+        f"the attention kernel has no tiles for heads this large on {arch}: plain attention runs, and keeps "
+        "all scores; attention='auto' uses torch's kernels where they can do the same",
+        stacklevel=3,
     )
 
 
@@ -362,7 +340,7 @@ def _parts(bounds: Tensor | None) -> int:
     return 1 if bounds is None else len(bounds) // 2
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: _Tiles) -> dict[str, int]:
+def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: Tiles) -> dict[str, int]:
     head_dim, value_dim = q.shape[2], v.shape[2]
     block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores need at least 16
     if block >= 256 and head_dim <= block * 3 // 4:

@@ -32,7 +32,7 @@ def forward_kernel(
     cos_stride,
     sin_stride,
     tokens,
-    q_tiles,
+    q_tile_count,
     eps,
     offset,
     Q_HEADS: tl.constexpr,
@@ -55,7 +55,7 @@ def forward_kernel(
     wait_for_inputs(EARLY_START)
     tile = tl.program_id(0)
     GROUPS: tl.constexpr = Q_HEADS + K_HEADS if PER_HEAD else 2
-    if tile < q_tiles:
+    if tile < q_tile_count:
         _forward_tile(
             tile,
             qkv,
@@ -87,7 +87,7 @@ def forward_kernel(
         )
     else:
         _forward_tile(
-            tile - q_tiles,
+            tile - q_tile_count,
             qkv + Q_HEADS * HEAD_DIM,
             k_weight,
             cos,
@@ -198,8 +198,8 @@ def backward_kernel(
     cos_stride,
     sin_stride,
     tokens,
-    q_tiles,
-    k_tiles,
+    q_tile_count,
+    k_tile_count,
     offset,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
@@ -241,7 +241,7 @@ def backward_kernel(
         cos_stride,
         sin_stride,
         tokens,
-        q_tiles,
+        q_tile_count,
         offset,
         Q_HEADS,
         ALL_HEADS,
@@ -275,7 +275,7 @@ def backward_kernel(
         cos_stride,
         sin_stride,
         tokens,
-        k_tiles,
+        k_tile_count,
         offset,
         K_HEADS,
         ALL_HEADS,
@@ -295,7 +295,7 @@ def backward_kernel(
     if dv is not None:
         column = tl.arange(0, BLOCK_DIM)[None, :]
         target = dqkv + (Q_HEADS + K_HEADS) * HEAD_DIM
-        for tile in tl.range(tl.program_id(0), k_tiles, tl.num_programs(0), num_stages=STAGES):
+        for tile in tl.range(tl.program_id(0), k_tile_count, tl.num_programs(0), num_stages=STAGES):
             token, head, mask, _, _ = place(tile, tokens, K_HEADS, K_ROWS, K_GROUP, PER_HEAD)
             mask = mask & (column < HEAD_DIM)
             value = tl.load(dv + token * dv_stride + head * dv_head_stride + column, mask)

@@ -51,9 +51,9 @@ from torch import Tensor
 from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
 from liger_models.kernels.attention.flash_attention import (
-    MOST_HEAD_DIM,
     attention_plain,
     attention_weights,
+    has_tiles,
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.kernels.invariant.mode import is_batch_invariant, without_batch_invariance
@@ -166,7 +166,7 @@ def _alone(
     """`_attend` in `batch_invariant`."""
     visibility = visibility if spec.bidirectional_spans else visibility.without_spans()
     check_alone(visibility)
-    ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    ours = use_triton(q) and has_tiles(q, v)
     backend: AttentionBackend = "triton" if ours else "masked" if _is_plain_softmax(spec) else "eager"
 
     def attend(q: Tensor, k: Tensor, v: Tensor, own: Visibility) -> Tensor:
@@ -297,7 +297,7 @@ def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
-    ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM
+    ours = use_triton(q) and has_tiles(q, v)
     if q.dtype == torch.float32 and _by_ranges(spec, visibility):
         ours = False  # in float32 the kernel has not been timed against a mask
     if visibility.documents.tree is not None:

@@ -3,7 +3,7 @@
 Operations run on CPU tensors, and every launch is replaced by a compilation of the kernel. The results are
 meaningless: the test is that the compiler accepts each kernel with the arguments that its operation passes.
 The interpreter, which runs the other tests, accepts more than the compiler does. Compilation stops at LLVM
-IR; kernel_resources.py runs LLVM's code generator and ptxas on kernels at real sizes.
+IR; `python -m benchmarks devices` runs the code generators on kernels at real sizes.
 """
 
 import importlib

@@ -44,8 +44,8 @@ every_limit = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    tiles = (module._Tiles(16, 16, 4, 1), module._Tiles(16, 32, 4, 1), module._Tiles(16, 32, 4, 1))
-    monkeypatch.setattr(module, "_configuration", lambda q, v: module._Configuration(*tiles))
+    tiles = (module.Tiles(16, 16, 4, 1), module.Tiles(16, 32, 4, 1), module.Tiles(16, 32, 4, 1))
+    monkeypatch.setattr(module, "_configuration", lambda q, v: module.Configuration(*tiles))
 
 
 def rows_of(document, shared):

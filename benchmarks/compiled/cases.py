@@ -1,55 +1,31 @@
-"""Report the registers and shared memory of every kernel at the sizes of real models, without a GPU.
+"""Operations at the sizes of real models, forward and backward, on the meta device.
 
-    python tests/kernels/kernel_resources.py [WORD ...]        # cases whose names contain one of the words
-
-Compile for a Hopper GPU as compile_kernels.py does, and print for each launch its warps, registers and
-spilled bytes per thread, shared memory, and the warps that then fit on a multiprocessor. Fail if a kernel
-spills or needs more shared memory than there is. Tiles depend on the size of a row and hardly on the number
-of rows, so a few rows are enough.
+Tiles depend on the size of a row, and of experts on the number of rows.
 """
 
-import functools
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import triton
-from compile_kernels import BF16, backward, instead_of_launching
+from torch import Tensor
 
 import liger_models.kernels as kernels
+from liger_models.kernels.attention.visible_keys import KeyRanges
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import quantize_columns, turned
 
-TOKENS, VOCAB = 16, 128256
-TREE = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"))
-
-# Bytes that ptxas may spill outside of a loop, at no cost; the number depends on its version.
-SPILL_LIMIT = 16
-
-# Cases that may spill, with the reason.
-KNOWN_SPILLS = {
-    "norms, 16384": "rows of 16384 fill the registers: 15 of a thread's wait in the cache, once a row",
-    "gated norm, Granite 4": "rows of 8192 with their gate fill the registers, once a row",
-    "gated delta rule, Qwen 3 Next": "gradients of q and k and their parts fill the registers",
-    "gated delta rule, OLMo hybrid": "as above",
-    "channel delta rule, Kimi Linear": "gradients of half the channels fill the registers",
-    "channel delta rule, Ling 3": "as above",
-    "SSD, Granite 4": "the state, its operands and scores fill the registers: with fewer, all take longer",
-    "SSD, Nemotron H": "as above",
-    "SSD, Falcon H1 34B": "as above, with states of 256",
-    "attention, LLaMA 8B": "the gradient of keys and values: tiles that do not spill are 6% slower",
-    "attention, a tree, LLaMA 8B": "as above",
-    "attention, Gemma 2 9B": "as above",
-    "attention, DeepSeek V3": "from Triton 3.9 on: the gradient of keys and values, 10 registers of a thread",
-    "attention, Gemma 4": "heads of 512: tiles that do not spill take 7.6 ms forward, these 4.9",
-}
+BF16, F32 = torch.bfloat16, torch.float32
+TOKENS, VOCAB = 4096, 128256
 
 
-def operand(*shape, dtype=BF16):
-    return torch.empty(shape, dtype=dtype).requires_grad_()  # its memory is never read
+def operand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, dtype=dtype).requires_grad_()
+
+
+def backward(*results: Tensor) -> None:
+    torch.autograd.backward(results, [torch.empty_like(result) for result in results])
 
 
 def norms(width, cast="llama", dtype=BF16):
@@ -156,7 +132,7 @@ def short_conv(channels, taps, activation):
 def selective_scan(channels, width, dtype=BF16):
     x, dt = (operand(TOKENS, channels, dtype=dtype) for _ in range(2))
     by_state = (operand(TOKENS, width, dtype=dtype) for _ in range(2))
-    parameters = operand(channels, width, dtype=torch.float32), *by_state, *(operand(channels),) * 2
+    parameters = operand(channels, width, dtype=F32), *by_state, *(operand(channels),) * 2
     backward(*kernels.selective_scan(x, dt, *parameters))
 
 
@@ -173,15 +149,16 @@ def softmax():
 def cross_entropy(**options):
     labels = torch.arange(TOKENS)
     backward(kernels.cross_entropy(operand(TOKENS, VOCAB), labels, **options))
-    backward(2 * kernels.linear_cross_entropy(hidden(), head(), labels, **options))
+    backward(2 * kernels.linear_cross_entropy(hidden(), head(), labels, num_valid=TOKENS, **options))
 
 
 def log_probs(**options):
     labels, everything = torch.arange(TOKENS), {"entropy": True, "top1": True, "log_sum_sq_probs": True}
     for wanted in ({}, {"entropy": True}, everything):
-        scores = kernels.linear_log_probs(hidden(), head(), labels, **wanted, **options)
+        known: dict[str, Any] = {"num_valid": TOKENS}
+        scores = kernels.linear_log_probs(hidden(), head(), labels, **wanted, **known, **options)
         backward(*(score for score in scores[:2] if score is not None))
-        known = {"coefficients": torch.ones(TOKENS)}
+        known["coefficients"] = torch.ones(TOKENS)
         scores = kernels.linear_log_probs(hidden(), head(), labels, **wanted, **known, **options)
         backward(scores.weighted_sum)
 
@@ -194,12 +171,17 @@ def divergences():
         backward(divergence(hidden(), head(), *teacher))
 
 
-def hidden():  # a CPU computes the products, so only the vocabulary has its real size
-    return torch.zeros(TOKENS, 16, dtype=BF16).requires_grad_()
+def hidden() -> Tensor:
+    return operand(TOKENS, 2048)
 
 
-def head():
-    return torch.zeros(VOCAB, 16, dtype=BF16).requires_grad_()
+def head() -> Tensor:
+    return operand(VOCAB, 2048)
+
+
+def ranges(of_queries: int, of_keys: int) -> KeyRanges:
+    """Bounds of attention over several ranges of keys: numbers of rows."""
+    return KeyRanges(*(torch.empty(rows, TOKENS, dtype=torch.int32) for rows in (of_queries, of_keys)))
 
 
 def experts(
@@ -219,8 +201,8 @@ def experts(
         how["gate_up_paths"], how["down_paths"] = (
             [
                 kernels.ExpertPath(
-                    operand(rank * num_experts, matrices.shape[2], dtype=torch.float32),
-                    operand(matrices.shape[1], rank * num_experts, dtype=torch.float32),
+                    operand(rank * num_experts, matrices.shape[2], dtype=F32),
+                    operand(matrices.shape[1], rank * num_experts, dtype=F32),
                     2.0,
                 )
             ]
@@ -240,26 +222,32 @@ def optimizer(weights, moments, dtype=BF16, size=1 << 16):
     kernels.sum_of_squares([tensors.gradient])
 
 
-def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, **options):
-    q, k = (operand(TOKENS, count, head_dim) for count in (heads, kv_heads))
-    v = operand(TOKENS, kv_heads, value_dim or head_dim)
+def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, dtype=BF16, **options):
+    q, k = (operand(TOKENS, count, head_dim, dtype=dtype) for count in (heads, kv_heads))
+    v = operand(TOKENS, kv_heads, value_dim or head_dim, dtype=dtype)
     if "bounds" not in options:
-        options["cu_seqlens"] = torch.tensor([0, TOKENS])
-    options["sinks"] = operand(heads) if sinks else None
+        options["bounds"] = torch.empty(2, TOKENS, dtype=torch.int32)
+    options["sinks"] = operand(heads, dtype=dtype) if sinks else None
     backward(kernels.attention(q, k, v, **options))
 
 
-CASES = {
+CASES: dict[str, Callable[[], None]] = {
     "float8, 4096": lambda: float8(4096),
     "decoding, gpt-oss": lambda: decoding(5760, 2880),
     "norms, 2048": lambda: norms(2048),
     "norms, 4096": lambda: norms(4096),
     "norms, 8192": lambda: norms(8192),
     "norms, 16384": lambda: norms(16384),  # LLaMA 3.1 405B
+    "norms, 5376": lambda: norms(5376),
+    "norms in float32, 4096": lambda: norms(4096, dtype=F32),
+    "norms in float32, 300": lambda: norms(300, dtype=F32),
+    "norms in float32, 1": lambda: norms(1, dtype=F32),
     "norms, 20480": lambda: norms(20480),
     "norms, gemma, 3584": lambda: norms(3584, "gemma"),
     "layer norm, 4096": lambda: layer_norm(4096),
     "layer norm, 12288": lambda: layer_norm(12288),
+    "layer norm in float32, 4096": lambda: layer_norm(4096, dtype=F32),
+    "layer norm in float32, 5": lambda: layer_norm(5, dtype=F32),
     "rotary, LLaMA 8B": lambda: rotary(32, 8, 128),
     "rotary, Qwen 2.5 0.5B": lambda: rotary(14, 2, 64),
     "rotary, Phi 2": lambda: rotary(32, 32, 80, 32),
@@ -286,7 +274,7 @@ CASES = {
     "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),
     "channel delta rule, Ling 3": lambda: channel_delta_rule(32, 128, lower_bound=-5.0),
     "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
-    "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, torch.float32),
+    "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, F32),
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
     "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
     "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),
@@ -300,17 +288,26 @@ CASES = {
     "log-probabilities, Gemma 2": lambda: log_probs(softcap=30.0),
     "divergences": divergences,
     "attention, LLaMA 8B": lambda: attention(32, 8, 128),
-    "attention, a tree, LLaMA 8B": lambda: attention(32, 8, 128, bounds=TREE),
+    "attention, a tree, LLaMA 8B": lambda: attention(32, 8, 128, bounds=ranges(4, 6)),
     "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
     "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
     "attention, Gemma 4": lambda: attention(8, 2, 512),
+    "attention, heads of 64": lambda: attention(32, 8, 64),
+    "attention, heads of 80": lambda: attention(32, 32, 80),
+    "attention, heads of 96": lambda: attention(32, 8, 96),
+    "attention, SigLIP": lambda: attention(16, 16, 72, bounds=ranges(2, 2)),
+    "attention, heads of 80, an encoder's": lambda: attention(16, 16, 80, bounds=ranges(2, 2)),
+    "attention, Gemma 3 with images": lambda: attention(8, 4, 256, bounds=ranges(2, 2)),
+    "attention in float32, heads of 64": lambda: attention(32, 8, 64, dtype=F32),
+    "attention in float32, heads of 96": lambda: attention(32, 8, 96, dtype=F32),
+    "attention in float32, heads of 256": lambda: attention(8, 4, 256, dtype=F32),
     "attention, gpt-oss 20B": lambda: attention(64, 8, 64, window=128, sinks=True),
     "AdamW, plain": lambda: optimizer("plain", BF16),
     "AdamW, stochastic": lambda: optimizer("stochastic", BF16),
     "AdamW, compensated": lambda: optimizer("compensated", BF16),
     "AdamW, master": lambda: optimizer("master", BF16),
-    "AdamW, master, float32 moments": lambda: optimizer("master", torch.float32),
-    "AdamW, float32": lambda: optimizer("plain", torch.float32, torch.float32),
+    "AdamW, master, float32 moments": lambda: optimizer("master", F32),
+    "AdamW, float32": lambda: optimizer("plain", F32, F32),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts with paths of rank 16, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8, rank=16),
     "experts with paths of rank 128, gpt-oss 20B": lambda: experts(512, 2880, 2880, 32, 4, rank=128),
@@ -319,77 +316,6 @@ CASES = {
     "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),
     "experts, Llama 4 Scout": lambda: experts(512, 5120, 8192, 16, 1, weighted="inputs"),
     "experts, Nemotron 3 Nano": lambda: experts(2048, 2688, 1856, 128, 6, activation="relu2"),
-    "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, torch.float32),
-    "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, torch.float32),
+    "experts in float32, few rows": lambda: experts(64, 256, 128, 8, 2, F32),
+    "experts in float32, many rows": lambda: experts(2048, 256, 128, 8, 2, F32),
 }
-
-
-# Kernels must also fit on GPUs with less shared memory.
-DESKTOP_SHARED = 99 * 1024
-ON_A_DESKTOP = {
-    f"{name} in float32, {width}, on a desktop's GPU": functools.partial(run, width, dtype=torch.float32)
-    for name, run in (("norms", norms), ("layer norm", layer_norm))
-    for width in (1, 2, 5, 300, 4096)
-}
-
-
-def registers_and_spills(cubin: bytes) -> tuple[int, int]:
-    """Registers and bytes of stack per thread."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [tool, "--dump-resource-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    assert found, usage
-    return int(found[1]), int(found[2])
-
-
-def warps_that_fit(registers: int, shared: int, num_warps: int) -> int:
-    """Warps that fit on a Hopper multiprocessor: 64 K registers, given out in eights, 227 KB shared."""
-    by_registers = 65536 // (-(-registers // 8) * 8 * 32 * num_warps)
-    by_shared = 227 * 1024 // (shared + 1024)
-    return min(by_registers, by_shared, 64 // num_warps, 32) * num_warps
-
-
-def main(words: list[str]) -> None:
-    case = ""
-    seen, spilled = set(), []
-
-    def report(kernel, kwargs, compiled):
-        if compiled.hash in seen:
-            return
-        seen.add(compiled.hash)
-        registers, stack = registers_and_spills(compiled.asm["cubin"])
-        name = f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}"
-        num_warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-        blocks = ", ".join(f"{key}={kwargs[key]}" for key in kwargs if key.isupper())
-        fit = warps_that_fit(registers, shared, num_warps)
-        print(
-            f"{case:36} {name:42} warps {num_warps:2}  registers {registers:3}  spilled {stack:3}  "
-            f"shared {shared:6}  warps that fit {fit:2}  {blocks}",
-            flush=True,
-        )
-        if case in ON_A_DESKTOP and shared > DESKTOP_SHARED:
-            spilled.append(f"{case}: {name} takes {shared} bytes of shared memory with {blocks}")
-        if stack > SPILL_LIMIT and case not in KNOWN_SPILLS and case not in ON_A_DESKTOP:
-            spilled.append(f"{case}: {name} spills {stack} bytes a thread with {blocks}")
-
-    modules = instead_of_launching(report)
-    for module in modules:
-        if hasattr(module, "num_sms"):
-            module.num_sms = lambda x: 132
-    for case, run in (CASES | ON_A_DESKTOP).items():
-        if case in ON_A_DESKTOP:
-            for module in modules:
-                if hasattr(module, "shared_memory"):
-                    module.shared_memory = lambda x: DESKTOP_SHARED
-        if not words or any(word in case for word in words):
-            run()
-    if spilled:
-        sys.exit("\n".join(spilled))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

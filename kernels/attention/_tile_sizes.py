@@ -1,0 +1,84 @@
+"""Tile sizes of the kernels of `flash_attention.py`, by GPU and size of heads."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._gpu import Family, gpu_of
+
+
+class Tiles(NamedTuple):
+    """Tile sizes and compilation options of a kernel."""
+
+    queries: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+class Configuration(NamedTuple):
+    forward: Tiles
+    query_gradient: Tiles
+    key_value_gradient: Tiles
+
+
+_Table = dict[tuple[int, int], Configuration]
+
+# By the largest head size of keys and of values, in 16 bits. For data-centre GPUs these are the fastest of
+# several on an H200, spills included. The last one for heads of 64 and those for other GPUs are chosen from
+# the compiler's reports (`python -m benchmarks devices`).
+_HOPPER: _Table = {  # up to 197 KB of shared memory
+    (64, 64): Configuration(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 128, 8, 2)),
+    (128, 128): Configuration(Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+    (192, 128): Configuration(Tiles(128, 64, 8, 3), Tiles(128, 32, 8, 3), Tiles(32, 128, 8, 2)),
+    (256, 256): Configuration(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
+    (512, 512): Configuration(Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+}
+_DESKTOP: _Table = {  # up to 99 KB
+    (64, 64): _HOPPER[64, 64]._replace(key_value_gradient=Tiles(32, 128, 8, 2)),
+    # The masks of their padded tiles take registers.
+    (96, 96): Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 2)),
+    (128, 128): Configuration(Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 64, 8, 2)),
+    (256, 256): Configuration(Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
+    (512, 512): Configuration(*[Tiles(16, 16, 4, 1)] * 3),
+}
+_A100: _Table = {**_DESKTOP, (64, 64): _HOPPER[64, 64]}
+_CDNA: _Table = {  # up to 64 KB, and warps of 64 threads
+    (64, 64): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1), Tiles(64, 32, 4, 1)),
+    (128, 128): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1)),
+    (256, 256): Configuration(Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    (512, 512): Configuration(*[Tiles(16, 16, 4, 1)] * 3),
+}
+_RDNA: _Table = {  # larger heads spill with all tiles that were tried
+    (64, 64): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1), Tiles(32, 32, 8, 1)),
+}
+_OF_FAMILY: dict[Family, _Table] = {
+    "hopper": _HOPPER,
+    "a100": _A100,
+    "desktop": _DESKTOP,
+    "cdna": _CDNA,
+    "rdna": _RDNA,
+}
+# Operands of float32 products must be in registers.
+_FLOAT32: _Table = {
+    (64, 64): Configuration(*[Tiles(32, 32, 8, 2)] * 3),
+    (256, 256): Configuration(*[Tiles(16, 32, 8, 2)] * 3),
+    (512, 512): Configuration(*[Tiles(16, 16, 8, 1)] * 3),
+}
+
+
+def find_tiles(q: Tensor, v: Tensor) -> Configuration | None:
+    """Tiles for heads of these sizes on q's GPU; None if none fit, on AMD's RDNA above 64 and in float32."""
+    family = gpu_of(q).family
+    if q.dtype != torch.float32:
+        table = _OF_FAMILY[family]
+    else:
+        table = {} if family == "rdna" else _FLOAT32
+    sizes = (tiles for (keys, values), tiles in table.items() if q.shape[2] <= keys and v.shape[2] <= values)
+    found = next(sizes, None)
+    if found is not None and table is _FLOAT32 and family == "cdna":  # with 64 KB of shared memory
+        return Configuration(*(tiles._replace(num_stages=1) for tiles in found))
+    return found
