@@ -88,7 +88,8 @@ def quantize_columns(rows: Tensor, factors: Tensor) -> Float8:
 
     Args:
         rows: [R, C] float8_e4m3fn, contiguous.
-        factors: [R, 1] float32, one for each row; powers of two.
+        factors: [R, 1] float32, one for each row; with powers of two numbers are rounded only if they become
+            subnormal.
 
     Returns:
         `rows * factors` by columns, transposed: [C, R'], as from `quantize`.

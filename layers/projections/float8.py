@@ -146,13 +146,14 @@ class _Float8Linear(torch.autograd.Function):
         return gradient.input_product(weight) if want_x else None, dw, None
 
 
-def forward_product(x: Tensor, weight: Tensor, settings: Float8Settings) -> Tensor:
-    """x [T, in] @ weight^T, [T, out] in x's dtype."""
+def forward_product(x: Tensor, weight: Tensor | Float8, settings: Float8Settings) -> Tensor:
+    """x [T, in] @ weight^T, [T, out] in x's dtype. A weight in e4m3 has a scale for each row."""
     rows = _carried(x, settings) or _by_rows(x, settings.one_scale)
-    return float8_product(rows, _by_rows(weight, settings.one_scale), x.dtype)
+    of_weight = weight if isinstance(weight, Float8) else _by_rows(weight, settings.one_scale)
+    return float8_product(rows, of_weight, x.dtype)
 
 
-def input_gradient(dy: Tensor, weight: Tensor, settings: Float8Settings) -> Tensor:
+def input_gradient(dy: Tensor, weight: Tensor | Float8, settings: Float8Settings) -> Tensor:
     """dy [T, out] @ weight, [T, in] in dy's dtype."""
     return Gradient(dy, settings, True, False).input_product(weight)
 
@@ -191,10 +192,14 @@ class Gradient:
         columns = quantize_columns(self.rows.values, self.rows.scales * x8.scales)
         return float8_product(columns, turned(x8), dtype)
 
-    def input_product(self, weight: Tensor) -> Tensor:
+    def input_product(self, weight: Tensor | Float8) -> Tensor:
         """dy @ weight [out, in], [T, in] in dy's dtype."""
         assert self.rows is not None
-        return float8_product(self.rows, _by_columns(weight, self.settings.one_scale), self.dy.dtype)
+        if isinstance(weight, Float8):
+            columns = quantize_columns(weight.values, weight.scales)
+        else:
+            columns = _by_columns(weight, self.settings.one_scale)
+        return float8_product(self.rows, columns, self.dy.dtype)
 
 
 def _carried(x: Tensor, settings: Float8Settings) -> Float8 | None:

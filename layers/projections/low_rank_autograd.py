@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from liger_models.kernels import Float8
 from liger_models.layers.projections.float8 import (
     Float8Settings,
     forward_product,
@@ -40,6 +41,7 @@ def run_low_rank(
         tuple(outs),
         tuple(projection.dense for projection in projections),
         tuple(projection.float8 for projection in projections),
+        tuple(projection.rows for projection in projections),
         torch.is_autocast_enabled(x.device.type),
         tuple(paths),
         sum(adapter.a.shape[0] for _, adapter in found if adapter.dropout == 0),
@@ -174,10 +176,10 @@ def _float8_outputs(
     """The same if a product runs in float8, which cannot add to what is there: it comes first."""
     products = []
     for _, matrix, settings in _products(plan, weights):
-        if settings is None:
-            products.append(x @ matrix.T)
-        else:
+        if settings is not None:
             products.append(forward_product(x, matrix, settings))
+        elif isinstance(matrix, Tensor):
+            products.append(x @ matrix.T)
         del matrix
     y = products[0] if len(products) == 1 else torch.cat(products, dim=1)
     del products
@@ -189,19 +191,31 @@ def _float8_outputs(
     return y
 
 
-def _products(plan: Plan, weights: list[Tensor]) -> Iterator[tuple[slice, Tensor, Float8Settings | None]]:
+def _products(
+    plan: Plan, weights: list[Tensor]
+) -> Iterator[tuple[slice, Tensor | Float8, Float8Settings | None]]:
     """The outputs, the matrix and the precision of each product: of all layers at once where possible.
-    Weights that are decoded anyway are joined.
+    Weights that are decoded anyway are joined, and so are those stored in e4m3.
     """
-    if len({*plan.float8}) == 1:
+    one = plan.float8[0] if len({*plan.float8}) == 1 else None
+    if one is not None and all(plan.rows) and not one.one_scale:
+        stored = [rows(weight) for rows, weight in zip(plan.rows, weights, strict=True) if rows is not None]
+        yield slice(None), stored[0] if len(stored) == 1 else _joined(stored), one
+        return
+    if one is not None:
         matrix = _one_matrix(plan, weights)
         if matrix is None and any(plan.dense):
             matrix = torch.cat([_matrix(plan, i, weights) for i in range(len(weights))])
         if matrix is not None:
-            yield slice(None), matrix, plan.float8[0]
+            yield slice(None), matrix, one
             return
     for i, out in enumerate(plan.outs):
         yield out, _matrix(plan, i, weights), plan.float8[i]
+
+
+def _joined(parts: Sequence[Float8]) -> Float8:
+    codes = torch.cat([part.values.view(torch.uint8) for part in parts])
+    return Float8(codes.view(parts[0].values.dtype), torch.cat([part.scales for part in parts]))
 
 
 def _parameter_grads(
@@ -258,7 +272,10 @@ def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Te
         for out, factor, settings in _products(plan, weights):
             whole = out == slice(None)
             part = dy if whole else dy[:, out]
-            product = part @ factor if settings is None else input_gradient(part, factor, settings)
+            if settings is not None:
+                product = input_gradient(part, factor, settings)
+            elif isinstance(factor, Tensor):
+                product = part @ factor
             dx = product if dx is None else dx.add_(product)
             del factor, product
     if plan.shared:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels import Float8
 from liger_models.layers.projections.float8 import Float8Settings
 
 
@@ -40,6 +41,7 @@ class Projection(NamedTuple):
             on autograd, and may return any dtype, which is cast to that of the product.
         dtype: the only dtype in which the layer multiplies. None: that of x.
         float8: how the products with the weight run in float8. None: they do not.
+        rows: returns the weight in e4m3 with a scale for each row, if it is stored so.
     """
 
     weight: Tensor
@@ -48,6 +50,7 @@ class Projection(NamedTuple):
     dense: Callable[[Tensor], Tensor] | None = None
     dtype: torch.dtype | None = None
     float8: Float8Settings | None = None
+    rows: Callable[[Tensor], Float8] | None = None
 
     def takes(self, x: Tensor) -> bool:
         """Return True if the product for this input has the dtype that the layer requires."""
@@ -82,6 +85,7 @@ class Plan:
     outs: tuple[slice, ...]
     dense: tuple[Callable[[Tensor], Tensor] | None, ...]
     float8: tuple[Float8Settings | None, ...]
+    rows: tuple[Callable[[Tensor], Float8] | None, ...]
     autocast: bool
     paths: tuple[Path, ...]
     shared: int

@@ -12,10 +12,18 @@ from torch import Tensor, nn
 
 from liger_models.convert.quantised.formats import CODES
 from liger_models.convert.quantised.kept import Kept
+from liger_models.kernels import Float8
 from liger_models.layers.projections.float8 import Float8Settings
 from liger_models.layers.projections.low_rank import low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
-from liger_models.layers.projections.stored_weight import decode, held, hold, part_name
+from liger_models.layers.projections.stored_weight import (
+    decode,
+    float8_rows,
+    has_float8_rows,
+    held,
+    hold,
+    part_name,
+)
 
 
 class StoredLinear(nn.Linear):
@@ -50,13 +58,19 @@ class StoredLinear(nn.Linear):
         parts = {**held(self, "weight", kept), CODES: weight}
         return decode(kept, parts, self.decoded_dtype, self.decoded_dtype)
 
+    def rows(self, weight: Tensor) -> Float8:
+        """The codes and their scales as an operand of a float8 product, if they can be one."""
+        kept = self.kept_weights["weight"]
+        return float8_rows(kept, {**held(self, "weight", kept), CODES: weight})
+
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to [..., out], in the dtype of x or of autocast."""
         return low_rank_linear(x, self.low_rank_projection())
 
     def low_rank_projection(self) -> Projection:
         """Return the layer for layers/projections/low_rank.py."""
-        return Projection(self.weight, self.bias, (), self.dense, float8=self.float8)
+        rows = self.rows if has_float8_rows(self.kept_weights["weight"]) else None
+        return Projection(self.weight, self.bias, (), self.dense, float8=self.float8, rows=rows)
 
     @torch.no_grad()
     def as_dense(self) -> nn.Linear:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.shards import local_tensor, shape_of
 from liger_models.convert.quantised.bitsandbytes import MAP
-from liger_models.convert.quantised.codes import as_scale, scale_numbers
+from liger_models.convert.quantised.codes import FLOAT8, as_scale, scale_numbers
 from liger_models.convert.quantised.formats import CODES, GROUPS, SCALE, SECOND, ZERO, Blocks
 from liger_models.convert.quantised.kept import Kept
-from liger_models.kernels import decode_codes
+from liger_models.kernels import Float8, decode_codes
 
 Shape = tuple[int, int]
 
@@ -68,6 +68,25 @@ def decode(kept: Kept, parts: Mapping[str, Tensor], stored: torch.dtype, dtype: 
     typed, (*stack, _, _) = kept.typed(parts), parts[CODES].shape
     dense = _decode_blocks if isinstance(kept.format, Blocks) else _decode_flat
     return dense(kept.format, kept.matrix, typed, once).view(*stack, *kept.shape[-2:]).to(dtype)
+
+
+def has_float8_rows(kept: Kept) -> bool:
+    """Whether a weight's codes are e4m3 with one scale for each row, or for each matrix: then they can be an
+    operand of a float8 product as they are.
+    """
+    form = kept.format
+    if not isinstance(form, Blocks) or form.codes is not FLOAT8 or form.factor is not None:
+        return False
+    down, across = form.grid(kept.matrix)
+    return across == 1 and down in (1, kept.matrix[0]) and not {SECOND, ZERO, GROUPS} & kept.parts.keys()
+
+
+def float8_rows(kept: Kept, parts: Mapping[str, Tensor]) -> Float8:
+    """A weight [out, in] for which `has_float8_rows`, without a copy of its codes."""
+    typed, (rows, columns) = kept.typed(parts), kept.shape
+    scales = scale_numbers(typed[SCALE]).reshape(-1, 1).float()
+    scales = scales.repeat_interleave(rows // len(scales), 0)
+    return Float8(parts[CODES].view(torch.float8_e4m3fn).view(rows, columns), scales)
 
 
 def _decode_blocks(format: Any, shape: Shape, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

@@ -12,6 +12,7 @@ import liger_models
 from liger_models import set_float8
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import quantize
+from liger_models.kernels.float8 import copies
 from liger_models.layers.projections.float8 import RECIPES, Float8Settings, runs_in_float8
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
@@ -283,6 +284,23 @@ def test_an_edit_of_a_layers_input_is_seen():
         found.append(gradients(model))
     assert torch.equal(*found)
     assert not torch.equal(found[0], gradients(make_model("rowwise")))
+
+
+def test_copies_do_not_outlive_a_step():
+    before = set(copies._COPIES)
+    for level in ("all", "lean", "checkpoint"):
+        model = make_model("rowwise", activation_memory=level)
+        gradients(model)
+        assert set(copies._COPIES) <= before, level
+
+
+def test_a_compiled_layer_computes_the_same():
+    torch.manual_seed(0)
+    layer = Linear(32, 48).bfloat16()
+    layer.float8 = Float8Settings("rowwise", emulate=True)
+    x = torch.randn(5, 32).bfloat16()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), layer(x))
 
 
 def test_autocast_of_float32_weights():

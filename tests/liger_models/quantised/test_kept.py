@@ -15,7 +15,9 @@ from torch.nn.utils import parametrize
 
 import liger_models
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
+from liger_models.kernels import quantize
 from liger_models.layers.projections import stored_weight
+from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.float8 import set_float8
 from liger_models.models.rounding import describe_rounding
@@ -340,6 +342,28 @@ def test_products_in_float8_are_those_of_the_decoded_weights(float8):
         torch.testing.assert_close(
             grads[name], gradient, rtol=2**-6, atol=2**-7 * float(gradient.abs().max())
         )
+
+
+@pytest.mark.parametrize("case", ["float8, one scale a matrix", "float8 of compressed-tensors, a row"])
+def test_codes_with_a_scale_a_row_are_operands_as_they_are(case, tmp_path, monkeypatch):
+    model = load(CASES[case](tmp_path / "checkpoint").folder, dtype="bfloat16", keep_quantised=True)
+    set_float8(model, "rowwise", emulate=True, all_sizes=True)
+    layers = [m for m in stored_modules(model).values() if m.float8 is not None]
+    assert layers
+    exact = [layer.as_dense().weight.double() for layer in layers]
+    monkeypatch.setattr(StoredLinear, "dense", lambda self, weight: pytest.fail("decoded"))
+    for layer, weight in zip(layers, exact, strict=True):
+        torch.manual_seed(0)
+        x = torch.randn(17, layer.in_features).bfloat16().requires_grad_()
+        dy = torch.randn(17, layer.out_features).bfloat16()
+        y = layer(x)
+        y.backward(dy)
+        rows = quantize(x)[0].dequantized().double()  # x is rounded to e4m3, and the weight is not
+        bias = 0.0 if layer.bias is None else layer.bias.double()
+        sizes = rows.abs() @ weight.abs().T + abs(bias)
+        assert ((y.double() - rows @ weight.T - bias).abs() <= 2.0**-7 * sizes).all()
+        sizes = dy.double().abs() @ weight.abs()
+        assert ((x.grad.double() - dy.double() @ weight).abs() <= (2.0**-3 + 2.0**-7) * sizes).all()
 
 
 def test_adapters_that_may_read_the_codes_are_refused(float8):
