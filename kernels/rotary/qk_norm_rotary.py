@@ -36,6 +36,7 @@ from liger_models.kernels._dispatch import (
     once_differentiable,
     use_triton,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.norms._norm_sums import column_sum
 from liger_models.kernels.norms.rms_norm import rms_norm_plain
 from liger_models.kernels.rotary._qk_norm_rotary_kernels import backward_kernel, forward_kernel
@@ -255,6 +256,8 @@ def _launch_backward(ctx, gradients, qkv, weights, cos, sin, rstd, dqkv, dweight
     q_rows, k_rows, num_warps, per_sm, stages = _backward_config(
         ctx.heads, ctx.per_head, _widest_row(options), qkv.element_size(), light
     )
+    if gpu_of(rows).amd:
+        stages = 1  # there a pipeline's tiles wait in registers
     q_tiles = _tiles(rows.shape[0], ctx.heads[0], q_rows, ctx.per_head)
     k_tiles = _tiles(rows.shape[0], ctx.heads[1], k_rows, ctx.per_head)
     programs = min(q_tiles, num_sms(rows) * per_sm)
