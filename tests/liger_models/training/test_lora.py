@@ -17,6 +17,7 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.cli import main
 from liger_models.convert.errors import CheckpointError, ConfigError
+from liger_models.layers.recompute import host_weights
 from liger_models.training import TrainingInterrupted
 from liger_models.training.adapters.lora_settings import LoraSettings
 from liger_models.training.data import Documents
@@ -227,6 +228,23 @@ def test_a_run_resumed_after_a_signal_gives_the_same_bits(
     assert losses(result) == losses(unstopped)
     one, other = (load_file(r.final / ADAPTER) for r in (result, unstopped))
     assert distance(one, other) == 0
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_a_run_with_weights_in_host_memory_has_the_same_bits(
+    quantize, settings, losses, run, monkeypatch, tmp_path
+):
+    if quantize:
+        pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(host_weights, "LEAST", 1)  # of a tiny model
+    options = {"lora": "r=4", "quantize": quantize, "merge": True, "activation_memory": "offload"}
+    here, there = (
+        run(settings(output=tmp_path / where, weights_memory=where, **options))
+        for where in ("device", "host")
+    )
+    assert losses(here) == losses(there)
+    ours, theirs = (load_file(r.final.parent / "merged" / "model.safetensors") for r in (here, there))
+    assert distance(ours, theirs) == 0
 
 
 @pytest.mark.parametrize("method", ["nf4", "int8"])
