@@ -1,5 +1,5 @@
 """GPT-2 (Radford et al., 2019): learned positions, LayerNorm, a plain MLP with GELU, and biases everywhere;
-checkpoints hold transposed matrices. The reference applies dropout in training unless its config says 0.
+checkpoints hold transposed matrices.
 """
 
 from dataclasses import replace
@@ -63,17 +63,19 @@ def with_learned_positions(c: HFConfig, kv_heads: int, by_layer: bool = False) -
     act = activation(c, "activation_function", gated=False)
     mlp = MLPSpec(c.take_count("n_inner", 4 * width), act, bias=True, gated=False)
     norm = LayerNormSpec(eps=c.take_number("layer_norm_epsilon", 1e-5))
-    attn = AttentionSpec(heads, kv_heads, head_dim, scale, qkv_bias=True, o_bias=True)
+    of_branches, of_embeddings, of_weights = (c.take_dropout(key) for key in DROPOUTS)
+    attn = AttentionSpec(heads, kv_heads, head_dim, scale, qkv_bias=True, o_bias=True, dropout=of_weights)
     scales = [scale / (i + 1) if by_layer else scale for i in range(layers)]
     c.take("pad_token_id", None)  # its row has a gradient, as all others
     return ModelSpec(
         vocab_size=c.take_count("vocab_size"),
         hidden_size=width,
-        blocks=tuple(BlockSpec(replace(attn, scale=own), mlp, norm) for own in scales),
+        blocks=tuple(BlockSpec(replace(attn, scale=own), mlp, norm, dropout=of_branches) for own in scales),
         norm=norm,
         tie_word_embeddings=c.take_flag("tie_word_embeddings", True),
         initializer_range=c.take_number("initializer_range", 0.02),
         learned_positions=c.take_count("n_positions"),
+        embed_dropout=of_embeddings,
     )
 
 

@@ -39,6 +39,7 @@ def multiplied(
     attn = replace(
         attention(c, bias=c.take_flag("attention_bias", False)),
         scale=c.take_number("attention_multiplier", 1.0, positive=True),
+        dropout=c.take_dropout("attention_dropout"),
     )
     divisor = c.take_number("logits_scaling", 1.0, positive=True)
     scale = c.take_number("residual_multiplier", 1.0)

@@ -1,6 +1,8 @@
 """OPT (Meta, 2022, arXiv:2205.01068): GPT-2's form with ReLU, separate projections, and a table of positions
-whose first two rows are unused. The reference applies dropout in training unless its config says 0.
+whose first two rows are unused.
 """
+
+from dataclasses import replace
 
 from liger_models.architectures.common import activation, attention_as_wide_as_the_model, padding_row
 from liger_models.architectures.registry import for_tests, register
@@ -34,6 +36,7 @@ def opt(c: HFConfig) -> ModelSpec:
     attn = attention_as_wide_as_the_model(
         c, kv_heads=c.take_count("num_attention_heads"), bias=bias, positions=False
     )
+    attn = replace(attn, dropout=c.take_dropout("attention_dropout"))
     act = activation(c, "activation_function", gated=False)
     mlp = MLPSpec(c.take_count("ffn_dim"), act, bias, gated=False)
     # In OPT-350M two projections change the width of the embeddings.
@@ -41,7 +44,8 @@ def opt(c: HFConfig) -> ModelSpec:
     return ModelSpec(
         vocab_size=c.take_count("vocab_size"),
         hidden_size=c.take_count("hidden_size"),
-        blocks=(BlockSpec(attn, mlp, norm),) * c.take_count("num_hidden_layers"),
+        blocks=(BlockSpec(attn, mlp, norm, dropout=c.take_dropout("dropout")),)
+        * c.take_count("num_hidden_layers"),
         norm=norm,
         tie_word_embeddings=c.take_flag("tie_word_embeddings", True),
         initializer_range=c.take_number("init_std", 0.02),

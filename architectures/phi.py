@@ -28,11 +28,13 @@ NAMES = (
 )
 def phi(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5))
-    attn = attention(c, bias=True, partial=0.5)
+    attn = replace(attention(c, bias=True, partial=0.5), dropout=c.take_dropout("attention_dropout"))
     if c.take_flag("qk_layernorm", False):
         attn = replace(attn, qk_norm=QKNormSpec(norm))
     block = BlockSpec(attn, mlp(c, bias=True, gated=False), norm, topology="parallel")
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm, head_bias=True)
+    block = replace(block, dropout=c.take_dropout("resid_pdrop"))
+    blocks, dropout = [block] * c.take_count("num_hidden_layers"), c.take_dropout("embd_pdrop")
+    return decoder(c, blocks, norm, head_bias=True, embed_dropout=dropout)
 
 
 # -- tests

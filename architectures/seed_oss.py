@@ -1,6 +1,4 @@
-"""Seed-OSS (ByteDance, 2025): LLaMA with biases on queries, keys and values. The reference applies dropout in
-training unless its config says 0.
-"""
+"""Seed-OSS (ByteDance, 2025): LLaMA with biases on queries, keys and values."""
 
 from dataclasses import replace
 
@@ -28,8 +26,10 @@ def seed_oss(c: HFConfig) -> ModelSpec:
         attention(c),
         qkv_bias=c.take_flag("attention_bias", True),
         o_bias=c.take_flag("attention_out_bias", False),
+        dropout=c.take_dropout("attention_dropout"),
     )
-    block = BlockSpec(attn, mlp(c, bias=c.take_flag("mlp_bias", False)), norm)
+    feed_forward, dropout = mlp(c, bias=c.take_flag("mlp_bias", False)), c.take_dropout("residual_dropout")
+    block = BlockSpec(attn, feed_forward, norm, dropout=dropout)
     return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
 
 

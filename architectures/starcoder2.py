@@ -2,6 +2,8 @@
 and a sliding window.
 """
 
+from dataclasses import replace
+
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
@@ -30,8 +32,10 @@ UNREAD = (
 def starcoder2(c: HFConfig) -> ModelSpec:
     norm, bias = LayerNormSpec(eps=c.take_number("norm_epsilon", 1e-5)), c.take_flag("use_bias", True)
     attn = attention(c, bias=bias, window=c.take_count("sliding_window", None))
-    block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm)
-    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
+    attn = replace(attn, dropout=c.take_dropout("attention_dropout"))
+    dropout, of_embeddings = c.take_dropout("residual_dropout"), c.take_dropout("embedding_dropout")
+    block = BlockSpec(attn, mlp(c, bias=bias, gated=False), norm, dropout=dropout)
+    return decoder(c, [block] * c.take_count("num_hidden_layers"), norm, embed_dropout=of_embeddings)
 
 
 # -- tests

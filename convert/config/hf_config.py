@@ -168,6 +168,17 @@ class HFConfig:
             expected += ", below 2^63"
         return self._checked(key, value, good, expected)
 
+    def take_dropout(self, key: str) -> float:
+        """Take a key with the probability of dropping an element in training; 0 if it is missing, or if
+        dropout is disabled.
+
+        Raises:
+            ConfigError: not a number from 0 to below 1.
+        """
+        value = self.take(key, 0.0)
+        self._checked(key, value, is_finite(value) and 0 <= value < 1, "a number from 0 to below 1")
+        return 0.0 if self._dropout == 0 else float(value)
+
     def take_flag(self, key: str, default: bool) -> bool:
         """Take a key with a boolean.
 
@@ -356,7 +367,7 @@ _NEUTRAL_VALUE: dict[str, Any] = {**dict.fromkeys((*_DROPOUTS, *_NOISES), 0), "p
 
 def _why(key: str) -> str:
     if key in _DROPOUTS:
-        return " (dropout is not supported; pass dropout=0.0, or --dropout 0, to go without it)"
+        return " (this dropout is not supported; pass dropout=0.0, or --dropout 0, to go without any)"
     if key in _NOISES:
         return " (noise on what experts and routers read is not supported; set it to 0)"
     if key == "pretraining_tp":

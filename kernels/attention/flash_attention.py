@@ -129,14 +129,18 @@ def attention_plain(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
-    """Plain twin of `attention`; materialises all scores."""
+    """Plain twin of `attention`; materialises all scores. `dropout`, which the kernels do not have, is the
+    probability of dropping a weight.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     places = torch.arange(len(q), device=q.device)
     bias = None if slopes is None else slopes[:, None, None] * (places - places[:, None])
     visible = visible_keys(len(q), bounds, window, q.device)
     weights = attention_weights(scores, visible, softcap, sinks, bias)
+    weights = torch.dropout(weights, dropout, train=True) if dropout else weights
     return torch.einsum("hqk,khd->qhd", weights, v)
 
 

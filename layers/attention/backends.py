@@ -27,6 +27,8 @@ Soft cap, sinks and slopes (ALiBi): see kernels/attention/flash_attention.py.
 | packed, a window, spans        | `triton` | `masked`  |
 | documents that continue others | `triton` | `masked`  |
 | soft cap, sinks or slopes      | `triton` | `eager`   |
+| dropout                        | `sdpa` for equal documents, else |
+|                                | `masked`, with caps `eager`      |
 
 "Elsewhere" means a CPU, float64, heads of more than 512, float32 if attention is not plainly causal
 (documents that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin;
@@ -69,6 +71,7 @@ AttentionBackend = Literal["auto", "sdpa", "varlen", "flash", "triton", "masked"
 BACKENDS: tuple[AttentionBackend, ...] = ("auto", "sdpa", "varlen", "flash", "triton", "masked", "eager")
 
 WITH_TREES = ("triton", "masked", "eager")
+WITH_DROPOUT = ("sdpa", "masked", "eager")
 
 
 def attend(
@@ -138,6 +141,11 @@ def _run(
     if visibility.documents.tree is not None and backend not in WITH_TREES:
         raise ValueError(
             f"attention={backend!r} does not support documents that continue others; use 'auto' or 'triton'"
+        )
+    if spec.dropout and backend not in WITH_DROPOUT:
+        raise ValueError(
+            f"attention={backend!r} does not drop weights, and this model's dropout is {spec.dropout}: use "
+            "'auto', which is slower with packed documents, or load the model without dropout (dropout=0.0)"
         )
     if backend in ("masked", "eager") and _boundaries_on_host(q, visibility):
         return _one_by_one(q, k, v, spec, visibility, backend, sinks)
@@ -216,7 +224,7 @@ def _plain(
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
     slopes = _slopes(spec, q.device)
-    return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks, slopes)
+    return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks, slopes, spec.dropout)
 
 
 def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor | None:
@@ -282,6 +290,7 @@ def attend_cached(
         before_last = torch.arange(1 - keys.shape[2], 1, device=q.device)
         bias = None if slopes is None else slopes[:, None, None] * before_last
         weights = attention_weights(scores.flatten(1, 2), mask, spec.softcap, sinks, bias)
+        weights = torch.dropout(weights, spec.dropout, train=True) if spec.dropout else weights
         out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
     return out.transpose(1, 2).flatten(0, 1)
 
@@ -297,6 +306,8 @@ def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> AttentionBackend:
     plain = _is_plain_softmax(spec)
+    if spec.dropout:
+        return "eager" if not plain else "sdpa" if _is_unmasked(spec, visibility) else "masked"
     ours = use_triton(q) and has_tiles(q, v)
     if q.dtype == torch.float32 and _by_ranges(spec, visibility):
         ours = False  # in float32 the kernel has not been timed against a mask
@@ -377,7 +388,8 @@ def _with_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibili
     limited = spec.causal or spec.window is not None or spec.chunk is not None
     if limited or not _is_plain_softmax(spec) or visibility.documents.cu_seqlens is not None:
         raise ValueError("rows with padding need attention that is not causal, without window or chunk")
-    if use_triton(q) and not (q.is_cuda and q.dtype == torch.float32):  # which takes a mask of all rows
+    by_mask = spec.dropout > 0 or (q.is_cuda and q.dtype == torch.float32)  # which takes a mask of all rows
+    if use_triton(q) and not by_mask:
         return attention(q, k, v, scale=spec.scale, bounds=visibility.ranges_with_padding())
     pads = visibility.padding.view(visibility.documents.shape)
     mask = ~(pads[:, None, :, None] & pads[:, None, None, :])

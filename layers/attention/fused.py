@@ -39,7 +39,7 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask
     if groups > 1 and q.shape[2] == 1 and mask is not None:
         # All queries of a group attend to the same keys, so they are queries of one head.
         q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
-        out = masked_attention(q, k, v, mask, spec.scale)
+        out = masked_attention(q, k, v, mask, spec.scale, spec.dropout)
         return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256
     unusual = unusual or (q.is_cuda and not has_matrix_units(q.device))
@@ -48,8 +48,8 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask
         # fallback would keep all scores.
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if mask is not None:
-        return masked_attention(q, k, v, mask, spec.scale)
-    return unmasked_attention(q, k, v, spec.scale, spec.causal)
+        return masked_attention(q, k, v, mask, spec.scale, spec.dropout)
+    return unmasked_attention(q, k, v, spec.scale, spec.causal, spec.dropout)
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
@@ -59,13 +59,16 @@ def _on_16_bytes(x: Tensor) -> Tensor:
     return x.clone() if x.is_cuda and x.data_ptr() % 16 else x
 
 
-def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+def unmasked_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float = 0.0
+) -> Tensor:
     """Attention without a mask, by cuDNN if its result is right, else by another kernel of torch's.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim], or values of another size.
         scale: factor of the scores.
         causal: whether a query attends only to the keys up to its own position.
+        dropout: probability of dropping a weight.
 
     Returns:
         [batch, heads, queries, the size of v's heads].
@@ -75,12 +78,14 @@ def unmasked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bo
         if cudnn_takes(q, k, v, causal):
             keep = _is_differentiated(q, k, v)
             return torch._scaled_dot_product_cudnn_attention(
-                q, k, v, None, keep, 0.0, causal, False, scale=scale
+                q, k, v, None, keep, dropout, causal, False, scale=scale
             )[0]
-        if _spoils_gradients(k, causal):
+        if _spoils_gradients(k, causal) and not dropout:
             return _without_cudnn(q, k, v, scale)
     grouped = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
+    )
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:
@@ -106,7 +111,9 @@ def _without_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return torch._scaled_dot_product_attention_math(q, k, v, scale=scale)[0]
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, dropout: float = 0.0
+) -> Tensor:
     """Attention with a mask, never by cuDNN, whose backward pass has given NaN with a mask for some lengths.
     Queries are split if there are more scores than the memory-efficient kernel can index.
 
@@ -114,6 +121,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
         q: [batch, heads, queries, dim]; k, v: [batch, heads, keys, dim], or values of another size.
         mask: bool, true where a query attends to a key; broadcast to [batch, heads, queries, keys].
         scale: factor of the scores.
+        dropout: probability of dropping a weight.
 
     Returns:
         [batch, heads, queries, the size of v's heads].
@@ -123,17 +131,19 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float
     if queries > rows:
         masks = mask.expand(*mask.shape[:-2], queries, keys).split(rows, dim=-2)
         pieces = zip(q.split(rows, dim=2), masks, strict=True)
-        return torch.cat([masked_attention(piece, k, v, part, scale) for piece, part in pieces], dim=2)
+        return torch.cat(
+            [masked_attention(piece, k, v, part, scale, dropout) for piece, part in pieces], dim=2
+        )
     if not q.is_cuda or torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     q, k, v = _under_autocast(q, k, v)
     if q.dtype not in _16_BITS:  # cuDNN does not support it, so torch cannot choose it
-        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     bias = _bias(mask, q, k)
     if can_use_efficient_attention(SDPAParams(q, k, v, bias, 0.0, False, False)):
         keep = _is_differentiated(q, k, v)
-        return torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, 0.0, False, scale=scale)[0]
-    return torch._scaled_dot_product_attention_math(q, k, v, bias, 0.0, False, scale=scale)[0]
+        return torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout, scale=scale)[0]
+    return torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, scale=scale)[0]
 
 
 def cudnn_takes(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:

@@ -10,6 +10,8 @@ weights concatenated by rows in this order, in whole heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -53,6 +55,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.spec, self.layer, self.backend = spec, layer, backend
+        self.weight_dropout = nn.Dropout(spec.dropout) if spec.dropout else None
         self.axes = {
             "heads": spec.num_attention_heads,
             "key_value_heads": spec.num_key_value_heads,
@@ -100,7 +103,7 @@ class Attention(nn.Module):
             out, k, v = self._attend_cached(q, k, v, sequences)
             out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
         elif self.activation_memory in TILED:
-            groups = attend_by_groups(q, k, v, self.spec, sequences, self.backend, self.sinks)
+            groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
                 gates = gate.tensor_split(len(pieces), dim=-1)
@@ -108,9 +111,17 @@ class Attention(nn.Module):
                 pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
-            out = attend(q, k, v, self.spec, sequences, self.backend, self.sinks).flatten(1)
+            out = attend(q, k, v, self._product, sequences, self.backend, self.sinks).flatten(1)
             out = self.o_proj(gated(out, gate, self.spec.softplus_gates))
         return (out, k, v) if return_keys_values else out
+
+    @property
+    def _product(self) -> AttentionSpec:
+        """The spec with the dropout of this call."""
+        if self.weight_dropout is None:
+            return self.spec
+        dropout = self.weight_dropout.p if self.weight_dropout.training else 0.0
+        return replace(self.spec, dropout=dropout)
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """q | k | v [T, q_size + 2 kv_size], and the gate [T, q_size], if there is one."""
@@ -177,8 +188,8 @@ class Attention(nn.Module):
         keys, values = cache.append(self.layer, k, v)
         mask = cache.mask(self.layer, self.spec.window, self.spec.chunk)
         if mask is None:
-            return attend(q, k, v, self.spec, sequences, self.backend, self.sinks), k, v
-        return attend_cached(q, keys, values, self.spec, mask, self.sinks), keys, values
+            return attend(q, k, v, self._product, sequences, self.backend, self.sinks), k, v
+        return attend_cached(q, keys, values, self._product, mask, self.sinks), keys, values
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -85,6 +85,7 @@ class Block(nn.Module):
             "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
             "second_mixer": spec.second_mixer,
             "branch_scales": set(spec.branch_scales) != {1.0},
+            "dropout": spec.dropout > 0,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
@@ -97,6 +98,8 @@ class Block(nn.Module):
             self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
         elif spec.mlp is not None:
             self.mlp = make_mlp(hidden_size, spec.mlp)
+        # A module, so that tools that disable dropout find it (TRL does for DPO).
+        self.branch_dropout = nn.Dropout(spec.dropout) if spec.dropout else None
         self.activation_memory: ActivationMemory = "lean"
 
     @property
@@ -150,7 +153,8 @@ class Block(nn.Module):
             return own + self._noted_bytes(itemsize) + self._shared_kv_bytes(itemsize)
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
-        return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level)
+        masks = 0 if self.branch_dropout is None else 2 * self.hidden_size  # of one byte per element
+        return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level) + masks
 
     def stream_bytes(self, itemsize: int) -> int:
         """Bytes per token of the residual stream."""
@@ -180,6 +184,10 @@ class Block(nn.Module):
         """Bytes of the keys and values that later layers read."""
         mixer = self.spec.mixer
         return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """Drop elements of a branch's output in training."""
+        return x if self.branch_dropout is None else self.branch_dropout(x)
 
     def _scaled(self, x: Tensor) -> Tensor:
         """Scale a branch's output before it is added to the residual stream."""

@@ -18,6 +18,8 @@ class GatedPreNormBlock(PreNormBlock):
     Llama 3.2 Vision).
     """
 
+    has_room_for: tuple[str, ...] = ()
+
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.gate_attn, self.gate_ffn = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))

@@ -44,6 +44,8 @@ class LayerScaleBlock(PreNormBlock):
     (LayerScale; Touvron et al., 2021, arXiv:2103.17239): InternVL's encoder.
     """
 
+    has_room_for: tuple[str, ...] = ()
+
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.attention_scale, self.mlp_scale = ChannelScale(hidden_size), ChannelScale(hidden_size)

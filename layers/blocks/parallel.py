@@ -15,13 +15,16 @@ from liger_models.layers.specs import BlockSpec
 class ParallelBlock(Block):
     """`n = norm(x); y = x + attention(n) + mlp(n)` (GPT-J, 2021; PaLM, arXiv:2204.02311): Cohere, Phi."""
 
+    has_room_for: tuple[str, ...] = ("dropout",)
+
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.input_layernorm = make_norm(hidden_size, spec.norm)
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        return self._scaled(self.token_mixer(x, sequences) + self.mlp(x, sequences)), residual
+        mixed = self._dropped(self.token_mixer(x, sequences))
+        return self._scaled(mixed + self._dropped(self.mlp(x, sequences))), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 1 if level == "all" else 0

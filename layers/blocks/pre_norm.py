@@ -17,6 +17,8 @@ class PreNormBlock(Block):
     Mistral, Qwen.
     """
 
+    has_room_for: tuple[str, ...] = ("dropout",)
+
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.input_layernorm = make_norm(hidden_size, spec.norm)
@@ -24,9 +26,9 @@ class PreNormBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self.token_mixer(x, sequences))
+        x = self._scaled(self._dropped(self.token_mixer(x, sequences)))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
-        return self._scaled(self.mlp(x, sequences)), residual
+        return self._scaled(self._dropped(self.mlp(x, sequences))), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0

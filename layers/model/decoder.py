@@ -79,6 +79,7 @@ class Decoder(ActivationLevels, WeightsMemory):
             positions = spec.learned_positions, spec.hidden_size, spec.unused_positions
             self.embed_positions = LearnedPositions(*positions)
         self.embed_norm = None if spec.embed_norm is None else make_norm(spec.hidden_size, spec.embed_norm)
+        self.embed_dropout = nn.Dropout(spec.embed_dropout) if spec.embed_dropout else None
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -174,6 +175,8 @@ class Decoder(ActivationLevels, WeightsMemory):
             inputs_embeds = self.embed_positions(inputs_embeds, sequences.positions.ids)
         if self.embed_norm is not None:
             inputs_embeds = cast(Tensor, self.embed_norm(inputs_embeds))
+        if self.embed_dropout is not None:
+            inputs_embeds = self.embed_dropout(inputs_embeds)
 
         x, residual = inputs_embeds, None
         del inputs_embeds  # frozen embeddings are freed after layer 0

@@ -97,8 +97,9 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
             )
     if model.spec.draws_in_training:
         raise ValueError(
-            "the routers of this model draw experts at random in training, and ranks that hold slices of one "
-            "batch would draw alike: sequences cannot be divided"
+            "this model draws random numbers in training (dropout, or experts), and ranks that hold slices "
+            "of one batch would draw alike: sequences cannot be divided. If it has dropout, load it without "
+            "(dropout=0.0, or --dropout 0)"
         )
     for module in model.modules():
         if isinstance(getattr(module, "spec", None), RecurrentSpec):

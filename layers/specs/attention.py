@@ -50,7 +50,8 @@ class AttentionSpec(_Heads):
     that many tokens, and a query attends only to its own piece. `rope` is None for a layer without positions.
     `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that
     takes a share of the weights and contributes no value. `slopes` are one number per head, times which the
-    distance is subtracted from a score (ALiBi). `query_scale` scales the queries by position after their
+    distance is subtracted from a score (ALiBi). In training weights are dropped with the probability
+    `dropout`. `query_scale` scales the queries by position after their
     rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
     query, whose sigmoid multiplies the head's output; with `gates` a projection of its own computes it, by
     channel or one number by head, and with `softplus_gates` the softplus multiplies the output instead.
@@ -84,6 +85,7 @@ class AttentionSpec(_Heads):
     softplus_gates: bool = False
     qkv_limit: float | None = None
     slopes: tuple[float, ...] | None = None
+    dropout: float = 0.0
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -41,8 +41,8 @@ class BlockSpec:
     The types of `mixer` and `mlp` determine their modules; a layer of topology "one_part" has only one of
     them. `second_mixer` reads the same input as `mixer`, and `branch_scales` multiply the outputs of both and
     of the MLP. `norm` applies to each of the layer's norms. `residual_scale` multiplies each branch before it
-    is added to the residual stream. Some topologies support
-    `experts` in addition to the MLP, and a `per_layer_input`.
+    is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
+    Some topologies support `experts` in addition to the MLP, and a `per_layer_input`.
     """
 
     mixer: MixerSpec | None
@@ -54,6 +54,7 @@ class BlockSpec:
     per_layer_input: PerLayerInputSpec | None = None
     second_mixer: MixerSpec | None = None
     branch_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    dropout: float = 0.0
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

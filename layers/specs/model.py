@@ -39,7 +39,8 @@ class ModelSpec:
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
-    count its tokens alone (OPT). `embed_norm` is a norm of the first block's input.
+    count its tokens alone (OPT). `embed_norm` is a norm of the first block's input, whose elements are
+    dropped in training with the probability `embed_dropout`.
     """
 
     vocab_size: int
@@ -63,6 +64,7 @@ class ModelSpec:
     unused_positions: int = 0
     padding_has_positions: bool = True
     embed_norm: NormSpec | LayerNormSpec | None = None
+    embed_dropout: float = 0.0
 
     @property
     def num_ids(self) -> int:
@@ -102,7 +104,14 @@ class ModelSpec:
     @property
     def draws_in_training(self) -> bool:
         """Whether a pass in training mode draws random numbers, so that repeated passes differ."""
-        return any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
+        experts = any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
+        return experts or self.has_dropout
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether elements are dropped in training."""
+        weights = (getattr(m, "dropout", 0.0) for b in self.blocks for m in b.mixers)
+        return self.embed_dropout > 0 or any(b.dropout > 0 for b in self.blocks) or any(weights)
 
     @property
     def router(self) -> MoESpec | None:

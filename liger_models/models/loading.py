@@ -138,8 +138,8 @@ def from_hub(
             a fresh head replaces the language model's. Not needed for checkpoints of classifiers.
         head: False leaves out the head, for a `LigerBaseModel` that returns hidden states or embeddings. Not
             needed for checkpoints without one.
-        dropout: 0.0 trains without the dropout that a config asks for. None refuses such a config, since
-            dropout is not supported. It makes no difference to a model that is not trained.
+        dropout: 0.0 trains without the dropout that a config asks for. None trains with it, or refuses the
+            config if the family's dropout is not supported. It makes no difference without training.
         float8: run the products of the decoder layers' linear layers in float8, on GPUs that can:
             "rowwise", "tensorwise" or "rowwise_with_gw_hp" (docs/float8.md). The weights stay in bfloat16.
         mtp: build the checkpoint's modules for multi-token prediction (layers/model/mtp.py), which are

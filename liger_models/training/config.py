@@ -108,7 +108,7 @@ class TrainConfig:
     train_only         such patterns: all other weights are frozen
     add_tokens         special tokens to add to the tokenizer, with rows in the embedding and the head, which
                        are trained, with lora too; tokens that the tokenizer has already change nothing
-    dropout            0.0: train without the config's dropout; None: require that the config has none
+    dropout            0.0: train without the config's dropout; None: with it
     lora               train only low-rank adapters: "r=16,alpha=32,targets=all-linear,dropout=0.0", with
                        "dora", "rslora" or "experts", too, any subset of these, or "" (see
                        training/lora.py)

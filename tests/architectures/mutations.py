@@ -39,6 +39,9 @@ Path = tuple[str | int, ...]
 WITHOUT_EFFECT = {
     "ModelSpec.initializer_range": "concerns fresh weights alone",
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
+    "ModelSpec.embed_dropout": "acts in training alone: test_dropout.py",
+    "BlockSpec.dropout": "the same",
+    "AttentionSpec.dropout": "the same",
     "ModelSpec.padding_has_positions": "concerns padded rows alone: test_parity.py",
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",
     "MoESpec.group_score": "concerns experts in groups alone",
@@ -189,6 +192,8 @@ def unnoticed_fields(
                 continue
             wanted = {name: values for name, values in wanted.items() if name != field}
         others = other_values(value, hint) if field != "ModelSpec.vision" else [None]
+        if field == "AttentionSpec.slopes" and value is None:
+            others = [(0.5,) * at(pair.ours.spec, path[:-1]).num_attention_heads]
         others += [other for other in elsewhere.get(field, ()) if other != value and other not in others][:1]
         for other in others:
             if not spec_is_noticed(pair, with_value(pair.ours.spec, path, other)):

@@ -100,7 +100,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--dropout",
         type=float,
         metavar="0",
-        help="train without the dropout in the model's config (default: refuse such a model)",
+        help="train without the dropout in the model's config (default: with it)",
     )
 
 
