@@ -57,7 +57,7 @@ from liger_models.kernels.recurrent._chunk_table import (
     product_precision,
     with_whole_heads,
 )
-from liger_models.kernels.recurrent._states import pass_state_grads, pass_states
+from liger_models.kernels.recurrent._states import NO_TILES, pass_state_grads, pass_states
 
 
 class _Prepared(NamedTuple):
@@ -85,7 +85,9 @@ class ChannelDeltaRule(torch.autograd.Function):
             cumulative = _run_gates(f, A_log, dt_bias, table, lower_bound)
             prepared = _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final, _ = pass_states(states_kernel, prepared, [], (), _sizes(q, v), table, state, output=o)
+            final, _ = pass_states(
+                states_kernel, prepared, NO_TILES, (), _sizes(q, v), table, state, output=o
+            )
         return o, final
 
     @staticmethod
@@ -107,7 +109,7 @@ class ChannelDeltaRule(torch.autograd.Function):
             states, dstates = (empty(chunks, heads, dk_size, width) for _ in range(2))
             sizes, new = _sizes(q, v), prepared.values  # overwrite U with N
             _, between = pass_states(
-                states_kernel, prepared, [], (), sizes, table, state, states=states, new=new
+                states_kernel, prepared, NO_TILES, (), sizes, table, state, states=states, new=new
             )
             dvalues = empty(*v.shape)
             dstate = None if state is None else torch.empty_like(state)
@@ -115,15 +117,13 @@ class ChannelDeltaRule(torch.autograd.Function):
             pass_state_grads(
                 state_grads_kernel,
                 operands,
-                [],
+                NO_TILES,
                 (do.stride(0),),
                 sizes,
                 table,
                 dfinal,
                 between,
-                dstates,
-                dvalues,
-                dstate,
+                (dstates, dvalues, dstate),
             )
             dscores, dsolve = prepared.scores, transfer
             db = _run_score_grads(b, do, new, dscores, dsolve, dvalues, table, ctx.beta_scale)

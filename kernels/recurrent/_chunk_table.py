@@ -20,8 +20,10 @@ class ChunkTable(NamedTuple):
         cu_seqlens: [documents + 1] int32.
         ranges: [2, chunks] int32, the first token of every chunk and the end of its document; both 0 for
             unused entries.
-        segments: [4, segments] int32, the document of every segment, its first token, the token after its
-            last, and its first chunk; the document is -1 for unused entries.
+        segments: [5, segments] int32, the document of every segment, its first token, the token after its
+            last, and its first chunk; the document is -1 for unused entries. Fifth, the numbers of all
+            segments from the longest to the shortest, in which order they start: a long one that starts last
+            would leave most of a GPU idle.
         first_segments: [documents] int32, the number of each document's first segment.
         boundaries: upper bound of the number of segments that follow another of their document.
         segment: tokens of a segment.
@@ -43,7 +45,7 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) ->
     documents, boundaries = len(cu_seqlens) - 1, max(tokens - 1, 0) // SEGMENT
     chunks, count = tokens // CHUNK + documents, boundaries + documents
     ranges = torch.empty(2, chunks, dtype=torch.int32, device=device)
-    segments = torch.empty(4, count, dtype=torch.int32, device=device)
+    segments = torch.empty(5, count, dtype=torch.int32, device=device)
     first_segments = torch.empty(documents, dtype=torch.int32, device=device)
     if documents:
         with on_device_of(ranges):
@@ -63,7 +65,7 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) ->
     return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT)
 
 
-_PIECES = 128  # chunks or segments per program
+_PIECES = 32  # chunks or segments per program
 
 
 @jit
@@ -115,10 +117,34 @@ def table_kernel(
         tl.store(segments + count + piece, opening, inside)
         tl.store(segments + 2 * count + piece, tl.minimum(opening + SEGMENT, ending), inside)
         tl.store(segments + 3 * count + piece, chunk, inside)
+        length = tl.minimum(ending - opening, SEGMENT)
+        longer = _count_before(cu_seqlens, documents, piece, length, SEGMENT, DOCUMENTS)
+        tl.store(segments + 4 * count + tl.where(nth > 0, longer, piece), piece, inside)
     else:
         inside = piece < chunks
         tl.store(ranges + piece, opening, inside)
         tl.store(ranges + chunks + piece, ending, inside)
+
+
+@jit
+def _count_before(cu_seqlens, documents, piece, length, SEGMENT: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """The number of segments that are longer than each of `piece`, or as long and before it."""
+    counted = tl.zeros(piece.shape, tl.int32)
+    before = 0
+    for begin in range(0, documents, DOCUMENTS):
+        document = begin + tl.arange(0, DOCUMENTS)
+        exists = document < documents
+        first = tl.load(cu_seqlens + document, exists, 0)
+        size = tl.load(cu_seqlens + document + 1, exists, 0) - first
+        whole = tl.where(exists, tl.maximum((size + SEGMENT - 1) // SEGMENT, 1) - 1, 0)  # all but the last
+        last = before + tl.cumsum(whole + exists.to(tl.int32), 0) - 1  # its number
+        earlier = tl.maximum(tl.minimum(piece[:, None] - (last - whole)[None, :], whole[None, :]), 0)
+        counted += tl.sum(tl.where(length[:, None] < SEGMENT, whole[None, :], earlier), 1)
+        rest = (size - whole * SEGMENT)[None, :]
+        precedes = (rest > length[:, None]) | ((rest == length[:, None]) & (last[None, :] < piece[:, None]))
+        counted += tl.sum((precedes & exists[None, :]).to(tl.int32), 1)
+        before += tl.sum(whole + exists.to(tl.int32), 0)
+    return counted
 
 
 def use_chunks(q: Tensor, v: Tensor, *others: Tensor | None) -> bool:

@@ -11,10 +11,10 @@ from liger_models.kernels._dispatch import jit, tl
 
 @jit
 def segment_of(segments, count, cu_seqlens):
-    """A segment's document (-1 if there is no such segment), first token, end and first chunk; the document's
-    first token and end; the number of the boundary after the segment.
+    """A program's segment, the longest first: its document (-1 if there is no such segment), first token, end
+    and first chunk; the document's first token and end; the number of the boundary after the segment.
     """
-    nth = tl.program_id(2)
+    nth = tl.load(segments + 4 * count + tl.program_id(2))
     document = tl.load(segments + nth)
     start, end = tl.load(segments + count + nth), tl.load(segments + 2 * count + nth)
     chunk = tl.load(segments + 3 * count + nth).to(tl.int64)

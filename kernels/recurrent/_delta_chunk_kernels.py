@@ -12,9 +12,9 @@ from liger_models.kernels.recurrent._chunk_tiles import (
     rows_of,
     square_of,
     state_rows,
-    store_columns,
     store_numbers,
     store_numbers_of_chunk,
+    store_strided_rows,
     unit_inverse,
 )
 
@@ -138,8 +138,8 @@ def score_grads_kernel(
     BLOCK_V: tl.constexpr,
 ):
     """Write db, the part of dG that comes from A and P, and over P and T the factors of pairs of rows in the
-    gradients of q and k: dP with its decays over |q_i| |k_j|, beta dA with its decays over |k_i| |k_j|
-    dk^-1/2.
+    gradients of q and k: dP with its decays over |q_i| |k_j|, and beta dA with its decays over |k_i| |k_j|
+    dk^-1/2, plus its transpose.
     """
     chunk, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
@@ -176,7 +176,8 @@ def score_grads_kernel(
     dscores = tl.where(seen, dscores * remaining * q_length[:, None], 0.0)
     tl.store(scores + place, dscores.to(dtype))
     dsolve = tl.where(earlier, dsolve * remaining * (-k_length / scale)[:, None], 0.0)
-    tl.store(transfer + place, dsolve.to(dtype))
+    # Symmetric: a pair of rows acts on the gradients of both.
+    tl.store(transfer + place, (dsolve + tl.trans(dsolve)).to(dtype))
     k_rows = rows_of(k, k_stride, start, count, key_head, tl.arange(0, BLOCK_K), DK)
     product += dsolve * scale * tl.dot(k_rows, tl.trans(k_rows), input_precision=PRECISION)
     store_numbers_of_chunk(ddecays, tl.sum(product, 1) - tl.sum(product, 0), square)
@@ -197,22 +198,25 @@ def operand_grads_kernel(
     k_lengths,
     ranges,
     states,
-    dstates,
-    new_values,
+    written,
+    carried,
     dvalues,
     ddecays,
     dq,
     dk,
+    q_tiles,
+    k_tiles,
     do_tiles,
-    new_tiles,
     dvalue_tiles,
+    score_tiles,
+    solve_tiles,
     state_tiles,
-    dstate_tiles,
     q_stride,
     k_stride,
     do_stride,
     dq_stride,
     dq_head,
+    written_stride,
     chunks,
     scale,
     HEADS: tl.constexpr,
@@ -222,9 +226,11 @@ def operand_grads_kernel(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BLOCK_VALUES: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    """Write dq and dk, with equal strides, and dG. `dq` and `dk` may be in `new_values`, each head in the
-    part of its value heads. Everything is transposed, [BLOCK_K, C]: products of 8 warps need 128 rows.
+    """Write dq and dk, with equal strides, and dG in two parts. dq comes first and dk after it, so that two
+    programs fit on a multiprocessor.
     """
     chunk, key_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
@@ -232,61 +238,73 @@ def operand_grads_kernel(
     if count <= 0:
         return
     key, token = tl.arange(0, BLOCK_K), tl.arange(0, 64)
-    last_row = tl.minimum(count, 64) - 1
     # Summed over value heads; of the normalised rows times their inverse lengths, divided by dk^-1/2.
-    dqueries = tl.zeros([BLOCK_K, 64], tl.float32)
-    dkeys = tl.zeros([BLOCK_K, 64], tl.float32)
+    dqueries = tl.zeros([64, BLOCK_K], tl.float32)
     for nth in tl.range(0, HEADS // KEY_HEADS, disable_licm=True):
         head = key_head * (HEADS // KEY_HEADS) + nth
         square = chunk * HEADS + head
-        asked = tl.zeros([BLOCK_K, 64], tl.float32)  # through what the queries read
-        written = tl.zeros([BLOCK_K, 64], tl.float32)  # through the next state
-        read = tl.zeros([BLOCK_K, 64], tl.float32)  # through what the keys read, V - exp(G) K S
-        carried = tl.zeros([BLOCK_V], tl.float32)
+        asked = tl.zeros([64, BLOCK_K], tl.float32)  # through what the queries read
         for begin in range(0, DV, BLOCK_V):
             do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
-            new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+            state = state_rows(states, state_tiles, square, key, begin, BLOCK_V, DK, DV)
+            asked += tl.dot(do_rows, state, input_precision=PRECISION)
+        asked *= (numbers_of_chunk(query_factors, square) / scale)[:, None]
+        q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
+        through_queries = scale * tl.sum(q_rows.to(tl.float32) * asked, 1)
+        store_numbers_of_chunk(ddecays + chunks * HEADS * 64, through_queries, square)
+        dqueries += asked
+        k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
+        by_scores = square_of(dscores, score_tiles, square)
+        dqueries += tl.dot(by_scores, k_rows, input_precision=PRECISION)
+    # Through the normalisation: the part along the vector itself has no effect.
+    q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
+    q_length = numbers_of_chunk(q_lengths, chunk * KEY_HEADS + key_head)
+    unit = q_rows.to(tl.float32) * q_length[:, None]
+    dqueries -= unit * tl.sum(dqueries * unit, 1)[:, None]
+    part = dq + key_head * (dq_head - DK)
+    store_strided_rows(part, dqueries * scale, dq_stride, start, count, key_head, key, DK)
+
+    last_row = tl.minimum(count, 64) - 1
+    dkeys = tl.zeros([64, BLOCK_K], tl.float32)
+    for nth in tl.range(0, HEADS // KEY_HEADS, disable_licm=True):
+        head = key_head * (HEADS // KEY_HEADS) + nth
+        square = chunk * HEADS + head
+        k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
+        share = tl.zeros([64], tl.float32)
+        part = written
+        for _ in tl.static_range(BLOCKS):
+            # through the next state
+            wrote = rows_of(part, HEADS * DK, start, count, head, key, DK).to(tl.float32)
+            share += tl.sum(k_rows.to(tl.float32) * wrote, 1)
+            dkeys += wrote / scale
+            part += written_stride
+        read = tl.zeros([64, BLOCK_K], tl.float32)  # through what the keys read, V - exp(G) K S
+        for begin in range(0, DV, BLOCK_V):
             dvalue = columns_of(dvalues, dvalue_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
             state = state_rows(states, state_tiles, square, key, begin, BLOCK_V, DK, DV)
-            dstate = state_rows(dstates, dstate_tiles, square, key, begin, BLOCK_V, DK, DV)
-            asked += tl.dot(tl.trans(state), tl.trans(do_rows), input_precision=PRECISION)
-            written += tl.dot(tl.trans(dstate), tl.trans(new), input_precision=PRECISION)
-            read += tl.dot(tl.trans(state), tl.trans(dvalue), input_precision=PRECISION)
-            carried += tl.sum(state.to(tl.float32) * dstate.to(tl.float32), 1)
-        # Late, since the sums fill the registers, and all at once, to wait once.
-        q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-        k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-        by_scores, by_solve = square_of(dscores, None, square), square_of(dsolve, None, square)
-        asked *= (numbers_of_chunk(query_factors, square) / scale)[None, :]
-        written *= (numbers_of_chunk(write_factors, square) / scale)[None, :]
-        read *= (numbers_of_chunk(read_factors, square) / scale)[None, :]
-        queries, keys = tl.trans(q_rows).to(tl.float32), tl.trans(k_rows).to(tl.float32)
+            read += tl.dot(dvalue, state, input_precision=PRECISION)
+        read *= (numbers_of_chunk(read_factors, square) / scale)[:, None]
+        k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
+        through_keys = tl.sum(k_rows.to(tl.float32) * read, 1)
+        dkeys -= read
         # The last token's write into the next state does not decay.
-        share = tl.where(token < last_row, scale * tl.sum(keys * written, 0), 0.0)
-        dlast = tl.sum(share, 0) + tl.exp(tl.load(decays + square * 64 + 63)) * tl.sum(carried, 0)
-        dcumulative = numbers_of_chunk(ddecays, square) - share
-        dcumulative += scale * tl.sum(queries * asked - keys * read, 0)
+        share = tl.where(token < last_row, share, 0.0)
+        value = tl.arange(0, BLOCK_VALUES)
+        into_next = tl.sum(tl.load(carried + square * DV + value, value < DV, 0.0), 0)
+        dlast = tl.sum(share, 0) + tl.exp(tl.load(decays + square * 64 + 63)) * into_next
+        dcumulative = numbers_of_chunk(ddecays, square) - share - scale * through_keys
         dcumulative += tl.where(token == last_row, dlast, 0.0)
         store_numbers_of_chunk(ddecays, dcumulative, square)
-
-        written -= read
-        dqueries += asked
-        dkeys += written
-        dqueries += tl.dot(tl.trans(k_rows), tl.trans(by_scores), input_precision=PRECISION)
-        dkeys += tl.dot(tl.trans(q_rows), by_scores, input_precision=PRECISION)
-        dkeys += tl.dot(tl.trans(k_rows), by_solve, input_precision=PRECISION)
-        dkeys += tl.dot(tl.trans(k_rows), tl.trans(by_solve), input_precision=PRECISION)
-    # Through the normalisation: the part along the vector itself has no effect.
-    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-    q_length = numbers_of_chunk(q_lengths, chunk * KEY_HEADS + key_head)
-    unit = tl.trans(q_rows).to(tl.float32) * q_length[None, :]
-    dqueries -= unit * tl.sum(dqueries * unit, 0)[None, :]
-    store_columns(dq, dqueries * scale, dq_stride, start, count, key_head * dq_head, key, DK)
-    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
+        q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
+        by_scores, by_solve = square_of(dscores, score_tiles, square), square_of(dsolve, solve_tiles, square)
+        dkeys += tl.dot(tl.trans(by_scores), q_rows, input_precision=PRECISION)
+        dkeys += tl.dot(by_solve, k_rows, input_precision=PRECISION)
+    k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
     k_length = numbers_of_chunk(k_lengths, chunk * KEY_HEADS + key_head)
-    unit = tl.trans(k_rows).to(tl.float32) * k_length[None, :]
-    dkeys -= unit * tl.sum(dkeys * unit, 0)[None, :]
-    store_columns(dk, dkeys * scale, dq_stride, start, count, key_head * dq_head, key, DK)
+    unit = k_rows.to(tl.float32) * k_length[:, None]
+    dkeys -= unit * tl.sum(dkeys * unit, 1)[:, None]
+    part = dk + key_head * (dq_head - DK)
+    store_strided_rows(part, dkeys * scale, dq_stride, start, count, key_head, key, DK)
 
 
 @jit
@@ -312,7 +330,8 @@ def gate_grads_kernel(
     square = chunk * HEADS + head
     token = tl.arange(0, 64)
     # A token's g is part of G of all later tokens of the chunk.
-    dg = tl.cumsum(tl.where(token < count, numbers_of_chunk(ddecays, square), 0.0), 0, reverse=True)
+    dcumulative = numbers_of_chunk(ddecays, square) + numbers_of_chunk(ddecays + chunks * HEADS * 64, square)
+    dg = tl.cumsum(tl.where(token < count, dcumulative, 0.0), 0, reverse=True)
     speed, shifted, softplus = _decay_gate(
         a, A_log, dt_bias, start.to(tl.int64) + token, head, token < count, a_stride, a_head
     )

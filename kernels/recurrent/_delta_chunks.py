@@ -21,7 +21,7 @@ chunks:
 
     prepare         T, P, G, beta, the inverse lengths of q and k, and with the decays multiplied by them
     states          S and N, by segment and in order over its chunks; O with them in the forward pass
-    state_grads     dS' and dV, in reverse order
+    state_grads     dS' and dV, in reverse order; what dk and dG take from dS', which is not stored
     score_grads     dP and beta dA, with the decays, db, and their share of dG, by chunk and head
     operand_grads   dq, dk and dG, by chunk and key head
     gate_grads      da, and the terms of dA_log and ddt_bias
@@ -38,7 +38,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ROCM, on_device_of, once_differentiable, rows_to_copy
+from liger_models.kernels._dispatch import (
+    ROCM,
+    next_power_of_2,
+    on_device_of,
+    once_differentiable,
+    rows_to_copy,
+)
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     block_of_keys,
@@ -53,7 +59,7 @@ from liger_models.kernels.recurrent._delta_chunk_kernels import (
     score_grads_kernel,
 )
 from liger_models.kernels.recurrent._delta_state_kernels import state_grads_kernel, states_kernel
-from liger_models.kernels.recurrent._states import pass_state_grads, pass_states, tiles_of
+from liger_models.kernels.recurrent._states import count_blocks, pass_state_grads, pass_states, tiles_of
 
 
 class _Prepared(NamedTuple):
@@ -81,7 +87,7 @@ class GatedDeltaRule(torch.autograd.Function):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             strides = q.stride(0), k.stride(0), v.stride(0)
-            tiles = tiles_of((q, k), v, prepared[:2])
+            tiles = tiles_of((q, k), (v,), prepared[:2])
             final, _ = pass_states(
                 states_kernel, (q, k, v, *prepared), tiles, strides, _sizes(q, v), table, state, output=o
             )
@@ -96,34 +102,35 @@ class GatedDeltaRule(torch.autograd.Function):
         do = torch.zeros_like(v) if do is None else with_whole_heads(do)
         with on_device_of(q):
             prepared = _prepare(q, k, a, b, A_log, dt_bias, table, ctx.beta_scale, ctx.l2_eps)
-            shape = table.ranges.shape[1], heads, dv_size, q.shape[2]  # transposed
-            states, dstates = (torch.empty(shape, dtype=q.dtype, device=q.device) for _ in range(2))
+            chunks = table.ranges.shape[1]
+            states = q.new_empty(chunks, heads, dv_size, q.shape[2])  # transposed
             new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             sizes, strides = _sizes(q, v), (q.stride(0), k.stride(0), v.stride(0))
-            tiles, operands = tiles_of((q, k), v, prepared[:2]), (q, k, v, *prepared)
+            tiles, operands = tiles_of((q, k), (v,), prepared[:2]), (q, k, v, *prepared)
             _, between = pass_states(
                 states_kernel, operands, tiles, strides, sizes, table, state, states=states, new=new
             )
             dv = torch.empty_like(new)
             dstate = None if state is None else torch.empty_like(state)
-            strides = q.stride(0), k.stride(0), do.stride(0)
+            tiles = tiles_of((q, k), (do, new), prepared[:2])
+            blocks = count_blocks(dv_size, tiles)
+            written = q.new_empty(blocks, len(q), heads, q.shape[2])
+            carried = prepared.decays.new_empty(chunks, heads, dv_size)
             pass_state_grads(
                 state_grads_kernel,
                 (q, k, do, *prepared),
-                tiles_of((q, k), do, prepared[:2]),
-                strides,
+                tiles,
+                (q.stride(0), k.stride(0), do.stride(0), written.stride(0)),
                 sizes,
                 table,
                 dfinal,
                 between,
-                dstates,
-                dv,
-                dstate,
+                (new, states, written, carried, dv, dstate),
             )
             del operands, between  # free its memory for the gradients
             gates = a, b, A_log, dt_bias
             dq, dk, da, db, gate_sums = _run_operand_grads(
-                q, k, do, gates, prepared, table, ctx.beta_scale, states, dstates, new, dv
+                q, k, do, gates, prepared, table, ctx.beta_scale, states, written, carried, new, dv
             )
         dA_log, ddt_bias = gate_sums.sum(1)
         return (
@@ -207,7 +214,7 @@ def _limit_registers(q: Tensor, registers: int) -> dict[str, int]:
 
 
 def _run_operand_grads(
-    q, k, do, gates, prepared, table, beta_scale, states, dstates, new, dv
+    q, k, do, gates, prepared, table, beta_scale, states, written, carried, new, dv
 ) -> tuple[Tensor, ...]:
     """dq, dk, da, db, and the terms of dA_log and ddt_bias by chunk and head, [2, chunks, heads] float32.
     Overwrites P, T and perhaps N.
@@ -217,11 +224,11 @@ def _run_operand_grads(
     a, b, A_log, dt_bias = gates
     dq, dk = _in_place_of(new, q)
     da, db = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (a, b))
-    ddecays = torch.empty_like(decays)
+    ddecays = torch.empty(2, *decays.shape, dtype=torch.float32, device=q.device)
     gate_sums = decays.new_zeros(2, chunks, heads)
     if not tokens:
         return dq, dk, da, db, gate_sums
-    block, block_k, scale = block_of_values(dv_size, 64), block_of_keys(q.shape[2]), q.shape[2] ** -0.5
+    block, scale = block_of_values(dv_size, 64), q.shape[2] ** -0.5
     values = do, new, dv
     tiles = rows_to_copy(CHUNK, *values, columns=block)
     options = {**_sizes(q, dv), "BLOCK_V": block}
@@ -237,7 +244,7 @@ def _run_operand_grads(
         table.ranges,
         new,
         dv,
-        ddecays,
+        ddecays[0],
         db,
         *tiles,
         k.stride(0),
@@ -248,12 +255,14 @@ def _run_operand_grads(
         **options,
         num_warps=4,
         num_stages=2,
-        **_limit_registers(q, 168),
+        **_limit_registers(q, 168 if None in tiles else 128),
     )
-    if None not in tiles:
-        tiles += rows_to_copy(block, *(x.view(-1, 1, q.shape[2]) for x in (states, dstates)))
+    tiles = rows_to_copy(CHUNK, q, k)
+    tiles += rows_to_copy(CHUNK, do, dv, columns=block)
+    tiles += rows_to_copy(CHUNK, *(x.view(-1, 1, CHUNK) for x in (scores, transfer)))
+    tiles += rows_to_copy(block, states.view(-1, 1, q.shape[2]))
     if None in tiles or q.shape[2] > 128:
-        tiles = [None] * 5
+        tiles = [None] * len(tiles)
     operand_grads_kernel[(chunks, q.shape[1])](
         q,
         k,
@@ -266,8 +275,8 @@ def _run_operand_grads(
         k_lengths,
         table.ranges,
         states,
-        dstates,
-        new,
+        written,
+        carried,
         dv,
         ddecays,
         dq,
@@ -277,11 +286,14 @@ def _run_operand_grads(
         k.stride(0),
         do.stride(0),
         *dq.stride()[:2],
+        written.stride(0),
         chunks,
         scale,
         **options,
-        num_warps=4 if block_k == 64 else 8,
-        num_stages=1 if None in tiles else 2,
+        BLOCK_VALUES=next_power_of_2(dv_size),
+        BLOCKS=len(written),
+        num_warps=8 if None in tiles and q.shape[2] > 64 else 4,
+        num_stages=1 if None in tiles else 3,
     )
     gate_grads_kernel[(chunks, heads)](
         a,

@@ -8,7 +8,9 @@ from liger_models.kernels.recurrent._chunk_tiles import (
     numbers_of_chunk,
     segment_of,
     square_of,
+    state_rows,
     store_columns,
+    store_rows,
     store_state,
 )
 
@@ -137,18 +139,23 @@ def state_grads_kernel(
     q_tiles,
     k_tiles,
     do_tiles,
+    new_tiles,
     transfer_tiles,
     score_tiles,
     cu_seqlens,
     segments,
     dfinal,
     dboundaries,
-    dstates,
+    new_values,
+    states,
+    written,
+    carried,
     dvalues,
     dinitial,
     q_stride,
     k_stride,
     do_stride,
+    written_stride,
     segment_count,
     HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
@@ -159,7 +166,10 @@ def state_grads_kernel(
     BLOCK_V: tl.constexpr,
     LOCAL: tl.constexpr,
 ):
-    """As `state_grads_kernel` of `_channel_state_kernels.py`, with dV = T^T dN; write dV."""
+    """As `state_grads_kernel` of `_channel_state_kernels.py`, with dV = T^T dN. Write dV, and in place of dS'
+    the numbers that the gradients of k and of the decays take from it: (exp(G_C - G) / |k|) N dS'^T, in a
+    part for each block of values, and S times dS', summed over keys.
+    """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     if (document < 0) | (LOCAL & (first == opening)):
         return
@@ -192,8 +202,16 @@ def state_grads_kernel(
         solve = square_of(transfer, transfer_tiles, square)
         score = square_of(scores, score_tiles, square)
         rounded = dstate.to(dtype)
-        if dstates is not None:
-            store_state(dstates, rounded, square, column, key, DK, DV)
+        if written is not None:
+            new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
+            wrote = tl.dot(new, rounded, input_precision=PRECISION)
+            wrote *= numbers_of_chunk(write_factors, square)[:, None]
+            part = written + tl.program_id(0).to(tl.int64) * written_stride
+            store_rows(part, wrote, start, count, head, key, HEADS, DK)
+            state = state_rows(states, None, square, key, begin, BLOCK_V, DK, DV)
+            # By column, which needs no sum over warps.
+            by_column = tl.sum(state.to(tl.float32) * dstate, 1)
+            tl.store(carried + square * DV + column, by_column, column < DV)
         dnew = tl.dot(rounded, tl.trans(k_rows), input_precision=PRECISION)
         dnew *= numbers_of_chunk(write_factors, square)[None, :]
         dnew += tl.dot(dout, score, input_precision=PRECISION)

@@ -26,7 +26,20 @@ from liger_models.kernels.recurrent._chunk_table import (
 )
 from liger_models.kernels.recurrent._state_kernels import boundaries_kernel
 
-FETCHED = 128  # columns of values per program where tiles are fetched by the copy engine
+# Columns of values per program where tiles are fetched by the copy engine. In the pass that is local to
+# segments two programs fit on a multiprocessor, and there are enough of them.
+COLUMNS = 128
+LOCAL_COLUMNS = 64
+
+
+class Tiles(NamedTuple):
+    """Descriptors of a pass's operands for the copy engine, from `tiles_of`; empty if the kernel has none."""
+
+    whole: list[Any]
+    local: list[Any]  # for the pass that is local to segments
+
+
+NO_TILES = Tiles([], [])
 
 
 class Boundaries(NamedTuple):
@@ -39,7 +52,7 @@ class Boundaries(NamedTuple):
 def pass_states(
     kernel: Any,
     operands: tuple[Tensor, ...],
-    tiles: list[Any],
+    tiles: Tiles,
     strides: tuple[int, ...],
     sizes: dict[str, int | str],
     table: ChunkTable,
@@ -53,7 +66,7 @@ def pass_states(
     Args:
         kernel: the rule's kernel.
         operands: its first arguments.
-        tiles: the next ones, from `tiles_of`; empty if the kernel takes none.
+        tiles: the next ones, from `tiles_of`; none if the kernel takes none.
         strides: its strides.
         sizes: its constants.
         table: the chunks and segments.
@@ -72,9 +85,6 @@ def pass_states(
     final = torch.empty(documents, heads, dk, dv, **like)
     if not documents:
         return final, None
-    options = sizes | _launch_options(dv, tiles)
-    block = options["BLOCK_V"]
-    blocks = ceil_div(dv, block)
     places = table.cu_seqlens, table.segments, initial
     between = None
     if table.boundaries:
@@ -83,16 +93,19 @@ def pass_states(
             torch.empty(table.boundaries, heads, dk, dk, **like),
         )
         nothing = None, None, None, None
-        kernel[(blocks + ceil_div(dk, block), heads, count)](
-            *operands, *tiles, *places, *between, *nothing, *strides, count, LOCAL=True, **options
+        options = sizes | _launch_options(dv, tiles.local, LOCAL_COLUMNS, stages=3)
+        blocks = ceil_div(dv, options["BLOCK_V"]) + ceil_div(dk, options["BLOCK_V"])
+        kernel[(blocks, heads, count)](
+            *operands, *tiles.local, *places, *between, *nothing, *strides, count, LOCAL=True, **options
         )
         _join(between.states, between.transfers, table, operands[0].dtype, reverse=False)
     starts = None if between is None else between.states
     written = output, states, new, final
-    if output is None and dk <= 128:  # with O, or wider, there is no room to fetch ahead, except for tiles
+    options = sizes | _launch_options(dv, tiles.whole, COLUMNS, stages=3)
+    if options["num_stages"] == 1 and output is None and dk <= 128:  # else there is no room to fetch ahead
         options["num_stages"] = 2
-    kernel[(blocks, heads, count)](
-        *operands, *tiles, *places, starts, None, *written, *strides, count, LOCAL=False, **options
+    kernel[(ceil_div(dv, options["BLOCK_V"]), heads, count)](
+        *operands, *tiles.whole, *places, starts, None, *written, *strides, count, LOCAL=False, **options
     )
     return final, between
 
@@ -100,55 +113,63 @@ def pass_states(
 def pass_state_grads(
     kernel: Any,
     operands: tuple[Tensor, ...],
-    tiles: list[Any],
+    tiles: Tiles,
     strides: tuple[int, ...],
     sizes: dict[str, int | str],
     table: ChunkTable,
     dfinal: Tensor | None,
     between: Boundaries | None,
-    dstates: Tensor,
-    dnew: Tensor,
-    dinitial: Tensor | None,
+    results: tuple[Tensor | None, ...],
 ) -> None:
-    """Pass the gradients of states back by a rule's `state_grads_kernel`.
-
-    Write dS' of every chunk, dN or dV, and the gradient of the initial states if its tensor is given.
+    """Pass the gradients of states back by a rule's `state_grads_kernel`, which writes `results`. All of them
+    are None in the pass that is local to segments.
     """
     heads, dv = int(sizes["HEADS"]), int(sizes["DV"])
     count = table.segments.shape[1]
     if not count:
         return
-    options = sizes | _launch_options(dv, tiles)
-    grid = ceil_div(dv, options["BLOCK_V"]), heads, count
     dfinal = None if dfinal is None else dfinal.float().contiguous()
     places = table.cu_seqlens, table.segments, dfinal
     ends = None
     if between is not None:
         ends = torch.empty_like(between.states)
-        kernel[grid](
-            *operands, *tiles, *places, ends, None, None, None, *strides, count, LOCAL=True, **options
-        )
+        nothing = (None,) * len(results)
+        options = sizes | _launch_options(dv, tiles.local, LOCAL_COLUMNS, stages=2)
+        grid = ceil_div(dv, options["BLOCK_V"]), heads, count
+        kernel[grid](*operands, *tiles.local, *places, ends, *nothing, *strides, count, LOCAL=True, **options)
         _join(ends, between.transfers, table, operands[0].dtype, reverse=True)
-    written = dstates, dnew, dinitial
-    kernel[grid](*operands, *tiles, *places, ends, *written, *strides, count, LOCAL=False, **options)
+    options = sizes | _launch_options(dv, tiles.whole, COLUMNS, stages=2)
+    grid = ceil_div(dv, options["BLOCK_V"]), heads, count
+    kernel[grid](*operands, *tiles.whole, *places, ends, *results, *strides, count, LOCAL=False, **options)
 
 
-def tiles_of(rows: tuple[Tensor, ...], values: Tensor, squares: tuple[Tensor, ...]) -> list[Any]:
+def tiles_of(rows: tuple[Tensor, ...], values: tuple[Tensor, ...], squares: tuple[Tensor, ...]) -> Tiles:
     """Descriptors with which Hopper's copy engine fetches a chunk's rows [T, heads, 128], a program's columns
     of the values [T, heads, 128], and squares [chunks, heads, C, C]; None for each if it cannot.
     """
-    if len(values) and all(x.shape[2] == 128 for x in (*rows, values)):
-        tiles = rows_to_copy(CHUNK, *rows), rows_to_copy(CHUNK, values, columns=FETCHED)
-        found = [*tiles[0], *tiles[1], *rows_to_copy(CHUNK, *(x.view(-1, 1, CHUNK) for x in squares))]
-        if None not in found:
-            return found
-    return [None] * (len(rows) + 1 + len(squares))
+    none = [None] * (len(rows) + len(values) + len(squares))
+    if not len(rows[0]) or any(x.shape[2] != 128 for x in (*rows, *values)):
+        return Tiles(none, none)
+    of_rows = rows_to_copy(CHUNK, *rows)
+    of_squares = rows_to_copy(CHUNK, *(x.view(-1, 1, CHUNK) for x in squares))
+    found = (
+        [*of_rows, *rows_to_copy(CHUNK, *values, columns=columns), *of_squares]
+        for columns in (COLUMNS, LOCAL_COLUMNS)
+    )
+    return Tiles(*(none if None in tiles else tiles for tiles in found))
 
 
-def _launch_options(dv: int, tiles: list[Any]) -> dict[str, Any]:
-    """Options of a pass. Tiles are fetched ahead and without registers, which leaves room for all columns."""
+def count_blocks(dv: int, tiles: Tiles) -> int:
+    """Programs that share a head's values in a pass."""
+    return ceil_div(dv, _launch_options(dv, tiles.whole, COLUMNS, stages=2)["BLOCK_V"])
+
+
+def _launch_options(dv: int, tiles: list[Any], columns: int, stages: int) -> dict[str, Any]:
+    """Options of a pass. Tiles are fetched ahead, in `stages`, and without registers, which leaves room for
+    more columns.
+    """
     if tiles and None not in tiles:
-        return {"BLOCK_V": FETCHED, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_V": columns, "num_warps": columns // 16, "num_stages": stages}
     return {"BLOCK_V": block_of_values(dv, 64), "num_warps": 4, "num_stages": 1}
 
 

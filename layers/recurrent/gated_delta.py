@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
+from liger_models.kernels._dispatch import ceil_div
 from liger_models.kernels.recurrent._chunk_table import CHUNK
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -125,15 +126,16 @@ class GatedDelta(RecurrentMixer):
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
         keeps: gradients of o and z; q, k and v after the convolution; the gradient of v; the tokens' writes,
-        replaced by the gradients of q and k if they fit; per chunk two squares of scores, and states with
-        their gradients; and gates in float32.
+        replaced by the gradients of q and k if they fit; the gradients of k through the states, a part for
+        each program that shares a head; per chunk two squares of scores, and states; and float32 numbers.
         """
         spec = self.spec
         keys = 2 * spec.key_heads * spec.key_dim
-        chunk = spec.value_heads * (2 * CHUNK + 2 * spec.key_dim * spec.value_dim / CHUNK)
-        numbers = 4 * (6 * spec.value_heads + 2 * spec.key_heads)
+        parts = 1 if spec.key_dim == spec.value_dim == 128 else ceil_div(spec.value_dim, 64)
+        chunk = 2 * CHUNK + spec.key_dim * spec.value_dim / CHUNK + parts * spec.key_dim
+        numbers = 4 * (7 * spec.value_heads + 2 * spec.key_heads + spec.value_size / CHUNK)
         grads = spec.conv_size + 4 * spec.value_size + (0 if keys <= spec.value_size else keys)
-        return int(itemsize * (grads + chunk)) + numbers
+        return int(itemsize * (grads + spec.value_heads * chunk) + numbers)
 
     def extra_repr(self) -> str:
         spec = self.spec

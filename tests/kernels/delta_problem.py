@@ -47,3 +47,11 @@ def check_document_unaffected_by_the_next(run, inputs, end):
     for ours, true in zip([o, *torch.autograd.grad(o, tokens, upstream)], truth, strict=True):
         # a dozen roundings in a row
         assert relative(ours[:end], true) < 12 * torch.finfo(torch.float16).eps / 2
+
+
+def check_only_operands_kept(run, inputs):
+    """Check that autograd keeps the inputs for the backward pass, and no states of chunks."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        run(inputs)
+    assert {x.data_ptr() for x in kept} == {x.data_ptr() for x in inputs}

@@ -10,6 +10,7 @@ from delta_problem import (
     DOCUMENTS,
     LENGTHS,
     check_document_unaffected_by_the_next,
+    check_only_operands_kept,
     in_float64,
     relative,
 )
@@ -181,6 +182,10 @@ def test_mismatched_operands_are_refused(change, message):
 def test_a_lower_bound_that_is_not_negative_is_refused():
     with pytest.raises(ValueError, match=r"lower_bound is 5\.0"):
         run(operands(4, 1, 16, 16), lower_bound=5.0)
+
+
+def test_nothing_but_the_operands_is_kept(interpreted):
+    check_only_operands_kept(run, operands(70, 1, 16, 16, documents=1))
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ from delta_problem import (
     DOCUMENTS,
     LENGTHS,
     check_document_unaffected_by_the_next,
+    check_only_operands_kept,
     in_float64,
     relative,
 )
@@ -133,6 +134,10 @@ def test_a_second_run_and_a_second_backward_pass_give_the_same_bits(interpreted)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_nothing_but_the_operands_is_kept(interpreted):
+    check_only_operands_kept(run, operands(70, 1, 2, 16, 16, documents=1))
+
+
 def test_the_plain_form_passes_gradcheck_in_float64():
     inputs = in_float64(operands(5, 1, 2, 3, 4, documents=2))
     torch.autograd.gradcheck(lambda *x: run(x, cu_seqlens=torch.tensor([0, 2, 5])), inputs)
@@ -152,7 +157,9 @@ def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
     table = chunk_table(torch.tensor(bounds), bounds[-1], torch.device("cpu"))
     assert table.ranges.T.tolist()[: len(chunks)] == chunks
     assert not table.ranges[:, len(chunks) :].any()
-    assert table.segments.T.tolist()[: len(segments)] == segments
+    assert table.segments[:4].T.tolist()[: len(segments)] == segments
+    longest_first = sorted(range(len(segments)), key=lambda n: segments[n][1] - segments[n][2])
+    assert table.segments[4].tolist() == [*longest_first, *range(len(segments), table.segments.shape[1])]
     assert (table.segments[0, len(segments) :] == -1).all()
     assert table.first_segments.tolist() == first_segments
     assert len(segments) - len(lengths) <= table.boundaries
