@@ -181,7 +181,9 @@ class Slice:
         """Send a message to the next rank, and return `output`. Its gradient waits for the message's, which
         the next rank sends back if `trained`.
         """
-        return _Send.apply(output, message, self.group, self.rank + 1, trained)
+        # The anchor makes gradients come back even if nothing on this rank needs them, since they are sent.
+        anchor = torch.zeros((), requires_grad=trained)
+        return _Send.apply(anchor, output, message, self.group, self.rank + 1, trained)
 
     def receive(self, like: Tensor, trained: bool) -> Tensor:
         """A message of the shape and dtype of `like` from the rank before this one."""
@@ -261,7 +263,9 @@ class _Sum(torch.autograd.Function):
 
 class _Send(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: Tensor, message: Tensor, group: Any, rank: int, trained: bool) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, output: Tensor, message: Tensor, group: Any, rank: int, trained: bool
+    ) -> Tensor:
         ctx.group, ctx.rank, ctx.trained = group, rank, trained
         ctx.like = message.shape, message.dtype, message.device
         torch.distributed.send(message.detach().contiguous(), group=group, group_dst=rank)
@@ -269,13 +273,13 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, doutput: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, doutput: Tensor) -> tuple[None, Tensor, Tensor | None, None, None, None]:
         gradient = None
         if ctx.trained:
             shape, dtype, device = ctx.like
             gradient = torch.empty(shape, dtype=dtype, device=device)
             torch.distributed.recv(gradient, group=ctx.group, group_src=ctx.rank)
-        return doutput, gradient, None, None, None
+        return None, doutput, gradient, None, None, None
 
 
 class _Receive(torch.autograd.Function):

@@ -33,6 +33,7 @@ def run(
     adapters: bool = False,
     pass_states: bool = False,
     wide: bool = False,
+    trained: str = "",
     mesh: Any = None,
 ) -> dict[str, Any]:
     """Return the loss, gradients, correction biases after an update, logits and scores.
@@ -45,6 +46,8 @@ def run(
     model.load_state_dict(state)
     if wide:
         model.double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained in name)
     if mesh is None:
         called: Any = model
     elif wrapper == "parallelize":

@@ -117,6 +117,7 @@ PASSED: dict[str, dict[str, Any]] = {
         # In float64: with so few tokens, gradients nearly cancel.
         **{"family": "qwen3_5_text", "linear_conv_kernel_dim": 4, "wide": True, "batch": one(9)},
     },
+    "only output projections trained": {"family": "qwen3_5_text", "trained": "out_proj", "batch": packed()},
     "decays by channel": {"family": "kimi_linear", "level": "all", "batch": packed()},
     "state space": {"family": "mamba2", "level": "checkpoint", "batch": packed()},
     "state space, rows": {"family": "mamba2", "batch": rows()},
@@ -137,6 +138,7 @@ def task_of(
     adapters: bool = False,
     pass_states: bool = False,
     wide: bool = False,
+    trained: str = "",
     **changes: Any,
 ):
     config = {**find_architecture(family).tiny, **changes}
@@ -149,7 +151,7 @@ def task_of(
     return {
         **{"config": config, "state": model.state_dict(), "batch": batch},
         **{"level": level, "wrapper": wrapper, "adapters": adapters},
-        **{"pass_states": pass_states, "wide": wide},
+        **{"pass_states": pass_states, "wide": wide, "trained": trained},
     }
 
 
