@@ -10,6 +10,7 @@
     python -m benchmarks kept     a step with LoRA over the bits of a quantised checkpoint, loading, decoding
     python -m benchmarks prompt   answers with a shared prompt, against separate sequences
     python -m benchmarks invariant  batch-invariant scores and steps, against ordinary ones
+    python -m benchmarks stream   a stream of weights to an inference engine, against copying its bytes
     python -m benchmarks parallel  a training step of a model sharded over several GPUs
     python -m benchmarks resume    a checkpoint written by many processes and resumed by half of them
     python -m benchmarks node      everything on a machine with several GPUs, in under eight minutes
@@ -46,6 +47,7 @@ from benchmarks import (
     parallel,
     prompt,
     resume,
+    stream,
     train,
     tune,
     vision,
@@ -62,6 +64,7 @@ COMMANDS = {
     "kept": kept,
     "prompt": prompt,
     "invariant": invariant,
+    "stream": stream,
     "parallel": parallel,
     "resume": resume,
     "node": node,

@@ -12,6 +12,7 @@ At most one bucket, and one tensor in addition, exists on top of the model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.adapter import PREFIX
-from liger_models.convert.checkpoints.expressions import Ref, write
+from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.fingerprint import fingerprints
-from liger_models.convert.checkpoints.shards import is_sharded, local_tensor, whole
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.shards import is_sharded, local_tensor, shape_of, whole
 from liger_models.convert.checkpoints.weight_map import check_whole, connected
+from liger_models.convert.checkpoints.writer import Writer
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.convert.sizes import parse_size
 from liger_models.models.causal_lm import LigerCausalLM, check_savable, parse_dtype
@@ -201,7 +204,7 @@ def _changed(old: WeightToken, new: WeightToken, sharded: bool) -> Set[str]:
 
 def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str | None) -> _Weights:
     layout = model.layout if names == "hf" else model.architecture.layouts[0]
-    weight_map, source = model.weight_map(layout), model.source if layout == model.layout else None
+    source = model.source if layout == model.layout else None
     if source is None and quantization == AS_LOADED:
         raise ConfigError(
             "quantization='as_loaded' is the form of the checkpoint that was read; pass names='hf'"
@@ -213,8 +216,9 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
     else:
         natives = {name: partial(_itself, tensor, ()) for name, tensor in model.saved_tensors().items()}
     sources = {name: get.args[0] for name, get in natives.items()}
+    plan = _plan_of(model, layout, sources)
+    weight_map = plan.weight_map
     check_savable(sources, weight_map)
-    check_whole(weight_map)
     buffers = [name for name, tensor in sources.items() if not isinstance(tensor, nn.Parameter)]
     fixed = {ref.name for name in buffers for ref in weight_map[name].refs()}
     stated = {} if source is None or dtype == "parameters" else source.tensors
@@ -227,13 +231,13 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
             return tensor.to(dtype)
         return tensor.to(stated[name].dtype) if name in stated else tensor
 
-    @torch.no_grad()
     def pairs(changed: Set[str] | None) -> Pairs:
         with encoder_of(model, quantization, weight_map) as encoder:
-            for group in connected(weight_map):
-                if changed is not None and not changed & group.keys():
+            for writer in plan.writers:
+                if changed is not None and not changed & writer.group.keys():
                     continue
-                written = write((expr, whole(natives[name]())) for name, expr in group.items())
+                with torch.no_grad():
+                    written = writer([whole(natives[name]()) for name in writer.group])
                 for name in list(written):
                     tensor = written.pop(name)  # so that no reference remains here
                     for stored, values in encoded(encoder, name, tensor):
@@ -250,6 +254,36 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
 
     adapted = frozenset(name for name, get in natives.items() if get.args[1])
     return _Weights(sources, adapted, pairs)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a model is written in a layout, made by its first stream.
+
+    Attributes:
+        about: what it rests on: the layout, the canonical forms, and the model's tensors with their shapes.
+    """
+
+    about: tuple[Any, ...]
+    weight_map: dict[str, Expr]
+    writers: list[Writer]
+
+
+_PLANS = weakref.WeakKeyDictionary[nn.Module, dict[bool, _Plan]]()
+
+
+def _plan_of(model: LigerCausalLM, layout: Layout, sources: Mapping[str, Tensor]) -> _Plan:
+    """The plan of the last stream in this layout; made anew if the model has changed its form."""
+    plans = _PLANS.setdefault(model, {})
+    own = layout == model.layout
+    shapes = [(name, shape_of(tensor)) for name, tensor in sources.items()]
+    about = (layout, id(model.canonical_forms), shapes)
+    if own not in plans or plans[own].about != about:
+        weight_map = model.weight_map(layout)
+        check_savable(sources, weight_map)
+        check_whole(weight_map)
+        plans[own] = _Plan(about, weight_map, [Writer(group) for group in connected(weight_map)])
+    return plans[own]
 
 
 def _itself(tensor: Tensor, adapters: object) -> Tensor:

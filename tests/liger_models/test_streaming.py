@@ -58,6 +58,27 @@ def test_a_stream_has_the_bytes_that_save_pretrained_writes(family, tmp_path):
             assert bucket.buffer.numel() <= 20_000 or len(bucket.tensors) == 1
 
 
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe", "gpt2"])
+def test_a_later_stream_follows_a_model_that_has_changed(family, tmp_path):
+    model = make(family)
+
+    def check(number):
+        assert_same(stream_weights(model), saved(model, tmp_path / str(number)))
+
+    check(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_()
+    check(1)
+    for p in model.parameters():  # other memory, with other strides
+        p.data = p.data.T.clone().T if p.dim() == 2 else p.data.clone()
+    check(2)
+    model.split_projections()
+    check(3)
+    model.fuse_projections()
+    check(4)
+
+
 @pytest.mark.parametrize("quantization", ["fp8-block", "nvfp4"])
 def test_a_quantised_stream_has_the_bytes_that_save_pretrained_writes(quantization, tmp_path):
     model = make(hidden_size=128, intermediate_size=256, head_dim=64, num_attention_heads=2)

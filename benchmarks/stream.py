@@ -1,0 +1,91 @@
+"""A model's stream of weights for an inference engine, against copying as many bytes.
+
+Random weights in bfloat16. `device` fills buckets in the GPU's memory, as for a broadcast, and `host` copies
+each bucket to pinned memory. The copy moves the same number of bytes, bucket by bucket, without names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.report import machine, markdown_table, publish, renew
+from benchmarks.training.shapes import MODELS, config_of
+
+SUMMARY = "a whole stream of weights in buckets, against copying its bytes"
+TITLE = "Streams of weights"
+HEADER = ("to", "GiB", "tensors", "copy, ms", "stream, ms", "ratio", "first stream, ms")
+BUCKET = 512 << 20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
+    parser.add_argument("--layers", type=int, help="use only this many of the model's layers (default: all)")
+    parser.add_argument("--steps", type=int, default=7, help="timed streams (%(default)s)")
+    parser.add_argument("--page", metavar="FILE", help="update this page's table")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def run(args: argparse.Namespace) -> int:
+    import liger_models
+
+    device, config = torch.device(args.device), config_of(args.model, args.layers)
+    model = liger_models.from_config(config, dtype=torch.bfloat16, device=device)
+    about = machine(device) + f". {args.model}, {config['num_hidden_layers']} layers, bfloat16"
+    about += f"; buckets of 512 MiB; median of {args.steps} runs."
+    weights = [parameter.detach() for parameter in model.parameters()]
+    size, tensors = sum(weight.nbytes for weight in weights), 0
+    room = torch.empty(BUCKET, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def copy(host: bool) -> None:
+        source = torch.empty(BUCKET, dtype=torch.uint8, device=device)
+        target = room if host else torch.empty(BUCKET, dtype=torch.uint8, device=device)
+        for start in range(0, size, BUCKET):
+            part = slice(0, min(BUCKET, size - start))
+            target[part].copy_(source[part], non_blocking=True)
+
+    def stream(host: bool) -> None:
+        nonlocal tensors
+        tensors = 0
+        largest: Tensor = room
+        for bucket in liger_models.stream_weights(model, names="vllm", dtype="bfloat16").buckets(BUCKET):
+            tensors += len(bucket.tensors)
+            if not host:
+                continue
+            for start in range(0, len(bucket.buffer), BUCKET):  # an embedding may exceed a bucket
+                piece = bucket.buffer[start : start + BUCKET]
+                largest[: len(piece)].copy_(piece, non_blocking=True)
+
+    rows = []
+    for host in (False, True):
+        copying, _ = _times(lambda to=host: copy(to), args.steps, device)  # type: ignore[misc]
+        streaming, first = _times(lambda to=host: stream(to), args.steps, device)  # type: ignore[misc]
+        rows.append(["host" if host else "device", f"{size / 2**30:.2f}", str(tensors)])
+        rows[-1] += [f"{copying:.2f}", f"{streaming:.2f}", f"{streaming / copying:.2f}", f"{first:.1f}"]
+    text = f"{about}\n\n{markdown_table(HEADER, rows)}"
+    table = [dict(zip(HEADER, row, strict=True)) for row in rows]
+    publish(args.out, f"stream-{args.model}", text, table, show=False)
+    print(text, flush=True)
+    if args.page:
+        marks = "<!-- streams: begin -->", "<!-- streams: end -->"
+        renew(Path(args.page), marks, TITLE, text)
+    return 0
+
+
+def _times(function: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a run, the median without the first, and of the first."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    times = []
+    for _ in range(1 + steps):
+        wait()
+        begin = time.perf_counter()
+        function()
+        wait()
+        times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[1:]), times[0]
