@@ -43,6 +43,7 @@ BUILT_ON = {
     "liger_models.integrations.verl": "verl",
     "liger_models.integrations.verl_checkpoints": "verl",
     "liger_models.integrations.verl_settings": "verl",
+    "liger_models.integrations.verl_shards": "verl",
 }
 # But these, in the function in which a user has asked for that library.
 ON_REQUEST = {

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import KeyRanges, tree_ranges
+from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.layers.sequences.part import Part
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -120,6 +121,11 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
     Raises:
         DataError: the model, or a call with its images, does not support documents that continue others.
     """
+    if is_batch_invariant():
+        raise DataError(
+            "batch_invariant() does not support documents that continue others (shared prompts); pass "
+            "separate sequences"
+        )
     kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
     for i, block in enumerate(spec.blocks):
         if unknown := [type(mixer).__name__ for mixer in block.mixers if not isinstance(mixer, kinds)]:

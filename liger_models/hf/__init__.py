@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from liger_models.hf.callbacks import CorrectionBiasCallback
     from liger_models.hf.families import classes_of, register, unregister
     from liger_models.hf.models import LigerForCausalLM, LigerForSequenceClassification
+    from liger_models.hf.shared_prompts import SharedPromptsMixin
     from liger_models.hf.vision import LigerForConditionalGeneration
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "LigerForConditionalGeneration",
     "LigerForSequenceClassification",
     "LigerModel",
+    "SharedPromptsMixin",
     "classes_of",
     "get_peft_model",
     "load_adapter",
@@ -40,6 +42,7 @@ _HOMES = {
     "get_peft_model": "adapters.state_spaces",
     "CorrectionBiasCallback": "callbacks",
     "LigerModel": "base_model",
+    "SharedPromptsMixin": "shared_prompts",
     **dict.fromkeys(("LigerForCausalLM", "LigerForSequenceClassification"), "models"),
     "LigerForConditionalGeneration": "vision",
     **dict.fromkeys(("classes_of", "register", "unregister"), "families"),

@@ -154,6 +154,45 @@ def test_experts_are_replayed_from_an_earlier_pass_or_the_rollout(folder):
     assert differ  # with the larger weights some tokens would have gone to other experts
 
 
+def test_offloading_moves_what_each_phase_needs_and_changes_no_result(folder):
+    for results in run(folder, "offloaded"):
+        kept, moved = results[False], results[True]
+        assert not any(any(what) for _, *what in kept["moves"])
+        assert moved["states"] == kept["states"] > 0
+        step = [("cpu", True, True, True)] * 2  # there and back: the device is the host here
+        assert moved["moves"] == [*step, *step, *[("cpu", True, False, False)] * 2]
+        assert all(torch.equal(x, kept["trained"][name]) for name, x in moved["trained"].items())
+
+
+def test_shards_are_sent_under_published_names_and_later_only_where_they_changed(folder):
+    torch.manual_seed(0)
+    model = liger_models.from_config({**find_architecture("qwen3_moe").tiny, "vocab_size": 61})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    model.save_pretrained(folder / "experts")
+    files = load_file(folder / "experts" / "model.safetensors")
+    found = run(folder, "shards")
+    names = [name for name, *_ in found[0]["first"]]
+    assert names == [name for name, *_ in found[1]["first"]]  # the ranks gather in lockstep
+    assert set(names) == files.keys()
+    rebuilt = {name: torch.full((x.numel(),), torch.nan) for name, x in files.items()}
+    for results in found:
+        for name, run_, place, contributes, shape in results["first"]:
+            assert shape == files[name].shape
+            if contributes:
+                assert rebuilt[name][place : place + len(run_)].isnan().all()  # no element twice
+                rebuilt[name][place : place + len(run_)] = run_
+    assert all(torch.equal(x, files[name].flatten()) for name, x in rebuilt.items())
+    shares = [sum(len(run_) for _, run_, *_ in results["first"]) for results in found]
+    assert max(shares) < 0.6 * sum(x.numel() for x in files.values())  # none has the whole model
+    for results in found:
+        for name, index, value in results["changed"]:
+            rebuilt[name][index.long()] = value
+    for name, x in found[0]["whole"].items():
+        assert torch.equal(rebuilt[name], x.flatten()), name
+
+
 def test_adapters_are_sent_alone_or_merged(folder):
     pytest.importorskip("peft")
     found = run(folder, "lora")

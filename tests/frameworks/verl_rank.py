@@ -74,7 +74,7 @@ def loss(model_output, data, dp_group=None):
     return (found * mask).sum() * data["dp_size"] / data["batch_num_tokens"], {"seen": int(mask.sum())}
 
 
-def engine(folder, kind="language_model", model=None, **settings):
+def engine(folder, kind="language_model", model=None, momentum=0.0, **settings):
     from verl.trainer.config import CheckpointConfig
     from verl.workers.config import FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
@@ -85,7 +85,13 @@ def engine(folder, kind="language_model", model=None, **settings):
     model.model_type = kind
     config = LigerEngineConfig(mixed_precision={"param_dtype": "fp32"}, **settings)
     optimizer = FSDPOptimizerConfig(
-        lr=0.5, optimizer="SGD", weight_decay=0.0, clip_grad=1e9, total_training_steps=10, lr_warmup_steps=0
+        lr=0.5,
+        optimizer="SGD",
+        weight_decay=0.0,
+        clip_grad=1e9,
+        total_training_steps=10,
+        lr_warmup_steps=0,
+        override_optimizer_config={"momentum": momentum} if momentum else None,
     )
     found = EngineRegistry.new(
         kind,
@@ -103,9 +109,8 @@ def results(folder: Path, rank: int, ranks: int, kind: str):
     platform_manager.set_platform(Host())
     import liger_models.integrations.verl  # noqa: F401 - as verl's entry point does
 
-    return {"policy": policy, "critic": critic, "sequences": divided, "lora": lora, "routes": routes}[kind](
-        folder, rank
-    )
+    programs = {"policy": policy, "critic": critic, "sequences": divided, "lora": lora, "routes": routes}
+    return (programs | {"offloaded": offloaded, "shards": shards})[kind](folder, rank)
 
 
 def weights(engine, **options):
@@ -130,6 +135,54 @@ def policy(folder, rank):
         found[again] = weights(made)[0]
         made.load_checkpoint(str(folder / "checkpoint"))
     found["rate"] = made.lr_scheduler_step()
+    return found
+
+
+def offloaded(folder, rank):
+    """Two steps with parameters and optimizer state on the host between verl's phases, and without.
+
+    Both are one device here: which calls move what is recorded instead.
+    """
+    found = {}
+    for offload in (False, True):
+        made = engine(folder, momentum=0.9, param_offload=offload, optimizer_offload=offload)
+        moves, to = [], made.to
+
+        def recorded(device, model=True, optimizer=True, grad=True, moves=moves, to=to):
+            moves.append((device, model, optimizer, grad))
+            to(device, model=model, optimizer=optimizer, grad=grad)
+
+        made.to = recorded
+        state = made.optimizer.state
+        for _ in range(2):
+            with made.train_mode():
+                made.train_batch(batch(rank), loss)
+        with made.eval_mode():
+            made.infer_batch(batch(rank))
+        assert all(name == "momentum_buffer" for one in state.values() for name in one)
+        found[offload] = {"moves": moves, "trained": weights(made)[0], "states": len(state)}
+    return found
+
+
+def shards(folder, rank):
+    """Shards of the first weights, and what a step changes of them."""
+    made = engine(folder, model={"path": str(folder / "experts")})
+
+    def sent():
+        pairs, nothing = made.get_per_tensor_param_shard()
+        assert nothing is None
+        return [(name, x.clone(), s.place, s.contributes, tuple(s.full_shape)) for name, x, s in pairs]
+
+    found = {"first": sent()}
+    made.delta_pin_snapshots = False
+    made.prime_delta_snapshots()
+    with made.train_mode():
+        made.train_batch(batch(rank), loss)
+    deltas, _ = made.get_per_tensor_param_delta_shard()
+    found["changed"] = [
+        (slots[0][0], index.clone(), value.clone()) for slots, _, _, index, value, _ in deltas
+    ]
+    found["whole"] = weights(made)[0]
     return found
 
 

@@ -210,6 +210,37 @@ def test_training_of_other_families_matches_the_reference_too(family, way, train
     assert_same_training(found, expected)
 
 
+@pytest.mark.supports("TRL", "shared prompts in GRPO, RLOO and DPO")
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
+@pytest.mark.parametrize("way", ["grpo", "rloo", "dpo"])
+def test_training_with_shared_prompts_equals_trls_own(
+    way, adapted, make_both, tokenizer, tmp_path, monkeypatch
+):
+    from liger_models.hf import shared_prompts as shared
+
+    shares, score = [], shared.shared_prompts
+
+    def noted(items):
+        items = list(items)
+        shares.append(max(len(answers) for _, answers in items))
+        return score(items)
+
+    monkeypatch.setattr(shared, "shared_prompts", noted)
+    config = {"pad_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": not adapted}
+    both = make_both("llama", "CausalLM", "split" if adapted else "fused", **config)
+    again = type(both.ours).from_pretrained(both.folder)
+    if adapted:
+        again.split_projections()
+    case = CASES[way]._replace(options={**CASES[way].options, "seed": 3})
+    expected = run(case, both.ours, tokenizer, tmp_path / "theirs", adapted)
+    assert not shares
+    found = run(case, again, tokenizer, tmp_path / "shared", adapted, (shared.SharedPromptsMixin,))
+    assert max(shares) >= 2
+    # RLOO's advantages are differences of rewards, here up to 10, which multiply ratios with the rounding of
+    # five log-probabilities of about 4: 10 * 5 * 4 * 2^-24.
+    assert_same_training(found, expected, least=1.2e-5)
+
+
 @pytest.mark.supports("TRL", "evaluation and compute_metrics")
 def test_evaluation_equals_evaluation_of_transformers_own_model(make_both, tokenizer, tmp_path):
     both = make_both("gemma2", pad_token_id=0, eos_token_id=1)
@@ -284,8 +315,8 @@ def train_both(make_both, tokenizer, tmp_path, hf):
     return train
 
 
-def run(case, model, tokenizer, folder, adapted) -> Run:
-    more = {}
+def run(case, model, tokenizer, folder, adapted, mixins=()) -> Run:
+    more = {"mixins": mixins}
     if adapted:
         task = "CAUSAL_LM" if case.task == "CausalLM" else "SEQ_CLS"
         more["peft_config"] = peft.LoraConfig(r=3, target_modules="all-linear", task_type=task)
@@ -306,9 +337,10 @@ def run(case, model, tokenizer, folder, adapted) -> Run:
     return Run([loss.item() for loss in losses], before, saved(trainer.model, folder / "after"))
 
 
-def make_trainer(case, model, tokenizer, folder, **more):
+def make_trainer(case, model, tokenizer, folder, mixins=(), **more):
     arguments = find(case.trainer, "Config")(str(folder), **{**SETTINGS, **case.options})
-    return find(case.trainer, "Trainer")(
+    trainer = type("Trainer", (*mixins, find(case.trainer, "Trainer")), {})
+    return trainer(
         model=model,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(case.rows),
@@ -349,9 +381,9 @@ def saved(model, folder) -> dict[str, Tensor]:
     return load_file(folder / f"{name}.safetensors")
 
 
-def assert_same_training(found: Run, expected: Run) -> None:
+def assert_same_training(found: Run, expected: Run, least: float = 1e-6) -> None:
     # Where terms of about one cancel (GRPO, RLOO), their rounding remains.
-    assert found.losses == pytest.approx(expected.losses, rel=BOUND, abs=1e-6)
+    assert found.losses == pytest.approx(expected.losses, rel=BOUND, abs=least)
     assert found.after.keys() == expected.after.keys()
     changed = 0
     for name, after in expected.after.items():

@@ -110,7 +110,7 @@ def test_gradients_are_those_of_an_ordinary_step(level):
 def test_shared_prompts_are_refused():
     model = make()
     batch = shared_prompts([([5, 9, 2], [[7, 8, 1], [4, 1]])])
-    with liger_models.batch_invariant(), pytest.raises(ValueError, match="shared prompts"):
+    with liger_models.batch_invariant(), pytest.raises(liger_models.DataError, match="shared prompts"):
         model.score(**batch)
 
 
