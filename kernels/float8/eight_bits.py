@@ -34,7 +34,14 @@ from liger_models.kernels._dispatch import (
 )
 from liger_models.kernels.activations.gated import activation_constants, gated_factors, gated_plain
 from liger_models.kernels.float8.copies import carry_rows
-from liger_models.kernels.float8.quantize import Float8, as_magnitude, empty_rows, rows_plain, scale_for
+from liger_models.kernels.float8.quantize import (
+    Float8,
+    as_magnitude,
+    casts_to_float8,
+    empty_rows,
+    rows_plain,
+    scale_for,
+)
 
 BLOCK = 64  # neighbours with one scale
 SMALLEST = 2.0**-100  # magnitude of a block; the inverse scale of a smaller one would overflow
@@ -48,7 +55,7 @@ def gated_eight_bits(
     Args:
         gate_up: [T, 2 I], gate first; bfloat16, float16 or float32.
         activation: "silu", "gelu_tanh" or "gelu".
-        float8: let y carry its copy in e4m3 by rows (copies.py).
+        float8: let y carry its copy in e4m3 by rows (copies.py), where kernels can make it.
         float8_gradient: let the gradient of gate_up carry such a copy.
 
     Returns:
@@ -63,7 +70,7 @@ def gated_eight_bits(
             f"gate_up is {tuple(gate_up.shape)}; expected a matrix with an even last dimension, gate then up"
         )
     y, codes, scales, *rows = _EightBits.apply(gate_up, activation, float8, float8_gradient)
-    if float8:
+    if rows[0] is not None:
         carry_rows(y, Float8(*rows))
     return y, codes, scales
 
@@ -140,7 +147,7 @@ def _product(
                 kept.copy_(made)
         y.copy_(gated_plain(decode_plain(codes, scales), None, activation))
         return rows_plain(y.float()) if float8 else None
-    rows = empty_rows(y) if float8 else None
+    rows = empty_rows(y) if float8 and casts_to_float8(y) else None
     gate_up = None if gate_up is None else as_rows(gate_up)
     if y.numel():
         with on_device_of(y):
@@ -166,7 +173,7 @@ def _gradient(dy: Tensor, codes: Tensor, scales: Tensor, activation: str, float8
             y = gated_plain(gate_up, None, activation)
         gradient.copy_(torch.autograd.grad(y, gate_up, dy.float())[0])
         return carry_rows(gradient, rows_plain(gradient.float())) if float8 else gradient
-    rows = empty_rows(gradient) if float8 else None
+    rows = empty_rows(gradient) if float8 and casts_to_float8(dy) else None
     dy = as_rows(dy)
     if dy.numel():
         with on_device_of(dy):

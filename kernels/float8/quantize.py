@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
+from liger_models.kernels._gpu import gpu_of
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 ALIGNMENT = 16  # of the dimension that a float8 product sums over
@@ -76,11 +77,16 @@ def quantize(
             f"found {tuple(x.shape)} to quantise to {dtype}; expected a matrix and a float8 dtype"
         )
     x = x.detach()
-    if not use_triton(x) or not x.numel():
+    if not casts_to_float8(x) or not x.numel():
         return quantize_plain(x, by_rows, by_columns, dtype, one_scale)
     if by_rows and not by_columns and not one_scale and x.stride(1) == 1 and x.shape[1] <= WIDEST:
         return _rows_at_once(x, dtype), None
     return _quantize(x, None, by_rows, by_columns, dtype, one_scale)
+
+
+def casts_to_float8(x: Tensor) -> bool:
+    """Whether a kernel runs for x, on a GPU on which Triton has e4m3: NVIDIA's from Ada on."""
+    return use_triton(x) and gpu_of(x).capability >= (8, 9)
 
 
 def quantize_columns(rows: Tensor, factors: Tensor) -> Float8:
@@ -94,7 +100,7 @@ def quantize_columns(rows: Tensor, factors: Tensor) -> Float8:
     Returns:
         `rows * factors` by columns, transposed: [C, R'], as from `quantize`.
     """
-    if use_triton(factors) and rows.numel():
+    if casts_to_float8(factors) and rows.numel():
         columns = _quantize(rows, factors, False, True, rows.dtype, False)[1]
     else:
         columns = quantize_plain(rows.float() * factors, False, True, rows.dtype, False)[1]

@@ -17,7 +17,7 @@ from liger_models.kernels._dispatch import (
     use_triton,
 )
 from liger_models.kernels.float8.copies import carry_rows
-from liger_models.kernels.float8.quantize import Float8, empty_rows, rows_plain
+from liger_models.kernels.float8.quantize import Float8, casts_to_float8, empty_rows, rows_plain
 from liger_models.kernels.norms._norm_kernels import MAX_BLOCK_WIDTH, norm_backward, norm_forward
 
 
@@ -38,7 +38,8 @@ def rms_norm(
         offset: added to the weight, in float32 (Gemma: 1.0).
         cast: where the result is rounded to x's dtype. "llama": before the weight, and the result has the
             dtype to which PyTorch promotes x and weight. "gemma", "float32" (OLMo 2): once, after the weight.
-        float8: let y carry its copy in e4m3 by rows (kernels/float8/copies.py), if x is a matrix.
+        float8: let y carry its copy in e4m3 by rows (kernels/float8/copies.py), if x is a matrix and its GPU
+            has e4m3.
 
     Returns:
         y [..., H], contiguous. Results are deterministic.
@@ -126,6 +127,10 @@ def _has_copy(y: Tensor) -> bool:
     return y.dim() == 2 and y.shape[1] <= MAX_BLOCK_WIDTH and not torch.compiler.is_compiling()
 
 
+def _makes_copy(x: Tensor) -> bool:
+    return _has_copy(x) and casts_to_float8(x)
+
+
 def _check(x: Tensor, weight: Tensor | None, offset: float, cast: str) -> None:
     if cast not in ("llama", "gemma", "float32"):
         raise ValueError(f"cast is {cast!r}; expected 'llama', 'gemma' or 'float32'")
@@ -142,7 +147,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, eps, offset, round_first, float8):
         weight = None if weight is None else weight.contiguous()
-        copy = empty_rows(x) if float8 and _has_copy(x) else None
+        copy = empty_rows(x) if float8 and _makes_copy(x) else None
         y, *_, rstd = norm_forward(
             x, None, weight, None, eps, offset, center=False, round_first=round_first, float8=copy
         )
@@ -176,7 +181,7 @@ class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, round_first, float8, float8_gradient):
         weight = None if weight is None else weight.contiguous()
-        copy = empty_rows(x) if float8 and _has_copy(x) else None
+        copy = empty_rows(x) if float8 and _makes_copy(x) else None
         y, total, _, rstd = norm_forward(
             x, residual, weight, None, eps, offset, center=False, round_first=round_first, float8=copy
         )
@@ -184,7 +189,7 @@ class _AddRMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.offset, ctx.round_first = offset, round_first
         ctx.dtypes = x.dtype, residual.dtype
-        ctx.float8_gradient = float8_gradient and _has_copy(x) and y.dtype == x.dtype == residual.dtype
+        ctx.float8_gradient = float8_gradient and _makes_copy(x) and y.dtype == x.dtype == residual.dtype
         ctx.mark_non_differentiable(*(copy or ()))
         return y, total, *(copy or (None, None))
 

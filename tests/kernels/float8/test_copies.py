@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from liger_models.kernels import add_rms_norm, rms_norm
+from liger_models.kernels._gpu import Gpu
 from liger_models.kernels.float8 import copies
 from liger_models.kernels.float8.copies import carried_rows, carry_rows, forget_rows
+from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import (
     ALIGNMENT,
     quantize,
@@ -78,6 +80,20 @@ def test_rows_alone_have_the_scales_of_rows_and_columns(interpreted):
     alone, both = quantize(x)[0], quantize(x, by_columns=True)[0]
     assert torch.equal(alone.scales, both.scales)
     assert torch.equal(bits(alone.values), bits(both.values))
+
+
+def test_without_e4m3_in_triton_the_plain_twin_quantises(interpreted, monkeypatch):
+    """On GPUs before Ada, where products in float8 can be emulated."""
+    a100 = Gpu("sm_80", (8, 0), 163 * 1024, 108)
+    monkeypatch.setattr("liger_models.kernels.float8.quantize.gpu_of", lambda x: a100)
+    x = draw(5, 64)
+    rows, columns = quantize(x, by_columns=True)
+    for found, plain in zip((rows, columns), quantize_plain(x, True, True, E4M3, False), strict=True):
+        assert torch.equal(bits(found.values), bits(plain.values))
+    assert carried_rows(rms_norm(x, None, float8=True)) is None
+    y, codes, scales = gated_eight_bits(x, "silu", float8=True, float8_gradient=True)
+    assert carried_rows(y) is None
+    assert torch.equal(gated_from_eight_bits(codes, scales, "silu", x.dtype, float8=True), y)
 
 
 def check_norm(x: torch.Tensor, exactly: bool) -> None:
