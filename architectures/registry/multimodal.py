@@ -97,6 +97,7 @@ _TOWERS = (
     *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
     "connector.",
     "projector.",
+    "mm_projector.",
     "visual_embeddings_table.",
 )
 
@@ -132,6 +133,12 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llava_next": Multimodal(
         {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
         tied_by_text=True,
+    ),
+    "kimi_k25": Multimodal(
+        {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
+        tied=True,
+        defaults={"max_position_embeddings": 4096},
+        missing="an encoder of clips whose frames see one another (MoonViT-3D)",
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
     "video_llama_3": Multimodal(
