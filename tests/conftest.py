@@ -11,69 +11,18 @@ import re
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others in this folder
 
-def patch_triton_once():
-    """Patch triton.language once per kernel module. The interpreter patches and restores it at every launch
-    and device function call, half of the time of a small kernel; nothing is compiled here that needs it back.
-    """
-    from triton.runtime import interpreter
-
-    patch_lang, patched = interpreter._patch_lang, set()
-
-    def patch(function):
-        if id(function.__globals__) not in patched:
-            patched.add(id(function.__globals__))
-            patch_lang(function)
-        return types.SimpleNamespace(restore=lambda: None)
-
-    interpreter._patch_lang = patch
-
-
-def keep_splatted_masks_boolean():
-    """Splat a scalar comparison as booleans. Triton 3.9's interpreter makes integers of it, and then refuses
-    `mask & (row < rows)` as a mask; the compiler, as the language says, takes it.
-    """
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
-
-    create_splat = InterpreterBuilder.create_splat
-
-    def splat(self, block_type, scalar):
-        if scalar.data.dtype == bool:
-            scalar = TensorHandle(scalar.data, tl.int1)
-        return create_splat(self, block_type, scalar)
-
-    InterpreterBuilder.create_splat = splat
-
-
-def take_scalars_as_indices():
-    """Let kernels loop up to a scalar. Triton 3.6's interpreter converts its array of one element by `int`,
-    which NumPy 2.4 refuses.
-    """
-    from triton.runtime import interpreter
-
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch(tensor, scope):
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
-
-    interpreter._patch_lang_tensor = patch
-
+import interpreter
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    with contextlib.suppress(ImportError):
-        patch_triton_once()
-        keep_splatted_masks_boolean()
-        take_scalars_as_indices()
-
-sys.path.append(str(Path(__file__).parent))  # for support_table
+    interpreter.prepare()
 
 
 def pytest_addoption(parser):

@@ -123,6 +123,10 @@ def fork_server() -> Any:
 
 
 def _serve() -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        import interpreter
+
+        interpreter.prepare()
     sys.path.pop(0)  # this folder, whose subfolders shadow packages
     sys.modules["ranks"] = sys.modules["__main__"]
     import torch._dynamo  # noqa: F401 - imported by FSDP2
