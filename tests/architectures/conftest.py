@@ -11,6 +11,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))  # for pairs, variants and others in this folder
 
 import pairs
+from older import skip_older
 from representatives import leave_layers_to, representatives
 
 from liger_models.architectures import list_architectures
@@ -40,6 +41,7 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
 
 def pytest_collection_modifyitems(config, items):
     leave_layers_to(representatives(), config, items, Path(__file__).parent)
+    skip_older(items)
 
 
 @pytest.fixture(params=list_architectures())

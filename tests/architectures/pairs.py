@@ -280,6 +280,8 @@ def reference_class(architecture: Architecture) -> Any:
     found = getattr(transformers, architecture.reference, None)
     if found is None:
         pytest.skip(f"transformers {transformers.__version__} does not have {architecture.reference}")
+    if architecture.reference_of and architecture.model_type not in transformers.CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} does not have {architecture.model_type}")
     return found
 
 

@@ -4,6 +4,7 @@ the reference's checkpoints, and the reference reads ours.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from pairs import changed, randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
+from ties import TieError, clear_of_ties
 from variants import as_transformers_4
 
 import liger_models
@@ -162,18 +164,17 @@ def same(found, expected):
 @pytest.mark.of_layers
 def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
     write_mixed(tmp_path / "in", family, find_architecture(family).layouts[0])
-    ids = torch.randint(0, 100, (2, 9), generator=torch.Generator().manual_seed(5))
-    results = []
-    for dtype in ("float32", "auto"):
-        model = liger_models.from_hub(tmp_path / "in", dtype=dtype).eval()
+    models = [liger_models.from_hub(tmp_path / "in", dtype=dtype).eval() for dtype in ("float32", "auto")]
+    ids, results = ids_clear_of_ties(models[0]), []
+    for model in models:
         output = model(ids, labels=ids, return_logits=True)
         output.loss.backward()
         assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
         gradient = torch.cat([p.grad.flatten().float() for p in model.parameters()])
         results.append((output.logits, gradient))
     for truth, found in zip(*results, strict=True):
-        # A hundred roundings to bfloat16, of 2^-9 each, after which a token may choose another expert. A
-        # missing tensor, or one in the place of another, gives a distance of order one.
+        # A hundred roundings to bfloat16, of 2^-9 each. A missing tensor, or one in the place of another,
+        # gives a distance of order one.
         assert relative_distance(found, truth) < 0.25
 
     AdamW(model.parameters(), lr=0.01).step()
@@ -182,6 +183,17 @@ def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
     for name, value in model.saved_tensors().items():
         assert again.saved_tensors()[name].dtype == value.dtype, name
         assert torch.equal(again.saved_tensors()[name], value), name
+
+
+def ids_clear_of_ties(model: CausalLM) -> torch.Tensor:
+    """Ids with which roundings to bfloat16 change no token's experts, or are least likely to."""
+    for margin in (2**-6, 2**-9):
+        for seed in range(200):
+            ids = torch.randint(0, 100, (1, 5), generator=torch.Generator().manual_seed(seed))
+            with contextlib.suppress(TieError), torch.no_grad(), clear_of_ties(margin):
+                model(ids)
+                return ids
+    raise AssertionError("all ids are near a tie")
 
 
 def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -> CausalLM:

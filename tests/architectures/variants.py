@@ -8,7 +8,7 @@ import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pairs import ABSENT, LENGTH, changed, reference_class, spec_of
+from pairs import ABSENT, LENGTH, changed, spec_of
 
 from liger_models.architectures import Architecture, find_architecture, list_architectures
 from liger_models.convert.config.hf_config import HFConfig
@@ -123,9 +123,13 @@ def variants(family: str) -> dict[str, Changes]:
 
 
 def _is_read(architecture: Architecture, key: str) -> bool:
-    """Whether the installed reference has the key in its config."""
-    reference_class(architecture)  # or skip
-    return hasattr(config_class(architecture), key)
+    """Whether the installed reference has the key in its config. False without the reference, too: where
+    tests are collected, a skip would leave out the whole file.
+    """
+    try:
+        return hasattr(config_class(architecture), key)
+    except (ImportError, AttributeError):
+        return False
 
 
 def left_out(family: str) -> Iterator[tuple[str, Changes]]:
