@@ -1,10 +1,12 @@
 """What tells strangers about the package says the same everywhere."""
 
+import json
 import re
 import tomllib
 from pathlib import Path
 
 import package
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -56,6 +58,49 @@ def test_workflows_test_the_oldest_versions_that_are_claimed():
     assert newest.split() == list(names)
     rows = dict(re.findall(r"^\| (\w+) \| ([\d.]+) \|", STABILITY, re.MULTILINE))
     assert rows == {name: bounds[name.lower()] for name in rows if name != "Python"} | {"Python": "3.11"}
+
+
+def jobs():
+    """(workflow, its jobs, name, job) of every job."""
+    for name, text in WORKFLOWS.items():
+        found = yaml.safe_load(text)["jobs"]
+        for job in found:
+            yield name, found, job, found[job]
+
+
+def test_steps_of_workflows_run_what_exists():
+    """Targets of make, programs, folders of caches, variables of matrices, and jobs that are waited for."""
+    targets = re.findall(r"^([\w.-]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    lines = 0
+    for workflow, others, name, job in jobs():
+        where, matrix = f"{workflow}.{name}", dict(job.get("strategy", {}).get("matrix", {}))
+        variables = matrix.keys() | {key for row in matrix.get("include", ()) for key in row}
+        assert set(re.findall(r"matrix\.(\w+)", yaml.safe_dump(job))) <= variables, where
+        assert set([job["needs"]] if "needs" in job else []) <= others.keys(), where
+        assert job.get("timeout-minutes") or "needs" in job, where
+        for step in job["steps"]:
+            assert ("uses" in step) != ("run" in step), (where, step)
+            if "uses" in step:  # of a version, never of whatever is newest
+                assert re.fullmatch(r"[\w-]+/[\w-]+@(v\d+|release/v\d+|[0-9a-f]{40})", step["uses"]), where
+            path = step.get("with", {}).get("cache-dependency-path")
+            assert path is None or (ROOT / path).is_file(), (where, path)
+            for line in step.get("run", "").splitlines():
+                lines += 1
+                program, *words = re.sub(r"\$\{\{.*?\}\}", "", line).split()
+                if program == "make":
+                    assert {word for word in words if "=" not in word} <= set(targets), line
+                elif program == "python" and words[0].endswith(".py"):
+                    assert (ROOT / words[0]).is_file(), line
+    assert lines > 8
+
+
+def test_the_devcontainer_is_set_up_by_a_target_of_make():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    _, target, folder = container["postCreateCommand"].split()
+    folder = folder.removeprefix("VENV=")
+    assert target.replace(folder, "$(VENV)") + ":" in (ROOT / "Makefile").read_text()
+    interpreter = container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"]
+    assert interpreter == f"{folder}/bin/python"
 
 
 def test_links_of_the_readme_are_absolute_on_an_index():
