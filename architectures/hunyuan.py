@@ -45,7 +45,12 @@ def normed_attention(c: HFConfig, norm: NormSpec) -> AttentionSpec:
             f"{c.name}: use_qk_norm is false, but hunyuan models norm queries and keys; remove it"
         )
     attn = attention(c, bias=c.take_flag("attention_bias", False), extra=ROPE_EXTRA)
-    return replace(attn, rope=stretched(c, attn.rope), qk_norm=QKNormSpec(norm, before_rope=False))
+    return replace(
+        attn,
+        rope=stretched(c, attn.rope),
+        qk_norm=QKNormSpec(norm, before_rope=False),
+        dropout=c.take_dropout("attention_dropout"),
+    )
 
 
 def stretched(c: HFConfig, rope: RopeSpec | None) -> RopeSpec | None:

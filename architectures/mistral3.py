@@ -8,9 +8,10 @@ from liger_models.architectures import ministral3, mistral4  # noqa: F401  (whos
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS
 from liger_models.architectures.common.images import language_model, vision_layouts
 from liger_models.architectures.encoders import pixtral
-from liger_models.architectures.encoders.parts import projector_activation
+from liger_models.architectures.encoders.parts import projector_activation, states_read
 from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import MistralMergerSpec, ModelSpec
 
 NAMES = (
@@ -21,16 +22,39 @@ NAMES = (
 EXPERTS = (SHARED_EXPERTS, (".router.", ".gate."))  # of Mistral Small 4
 
 
+def state(c: HFConfig, v: HFConfig) -> int:
+    """The encoder's layer, counted from 1, whose output the projector receives.
+
+    Raises:
+        ConfigError: none, or several, which the reference's norm does not take.
+    """
+    v.fill({"num_hidden_layers": 24})
+    states = states_read(c, v, -1)
+    if len(states) != 1 or not states[0]:
+        raise ConfigError(
+            f"{c.name}: vision_feature_layer selects the states {states} of the encoder; expected the output "
+            "of one layer"
+        )
+    return states[0]
+
+
+def unread(c: HFConfig) -> tuple[str, ...]:
+    """Tensors of the layers after that one."""
+    v = c.part("vision_config")
+    layers = range(state(c, v), v.take_count("num_hidden_layers"))
+    return tuple(f"*vision_tower.transformer.layers.{i}.*" for i in layers)
+
+
 @register(
     "mistral3",
     reference="Mistral3ForConditionalGeneration",
     vision=True,
+    carried=unread,
     # The layout that transformers itself uses comes first.
     layouts=vision_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
 )
 def mistral3(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
-    c.take_only(vision_feature_layer=-1)
     merger = MistralMergerSpec(
         c.take_count("spatial_merge_size", 2),
         text.norm,
@@ -38,7 +62,7 @@ def mistral3(c: HFConfig) -> ModelSpec:
         c.take_flag("multimodal_projector_bias", False),
     )
     image_id = c.take_count(("image_token_index", "image_token_id"), 10, least=0)
-    return replace(text, vision=pixtral.vision(v, merger, image_id))
+    return replace(text, vision=pixtral.vision(v, merger, image_id, [state(c, v)]))
 
 
 # -- tests
@@ -60,6 +84,7 @@ for_tests(
         "tie_word_embeddings": False,
     },
     variants={
+        "an earlier layer": {"vision_feature_layer": -2},
         "three by three": {"spatial_merge_size": 3, "multimodal_projector_bias": False},
         "ministral3": {
             "text_config": {

@@ -12,6 +12,7 @@ from liger_models.layers.specs import AttentionSpec
 KEYS = {
     "granite": ("attention_dropout",),
     "starcoder2": ("attention_dropout", "residual_dropout", "embedding_dropout"),
+    "hunyuan_v1_dense": ("attention_dropout",),
     "phi": ("attention_dropout", "resid_pdrop", "embd_pdrop"),
     "seed_oss": ("attention_dropout", "residual_dropout"),
     "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
