@@ -54,7 +54,6 @@ from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
 from liger_models.kernels.attention.flash_attention import (
     attention_plain,
-    attention_weights,
     has_tiles,
 )
 from liger_models.kernels.attention.visible_keys import visible_keys
@@ -223,11 +222,12 @@ def _plain(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
-    slopes = _slopes(spec, q.device)
+    slopes = slopes_of(spec, q.device)
     return attention_plain(q, k, v, spec.scale, bounds, window, spec.softcap, sinks, slopes, spec.dropout)
 
 
-def _slopes(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
+    """The slopes of the heads, if there are any."""
     return None if spec.slopes is None else _cached_slopes(spec.slopes, device)
 
 
@@ -255,44 +255,6 @@ def visible(spec: AttentionSpec, visibility: Visibility) -> Tensor:
     """The keys (columns) that each query (row) attends to: [T, T] bool."""
     documents = visibility.documents
     return visible_keys(documents.num_tokens, *_bounds(spec, visibility), documents.device)
-
-
-def attend_cached(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spec: AttentionSpec,
-    mask: Tensor,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attention of the new tokens of each sequence to its cached tokens, which include the new ones.
-
-    Args:
-        q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
-            head_dim], or values with heads of another size.
-        spec: the scale and the soft cap; `mask` accounts for window and chunks.
-        mask: [batch, new, longest] bool, true for the keys that a token attends to, at least one each.
-        sinks: [num_attention_heads], if the spec has them.
-
-    Returns:
-        [batch * new, num_attention_heads, the size of the values' heads].
-    """
-    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
-    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask[:, None].to(q.device)
-    if _is_plain_softmax(spec):
-        out = grouped_attention(q, keys, values, spec, mask)
-    else:
-        groups = (spec.num_key_value_heads, -1)
-        new = q.shape[2]
-        scores = (q.unflatten(1, groups).flatten(2, 3) @ keys.mT * spec.scale).unflatten(2, (-1, new))
-        slopes = _slopes(spec, q.device)
-        # The same as by distance: the softmax ignores what is added to all scores of a query.
-        before_last = torch.arange(1 - keys.shape[2], 1, device=q.device)
-        bias = None if slopes is None else slopes[:, None, None] * before_last
-        weights = attention_weights(scores.flatten(1, 2), mask, spec.softcap, sinks, bias)
-        weights = torch.dropout(weights, spec.dropout, train=True) if spec.dropout else weights
-        out = (weights.unflatten(1, groups).flatten(2, 3) @ values).unflatten(2, (-1, new)).flatten(1, 2)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
@@ -364,7 +326,7 @@ def _triton(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
-    options: dict[str, Any] = {"softcap": spec.softcap, "sinks": sinks, "slopes": _slopes(spec, q.device)}
+    options: dict[str, Any] = {"softcap": spec.softcap, "sinks": sinks, "slopes": slopes_of(spec, q.device)}
     return attention(q, k, v, scale=spec.scale, window=window, bounds=bounds, **options)
 
 

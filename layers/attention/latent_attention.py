@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rotary
-from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.attention.backends import AttentionBackend, attend
+from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.parts.norm import make_norm

@@ -20,8 +20,8 @@ from liger_models.layers.attention.backends import (
     AttentionBackend,
     attend,
     attend_by_groups,
-    attend_cached,
 )
+from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries

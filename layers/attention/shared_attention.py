@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rotary
-from liger_models.layers.attention.backends import AttentionBackend, attend, attend_cached
+from liger_models.layers.attention.backends import AttentionBackend, attend
+from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import ActivationMemory

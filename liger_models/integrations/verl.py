@@ -27,10 +27,8 @@ from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.config.optimizer import build_optimizer
 from verl.workers.engine.base import BaseEngine, BaseEngineCtx, EngineRegistry
 from verl.workers.engine.utils import (
-    _hf_entry_identity,
     detach_tree,
     enable_full_determinism,
-    hf_delta_export,
     postprocess_batch_func,
     prepare_micro_batches,
 )
@@ -40,7 +38,7 @@ from liger_models.convert.errors import ConfigError, UnsupportedModelError
 from liger_models.integrations.verl_checkpoints import load, save
 from liger_models.integrations.verl_routes import routing_of
 from liger_models.integrations.verl_settings import refuse, schedule_of, targets_of
-from liger_models.integrations.verl_shards import shards_of
+from liger_models.integrations.verl_shards import SendsShards
 from liger_models.losses import without_adapters
 from liger_models.models.streaming import stream_weights
 from liger_models.optim.adamw import clip_grad_norm_
@@ -51,7 +49,7 @@ from liger_models.training.lora import Adapters
 
 
 @EngineRegistry.register("language_model", backend="liger", device=["cuda", "cpu"])
-class LigerEngine(BaseEngine):
+class LigerEngine(SendsShards, BaseEngine):
     """Engine of a policy or a reference."""
 
     labels: ClassVar[int | None] = None  # of a classification head
@@ -321,25 +319,6 @@ class LigerEngine(BaseEngine):
         if base_sync_done:
             return iter(stream_weights(self.module, adapter="alone", **options)), about
         return self._below_adapters(config, options), about
-
-    def get_per_tensor_param_shard(self, **kwargs: Any) -> tuple[Iterator[tuple[str, Tensor, Any]], None]:
-        """Stream this process's shards, without gathering tensors: integrations/verl_shards.py.
-
-        Raises:
-            UnsupportedModelError: the policy has adapters, or keeps a weight in an order of its own.
-        """
-        if self.adapters is not None:
-            raise UnsupportedModelError(
-                "verl's sharded checkpoint engines send whole weights, and this policy has adapters; use "
-                "another checkpoint engine, which sends the adapters alone"
-            )
-        return shards_of(self.module, self._compute_dtype(), self.device), None
-
-    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
-        """Stream the elements that have changed since the last call, or since `prime_delta_snapshots`."""
-        self._delta_shard_snap = getattr(self, "_delta_shard_snap", {})
-        shards, _ = self.get_per_tensor_param_shard()
-        return hf_delta_export(shards, self._delta_shard_snap, _hf_entry_identity), None
 
     def _below_adapters(self, config: Any, options: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         with without_adapters(self.module):

@@ -12,12 +12,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from verl.workers.engine.spec import ShardSpec
+from verl.workers.engine.utils import _hf_entry_identity, hf_delta_export
 
 from liger_models.convert.checkpoints.expressions import Place, Ref
 from liger_models.convert.checkpoints.shards import local_part
 from liger_models.convert.checkpoints.weight_map import connected
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.models.causal_lm import LigerCausalLM
+
+
+class SendsShards:
+    """The part of an engine that sends shards."""
+
+    module: Any
+    device: torch.device
+    adapters: Any
+    _compute_dtype: Any
+    _delta_shard_snap: dict[str, Tensor]  # verl's copies of what was sent last
+
+    def get_per_tensor_param_shard(
+        self, **kwargs: Any
+    ) -> tuple[Iterator[tuple[str, Tensor, ShardSpec]], None]:
+        """Stream this process's shards, without gathering tensors: see `shards_of`.
+
+        Raises:
+            UnsupportedModelError: the policy has adapters, or keeps a weight in an order of its own.
+        """
+        if self.adapters is not None:
+            raise UnsupportedModelError(
+                "verl's sharded checkpoint engines send whole weights, and this policy has adapters; use "
+                "another checkpoint engine, which sends the adapters alone"
+            )
+        return shards_of(self.module, self._compute_dtype(), self.device), None
+
+    def get_per_tensor_param_delta_shard(self, **kwargs: Any) -> tuple[Iterator[Any], None]:
+        """Stream the elements that have changed since the last call, or since `prime_delta_snapshots`."""
+        self._delta_shard_snap = getattr(self, "_delta_shard_snap", {})
+        shards, _ = self.get_per_tensor_param_shard()
+        return hf_delta_export(shards, self._delta_shard_snap, _hf_entry_identity), None
 
 
 def shards_of(

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 
 from liger_models.convert.checkpoints.layout import canonical_forms
 from liger_models.layers.attention import backends, fused
-from liger_models.layers.attention.backends import attend, attend_cached, attend_plain, visible
+from liger_models.layers.attention.backends import attend, attend_plain, visible
+from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.sequences.cache import KVCache
