@@ -111,6 +111,27 @@ MODELS: Mapping[str, dict[str, Any]] = {
         linear_num_value_heads=32,
         **_FEW_IDS,
     ),
+    # As many layers as show every kind, in the model's own order where that is possible.
+    "granite-4-h-small-4": _published(
+        "granite-4.0-h-small", 4, **_FEW_IDS, pad_token_id=None, layer_types=["mamba"] * 3 + ["attention"]
+    ),
+    "granite-4-h-micro-10": _published("granite-4.0-h-micro", 10, **_FEW_IDS, pad_token_id=None),
+    "nemotron-h-8b-9": _published(
+        "Nemotron-H-8B-Base-8K",
+        **_FEW_IDS,
+        pad_token_id=None,
+        num_hidden_layers=9,
+        hybrid_override_pattern="M-M-M*-M-",
+    ),
+    "lfm2-2.6b-8": _published(
+        "LFM2-1.2B",
+        8,
+        **_FEW_IDS,
+        pad_token_id=None,
+        block_ff_dim=10752,
+        block_auto_adjust_ff_dim=False,
+        full_attn_idxs=[2, 5],
+    ),
     "deepseek-v3-2": _published("DeepSeek-V3", 2, first_k_dense_replace=1),  # one dense, one of experts
 }
 
