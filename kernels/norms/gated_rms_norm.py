@@ -32,9 +32,11 @@ from liger_models.kernels._dispatch import (
     num_sms,
     on_device_of,
     once_differentiable,
+    shared_memory,
     tl,
     use_triton,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.norms._norm_sums import column_sum, rstd_of
 
 MAX_GROUP = 16384
@@ -164,6 +166,10 @@ class _GatedRMSNorm(torch.autograd.Function):
         group_size, groups = ctx.group_size, x.shape[-1] // ctx.group_size
         rows, own = _rows_of(x_rows, weight, group_size)
         block_rows, block_width, num_warps = _tile(group_size, 2)
+        # Two tiles of each operand are in flight during a third, if shared memory holds them; AMD's wait in
+        # registers.
+        in_flight = 2 * block_rows * block_width * sum(t.element_size() for t in (x, gate, dy))
+        stages = 3 if in_flight <= shared_memory(x) - 1024 and not gpu_of(x).amd else 1
         programs = max(1, min(ceil_div(rows, block_rows), ceil_div(4 * num_sms(x), own)))
         sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         dweight = torch.empty_like(weight)
@@ -186,6 +192,7 @@ class _GatedRMSNorm(torch.autograd.Function):
                 **ctx.constants,
                 BLOCK_ROWS=block_rows,
                 BLOCK_WIDTH=block_width,
+                STAGES=stages,
                 num_warps=num_warps,
             )
             column_sum(sums, dweight)
@@ -280,13 +287,14 @@ def _backward_kernel(
     ROUND_FIRST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     own = tl.program_id(1) * width + column
     channels = width * folded * tl.num_programs(1)
     scale = tl.load(weight + own, column < width, 0.0).to(tl.float32)
     accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
         token, group = row // folded, row % folded + tl.program_id(1)
         mask = (row < rows) & (column < width)

@@ -250,7 +250,8 @@ class _ShortConv(torch.autograd.Function):
         tokens, channels = len(x), len(weight)
         y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
         if y.numel():
-            grid = (ceil_div(tokens, _ROWS), ceil_div(channels, _COLUMNS))
+            rows, group, columns, warps = _TILES[gated]
+            grid = (ceil_div(tokens, rows), ceil_div(channels, columns))
             with on_device_of(x):
                 forward_kernel[grid](
                     x,
@@ -264,10 +265,10 @@ class _ShortConv(torch.autograd.Function):
                     TAPS=weight.shape[1],
                     SILU=silu,
                     GATED=gated,
-                    ROWS=_ROWS,
-                    GROUP=_GROUP,
-                    COLUMNS=_COLUMNS,
-                    num_warps=_WARPS,
+                    ROWS=rows,
+                    GROUP=group,
+                    COLUMNS=columns,
+                    num_warps=warps,
                 )
         return y
 
@@ -281,11 +282,12 @@ class _ShortConv(torch.autograd.Function):
             dbias = None if bias is None else torch.zeros_like(bias)
             return dx, torch.zeros_like(weight), dbias, None, None, None
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        segments = ceil_div(tokens, _ROWS_BACK)
+        rows, group, columns, warps = _TILES_BACK[ctx.gated]
+        segments = ceil_div(tokens, rows)
         sums = torch.empty(segments, taps + 1, channels, dtype=torch.float32, device=x.device)
         total = torch.empty((taps + 1) * channels, dtype=torch.float32, device=x.device)
         with on_device_of(x):
-            backward_kernel[(segments, ceil_div(channels, _COLUMNS_BACK))](
+            backward_kernel[(segments, ceil_div(channels, columns))](
                 dy,
                 x,
                 weight,
@@ -301,10 +303,10 @@ class _ShortConv(torch.autograd.Function):
                 TAPS=taps,
                 SILU=ctx.silu,
                 GATED=ctx.gated,
-                ROWS=_ROWS_BACK,
-                GROUP=_GROUP_BACK,
-                COLUMNS=_COLUMNS_BACK,
-                num_warps=_WARPS_BACK,
+                ROWS=rows,
+                GROUP=group,
+                COLUMNS=columns,
+                num_warps=warps,
             )
             column_sum(sums.view(segments, -1), total)
         total = total.view(taps + 1, channels)
@@ -318,7 +320,8 @@ class _ShortConv(torch.autograd.Function):
         )
 
 
-# A program goes down `ROWS` tokens of `COLUMNS` channels with the last inputs in registers, so that memory is
-# read once; it loads `GROUP` tokens at a time, to keep enough loads in flight.
-_ROWS, _GROUP, _COLUMNS, _WARPS = 64, 8, 512, 4
-_ROWS_BACK, _GROUP_BACK, _COLUMNS_BACK, _WARPS_BACK = 64, 4, 256, 4
+# A program goes down some rows (tokens) of some channels with the last inputs in registers, so that memory is
+# read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
+# channels and warps, without and with gates.
+_TILES = {False: (64, 8, 512, 4), True: (64, 8, 512, 2)}
+_TILES_BACK = {False: (128, 4, 256, 4), True: (64, 4, 512, 2)}
