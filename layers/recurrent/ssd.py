@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels.recurrent._chunk_table import CHUNK
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
@@ -114,12 +114,14 @@ class SSD(RecurrentMixer):
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
         keeps: gradients of y and z; x, B and C after the convolution and their gradients; the states of a
         slice of the heads and their gradients, together no larger than x; and in float32 four numbers for
-        each token and head, and gradients of B and C of groups that several slices share.
+        each token and head, states and their gradients between segments, and gradients of B and C of groups
+        that several slices share.
         """
         spec = self.spec
         slices = max(ceil_div(2 * spec.state, CHUNK), 1)
         shared = 2 * spec.groups * spec.state if slices > spec.groups else 0
-        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * (shared + 4 * spec.heads)
+        wide = shared + 4 * spec.heads + 2 * spec.size * spec.state // SEGMENT
+        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * wide
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -45,6 +45,7 @@ from liger_models.kernels._dispatch import (
     num_sms,
     on_device_of,
     once_differentiable,
+    shared_memory,
 )
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
@@ -54,10 +55,12 @@ from liger_models.kernels.recurrent._chunk_table import (
     with_whole_heads,
 )
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
-from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
+from liger_models.kernels.recurrent.state_spaces._ssd_grad_kernels import (
     gate_grads_kernel,
     group_grads_kernel,
     head_grads_kernel,
+)
+from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
     pass_kernel,
     prepare_kernel,
     scores_kernel,
@@ -68,18 +71,18 @@ WIDEST = 256  # maximum of P and N
 LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less
 _HEADS = 32  # heads per program of the first kernel
 _TILE = 64  # rows of a state per tile
-_SETTINGS = {"states": (8, 2), "pass": (8, 3), "group": (8, 2), "head": (4, 1)}  # warps and stages of kernels
+_SETTINGS = {"states": (4, 2), "pass": (8, 3), "group": (8, 3), "head": (4, 1)}  # warps and stages of kernels
 
 
-class _Slice(NamedTuple):
-    """Some heads in a row: whole groups, or a part of one."""
-
+class _Operands(NamedTuple):
     x: Tensor  # [T, heads, P]
     B: Tensor  # [T, groups, N]
     C: Tensor
     D: Tensor  # [heads]
     gates: Tensor  # d and G: [2, heads, T]
-    state: Tensor | None  # [documents, heads, P, N], a view of contiguous states of all heads
+    state: Tensor | None  # [documents, heads, P, N]
+    dy: Tensor | None = None
+    dfinal: Tensor | None = None
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -91,6 +94,10 @@ class _Slice(NamedTuple):
             "N": self.B.shape[2],
             "PRECISION": product_precision(self.x.dtype),
         }
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return self.x.stride(0), self.B.stride(0), self.C.stride(0)
 
 
 class SSD(torch.autograd.Function):
@@ -107,7 +114,7 @@ class SSD(torch.autograd.Function):
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
             gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
-            _run(_Slice(x, B, C, D, gates, state), table, y, final)
+            _run(_Operands(x, B, C, D, gates, state), table, y, final)
         return y, final
 
     @staticmethod
@@ -115,58 +122,30 @@ class SSD(torch.autograd.Function):
     def backward(ctx, dy, dfinal):
         x, dt, B, C, A_log, D, dt_bias, state = ctx.saved_tensors
         table, (tokens, heads) = ctx.table, x.shape[:2]
-        groups, chunks = B.shape[1], table.ranges.shape[1]
         dy = torch.zeros_like(x) if dy is None else with_whole_heads(dy)
         dfinal = None if dfinal is None else dfinal.float().contiguous()
         dstate = None if state is None else torch.empty_like(state)
-        empty: dict[str, Any] = {"device": x.device, "memory_format": torch.contiguous_format}
-        dx, ddt = torch.empty_like(x, **empty), torch.empty_like(dt, **empty)
-        count = _slices(x, B, chunks)
-        parts = _parts(heads // max(count, groups), chunks * max(groups // count, 1), x)
-        whole = parts == 1 and count <= groups
-        shape = (parts, tokens, groups, B.shape[2])
-        dB, dC = (
-            torch.empty(shape, dtype=x.dtype if whole else torch.float32, device=x.device) for _ in range(2)
-        )
-        sums = torch.zeros(chunks, 3, heads, dtype=torch.float32, device=x.device)
+        ddt = torch.empty_like(dt, memory_format=torch.contiguous_format)
+        # Adjacent, as x, B and C may be: then nothing needs to be copied for the gradient of the whole.
+        sizes = x.shape[1] * x.shape[2], *[B.shape[1] * B.shape[2]] * 2
+        whole = torch.empty(tokens, sum(sizes), dtype=x.dtype, device=x.device).split(sizes, 1)
+        dx, dB, dC = (part.unflatten(1, like.shape[1:]) for part, like in zip(whole, (x, B, C), strict=True))
+        sums = torch.zeros(table.ranges.shape[1], 3, heads, dtype=torch.float32, device=x.device)
         with on_device_of(x):
             gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
-            dgates = torch.empty(2, heads, tokens, dtype=torch.float32, device=x.device)
-            for nth in range(count if tokens else 0):
-                some = slice(nth * heads // count, (nth + 1) * heads // count)
-                of = slice(nth * groups // count, max(nth * groups // count + 1, (nth + 1) * groups // count))
-                own = _Slice(
-                    *(x[:, some], B[:, of], C[:, of], D[some], gates[:, some]), _of_heads(state, some)
-                )
-                _slice_backward(
-                    own,
-                    dy[:, some],
-                    _of_heads(dfinal, some),
-                    _of_heads(dstate, some),
-                    dx[:, some],
-                    dB[:, :, of],
-                    dC[:, :, of],
-                    dgates[:, some],
-                    sums[:, 2, some],
-                    table,
-                    parts,
-                    add=count > groups and nth % (count // groups) > 0,
-                )
+            dgates = torch.empty_like(gates)
+            own = _Operands(x, B, C, D, gates, state, dy, dfinal)
             if tokens:
+                _operand_grads(own, table, dx, dB, dC, dgates, sums, dstate)
                 _gate_grads(dt, A_log, dt_bias, gates, dgates, ddt, sums, table, ctx.limit)
             elif dstate is not None:
                 dstate.copy_(torch.zeros_like(dstate) if dfinal is None else dfinal)
         dA_log, dbias, dD = sums.sum(0)
-        dB, dC = (tensor[0] if parts == 1 else tensor.sum(0) for tensor in (dB, dC))
         return (
-            *(dx, ddt, dB.to(x.dtype), dC.to(x.dtype)),
+            *(dx, ddt, dB, dC),
             *(dA_log.to(A_log.dtype), dD.to(D.dtype), dbias.to(dt_bias.dtype)),
             *(dstate, None, None),
         )
-
-
-def _of_heads(states: Tensor | None, some: slice) -> Tensor | None:
-    return None if states is None else states[:, some]
 
 
 def _slices(x: Tensor, B: Tensor, chunks: int) -> int:
@@ -192,10 +171,14 @@ def _block_of_channels(N: int) -> int:
     return max(NARROWEST, next_power_of_2(N))
 
 
-def _options(kernel: str, N: int) -> dict[str, int]:
-    """Launch options; states wider than 128 leave no shared memory to load ahead."""
-    warps, stages = _SETTINGS[kernel] if N <= 128 or kernel == "pass" else (8, 1)
-    return {"num_warps": warps, "num_stages": stages}
+def _options(kernel: str, own: _Operands) -> dict[str, int]:
+    """Launch options. States wider than 128, and GPUs with less shared memory than an A100, leave no room to
+    load ahead.
+    """
+    warps, stages = _SETTINGS[kernel]
+    if own.B.shape[2] > 128 and kernel != "pass":
+        warps, stages = 8, 1
+    return {"num_warps": warps, "num_stages": stages if shared_memory(own.x) >= 160 * 1024 else 1}
 
 
 def _prepare(
@@ -210,8 +193,7 @@ def _prepare(
             dt,
             A_log,
             dt_bias,
-            gates[0],
-            gates[1],
+            gates,
             table.ranges,
             *dt.stride(),
             tokens,
@@ -224,14 +206,14 @@ def _prepare(
     return gates
 
 
-def _run(own: _Slice, table: ChunkTable, y: Tensor, final: Tensor) -> None:
+def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> None:
     """Write y and the final states of all heads."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]
     if not count:
         return
-    boundaries = _boundaries(own, None, table, None, directions=1)
+    boundaries = _boundaries(own, table, directions=1)
     groups, chunks = B.shape[1], table.ranges.shape[1]
     scores = torch.empty(chunks, groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
     scores_kernel[(chunks, groups)](
@@ -252,8 +234,7 @@ def _run(own: _Slice, table: ChunkTable, y: Tensor, final: Tensor) -> None:
         B,
         C,
         own.D,
-        own.gates[0],
-        own.gates[1],
+        own.gates,
         table.cu_seqlens,
         table.segments,
         own.state,
@@ -261,90 +242,89 @@ def _run(own: _Slice, table: ChunkTable, y: Tensor, final: Tensor) -> None:
         scores,
         y,
         final,
-        x.stride(0),
-        B.stride(0),
-        C.stride(0),
-        final.stride(0),
+        *own.strides,
         tokens,
         heads,
         count,
         BLOCK_P=_TILE,
         BLOCK_N=_block_of_channels(N),
         **own.sizes,
-        **_options("states", N),
+        **_options("states", own),
     )
 
 
-def _slice_backward(
-    own: _Slice,
-    dy: Tensor,
-    dfinal: Tensor | None,
-    dstate: Tensor | None,
+def _operand_grads(
+    own: _Operands,
+    table: ChunkTable,
     dx: Tensor,
     dB: Tensor,
     dC: Tensor,
     dgates: Tensor,
-    dskips: Tensor,
-    table: ChunkTable,
-    parts: int,
-    add: bool,
+    sums: Tensor,
+    dstate: Tensor | None,
 ) -> None:
-    """Write the gradients of a slice of the heads: dG and dd to `dgates` [2, heads, T], each chunk's dD to
-    `dskips`; dB and dC [parts, T, groups, N] by part of each group's heads, added to what is there if `add`.
-    """
-    x, B, C = own.x, own.B, own.C
-    (tokens, heads, width), N = x.shape, B.shape[2]
-    chunks, programs = table.ranges.shape[1], B.shape[1] * parts
-    states = torch.empty(2, chunks, heads, width, N, dtype=x.dtype, device=x.device)
-    boundaries = _boundaries(own, dy, table, dfinal, directions=2)
-    _pass(own, dy, table, dfinal, boundaries, None, states, dstate, directions=2, local=False)
+    """Write dx, dB, dC, dG and dd [2, heads, T], each chunk's dD, and the gradient of the initial states."""
+    x, dy = own.x, own.dy
+    assert dy is not None
+    (tokens, heads, width), (groups, N) = x.shape, own.B.shape[1:]
+    chunks = table.ranges.shape[1]
+    count = _slices(x, own.B, chunks)
+    held, shared = heads // count, heads // max(count, groups)  # heads of a slice, and of a group in it
+    parts = _parts(shared, chunks * held // shared, x)
+    partial, (to_B, to_C) = None, (dB, dC)
+    if parts > 1 or count > groups:
+        partial = torch.empty(2, parts, tokens, groups, N, dtype=torch.float32, device=x.device)
+        to_B, to_C = partial
+    states = torch.empty(2, chunks, held, width, N, dtype=x.dtype, device=x.device)
+    boundaries = _boundaries(own, table, directions=2)
     sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
-    strides = x.stride(0), B.stride(0), C.stride(0), dy.stride(0)
-    group_grads_kernel[(chunks, programs)](
-        x,
-        B,
-        C,
-        dy,
-        own.gates[0],
-        own.gates[1],
-        table.ranges,
-        states,
-        dB,
-        dC,
-        *strides,
-        dB.stride(1),
-        dC.stride(1),
-        tokens,
-        heads,
-        chunks,
-        PARTS=parts,
-        ADD=add,
-        **sizes,
-        **_options("group", N),
-    )
-    head_grads_kernel[(chunks * heads,)](
-        x,
-        B,
-        C,
-        own.D,
-        dy,
-        own.gates[0],
-        own.gates[1],
-        table.ranges,
-        states,
-        dx,
-        dgates[0],
-        dgates[1],
-        dskips,
-        *strides,
-        dx.stride(0),
-        dskips.stride(0),
-        tokens,
-        heads,
-        chunks,
-        **sizes,
-        **_options("head", N),
-    )
+    strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks)
+    for first in range(0, heads, held):
+        _pass(own, table, boundaries, None, states, dstate, first, directions=2)
+        group_grads_kernel[(chunks, held // shared * parts)](
+            x,
+            own.B,
+            own.C,
+            dy,
+            own.gates,
+            table.ranges,
+            states,
+            to_B,
+            to_C,
+            *strides,
+            to_B.stride(-3),
+            *numbers,
+            first,
+            held,
+            SHARED=shared,
+            PARTS=parts,
+            ADD=first % (heads // groups) > 0,
+            **sizes,
+            **_options("group", own),
+        )
+        head_grads_kernel[(chunks * held,)](
+            x,
+            own.B,
+            own.C,
+            own.D,
+            dy,
+            own.gates,
+            table.ranges,
+            states,
+            dx,
+            dgates,
+            sums,
+            *strides,
+            dx.stride(0),
+            *numbers,
+            first,
+            held,
+            **sizes,
+            **_options("head", own),
+        )
+    if partial is not None:
+        for whole, some in zip((dB, dC), partial, strict=True):
+            whole.copy_(some[0] if parts == 1 else some.sum(0))
 
 
 def _gate_grads(
@@ -365,9 +345,8 @@ def _gate_grads(
         dt,
         A_log,
         dt_bias,
-        gates[0],
-        dgates[0],
-        dgates[1],
+        gates,
+        dgates,
         table.ranges,
         ddt,
         sums,
@@ -382,14 +361,7 @@ def _gate_grads(
     )
 
 
-def _boundaries(
-    own: _Slice,
-    dy: Tensor | None,
-    table: ChunkTable,
-    dfinal: Tensor | None,
-    *,
-    directions: int,
-) -> Tensor | None:
+def _boundaries(own: _Operands, table: ChunkTable, *, directions: int) -> Tensor | None:
     """The states between a document's segments, and with two directions their gradients: [directions,
     boundaries, heads, P, N] float32. None if there are no such segments.
     """
@@ -399,7 +371,7 @@ def _boundaries(
     like: dict[str, Any] = {"dtype": torch.float32, "device": own.x.device}
     boundaries = torch.empty(directions, table.boundaries, heads, width, N, **like)
     transfers = torch.empty(table.boundaries, heads, **like)
-    _pass(own, dy, table, dfinal, boundaries, transfers, None, None, directions=directions, local=True)
+    _pass(own, table, boundaries, transfers, None, None, directions=directions)
     size, block = width * N, 1024
     decayed_boundaries_kernel[(directions * ceil_div(size, block), heads, len(table.first_segments))](
         boundaries,
@@ -417,53 +389,50 @@ def _boundaries(
 
 
 def _pass(
-    own: _Slice,
-    dy: Tensor | None,
+    own: _Operands,
     table: ChunkTable,
-    dfinal: Tensor | None,
     boundaries: Tensor | None,
     transfers: Tensor | None,
     states: Tensor | None,
     dstate: Tensor | None,
+    first: int = 0,
     *,
     directions: int,
-    local: bool,
 ) -> None:
-    """Launch `pass_kernel`: with one direction, for the states alone."""
-    x, B, C = own.x, own.B, own.C
-    (tokens, heads, width), N = x.shape, B.shape[2]
+    """Launch `pass_kernel` for as many heads as `states` holds, from `first` on; without, for the segments of
+    all heads. With one direction, for the states alone.
+    """
+    (tokens, heads, width), N = own.x.shape, own.B.shape[2]
+    dy = own.x if own.dy is None else own.dy  # not read
     count = table.segments.shape[1]
-    dy = x if dy is None else dy  # not read
-    given = next((tensor for tensor in (own.state, dfinal, dstate) if tensor is not None), None)
+    held = heads if states is None else states.shape[2]
     block = min(_block_of_channels(N), 128)
-    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, block), heads, count)](
-        x,
-        B,
-        C,
+    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, block), held, count)](
+        own.x,
+        own.B,
+        own.C,
         dy,
-        own.gates[0],
-        own.gates[1],
+        own.gates,
         table.cu_seqlens,
         table.segments,
         own.state,
-        dfinal,
+        own.dfinal,
         boundaries,
         transfers,
         states,
         dstate,
-        x.stride(0),
-        B.stride(0),
-        C.stride(0),
+        *own.strides,
         dy.stride(0),
-        0 if given is None else given.stride(0),
         tokens,
         heads,
         table.ranges.shape[1],
         table.boundaries,
         count,
+        first,
+        held,
         BLOCK_P=_TILE,
         BLOCK_N=block,
         **own.sizes,
-        LOCAL=local,
-        **_options("pass", N),
+        LOCAL=states is None,
+        **_options("pass", own),
     )

@@ -211,6 +211,18 @@ def test_parts_of_a_document_equal_the_whole(interpreted):
     torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
 
 
+def test_gradients_of_the_operands_are_columns_of_one_tensor(interpreted):
+    inputs = tensors(70, 2, 16, 1, 16)
+    y, _ = run(inputs)
+    found = torch.autograd.grad(y, [inputs[0], *inputs[2:4]], torch.randn_like(y))
+    columns = [gradient.flatten(1) for gradient in found]
+    sizes = [gradient.shape[1] for gradient in columns]
+    whole = columns[0].as_strided((70, sum(sizes)), (sum(sizes), 1))
+    for part, expected in zip(whole.split(sizes, 1), columns, strict=True):
+        assert part.data_ptr() == expected.data_ptr()
+        assert part.stride() == expected.stride()
+
+
 def test_a_second_run_gives_the_same_bits(interpreted):
     inputs = tensors(70, 2, 16, 1, 16)
     first, upstream = with_gradients(inputs)
