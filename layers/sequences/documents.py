@@ -94,7 +94,7 @@ class Documents(Part):
         cu = torch.zeros(shape[0] + 1, dtype=torch.int32, device=device)
         cu[1:] = lengths.cumsum(0)
         gapped = (extent for extent, count in zip(extents, counts, strict=True) if extent > count)
-        return cls(shape, device, max(counts), cu, kept, gapped_extent=max(gapped, default=0))
+        return cls(shape, device, max(counts), cu, kept=kept, gapped_extent=max(gapped, default=0))
 
     @property
     def num_tokens(self) -> int:
@@ -156,7 +156,9 @@ class Documents(Part):
         total = self.num_tokens
         if self.cu_seqlens is None and self.shape[1] % size == 0:
             return Documents((total // size, size), self.device, size)
-        return Documents(self.shape, self.device, size, _with_cuts(self.boundaries(), size, total), self.kept)
+        cut = _with_cuts(self.boundaries(), size, total)
+        # torch.compile of torch 2.11 takes a field that may be None by its name only.
+        return Documents(self.shape, self.device, size, cut, kept=self.kept)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""

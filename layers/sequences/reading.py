@@ -34,7 +34,7 @@ def read_call(
     if axes is not None:
         axes = axes if documents.kept is None else axes[:, documents.kept]
         end = int(axes.max()) + 1
-    return documents, Positions(ids, end, axes, given=position_ids is not None, mark_documents=marked)
+    return documents, Positions(ids, end, axes=axes, given=position_ids is not None, mark_documents=marked)
 
 
 def _documents(

@@ -335,9 +335,9 @@ def test_packed_documents_on_a_cpu_cost_the_sum_of_their_squares(window, monkeyp
     calls = []
     torchs = F.scaled_dot_product_attention
 
-    def noted(q, k, v, attn_mask=None, **options):
+    def noted(q, k, v, attn_mask=None, *rest, **options):
         calls.append((q.shape[2], k.shape[2], attn_mask is not None))
-        return torchs(q, k, v, attn_mask=attn_mask, **options)
+        return torchs(q, k, v, attn_mask, *rest, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     spec, sequences = heads(2, window), sequences_of("packed")
