@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import liger_models
+from benchmarks.kept_fits import cap, fitting, row, wait
 from benchmarks.report import machine, markdown_table, publish
 from benchmarks.training.shapes import MODELS
 from liger_models.convert.checkpoints.expressions import Ref
-from liger_models.convert.quantised.codes import FLOAT4, PACKED
 from liger_models.kernels import decode_codes
 
 SUMMARY = "a LoRA step over the bits of a quantised checkpoint against the decoded base; loading; decoding"
@@ -37,7 +37,9 @@ QUANTISED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--model", choices=[name for name in MODELS if "gpt-oss" in name], default="gpt-oss-20b"
+        "--model",
+        choices=[name for name in MODELS if "gpt-oss" in name or "a3b" in name],
+        default="gpt-oss-20b",
     )
     parser.add_argument("--batch", type=int, default=1, help="(%(default)s)")
     parser.add_argument("--seq", type=int, default=4096, help="(%(default)s)")
@@ -46,17 +48,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap", type=float, help="GiB that torch may allocate for steps in the bits at the first level"
     )
-    parser.add_argument("--parts", nargs="+", default=["decode", "load", "bits", "dense"])
+    parser.add_argument(
+        "--parts",
+        nargs="+",
+        default=["decode", "load", "bits", "dense"],
+        help="fits: steps under the cap over random bits, without a checkpoint, and the plan",
+    )
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters of `fits` (%(default)s)")
+    parser.add_argument("--experts", action="store_true", help="in `fits`, adapters on experts, too")
+    parser.add_argument("--optimizer-memory", choices=["device", "host"], default="device", help="of `fits`")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--folder", help="where the checkpoint is written, and removed again")
 
 
 def run(args: argparse.Namespace) -> int:
     device, rows = torch.device(args.device), []
-    for row in measure(args, device):
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-        table = [[row["what"], f"{row['seconds']:.4f}", f"{row['GiB']:.2f}", row["note"]] for row in rows]
+    for found in measure(args, device):
+        rows.append(found)
+        print(json.dumps(found), flush=True)
+        table = [[r["what"], f"{r['seconds']:.4f}", f"{r['GiB']:.2f}", r["note"]] for r in rows]
         text = f"{machine(device, 'peft')}. {args.model}.\n\n{markdown_table(HEADER, table)}"
         publish(args.out, f"kept-{args.model}", text, rows, show=False)
     return 0
@@ -66,6 +76,8 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
     config = MODELS[args.model]
     if "decode" in args.parts:
         yield from decoding(config, device)
+    if "fits" in args.parts:
+        yield from fitting(config, args, device)
     if not {"load", "bits", "dense"} & {*args.parts}:
         return
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
@@ -85,10 +97,6 @@ def measure(args: argparse.Namespace, device: torch.device) -> Iterator[dict[str
                 free(device)
 
 
-def row(what: str, seconds: float, gib: float, note: str = "") -> dict[str, Any]:
-    return {"what": what, "seconds": seconds, "GiB": gib, "note": note}
-
-
 def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -104,11 +112,6 @@ def timed(action: Callable[[], object], device: torch.device) -> float:
     del made
     free(device)
     return seconds
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def write_checkpoint(config: dict[str, Any], folder: Path, device: torch.device) -> None:
@@ -188,10 +191,8 @@ def stepping(
     """Time steps of the model at each level."""
     import peft
 
-    if keep and args.cap and device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(
-            args.cap * 2**30 / torch.cuda.get_device_properties(0).total_memory
-        )
+    if keep:
+        cap(args, device)
     base = "in the bits" if keep else "dense"
     model = load(folder, device, keep)
     vocabulary = model.spec.vocab_size
@@ -263,13 +264,10 @@ def decoding(config: dict[str, Any], device: torch.device) -> Iterator[dict[str,
     halves, groups = bytes_of(rows, columns // 2), columns // 32
     exponents = bytes_of(rows, groups, low=117, high=122).view(torch.float8_e8m0fnu)
     blocks = torch.rand(count, -(-rows // 128), -(-columns // 128), device=device)
-    table, fours = (torch.tensor(kind.values, device=device) for kind in (FLOAT4, PACKED[4]))
     bf16 = torch.bfloat16
     cases: dict[str, tuple[Callable[[], Tensor], int]] = {
         "mxfp4": (
-            lambda: decode_codes(
-                halves, exponents, shape, (1, 32), "low half first", bf16, table=table[None]
-            ),
+            lambda: decode_codes(halves, exponents, shape, (1, 32), "float4", bf16),
             halves.nbytes + exponents.nbytes,
         ),
     }
@@ -294,9 +292,8 @@ def decoding(config: dict[str, Any], device: torch.device) -> Iterator[dict[str,
                     floats.view(torch.float8_e4m3fn),
                     shape,
                     (1, 16),
-                    "low half first",
+                    "float4",
                     bf16,
-                    table=table[None],
                     second=second,
                     divides=True,
                 ),
@@ -307,9 +304,7 @@ def decoding(config: dict[str, Any], device: torch.device) -> Iterator[dict[str,
                 halves.nbytes + of_nf4.nbytes,
             ),
             "int4, groups of 32": (
-                lambda: decode_codes(
-                    halves, scale, shape, (1, 32), "low half first", bf16, table=fours[None]
-                ),
+                lambda: decode_codes(halves, scale, shape, (1, 32), "int4", bf16),
                 halves.nbytes + scale.nbytes,
             ),
         }

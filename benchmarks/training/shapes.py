@@ -85,6 +85,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _published("Qwen3-30B-A3B"),
     "qwen3-30b-a3b-6": _published("Qwen3-30B-A3B", 6),
     "gpt-oss-20b": _published("gpt-oss-20b"),
+    "gpt-oss-120b": _published("gpt-oss-120b"),
     "gpt-oss-20b-6": _published("gpt-oss-20b", 6),
     "gpt-oss-20b-12": _published("gpt-oss-20b", 12),
     "mixtral-8x7b-4": _published("Mixtral-8x7B-v0.1", 4),

@@ -28,7 +28,6 @@ class Codes:
         decode: from the words of some rows [rows, words] to float32 [rows, numbers]; a row may end in
         padding.
         numbers: how bytes hold them, in the terms of kernels/quantised/decode_codes.py.
-        values: of the 16 codes of four bits.
     """
 
     label: str
@@ -36,7 +35,6 @@ class Codes:
     dtypes: tuple[torch.dtype, ...]
     decode: Callable[[Tensor], Tensor]
     numbers: str
-    values: tuple[float, ...] | None = None
 
     def words(self, columns: int) -> int:
         """The number of words that hold a row of `columns` numbers."""
@@ -71,12 +69,11 @@ def _look_up(table: Tensor, words: Tensor) -> Tensor:
 _FLOAT8 = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 FLOAT8 = Codes("float8", 8, (torch.float8_e4m3fn,), lambda words: _look_up(_FLOAT8, words), "float8")
 INT8 = Codes("int8", 8, (torch.int8,), lambda words: words.float(), "int8")
-LOW_FIRST = "low half first"
 _FLOAT4 = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
-FLOAT4 = Codes("float4", 4, (torch.uint8, torch.int8), _halves(_FLOAT4), LOW_FIRST, _FLOAT4)
+FLOAT4 = Codes("float4", 4, (torch.uint8, torch.int8), _halves(_FLOAT4), "float4")
 _INT4 = tuple(number - 8.0 for number in range(16))
 PACKED = {
-    4: Codes("int4", 4, (torch.int32,), _halves(_INT4), LOW_FIRST, _INT4),
+    4: Codes("int4", 4, (torch.int32,), _halves(_INT4), "int4"),
     8: Codes("int8", 8, (torch.int32,), lambda words: _bytes(words).float() - 128.0, "biased int8"),
 }
 

@@ -3,9 +3,9 @@
     y[m, i, j] = (code[m, i, j] - zero[m, b]) * scale[m, b]        b = (i // height, j // width), a block
 
 in float32, rounded once, to the dtype of y. A second scale of each matrix multiplies or divides its scales
-first. Codes are float8 (e4m3), integers of 8 bits, or halves of a byte that a table of 16 numbers decodes:
-float4, int4, nf4 (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Scales may be exponents (OCP
-Microscaling, version 1.0, section 5.4: 2^(byte - 127)) or float8.
+first. Codes are float8 (e4m3), integers of 8 bits, or halves of a byte: float4 (e2m1), int4, or those that a
+table of 16 numbers decodes, such as nf4 (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Scales may be
+exponents (OCP Microscaling, version 1.0, section 5.4: 2^(byte - 127)) or float8.
 
 At the least, the codes and the scales are read once and y is written once: for float4 in groups of 32
 0.53 + 2 bytes an element. There is no gradient: such weights are frozen.
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import jit, on_device_of, tl, triton, use_triton
 
-Numbers = Literal["float8", "int8", "biased int8", "low half first", "high half first"]
+Numbers = Literal["float8", "int8", "biased int8", "float4", "int4", "low half first", "high half first"]
 
 _TILE = 2048  # bytes that a program decodes
 AT_ONCE = 2**24  # elements that the plain twin decodes at once: 64 MB in float32
-_HALVES = ("low half first", "high half first")
+_BY_TABLE = ("low half first", "high half first")
+_HALVES = (*_BY_TABLE, "float4", "int4")
 _SCALES = {torch.float8_e4m3fn: "float8", torch.float8_e8m0fnu: "exponent"}
 
 
@@ -51,9 +52,10 @@ def decode_codes(
             float8_e8m0fnu. The last blocks may be cut off by the end of the matrix.
         shape: rows and columns of each matrix.
         block: height and width of a block.
-        numbers: what the codes are. "biased int8" is 128 more than the number.
+        numbers: what the codes are. "biased int8" is 128 more than the number, "int4" 8 more. Of "float4" and
+            "int4" the low half of a byte comes first.
         dtype: of the result: float32, bfloat16 or float16.
-        table: [M, 16] or [1, 16], float32: the numbers of half bytes.
+        table: [M, 16] or [1, 16], float32: the numbers of half bytes, if only their order is named.
         second: [M], float32, a factor of each matrix's scales, or with `divides` their divisor.
         zero: [M, blocks down, blocks across], float32, subtracted from the codes' numbers.
         groups: [M, columns], int32: the block across of each column, which need not be in order.
@@ -175,9 +177,20 @@ def _numbers(stored: Tensor, numbers: Numbers, table: Tensor | None) -> Tensor:
     if table is not None:
         low, high = table[(stored & 15).int()], table[(stored >> 4).int()]
         return torch.stack((low, high) if numbers == "low half first" else (high, low), -1).flatten(1)
+    if numbers in ("float4", "int4"):
+        halves = torch.stack((stored & 15, stored >> 4), -1).flatten(1).int()
+        return _float4_plain(halves) if numbers == "float4" else halves.float() - 8.0
     if numbers == "float8":
         return stored.contiguous().view(torch.float8_e4m3fn).float()
     return stored.contiguous().view(torch.int8).float() if numbers == "int8" else stored.float() - 128.0
+
+
+def _float4_plain(codes: Tensor) -> Tensor:
+    """Float32 of float4 codes (e2m1), int32: exponent and mantissa move to the lowest and highest bits of
+    float32's.
+    """
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.view(torch.float32) * 2.0**126  # 2^(127 - 1)
 
 
 def _check(
@@ -189,7 +202,7 @@ def _check(
     dtype: torch.dtype,
     table: Tensor | None,
 ) -> None:
-    (rows, columns), (height, width), halves = shape, block, numbers in _HALVES
+    (rows, columns), (height, width) = shape, block
     if codes.dtype != torch.uint8:
         raise TypeError(f"codes are {codes.dtype}; expected their bytes, torch.uint8")
     known = (torch.float32, torch.bfloat16, torch.float16, *_SCALES)
@@ -207,7 +220,7 @@ def _check(
         raise ValueError(f"scale is {tuple(scale.shape)}; expected {grid} for blocks of {block} of {shape}")
     if codes.shape[-1] >= 2**30:
         raise ValueError(f"rows of {columns} columns are too long; expected fewer than 2^30 bytes")
-    if halves != (table is not None):
+    if (numbers in _BY_TABLE) != (table is not None):
         raise ValueError(f"the numbers are {numbers!r}, {'with' if table is not None else 'without'} a table")
 
 
@@ -221,6 +234,13 @@ def _float8(stored):
     bits = ((stored & 127) << 20) | ((stored & 128) << 24)
     value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0  # 2^(127 - 7)
     return tl.where((stored & 127) == 127, float("nan"), value)
+
+
+@jit
+def _float4(stored):
+    """Float32 of the low halves of bytes as float4 (e2m1)."""
+    bits = ((stored & 7) << 22) | ((stored & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 85070591730234615865843651857942052864.0  # 2^(127 - 1)
 
 
 @jit
@@ -282,7 +302,8 @@ def _decode_kernel(
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,  # bytes of a row that share a scale, and that one thread decodes
 ):
-    HALVES: tl.constexpr = NUMBERS == "low half first" or NUMBERS == "high half first"
+    BY_TABLE: tl.constexpr = NUMBERS == "low half first" or NUMBERS == "high half first"
+    HALVES: tl.constexpr = BY_TABLE or NUMBERS == "float4" or NUMBERS == "int4"
     EACH: tl.constexpr = 2 if HALVES else 1
     matrix = tl.program_id(1).to(tl.int64)
     across_tiles = tl.cdiv(row_bytes, CHUNKS * CHUNK)
@@ -307,8 +328,13 @@ def _decode_kernel(
     if HAS_ZERO:
         zeros = tl.load(zero + place, begins, 0.0)[:, :, None]
     if HALVES:
-        numbers = table + matrix * table_stride
-        low, high = tl.load(numbers + (stored & 15)), tl.load(numbers + (stored >> 4))
+        if NUMBERS == "float4":
+            low, high = _float4(stored), _float4(stored >> 4)
+        elif NUMBERS == "int4":
+            low, high = ((stored & 15) - 8).to(tl.float32), ((stored >> 4) - 8).to(tl.float32)
+        else:
+            numbers = table + matrix * table_stride
+            low, high = tl.load(numbers + (stored & 15)), tl.load(numbers + (stored >> 4))
         if NUMBERS == "high half first":
             low, high = high, low
         of_high, zeros_of_high = scales, zeros

@@ -6,7 +6,6 @@ are sharded as others are. The codes have the weight's own name, and the others 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +99,6 @@ def _decode_blocks(format: Any, shape: Shape, parts: Mapping[str, Tensor], dtype
         (format.block[0] or shape[0], format.block[1] or shape[1]),
         format.codes.numbers,
         dtype,
-        table=None if format.codes.values is None else _on_device(format.codes.values, codes.device)[None],
         second=None if second is None else as_scale(second).view(-1),
         divides=format.second == "divided by",
         zero=None if zero is None else format.zeros(zero.view(len(codes), -1, across), down),
@@ -123,10 +121,3 @@ def _decode_flat(format: Any, shape: Shape, parts: Mapping[str, Tensor], dtype: 
         dtype,
         table=parts[MAP].view(count, 16),
     )
-
-
-@functools.cache
-def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A table of numbers, made once: a copy to a GPU waits for it."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, device=device)

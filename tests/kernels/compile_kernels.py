@@ -153,6 +153,8 @@ def quantised() -> None:
     groups = {"groups": torch.zeros(2, 128, dtype=torch.int32), "zero": torch.zeros(2, 64, 4)}
     for dtype in (BF16, torch.float32):
         kernels.decode_codes(codes, exponents, (64, 128), (1, 32), "low half first", dtype, **wide)
+        for numbers in ("float4", "int4"):
+            kernels.decode_codes(codes, exponents, (64, 128), (1, 32), numbers, dtype)
     of_second = torch.zeros(2, 64, 8, dtype=torch.float8_e4m3fn)
     for divides in (False, True):
         options = {"second": second, "divides": divides, **wide}

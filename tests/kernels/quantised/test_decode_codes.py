@@ -14,17 +14,18 @@ from liger_models.kernels.quantised.decode_codes import decode_codes_plain
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 LOW, HIGH = "low half first", "high half first"
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of float4
 # numbers, rows and columns, block, dtype of scales, options
 CASES = {
     "float8 blocks": ("float8", (50, 70), (32, 24), torch.float32, ()),
     "float8, a matrix": ("float8", (9, 1100), (9, 1100), E8M0, ()),
     "float8, a column": ("float8", (40, 33), (40, 1), torch.bfloat16, ()),
-    "mxfp4": (LOW, (64, 96), (1, 32), E8M0, ()),
-    "nvfp4, multiplied": (LOW, (8, 1088), (1, 16), E4M3, ("second",)),
-    "nvfp4, divided": (LOW, (64, 96), (1, 16), E4M3, ("second", "divides")),
-    "int4, odd groups": (LOW, (13, 33), (1, 11), torch.bfloat16, ("zero",)),
-    "int4, ordered": (LOW, (13, 33), (1, 11), torch.float16, ("zero", "groups")),
-    "int4, padded": (LOW, (13, 33), (1, 33), torch.float32, ("padding",)),
+    "mxfp4": ("float4", (64, 96), (1, 32), E8M0, ()),
+    "nvfp4, multiplied": ("float4", (8, 1088), (1, 16), E4M3, ("second",)),
+    "nvfp4, divided": ("float4", (64, 96), (1, 16), E4M3, ("second", "divides")),
+    "int4, odd groups": ("int4", (13, 33), (1, 11), torch.bfloat16, ("zero",)),
+    "a table, ordered": (LOW, (13, 33), (1, 11), torch.float16, ("zero", "groups")),
+    "int4, padded": ("int4", (13, 33), (1, 33), torch.float32, ("padding",)),
     "nf4": (HIGH, (1, 64 * 33), (1, 64), torch.float32, ("tables",)),
     "int8": ("int8", (13, 33), (1, 33), torch.float32, ("factor",)),
     "int8 in words": ("biased int8", (13, 33), (13, 8), torch.float16, ("zero", "groups")),
@@ -34,7 +35,7 @@ CASES = {
 def draw(case, device="cpu", count=3):
     numbers, (rows, columns), block, dtype, flags = CASES[case]
     generator = torch.Generator().manual_seed(0)
-    halves = numbers in (LOW, HIGH)
+    halves = numbers in (LOW, HIGH, "float4", "int4")
     width = (-(-columns // 2) if halves else columns) + 3 * ("padding" in flags)
     codes = torch.randint(0, 256, (count, rows, width), dtype=torch.uint8, generator=generator)
     codes.view(-1)[: min(codes.numel(), 256)] = torch.arange(256, dtype=torch.uint8)[: codes.numel()]
@@ -46,7 +47,7 @@ def draw(case, device="cpu", count=3):
     else:
         scale = torch.rand(grid, generator=generator).to(dtype)
     options = {"divides": "divides" in flags, "factor": 1 / 127 if "factor" in flags else None}
-    if halves:
+    if numbers in (LOW, HIGH):
         options["table"] = torch.randn(count if "tables" in flags else 1, 16, generator=generator)
     if "second" in flags:
         options["second"] = torch.rand(count, generator=generator) * 1000 + 1
@@ -77,6 +78,10 @@ def one_by_one(codes, scale, shape, block, numbers, **options):
             number = options["table"][
                 m % len(options["table"]), byte >> 4 if (j % 2 == 1) == (numbers == LOW) else byte & 15
             ]
+        elif numbers in ("float4", "int4"):
+            code = int(codes[m, i, j // 2]) >> 4 * (j % 2) & 15
+            sign = -1.0 if code > 7 else 1.0
+            number = torch.tensor(code - 8.0 if numbers == "int4" else sign * MAGNITUDES[code % 8])
         else:
             byte = codes[m, i, j]
             number = {
@@ -134,7 +139,7 @@ def test_operands_that_do_not_fit_are_errors():
     with pytest.raises(ValueError, match=r"scale is \(3, 64, 3\); expected \(3, 64, 6\)"):
         decode_codes(codes, scale, shape, (1, 16), numbers, torch.float32, **options)
     with pytest.raises(ValueError, match="without a table"):
-        decode_codes(codes, scale, shape, block, numbers, torch.float32)
+        decode_codes(codes, scale, shape, block, LOW, torch.float32)
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj")  # ga
 def load(folder, **options):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that scales of activations are ignored
-        return liger_models.from_hub(folder, device="cpu", **{"projections": "split", **options})
+        return liger_models.from_hub(folder, **{"projections": "split", "device": "cpu", **options})
 
 
 def stored_modules(model):
@@ -303,6 +303,40 @@ def test_adapters_of_experts_in_quantised_bits_compute_what_dense_ones_do(case, 
     decode_stored(kept.base_model.model)
     logits = [model.merge_and_unload()(input_ids=torch.arange(8)[None] + 3).logits for model in (kept, dense)]
     torch.testing.assert_close(*logits, **tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", EXPERTS)
+@pytest.mark.parametrize("level", ["lean", "checkpoint"])
+def test_steps_on_a_gpu_over_experts_in_quantised_bits_are_those_of_the_dense_model(case, level, tmp_path):
+    checkpoint = CASES[case](tmp_path / "checkpoint")
+    found = []
+    for keep in (True, False):
+        options = {"activation_memory": level, "device": "cuda", "dtype": "float32"}
+        model = load(checkpoint.folder, keep_quantised=keep, **options)
+        Adapters(model, LoraSettings.parse("r=2,experts"), "base", seed=3)
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.data.normal_(0, 0.1)
+        ids, losses = (torch.arange(64, device="cuda").view(2, 32) + 3), []
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = torch.optim.SGD(trained.values(), lr=10.0)
+        for _ in range(3):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+            gradients = {name: p.grad for name, p in trained.items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, gradients))
+    (losses, gradients), (expected, expected_gradients) = found
+    assert losses[2] < losses[0] - 1e-3
+    # The same matrices in other layouts of memory: products may add in another order.
+    assert losses == pytest.approx(expected, rel=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    assert any(".experts." in name for name in gradients)
+    for name, grad in expected_gradients.items():
+        assert (gradients[name] - grad).norm() <= 1e-3 * grad.norm().clamp_min(1e-6), name
 
 
 def test_adapters_of_a_run_on_experts_in_quantised_bits_are_written_and_merged_as_dense_ones(tmp_path):

@@ -1,0 +1,113 @@
+"""A whole model in quantised bits, trained with adapters under a cap on the GPU's memory, with its plan.
+
+The bits are random and made on the device (`random_bits.py`), so no checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.random_bits import fill, skeleton
+from liger_models.layers.memory import Step, StepMemory
+from liger_models.optim import AdamW
+from liger_models.optim.host_state import lane_bytes
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.lora import Adapters
+
+STATE_BYTES = 8  # AdamW's moments of float32 adapters, per element
+
+
+def fitting(
+    config: dict[str, Any], args: argparse.Namespace, device: torch.device
+) -> Iterator[dict[str, Any]]:
+    """Yield the plan, the weights and the steps of a model at each level of activation memory."""
+    model = skeleton(config)
+    model.requires_grad_(False)
+    on_host = args.optimizer_memory == "host"
+    step = Step(
+        args.batch,
+        args.seq,
+        STATE_BYTES,
+        lora_rank=args.rank,
+        lora_experts=args.experts,
+        optimizer_on_host=on_host,
+        optimizer_work=lane_bytes(STATE_BYTES) if on_host else 0,
+    )
+    memory = StepMemory(model, step)
+    plans = {level: memory.plan([level] * len(model.layers)) for level in args.levels}
+    cap(args, device)
+    began = time.perf_counter()
+    fill(model, device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Adapters(model, LoraSettings(r=args.rank, experts=args.experts), "random", seed=0)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    yield row(
+        "the model with its adapters", time.perf_counter() - began, allocated(device), f"rank {args.rank}"
+    )
+    optimizer = AdamW(trained, lr=1e-4, state_device="cpu" if on_host else None)
+    ids = torch.randint(model.spec.vocab_size, (args.batch, args.seq), device=device)
+
+    def take() -> torch.Tensor:
+        loss: torch.Tensor = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    for level in args.levels:
+        model.set_activation_memory(level)
+        planned = plans[level].peak / 2**30
+        try:
+            loss = take()
+            take()
+            wait(device)
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            seconds = []
+            for _ in range(args.steps):
+                began = time.perf_counter()
+                take()
+                wait(device)
+                seconds.append(time.perf_counter() - began)
+        except torch.OutOfMemoryError as error:
+            optimizer.zero_grad(set_to_none=True)
+            yield row(f"a step, {level}", 0.0, 0.0, f"plan {planned:.2f} GiB; {str(error)[:160]}")
+            continue
+        peak, reserved = 0.0, 0.0
+        if device.type == "cuda":
+            peak, reserved = (
+                most() / 2**30 for most in (torch.cuda.max_memory_allocated, torch.cuda.max_memory_reserved)
+            )
+        median = sorted(seconds)[len(seconds) // 2]
+        note = (
+            f"plan {planned:.2f} GiB ({planned / peak - 1:+.1%}), " if peak else f"plan {planned:.2f} GiB, "
+        )
+        note += f"reserved {reserved:.2f}, {args.batch * args.seq / median:.0f} tokens/s, "
+        yield row(f"a step, {level}", median, peak, f"{note}first loss {loss.item():.4f}")
+
+
+def cap(args: argparse.Namespace, device: torch.device) -> None:
+    """Let torch allocate no more than `args.cap` GiB."""
+    if args.cap and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, args.cap * 2**30 / total))
+
+
+def row(what: str, seconds: float, gib: float, note: str = "") -> dict[str, Any]:
+    return {"what": what, "seconds": seconds, "GiB": gib, "note": note}
+
+
+def allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
