@@ -24,7 +24,7 @@ class WeightsMemory(nn.Module):
         are copied to the device one layer ahead of their use, in both passes. Everything else, such as norms
         and adapters, moves to the device. Results have the same bits.
 
-        Call it again after adding modules, such as adapters; this library's own adapters do so.
+        Call it again after adding modules, such as adapters; `liger_models.train` does so.
 
         Args:
             device: where the layers run. Default: where the model is.
