@@ -125,7 +125,7 @@ def _forward_kernel(
     LANES: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """One program per row.  losses must be zeroed"""
+    """Compute the losses of one row per program. `losses` must be zero before."""
     row = tl.program_id(0).to(tl.int64)
     student_row_ptr = student_ptr + row * student_stride
     teacher_row_ptr = teacher_ptr + row * teacher_stride

@@ -263,7 +263,7 @@ def _factor_of(scale, second, place, inside, SCALE: tl.constexpr, SECOND: tl.con
 
 @jit
 def _block_of(column, groups, matrix, columns, HAS_GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """The block across of each column."""
+    """The block of each column, counted along the row."""
     if HAS_GROUPS:
         block = tl.load(groups + matrix * columns + column, column < columns, 0)
     elif WIDTH > 0:

@@ -69,7 +69,7 @@ class GatedDeltaSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """No positions."""
+        """Rotations of queries and keys: none."""
         return ()
 
 
@@ -134,7 +134,7 @@ class SSDSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """No positions."""
+        """Rotations of queries and keys: none."""
         return ()
 
 
@@ -184,7 +184,7 @@ class SelectiveSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """No positions."""
+        """Rotations of queries and keys: none."""
         return ()
 
 
@@ -238,7 +238,7 @@ class ChannelDeltaSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """No positions."""
+        """Rotations of queries and keys: none."""
         return ()
 
 
@@ -278,7 +278,7 @@ class GatedConvSpec:
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
-        """No positions."""
+        """Rotations of queries and keys: none."""
         return ()
 
 

@@ -248,7 +248,9 @@ class LigerEngine(SendsShards, BaseEngine):
         return loss, {"model_output": detach_tree(found), "loss": loss.detach().item(), "metrics": metrics}
 
     def _outputs(self, batch: Any, forward_only: bool) -> dict[str, Tensor]:
-        """log_probs and what else is asked for, jagged as input_ids: position t scores token t + 1."""
+        """Log-probabilities and the other requested outputs, jagged like input_ids: position t scores token
+        t + 1.
+        """
         asked = {
             name: tu.get_non_tensor_data(batch, name, default=False)
             for name in ("calculate_entropy", "calculate_sum_pi_squared", "distillation_use_topk")

@@ -66,7 +66,7 @@ def room_on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def state_on_host(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Move a parameter's state to such memory, unless it is already there."""
+    """Move a parameter's state to the memory of `room_on_host`, unless it is already there."""
     here = local_tensor(tensor)
     if here.device.type == "cpu" and (parameter.device.type == "cpu" or here.is_pinned()):
         return tensor

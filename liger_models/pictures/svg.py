@@ -65,7 +65,7 @@ def stacked(
     limit: tuple[str, float] | None = None,
     top: float = 0,
 ) -> tuple[list[str], float]:
-    """Elements of such bars from `top` on, and the height where they end."""
+    """Elements of the bars of `bars` below the height `top`, and the height where they end."""
     names = list(dict.fromkeys(name for row in rows.values() for name in row))
     colours = dict(zip(names, COLOURS, strict=False))
     longest = max([sum(row.values()) for row in rows.values()] + ([limit[1]] if limit else []))
