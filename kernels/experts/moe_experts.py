@@ -29,13 +29,16 @@ With weighted inputs h is saved unweighted, and
 Low-rank paths of the matrices (`_expert_paths.py`) run inside these products. With frozen matrices, nothing
 of their size is computed, and the products read x and dy by token, without copies by row.
 
+Matrices that are stored in another form (quantised) are made when a product needs them, in forward and again
+in backward, and freed after it: gate_up and down never exist at the same time.
+
 Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], of each low-rank path t [R, P],
 and the row order. Sums over slots are in float32 and in a fixed order, so results are deterministic.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -81,12 +84,26 @@ Weighted = Literal["outputs", "inputs"]
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu2")
 
 
+class StoredMatrices(NamedTuple):
+    """Frozen matrices of experts that are stored in another form.
+
+    Attributes:
+        shape: [E, outputs, inputs] of the matrices.
+        dtype: of the matrices.
+        make: returns them, contiguous, the same bits in every call. It must not depend on autograd.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
 def moe_experts(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | StoredMatrices,
+    down: Tensor | StoredMatrices,
     activation: Activation = "silu",
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -102,7 +119,7 @@ def moe_experts(
         weights: [T, k], any floating dtype; used in float32.
         experts: [T, k], integers in [0, E). Not checked on a GPU, where other values are undefined behaviour.
         gate_up: [E, 2 I, H], the gate's rows first, or up [E, I, H] without gates, in x's dtype.
-        down: [E, H, I], in x's dtype.
+        down: [E, H, I], in x's dtype. Both may be frozen `StoredMatrices`, under autocast in its dtype.
         activation: of the gate: "silu", "gelu_tanh" or "gelu"; of both, a `ClampedSwiGLU`; or "relu2", of
             experts without gates.
         gate_up_bias: [E, 2 I], the gate's first, or [E, I], in x's dtype, or None.
@@ -128,27 +145,34 @@ def moe_experts(
     """
     _check(x, weights, experts, gate_up, down, activation, gate_up_bias, down_bias, weighted)
     inputs = weighted == "inputs"
-    x, gate_up, down, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
-    _check_paths("gate_up_paths", gate_up_paths, gate_up)
-    _check_paths("down_paths", down_paths, down)
-    if torch.compiler.is_compiling():
-        gate_up, down = folded(gate_up, gate_up_paths), folded(down, down_paths)
-    operands = x, weights, experts, gate_up, down, gate_up_bias, down_bias
+    first: Any
+    last: Any
+    x, first, last, gate_up_bias, down_bias = _cast(x, gate_up, down, gate_up_bias, down_bias)
+    _check_paths("gate_up_paths", gate_up_paths, first)
+    _check_paths("down_paths", down_paths, last)
+    biases = gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if num_rows is not None:
             raise ValueError(
                 "num_rows was given: empty slots are not supported under torch.compile; run this eagerly"
             )
+        first, last = folded(_made(first), gate_up_paths), folded(_made(last), down_paths)
         if runs_kernels(x) and x.dtype != torch.float64:
-            return _operator(*operands, *activation_constants(activation).values(), inputs)[0]
-        return _dense(*operands, activation, inputs)
+            constants = activation_constants(activation).values()
+            return _operator(x, weights, experts, first, last, *biases, *constants, inputs)[0]
+        return _dense(x, weights, experts, first, last, *biases, activation, inputs)
     of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]
-    if use_triton(*operands, *of_paths):
+    matrices: list[Any] = [None if isinstance(m, StoredMatrices) else m for m in (first, last)]
+    tensors: Any = x, weights, experts, *matrices, *biases
+    if use_triton(*tensors, *of_paths):
         scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
-        return _Experts.apply(*operands, activation, inputs, num_rows, scales, *of_paths)
-    biases, paths = (gate_up_bias, down_bias), (gate_up_paths, down_paths)
+        made = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
+        plan = _Plan(sort_by_expert(experts, first.shape[0], num_rows), activation, inputs, made, scales)
+        product, t = _First.apply(plan, *tensors, *of_paths)
+        return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
+    first, last, paths = _made(first), _made(last), (gate_up_paths, down_paths)
     return as_once_differentiable(
-        moe_experts_plain(x, weights, experts, gate_up, down, activation, *biases, weighted, num_rows, *paths)
+        moe_experts_plain(x, weights, experts, first, last, activation, *biases, weighted, num_rows, *paths)
     )
 
 
@@ -226,12 +250,16 @@ def _activated(h: Tensor, activation: Activation) -> Tensor:
     return geglu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
+def _made(matrices: Tensor | StoredMatrices) -> Tensor:
+    return matrices.make() if isinstance(matrices, StoredMatrices) else matrices
+
+
 def _check(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Tensor | StoredMatrices,
+    down: Tensor | StoredMatrices,
     activation: Activation,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
@@ -244,7 +272,7 @@ def _check(
         shapes = f"x is {tuple(x.shape)}, weights {tuple(weights.shape)}, experts {tuple(experts.shape)}"
         raise ValueError(f"{shapes}; expected [T, H], [T, k] and [T, k]")
     parts = 2 if has_gate(activation) else 1
-    if gate_up.dim() != 3 or gate_up.shape[1] % parts or gate_up.shape[2] != x.shape[1]:
+    if len(gate_up.shape) != 3 or gate_up.shape[1] % parts or gate_up.shape[2] != x.shape[1]:
         rows = "2 I" if parts == 2 else "I"
         raise ValueError(f"gate_up is {tuple(gate_up.shape)}; expected [E, {rows}, {x.shape[1]}]")
     num_experts, outputs, hidden = gate_up.shape
@@ -263,7 +291,7 @@ def _check(
         )
 
 
-def _check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor) -> None:
+def _check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor | StoredMatrices) -> None:
     num_experts, outputs, inputs = matrices.shape
     for path in paths:
         (all_ranks, columns), (rows, ranks) = path.a.shape, path.b.shape
@@ -278,11 +306,12 @@ def _check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor) -> No
             raise TypeError(f"{name} has a path of {found}; expected floating point")
 
 
-def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
+def _cast(x: Tensor, *operands: Tensor | StoredMatrices | None) -> tuple[Any, ...]:
     """Cast all operands of the products to autocast's dtype if it is on; otherwise require one dtype."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
-        return tuple(None if t is None else t.to(dtype) for t in (x, *operands))
+        x = x.to(dtype)
+        operands = tuple(t.to(dtype) if isinstance(t, Tensor) else t for t in operands)
     dtypes = [t.dtype for t in operands if t is not None]
     if any(dtype != x.dtype for dtype in dtypes):
         found = f"{x.dtype} and {', '.join(str(dtype) for dtype in dtypes)}"
@@ -291,6 +320,24 @@ def _cast(x: Tensor, *operands: Tensor | None) -> tuple[Any, ...]:
             "use autocast"
         )
     return x, *operands
+
+
+class _Matrices(NamedTuple):
+    """The stored form of the matrices that are no tensors."""
+
+    gate_up: StoredMatrices | None = None
+    down: StoredMatrices | None = None
+
+    def given(self, gate_up: Tensor | None, down: Tensor | None) -> tuple[Make, Make]:
+        """Functions that return the matrices for their products."""
+
+        def make(stored: StoredMatrices | None, matrices: Any) -> Make:
+            return matrices.contiguous if stored is None else stored.make
+
+        return make(self.gate_up, gate_up), make(self.down, down)
+
+
+Make = Callable[[], Tensor]
 
 
 class _Wanted(NamedTuple):
@@ -304,51 +351,71 @@ class _Wanted(NamedTuple):
     down_bias: bool
 
 
-class _Experts(torch.autograd.Function):
+class _Plan(NamedTuple):
+    """What both halves of the layer share: the order of the rows, the matrices that are no tensors, and the
+    scales of the paths.
+    """
+
+    order: ExpertOrder
+    activation: Activation
+    inputs: bool
+    stored: _Matrices
+    scales: tuple[list[float], list[float]]
+
+
+class _First(torch.autograd.Function):
+    """Compute the activated product and t of the last matrices' paths, and save the tensors for backward.
+
+    `_Last` does the rest and saves nothing: a layer recomputed in the backward pass stops at the last saved
+    tensor, and so before the second product.
+    """
+
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        weights,
-        experts,
-        gate_up,
-        down,
-        gate_up_bias,
-        down_bias,
-        activation,
-        inputs,
-        rows,
-        scales,
-        *ab,
-    ):
-        order = sort_by_expert(experts, len(gate_up), rows)
-        paths = _paths(scales, ab)
-        y, *kept = _forward(
-            x, weights, gate_up, down, gate_up_bias, down_bias, order, activation, inputs, *paths
+    def forward(ctx, plan, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *ab):
+        first, last = _paths(plan.scales, ab)
+        make, _ = plan.stored.given(gate_up, down)
+        product, last_t, *kept = _activated_product(
+            x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last
         )
         experts = None if down_bias is None else experts  # needed for the bias only
         operands = x, weights, experts, gate_up, down, down_bias
-        ctx.save_for_backward(*operands, *kept, *order[:_TENSORS], *ab)
-        ctx.sizes = order[_TENSORS:]
-        ctx.options = activation, inputs, scales
-        return y
+        ctx.save_for_backward(*operands, *kept, last_t, *plan.order[:_TENSORS], *ab)
+        ctx.set_materialize_grads(False)
+        return product, last_t
+
+    @staticmethod
+    def backward(ctx, *_):
+        return (None,) * len(ctx.needs_input_grad)
+
+
+class _Last(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx, plan, kept, product, last_t, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *ab
+    ):
+        _, last = _paths(plan.scales, ab)
+        _, make = plan.stored.given(gate_up, down)
+        ctx.plan, ctx.kept = plan, kept
+        return _summed(product, last_t, weights, make, down_bias, plan.order, plan.inputs, last)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weights, experts, gate_up, down, down_bias, h, *rest = ctx.saved_tensors
-        ts, order, ab = rest[:2], ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes), rest[2 + _TENSORS :]
-        activation, inputs, scales = ctx.options
-        operands = x, weights, experts, gate_up, down, down_bias, h
-        low = []
-        wanted = list(zip(*[iter(ctx.needs_input_grad[11:])] * 2, strict=True))
-        for paths, t in zip(_paths(scales, ab), ts, strict=True):
+        plan = ctx.plan
+        x, weights, experts, gate_up, down, down_bias, h, *rest = ctx.kept.saved_tensors
+        ts, ab = rest[:2], rest[2 + _TENSORS :]
+        order = ExpertOrder(*rest[2 : 2 + _TENSORS], *plan.order[_TENSORS:])
+        first, last = plan.stored.given(gate_up, down)
+        low: list[_LowRank] = []
+        needed = ctx.needs_input_grad[4:]
+        wanted = list(zip(*[iter(needed[7:])] * 2, strict=True))
+        for paths, t in zip(_paths(plan.scales, ab), ts, strict=True):
             low.append(_LowRank(paths, t, wanted[: len(paths)]))
             del wanted[: len(paths)]
-        dx, dweights, *dexperts, dpaths = _backward(
-            dy, *operands, order, activation, inputs, _wanted(ctx), *low
-        )
-        return dx, dweights, None, *dexperts, None, None, None, None, *dpaths
+        operands = x, weights, experts, first, last, down_bias, h
+        options = plan.activation, plan.inputs, _wanted(needed)
+        dx, dweights, *dexperts, dpaths = _backward(dy, *operands, order, *options, *low)
+        return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 
 
 class _LowRank(NamedTuple):
@@ -378,48 +445,59 @@ def _paths(
 _TENSORS = 6  # the leading fields of ExpertOrder that are tensors
 
 
-def _wanted(ctx: Any) -> _Wanted:
-    x, weights, _, *of_experts = ctx.needs_input_grad[:7]
+def _wanted(needed: Sequence[bool]) -> _Wanted:
+    x, weights, _, *of_experts = needed[:7]
     return _Wanted(x, weights, *of_experts)
 
 
-def _forward(
+def _activated_product(
     x: Tensor,
     weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Make,
     gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
     order: ExpertOrder,
     activation: Activation,
     inputs: bool,
-    gate_up_paths: Sequence[ExpertPath] = (),
-    down_paths: Sequence[ExpertPath] = (),
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the result [T, H], h [R, 2 I], or [R, I], and t of the paths of both products."""
-    gate_up_bias, down_bias = (None if b is None else b.contiguous() for b in (gate_up_bias, down_bias))
-    h, first_t = _with_paths(as_rows(x), gate_up, gate_up_paths, gate_up_bias, order, gather=True)
+    first: Sequence[ExpertPath] = (),
+    last: Sequence[ExpertPath] = (),
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return the activation's output [R, I], its t of the last paths, h [R, 2 I], or [R, I], and t of the
+    first paths.
+    """
+    bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    path, first_t = _low_rank(as_rows(x), first, order, gather=True)
+    options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
+    h = rows_product(as_rows(x), gate_up(), order, **options)
     product = weighted_activation(h, weights, order, activation) if inputs else _activated(h, activation)
-    rows, last_t = _with_paths(product, down, down_paths, down_bias, order)  # [R, H]
-    return sum_slots(rows, None if inputs else weights, order), h, first_t, last_t
+    return product, _low_rank(product, last, order)[1], h, first_t
 
 
-def _with_paths(
-    x: Tensor,
-    matrices: Tensor,
-    paths: Sequence[ExpertPath],
-    bias: Tensor | None,
+def _summed(
+    product: Tensor,
+    t: Tensor | None,
+    weights: Tensor,
+    down: Make,
+    down_bias: Tensor | None,
     order: ExpertOrder,
-    gather: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Return x W^T + t B^T + bias [R, outputs], and t = x A^T [R, P]."""
-    path = t = None
-    if paths:
-        packed = pack_paths(paths, len(matrices), x.dtype)
-        t = rows_product(x, packed.a, order, transposed=True, gather=gather)
-        path = t, packed.b
-    options: Any = {"transposed": True, "gather": gather, "bias": bias, "path": path}
-    return rows_product(x, matrices.contiguous(), order, **options), t
+    inputs: bool,
+    paths: Sequence[ExpertPath] = (),
+) -> Tensor:
+    """Return the result [T, H]."""
+    bias = None if down_bias is None else down_bias.contiguous()
+    path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
+    rows = rows_product(product, down(), order, transposed=True, bias=bias, path=path)  # [R, H]
+    return sum_slots(rows, None if inputs else weights, order)
+
+
+def _low_rank(
+    x: Tensor, paths: Sequence[ExpertPath], order: ExpertOrder, gather: bool = False
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Return t = x A^T [R, P] with B, for `rows_product`, and t."""
+    if not paths:
+        return None, None
+    packed = pack_paths(paths, order.offsets.numel() - 1, x.dtype)
+    t = rows_product(x, packed.a, order, transposed=True, gather=gather)
+    return (t, packed.b), t
 
 
 def _backward(
@@ -427,8 +505,8 @@ def _backward(
     x: Tensor,
     weights: Tensor,
     experts: Tensor | None,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Make,
+    down: Make,
     down_bias: Tensor | None,
     h: Tensor,
     order: ExpertOrder,
@@ -450,11 +528,11 @@ def _backward(
     gather = not (want.down or want.down_bias)
     dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
-        packed = pack_paths(last.paths, len(down), dy.dtype)
+        packed = pack_paths(last.paths, order.offsets.numel() - 1, dy.dtype)
         u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
         path = u, packed.a
     if want_h or want.weights:  # [R, I]
-        dproduct = rows_product(dy, down.contiguous(), order, transposed=False, gather=gather, path=path)
+        dproduct = rows_product(dy, down(), order, transposed=False, gather=gather, path=path)
     dh: Any
     product: Any
     dh, dweights, product = activation_backward(  # None where not required
@@ -486,12 +564,12 @@ def _backward(
         dgate_up_bias = sum_by_expert(dh, None, order)
     path = None
     if first.t is not None:
-        packed = pack_paths(first.paths, len(gate_up), dh.dtype)
+        packed = pack_paths(first.paths, order.offsets.numel() - 1, dh.dtype)
         u = rows_product(dh, packed.b, order, transposed=True)
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        rows = rows_product(dh, gate_up.contiguous(), order, transposed=False, path=path)
+        rows = rows_product(dh, gate_up(), order, transposed=False, path=path)
         dx = sum_slots(rows, None, order)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
@@ -522,7 +600,9 @@ def _operator(
     inputs: bool,
 ) -> tuple[Tensor, Tensor]:
     order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
-    return _forward(x, weights, gate_up, down, gate_up_bias, down_bias, order, act, inputs)[:2]
+    matrices = _Matrices().given(gate_up, down)
+    product, _, h, _ = _activated_product(x, weights, matrices[0], gate_up_bias, order, act, inputs)
+    return _summed(product, None, weights, matrices[1], down_bias, order, inputs), h
 
 
 @_operator.register_fake
@@ -547,7 +627,7 @@ def _backward_operator(
     wanted: list[bool],
 ) -> list[Tensor]:
     order, act = sort_by_expert(experts, len(gate_up)), _activation(activation, alpha, limit)
-    operands = x, weights, experts, gate_up, down, down_bias, h
+    operands = x, weights, experts, *_Matrices().given(gate_up, down), down_bias, h
     grads = _backward(dy, *operands, order, act, inputs, _Wanted(*wanted))[:-1]
     return [grad for grad in grads if grad is not None]
 
@@ -575,7 +655,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, dy, _):
-    wanted = list(_wanted(ctx))
+    wanted = list(_wanted(ctx.needs_input_grad))
     found = iter(_backward_operator(dy, *ctx.saved_tensors, *ctx.options, wanted))
     dx, dweights, *dexperts = (next(found) if want else None for want in wanted)
     return dx, dweights, None, *dexperts, None, None, None, None

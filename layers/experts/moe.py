@@ -24,7 +24,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.kernels import ExpertPath, moe_experts
+from liger_models.kernels import ExpertPath, StoredMatrices, moe_experts
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
 from liger_models.layers.experts.router import Router, SparseMixerRouter
 from liger_models.layers.experts.sparse_mixer import InputNoise
@@ -105,6 +105,7 @@ class MixtureOfExperts(nn.Module):
         return kept
 
 
+Matrices = Tensor | StoredMatrices
 Paths = Mapping[str, Sequence[ExpertPath]]  # of each stack, by its parameter's name
 NO_PATHS: Paths = MappingProxyType({})
 
@@ -191,7 +192,7 @@ class Experts(nn.Module):
     def _runs_again(self, x: Tensor) -> bool:
         return self.activation_memory == "mlp"
 
-    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _matrices(self, x: Tensor) -> tuple[Matrices, Matrices]:
         return getattr(self, self.first), self.down_proj
 
     def _forward(

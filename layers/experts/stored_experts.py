@@ -1,11 +1,12 @@
 """Frozen experts whose matrices stay in the codes and scales of a quantised checkpoint.
 
-The stacks of a layer are decoded in forward and again in backward, and never kept: on a GPU as recipes
-(layers/recompute/activation_memory.py), elsewhere with the experts' products.
+The stacks of a layer are decoded one after another, in forward and again in backward, each for its product
+(kernels/experts/moe_experts.py), and never kept.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.convert.quantised.formats import CODES
 from liger_models.convert.quantised.kept import Kept
+from liger_models.kernels import StoredMatrices
 from liger_models.kernels._dispatch import use_triton
-from liger_models.layers.experts.moe import Experts
+from liger_models.layers.experts.moe import Experts, Matrices
 from liger_models.layers.projections.low_rank_plan import product_dtype
 from liger_models.layers.projections.stored_weight import decode, held, hold, part_name
-from liger_models.layers.recompute.activation_memory import carry_recipe, keep_recipes
 
 
 class StoredExperts(Experts):
@@ -47,7 +48,7 @@ class StoredExperts(Experts):
         self.stacked_vectors = (*like.stacked_vectors, *parts)
 
     def _runs_again(self, x: Tensor) -> bool:
-        return super()._runs_again(x) or not use_triton(x)  # a CPU keeps views, which have no recipes
+        return super()._runs_again(x) or not use_triton(x)  # a CPU's products keep their matrices
 
     def _forward(self, *operands: Any) -> Tensor:
         if is_parametrized(self):
@@ -55,22 +56,21 @@ class StoredExperts(Experts):
                 "an adapter adds to the matrices of experts that keep their quantised bits; adapt other "
                 "layers, or load the model without keep_quantised"
             )
-        with keep_recipes():
-            return super()._forward(*operands)
+        return super()._forward(*operands)
 
-    def _matrices(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self._decoded(self.first, product_dtype(x)), self._decoded("down_proj", product_dtype(x))
+    def _matrices(self, x: Tensor) -> tuple[Matrices, Matrices]:
+        return self._stored(self.first, product_dtype(x)), self._stored("down_proj", product_dtype(x))
 
-    def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
+    def _stored(self, name: str, dtype: torch.dtype) -> Matrices:
         if name not in self.kept_weights:
             return self.get_parameter(name)
+        shape, part = self.kept_weights[name].shape, held(self, name, self.kept_weights[name])[CODES]
+        return StoredMatrices((len(part), *shape[1:]), dtype, functools.partial(self._decoded, name, dtype))
+
+    def _decoded(self, name: str, dtype: torch.dtype) -> Tensor:
         kept = self.kept_weights[name]
-        parts = held(self, name, kept)
-
-        def make(*stored: Tensor) -> Tensor:
-            return decode(kept, dict(zip(parts, stored, strict=True)), self.decoded_dtype, dtype)
-
-        return carry_recipe(make(*parts.values()), make, *parts.values(), frozen=True)
+        with torch.no_grad():
+            return decode(kept, held(self, name, kept), self.decoded_dtype, dtype)
 
     @torch.no_grad()
     def as_dense(self) -> Experts:
@@ -79,7 +79,8 @@ class StoredExperts(Experts):
             plain = Experts(self.spec.intermediate_size, self.spec)  # of any width: all is replaced
         plain.activation_memory, plain.exchange = self.activation_memory, self.exchange
         for name in (self.first, "down_proj"):
-            dense = self._decoded(name, self.decoded_dtype)
+            kept = name in self.kept_weights
+            dense = self._decoded(name, self.decoded_dtype) if kept else self.get_parameter(name)
             plain.register_parameter(name, nn.Parameter(dense, requires_grad=False))
         for name in (f"{self.first}_bias", "down_proj_bias"):
             setattr(plain, name, getattr(self, name))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div
 from liger_models.layers.attention.backends import LONG
@@ -17,7 +15,7 @@ from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import Experts, MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
-from liger_models.layers.memory.own_parts import decoded_bytes, whole_bytes
+from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
 from liger_models.layers.memory.places import places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
@@ -184,10 +182,10 @@ class _Moments:
         stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
         places = places_of(layer)
         in_mlp = [] if mlp is None else list(mlp.parameters())
-        after = _gradient_bytes((p for p in in_mlp if places[id(p)] == "last"), step)
+        after = gradient_bytes((p for p in in_mlp if places[id(p)] == "last"), step)
         mixers: Any = layer.mixers
-        in_front = (p for m in mixers for p in _before_output(m))
-        of_mlp, whole = (_gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
+        in_front = (p for m in mixers for p in before_output(m))
+        of_mlp, whole = (gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
         last = adapters.last.total(product)
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
@@ -195,6 +193,7 @@ class _Moments:
         front = adapters.front.total(stream) + added
         front_norm = min(stream, front - adapters.front.without - added)
         experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
+        rows = first = 0
         if isinstance(mlp, MixtureOfExperts):
             rows = mlp.spec.experts_per_token * tokens * itemsize * mlp.spec.input_size(layer.hidden_size)
             first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
@@ -217,10 +216,15 @@ class _Moments:
             tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
         front = max(front, tokens * getattr(mlp, "float8_gradient_bytes", 0))
-        # A matrix, or the stacks of experts, that quantised bits are decoded to for a product.
-        decoded = decoded_bytes(mlp, itemsize)
-        last, front = last + decoded, front + decoded
-        tile = None if tile is None else tile + decoded
+        # A matrix, or a stack of experts, that quantised bits are decoded to for a product. Stacks are freed
+        # before the gradient of the activation, and that of the layer's input, are computed.
+        decoded = decoded_bytes(layer, itemsize)
+        if experts:
+            last = max(last, last - first + decoded["last"])
+            front = max(front, rows + first + stream + decoded["front"])
+        else:
+            last, front = last + decoded["last"], front + decoded["front"]
+        tile = None if tile is None else tile + max(decoded["last"], decoded["front"])
         return _Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
@@ -234,11 +238,11 @@ class _Moments:
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
             peft=PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
             pieces=_pieces(layer, step, itemsize, adapters),
-            gradients=(after, of_mlp, whole - _gradient_bytes(in_front, step), whole),
+            gradients=(after, of_mlp, whole - gradient_bytes(in_front, step), whole),
             attention=max(
                 _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
             )
-            + max((decoded_bytes(mixer, itemsize) for mixer in mixers), default=0),
+            + max(decoded["mixer"], decoded["output"]),
             tile=tile,
             tile_begun=tile_begun,
             moved=moved,
@@ -286,18 +290,6 @@ def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
         return 0
     sizes = {"last": _inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
     return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
-
-
-def _before_output(mixer: Any) -> Iterable[Tensor]:
-    """The parameters of a mixer whose gradients come after that of its output projection."""
-    output = getattr(mixer, "o_proj", getattr(mixer, "out_proj", None))
-    last = set() if output is None else set(map(id, output.parameters()))
-    return (p for p in mixer.parameters() if id(p) not in last)
-
-
-def _gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
-    """Bytes of gradients as computed, before they are reduced to shards."""
-    return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
 
 
 def _attention_work(layer: Block, step: Step, itemsize: int) -> int:

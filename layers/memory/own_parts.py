@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.shards import local_tensor
+from liger_models.layers.memory.places import PLACES, places_of
+from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_weight import dense_shape, kept_weights
 
@@ -46,8 +48,25 @@ def linear_matrices(modules: Iterable[nn.Module]) -> list[tuple[Tensor, tuple[in
     return list(found.values())
 
 
-def decoded_bytes(part: nn.Module | None, itemsize: int) -> int:
-    """Bytes of the largest matrix in quantised bits once it is decoded, or of all matrices of experts."""
-    modules = () if part is None else part.modules()
-    decoded = (sum(math.prod(kept.shape) for kept in kept_weights(m).values()) for m in modules)
-    return itemsize * max(decoded, default=0)
+def decoded_bytes(layer: nn.Module, itemsize: int) -> dict[str, int]:
+    """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, by
+    its place in the layer.
+    """
+    places, most = places_of(layer), dict.fromkeys(PLACES, 0)
+    for module in layer.modules():
+        for name, kept in kept_weights(module).items():
+            place = places.get(id(module.get_parameter(name)), "mixer")
+            most[place] = max(most[place], itemsize * math.prod(kept.shape))
+    return most
+
+
+def before_output(mixer: Any) -> Iterable[Tensor]:
+    """The parameters of a mixer whose gradients come after that of its output projection."""
+    output = getattr(mixer, "o_proj", getattr(mixer, "out_proj", None))
+    last = set() if output is None else set(map(id, output.parameters()))
+    return (p for p in mixer.parameters() if id(p) not in last)
+
+
+def gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
+    """Bytes of gradients as computed, before they are reduced to shards."""
+    return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)

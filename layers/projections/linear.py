@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks_everywhere
 
+from liger_models.kernels import StoredMatrices
 from liger_models.layers.projections.float8 import Float8Settings, float8_linear
 
 
@@ -34,7 +35,7 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, as_wide_as(weight, bias))
 
 
-def as_wide_as(weight: Tensor, bias: Tensor | None) -> Tensor | None:
+def as_wide_as(weight: Tensor | StoredMatrices, bias: Tensor | None) -> Tensor | None:
     """The bias in the dtype of the weight."""
     return None if bias is None else bias.to(weight.dtype)
 

@@ -115,8 +115,7 @@ def carry_recipe(
 
     `late` marks outputs that a layer's backward pass needs late: a recomputed layer then makes them again
     instead of holding them. With `deep` inputs that carry recipes are recomputed too, instead of being held.
-    `frozen` outputs are decoded weights and float8 copies, which no gradient reaches, but gradients of other
-    tensors need.
+    `frozen` outputs are float8 copies, which no gradient reaches, but gradients of other tensors need.
     """
     needed = output.requires_grad or (frozen and torch.is_grad_enabled())
     if needed and not torch.compiler.is_compiling():
