@@ -16,11 +16,12 @@ layer at a time, by the least recomputation per byte saved: down to `checkpoint`
 May import the blocks and everything below them; only the model imports it.
 """
 
-from liger_models.layers.memory.counting import Planned, StepMemory, largest
+from liger_models.layers.memory.counting import StepMemory
 from liger_models.layers.memory.fitting import FittingLevels, parse_budget
 from liger_models.layers.memory.frozen import layers_without_gradient
 from liger_models.layers.memory.layer_costs import matrix_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_of_size
+from liger_models.layers.memory.planned import Planned, largest
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 
 __all__ = [

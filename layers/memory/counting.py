@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.blocks import Block
 from liger_models.layers.memory import adapters, frozen
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.own_parts import linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
+from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recompute.host_weights import LEAST
 from liger_models.layers.recompute.offload import host_bytes
-from liger_models.layers.specs import ModelSpec
-
-
-class Planned(Protocol):
-    """Interface of a model to plan for, as implemented by a decoder."""
-
-    spec: ModelSpec
-    layers: Sequence[Block]
-    embed_tokens: nn.Embedding
-    vision: Any
-    mtp: Any
-    gathered_once: bool
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters, a tied one once."""
 
 
 class StepMemory:
@@ -412,19 +397,3 @@ _OF_PARAMETERS = (
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
     *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host", "_idle"),
 )
-
-
-def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
-    """The largest number up to `most` for which `fits(number)` holds, to within 1/256; 0 if it does not hold
-    for `start`. Assumes that it holds for all smaller numbers.
-    """
-    if not fits(start):
-        return 0
-    low, high = start, 2 * start
-    while high < most and fits(high):
-        low, high = high, 2 * high
-    high = min(high, most + 1)
-    while high - low > max(1, low // 256):
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low

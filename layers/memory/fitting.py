@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from liger_models.convert.sizes import parse_size
-from liger_models.layers.memory.counting import Planned, StepMemory
+from liger_models.layers.memory.counting import StepMemory
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_by
+from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Plan, Step
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.recompute.host_weights import device_of

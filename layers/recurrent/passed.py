@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +22,9 @@ from liger_models.kernels import document_bounds
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequence_parallel import Slice
 
-if TYPE_CHECKING:
-    from liger_models.layers.recurrent.mixer import RecurrentMixer
-
 
 def over_ranks(
-    mixer: RecurrentMixer, channels: Tensor, gates: Sequence[Tensor], slice: Slice, documents: Documents
+    mixer: Any, channels: Tensor, gates: Sequence[Tensor], slice: Slice, documents: Documents
 ) -> Tensor:
     """Return the output of this rank's tokens; arguments as in `RecurrentMixer.mix`."""
     bounds = own_bounds(documents.host_boundaries(), slice)
@@ -63,7 +60,7 @@ def own_bounds(bounds: list[int], slice: Slice) -> list[int]:
 
 
 def _with_inputs_before(
-    mixer: RecurrentMixer,
+    mixer: Any,
     channels: Tensor,
     bounds: list[int],
     slice: Slice,
@@ -88,7 +85,7 @@ def _with_inputs_before(
 
 
 def _run(
-    mixer: RecurrentMixer, rows: Tensor, gates: Sequence[Tensor], bounds: list[int], state: Tensor | None
+    mixer: Any, rows: Tensor, gates: Sequence[Tensor], bounds: list[int], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The output for documents between `bounds`, and the state after the last one.
 
@@ -112,7 +109,7 @@ def _run(
     return output, output if final is None else final[-1:]
 
 
-def _state_of_one(mixer: RecurrentMixer, like: Tensor) -> Tensor:
+def _state_of_one(mixer: Any, like: Tensor) -> Tensor:
     """A tensor of one document's state, without values."""
     assert mixer.state_shape is not None
     wide = torch.promote_types(like.dtype, torch.float32)

@@ -1,0 +1,41 @@
+"""The interface of a model to plan for, and the search for the largest plan that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from torch import nn
+
+from liger_models.layers.blocks import Block
+from liger_models.layers.specs import ModelSpec
+
+
+class Planned(Protocol):
+    """Interface of a model to plan for, as implemented by a decoder."""
+
+    spec: ModelSpec
+    layers: Sequence[Block]
+    embed_tokens: nn.Embedding
+    vision: Any
+    mtp: Any
+    gathered_once: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """All parameters, a tied one once."""
+
+
+def largest(fits: Callable[[int], bool], start: int = 1, most: int = 1 << 40) -> int:
+    """The largest number up to `most` for which `fits(number)` holds, to within 1/256; 0 if it does not hold
+    for `start`. Assumes that it holds for all smaller numbers.
+    """
+    if not fits(start):
+        return 0
+    low, high = start, 2 * start
+    while high < most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > max(1, low // 256):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
