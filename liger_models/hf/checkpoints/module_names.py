@@ -181,9 +181,9 @@ def _wishes(modules: Mapping[str, nn.Module], weight_map: Mapping[str, Expr]) ->
                 wishes[path] = _common(found[path])
             if (parent := _cut(path)[0]) not in holding:
                 above, name = _cut(wishes[path])
-                # Of a container under another name, transformers' model may have the children alone (OPT).
-                renamed = path not in holding and name != _cut(path)[1]
-                found[parent][wishes[path] if renamed else above] += 1
+                # transformers' parent has the children of this container itself (the MLP of OPT).
+                dissolved = path not in holding and name == _cut(parent)[1]
+                found[parent][wishes[path] if dissolved else above] += 1
     return wishes
 
 
