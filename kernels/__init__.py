@@ -7,6 +7,7 @@ such as the choice between an operation and its twin; one room imports another w
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
+from liger_models.kernels.attention.chosen_keys import choose_keys
 from liger_models.kernels.attention.flash_attention import attention
 from liger_models.kernels.attention.visible_keys import (
     KeyRanges,
@@ -63,6 +64,7 @@ __all__ = [
     "attention",
     "channel_delta_rule",
     "channel_delta_rule_step",
+    "choose_keys",
     "clamped_swiglu",
     "conv_state",
     "cross_entropy",

@@ -15,14 +15,19 @@ from liger_models.architectures.common.rotary import rope
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import LatentAttentionSpec, MLPSpec, MoESpec, RopeSpec
+from liger_models.layers.specs import IndexerSpec, LatentAttentionSpec, MLPSpec, MoESpec, RopeSpec
 
 SHARED_EXPERTS = (".shared_expert.", ".shared_experts.")
 """Checkpoint names of the latent projections."""
 
 
 def latent_attention(
-    c: HFConfig, *, partial: bool = False, positions: bool = True, **rotary: Any
+    c: HFConfig,
+    *,
+    partial: bool = False,
+    positions: bool = True,
+    interleaved: bool | None = None,
+    **rotary: Any,
 ) -> LatentAttentionSpec:
     """Latent attention, from the keys of DeepSeek's configs.
 
@@ -30,6 +35,7 @@ def latent_attention(
         partial: rotate the fraction `partial_rotary_factor` of a head (Mistral 4), instead of a separate
             part.
         positions: without them no part of a head is rotated.
+        interleaved: whether rotated pairs are; None: `rope_interleave` says so.
         rotary: further options of `rope`.
     """
     heads, nope = c.take_count("num_attention_heads"), c.take_count("qk_nope_head_dim")
@@ -53,17 +59,69 @@ def latent_attention(
     if not positions:
         return spec
     head = nope + dim if partial else dim
-    rotary["interleaved"] = c.take_flag("rope_interleave", False)
-    turned = rope(c, head, partial=dim / head if partial else None, **rotary)
+    if interleaved is None:
+        interleaved = c.take_flag("rope_interleave", False)
+    turned = rope(c, head, partial=dim / head if partial else None, interleaved=interleaved, **rotary)
     if turned.dim != dim:
         raise ConfigError(
             f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
             f"qk_rope_head_dim {dim}; let them agree, or remove the first"
         )
-    for key, size in (("head_dim", head), ("qk_head_dim", nope + dim)):  # consistent with the other keys
-        if c.take_count(key, size) != size:
+    # Consistent with the other keys; GLM-5.2 states the part without positions as head_dim.
+    for key, size, *others in (("head_dim", head, nope), ("qk_head_dim", nope + dim)):
+        if c.take_count(key, size) not in (size, *others):
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
     return with_positions(spec, turned)
+
+
+def indexer(c: HFConfig, *, interleaved: bool) -> IndexerSpec:
+    """The indexer of a layer, from the keys of DeepSeek-V3.2's configs, rotated interleaved or by halves."""
+    c.take_only(rope_interleave=True, indexer_rope_interleave=interleaved)
+    return IndexerSpec(
+        num_heads=c.take_count("index_n_heads"),
+        head_dim=c.take_count("index_head_dim"),
+        top_k=c.take_count("index_topk"),
+        interleaved=interleaved,
+    )
+
+
+def indexed_layers(c: HFConfig) -> None:
+    """Check that `layer_types`, if given, says of every layer that an indexer chooses its keys."""
+    layer_types(c, lambda i: "indexed_attention", ("indexed_attention",))
+
+
+def choices_of_keys(
+    c: HFConfig, mixer: LatentAttentionSpec, indexer: IndexerSpec
+) -> list[LatentAttentionSpec]:
+    """The attention of each layer: with an indexer of its own ("full" in `indexer_types`), or to the keys
+    that the last of these has chosen ("shared"). Older configs have a pattern such as "FFSS", or a frequency
+    and an offset.
+
+    Raises:
+        ConfigError: not one type per layer, other types, or a first layer that shares.
+    """
+    pattern = c.take("index_topk_pattern", None)
+    every, offset = c.take_count("index_topk_freq", 1), c.take_count("index_skip_topk_offset", 2, least=0)
+    if pattern is None:
+        types = [
+            "shared" if max(i - offset + 1, 0) % every else "full"
+            for i in range(c.take_count("num_hidden_layers"))
+        ]
+    else:
+        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    types = layer_types(c, lambda i: (types + [""] * i)[i], ("full", "shared"), "indexer_types")
+    if types[0] != "full":
+        raise ConfigError(
+            f"{c.name}: the first layer has no keys to share; indexer_types must begin with full"
+        )
+    mixers, chosen_by = [], 0
+    for i, kind in enumerate(types):
+        if kind == "full":
+            chosen_by = i
+        mixers.append(
+            replace(mixer, indexer=indexer) if kind == "full" else replace(mixer, keys_of=chosen_by)
+        )
+    return mixers
 
 
 def with_positions(spec: LatentAttentionSpec, rope: RopeSpec) -> LatentAttentionSpec:
@@ -223,6 +281,17 @@ TINY_LATENT: Mapping[str, Any] = {
     "qk_nope_head_dim": 10,
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
+}
+TINY_INDEXER: Mapping[str, Any] = {
+    "index_n_heads": 24,
+    "index_head_dim": 10,
+    "index_topk": 5,
+    "rope_interleave": ...,
+}
+SKIP_INDEXER = {
+    **{
+        f"key:{key}": "has one value" for key in ("rope_interleave", "indexer_rope_interleave", "layer_types")
+    },
 }
 SKIP_LATENT = {
     "variant:one_kv_head": "latent attention has a key head for each query head",

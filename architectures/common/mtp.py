@@ -43,6 +43,7 @@ def _modules(c: HFConfig, decoder: ModelSpec, key: str, count: object, most: int
             "load the model without mtp"
         )
     full = [block.mixer for block in decoder.blocks if block.recurrent is None]
+    full = [mixer for mixer in full if getattr(mixer, "keys_of", None) is None]  # no keys of other layers
     if not full:
         raise ConfigError(
             f"{c.name}: no layer has full attention, but mtp needs its sizes; load the model without mtp"

@@ -231,6 +231,12 @@ def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, dtype=BF16
     backward(kernels.attention(q, k, v, **options))
 
 
+def chosen_keys(heads, head_dim, top_k):
+    q, k = operand(TOKENS, heads, head_dim), operand(TOKENS, head_dim)
+    weights = torch.empty(TOKENS, heads)
+    kernels.choose_keys(q, k, weights, top_k, scale=1.0, longest=TOKENS)
+
+
 CASES: dict[str, Callable[[], None]] = {
     "float8, 4096": lambda: float8(4096),
     "decoding, gpt-oss": lambda: decoding(5760, 2880),
@@ -291,6 +297,10 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, a tree, LLaMA 8B": lambda: attention(32, 8, 128, bounds=ranges(4, 6)),
     "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
     "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
+    "attention to chosen keys, DeepSeek V3.2": lambda: attention(
+        128, 128, 192, 128, chosen=torch.ones(TOKENS, 256, dtype=torch.int32)
+    ),
+    "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
     "attention, Gemma 4": lambda: attention(8, 2, 512),
     "attention, heads of 64": lambda: attention(32, 8, 64),
     "attention, heads of 80": lambda: attention(32, 32, 80),

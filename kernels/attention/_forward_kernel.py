@@ -8,6 +8,7 @@ from liger_models.kernels.attention._tiles import (
     distance_scores,
     end_key,
     first_key,
+    is_chosen,
     key_tiles,
     load_rows,
     load_tile,
@@ -24,6 +25,7 @@ def attention_forward_kernel(
     k,
     v,
     bounds,
+    chosen,
     sinks,
     slopes,
     out,
@@ -40,6 +42,7 @@ def attention_forward_kernel(
     scale,
     softcap,
     parts,
+    words,
     k_rows,
     v_rows,
     RANGES: tl.constexpr,
@@ -96,12 +99,15 @@ def attention_forward_kernel(
                 if slopes is not None:
                     keys = column + tl.arange(0, BLOCK_K)
                     scores += distance_scores(head, slopes, keys[None, :], queries[:, None])
-                if WHOLE:
+                if WHOLE and chosen is None:
                     larger = tl.maximum(largest, tl.max(scores, 1))
                     shift = larger
                 else:
                     keys = column + tl.arange(0, BLOCK_K)
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    if chosen is not None:
+                        rows = tl.minimum(queries, tokens - 1)
+                        seen = seen & is_chosen(chosen, words, rows, firsts, column, BLOCK_K, False)
                     scores = tl.where(seen, scores, -float("inf"))
                     larger = tl.maximum(largest, tl.max(scores, 1))
                     # For a query with no visible key so far, subtract zero: exp2(-inf - -inf) would be nan.

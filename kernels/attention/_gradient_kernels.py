@@ -12,6 +12,7 @@ from liger_models.kernels.attention._tiles import (
     end_query,
     first_key,
     first_query,
+    is_chosen,
     key_tiles,
     load_rows,
     load_tile,
@@ -31,6 +32,7 @@ def attention_query_gradient_kernel(
     v,
     bounds,
     slopes,
+    chosen,
     out,
     dout,
     lse,
@@ -50,6 +52,7 @@ def attention_query_gradient_kernel(
     scale,
     softcap,
     parts,
+    words,
     k_rows,
     v_rows,
     RANGES: tl.constexpr,
@@ -114,9 +117,12 @@ def attention_query_gradient_kernel(
                     keys = column + tl.arange(0, BLOCK_K)
                     scores += distance_scores(head, slopes, keys[None, :], queries[:, None])
                 weights = tl.exp2(scores - row_lse[:, None])
-                if not WHOLE:
+                if not WHOLE or chosen is not None:
                     keys = column + tl.arange(0, BLOCK_K)
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    if chosen is not None:
+                        rows = tl.minimum(queries, tokens - 1)
+                        seen = seen & is_chosen(chosen, words, rows, firsts, column, BLOCK_K, False)
                     weights = tl.where(seen, weights, 0.0)
                 dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
                 dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
@@ -138,6 +144,7 @@ def attention_key_value_gradient_kernel(
     v,
     bounds,
     slopes,
+    chosen,
     dout,
     lse,
     delta,
@@ -157,6 +164,7 @@ def attention_key_value_gradient_kernel(
     scale,
     softcap,
     parts,
+    words,
     q_rows,
     dout_rows,
     RANGES: tl.constexpr,
@@ -239,8 +247,12 @@ def attention_key_value_gradient_kernel(
                     if slopes is not None:
                         scores += distance_scores(head, slopes, keys[:, None], queries[None, :])
                     weights = tl.exp2(scores - row_lse[None, :])
-                    if not WHOLE:
+                    if not WHOLE or chosen is not None:
                         seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])
+                        if chosen is not None:
+                            rows = tl.minimum(queries, tokens - 1)
+                            first_keys = first_key(rows, bounds, 0, tokens, window, RANGES)
+                            seen = seen & is_chosen(chosen, words, rows, first_keys, column, BLOCK_K, True)
                         weights = tl.where(seen, weights, 0.0)
                     dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
                     dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")

@@ -104,6 +104,28 @@ def visible(keys, firsts, ends, bounds, window):
 
 
 @jit
+def is_chosen(chosen, words, queries, firsts, column, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The bits of `chosen_keys.py` for the queries and the keys of a tile that begins at `column`, a multiple
+    of 32: [queries, keys], or transposed. `firsts` are the first keys of the queries' documents.
+
+    Words are loaded, and not a word for every bit, which would be prefetched into shared memory.
+    """
+    rows = chosen + queries.to(tl.int64) * words
+    first_word = column // 32 - firsts // 32
+    nth, bit = tl.arange(0, BLOCK_K // 32), tl.arange(0, 32)
+    if TRANSPOSED:
+        word = first_word[None, :] + nth[:, None]
+        found = tl.load(rows[None, :] + word, (word >= 0) & (word < words), 0)
+        bits = (found[:, None, :] >> bit[None, :, None]) & 1
+        return tl.reshape(bits, [BLOCK_K, queries.shape[0]]) != 0
+    else:
+        word = first_word[:, None] + nth[None, :]
+        found = tl.load(rows[:, None] + word, (word >= 0) & (word < words), 0)
+        bits = (found[:, :, None] >> bit[None, None, :]) & 1
+        return tl.reshape(bits, [queries.shape[0], BLOCK_K]) != 0
+
+
+@jit
 def key_tiles(
     row,
     firsts,

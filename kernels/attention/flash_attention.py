@@ -7,7 +7,8 @@
 
 A query attends to the tokens of its own document up to itself, or with a window the last `window` of those.
 Explicit ranges of keys (visible_keys.py) replace this rule: the whole document, as in an image encoder; the
-tokens of the same image in addition to the preceding ones; or a parent document in addition to its own.
+tokens of the same image in addition to the preceding ones; or a parent document in addition to its own. Or
+an indexer chooses some of the keys (chosen_keys.py): whole tiles are computed, and the others masked.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
@@ -48,9 +49,11 @@ from liger_models.kernels.attention._gradient_kernels import (
     attention_query_gradient_kernel,
 )
 from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, find_tiles
+from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
 
 MOST_HEAD_DIM = 512
+MOST_HEAD_DIM_OF_CHOSEN = 256
 _LOG2_E = 1.4426950408889634  # lse is in units of ln(2)
 
 
@@ -66,6 +69,7 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     bounds: Tensor | KeyRanges | None = None,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Attention over packed documents, causal unless `bounds` holds explicit ranges.
 
@@ -84,6 +88,8 @@ def attention(
         bounds: `document_bounds(cu_seqlens, T)` instead of `cu_seqlens`, for calls that share documents; or
             `key_ranges(...)` or `tree_ranges(...)`, which define visibility completely, so that `window` must
             be None.
+        chosen: [T, words] int32 from `choose_keys`, the keys of its document that each query attends to; at
+            least one of those up to the query. None: all.
 
     Returns:
         [T, heads, V] in q's dtype. Products accumulate in float32; float32 products are exact (never TF32).
@@ -106,17 +112,20 @@ def attention(
     if window is not None and window >= len(q):
         window = None
     ranges = isinstance(bounds, KeyRanges)
+    if chosen is not None:
+        _check_chosen(chosen, q, v, ranges or window is not None)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
-    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys)
+    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, chosen)
     if runs and not has_tiles(q, v):
         _say_no_tiles(gpu_of(q).arch)
         runs = False
     if not runs:
-        return as_once_differentiable(attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes))
+        out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen)
+        return as_once_differentiable(out)
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
-    sinks, of_queries, of_keys = (None if x is None else x.contiguous() for x in (sinks, of_queries, of_keys))
-    slopes = None if slopes is None else slopes.contiguous()
-    return _Attention.apply(q, k, v, sinks, slopes, of_queries, of_keys, ranges, scale, window, softcap)
+    others = (sinks, slopes, of_queries, of_keys, chosen)
+    others = (None if x is None else x.contiguous() for x in others)
+    return _Attention.apply(q, k, v, *others, ranges, scale, window, softcap)
 
 
 def attention_plain(
@@ -130,6 +139,7 @@ def attention_plain(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     dropout: float = 0.0,
+    chosen: Tensor | None = None,
 ) -> Tensor:
     """Plain twin of `attention`; materialises all scores. `dropout`, which the kernels do not have, is the
     probability of dropping a weight.
@@ -139,6 +149,9 @@ def attention_plain(
     places = torch.arange(len(q), device=q.device)
     bias = None if slopes is None else slopes[:, None, None] * (places - places[:, None])
     visible = visible_keys(len(q), bounds, window, q.device)
+    if chosen is not None:
+        assert not isinstance(bounds, KeyRanges)
+        visible = visible & chosen_mask(chosen, bounds, len(q))
     weights = attention_weights(scores, visible, softcap, sinks, bias)
     weights = torch.dropout(weights, dropout, train=True) if dropout else weights
     return torch.einsum("hqk,khd->qhd", weights, v)
@@ -213,6 +226,19 @@ def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -
         raise ValueError(f"window is {window}, but bounds are ranges of keys: pass the window to key_ranges")
 
 
+def _check_chosen(chosen: Tensor, q: Tensor, v: Tensor, otherwise_limited: bool) -> None:
+    tokens, size = len(q), max(q.shape[2], v.shape[2])
+    if otherwise_limited:
+        raise ValueError("chosen keys go with causal documents, without window or ranges of keys")
+    if size > MOST_HEAD_DIM_OF_CHOSEN:  # tiles of larger heads are narrower than a word
+        raise ValueError(f"the head size is {size}; chosen keys need at most {MOST_HEAD_DIM_OF_CHOSEN}")
+    if chosen.dim() != 2 or len(chosen) != tokens or chosen.dtype != torch.int32:
+        raise ValueError(
+            f"chosen is {chosen.dtype} of the shape {tuple(chosen.shape)}; expected [{tokens}, words] int32 "
+            "from choose_keys"
+        )
+
+
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
@@ -224,7 +250,7 @@ def _with_small_strides(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, ranges, scale, window, softcap):
+    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, chosen, ranges, scale, window, softcap):
         tokens, heads, _ = q.shape
         out = q.new_empty(tokens, heads, v.shape[2])
         lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
@@ -237,6 +263,7 @@ class _Attention(torch.autograd.Function):
                     k,
                     v,
                     of_queries,
+                    chosen,
                     sinks,
                     slopes,
                     out,
@@ -248,17 +275,18 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
+                    _words(chosen),
                     *rows_to_copy(tiles.keys, k, v, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
-        ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse)
         ctx.options = ranges, scale, window, softcap
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, sinks, slopes, of_queries, of_keys, out, lse = ctx.saved_tensors
+        q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse = ctx.saved_tensors
         ranges, scale, window, softcap = ctx.options
         tokens, heads, _ = q.shape
         kv_heads = k.shape[1]
@@ -275,6 +303,7 @@ class _Attention(torch.autograd.Function):
                     v,
                     of_queries,
                     slopes,
+                    chosen,
                     out,
                     dout,
                     lse,
@@ -287,6 +316,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
+                    _words(chosen),
                     *rows_to_copy(tiles.keys, k, v, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
@@ -297,6 +327,7 @@ class _Attention(torch.autograd.Function):
                     v,
                     of_keys,
                     slopes,
+                    chosen,
                     dout,
                     lse,
                     delta,
@@ -309,6 +340,7 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_keys),
+                    _words(chosen),
                     *rows_to_copy(tiles.queries, q, dout, padded=True),
                     **_constants(q, k, v, ranges, tiles),
                 )
@@ -342,6 +374,10 @@ def _say_no_tiles(arch: str) -> None:
 
 def _parts(bounds: Tensor | None) -> int:
     return 1 if bounds is None else len(bounds) // 2
+
+
+def _words(chosen: Tensor | None) -> int:
+    return 0 if chosen is None else chosen.shape[1]
 
 
 def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: Tiles) -> dict[str, int]:

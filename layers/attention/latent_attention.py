@@ -6,7 +6,8 @@ from one narrow latent of the token, and queries from another.
     k_nope, v = split(norm(kv_latent) @ W_kvb^T)
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
-With gates of heads, g = x @ W_g^T [T, heads], a head's output is multiplied by sigmoid(g).
+With gates of heads, g = x @ W_g^T [T, heads], a head's output is multiplied by sigmoid(g). With an
+indexer, a query attends to the keys that it chooses (indexer.py).
 
 A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
 the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
@@ -22,6 +23,7 @@ from liger_models.kernels import rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend
 from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
+from liger_models.layers.attention.indexer import Indexer
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -59,6 +61,9 @@ class LatentAttention(nn.Module):
         self.kv_b_proj = Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )
+        self.shares_keys = False  # whether later layers attend to the keys chosen here
+        if spec.indexer is not None:
+            self.indexer = Indexer(hidden_size, spec, layer)
         if spec.head_gates:
             self.g_proj = Linear(hidden_size, heads, bias=False)
         self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
@@ -66,25 +71,61 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         sequences = sequences.on(x.device)
-        q, latent, k_rope = self._queries_and_latents(x, sequences)
+        q, q_latent, latent, k_rope = self._queries_and_latents(x, sequences)
         gate = self.g_proj(x) if self.spec.head_gates else None
         cache, spec = sequences.cache, self.spec.attention
+        index = () if self.spec.indexer is None else (self.indexer.keys(x, sequences),)
         if cache is not None:
-            latents, k_ropes = cache.append(self.layer, latent, k_rope)
+            latents, k_ropes, *index_keys = cache.append(self.layer, latent, k_rope, *index)
             mask = cache.mask(self.layer, spec.window)
             if mask is not None:
+                mask = self._chosen_of_cached(x, q_latent, index_keys, mask, sequences)
                 out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, mask)
                 return self.o_proj(gated(out.flatten(1), gate))
+        chosen = self._chosen(x, q_latent, index, sequences)
         k, v = self._keys_and_values(latent, k_rope)
-        return self.o_proj(gated(attend(q, k, v, spec, sequences, self.backend).flatten(1), gate))
+        out = attend(q, k, v, spec, sequences, self.backend, chosen=chosen)
+        return self.o_proj(gated(out.flatten(1), gate))
 
-    def _queries_and_latents(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latent [T, kv_lora_rank]; and the
-        rotated k_rope [T, qk_rope_head_dim].
+    def _chosen(
+        self, x: Tensor, q_latent: Tensor | None, keys: tuple[Tensor, ...], sequences: Sequences
+    ) -> Tensor | None:
+        """The keys that each token attends to, as `attend` takes them; None for all."""
+        if self.spec.keys_of is not None:
+            return sequences.notes.chosen_keys[self.spec.keys_of]
+        if self.spec.indexer is None:
+            return None
+        chosen = self.indexer(x, q_latent, *keys, sequences)
+        if self.shares_keys:
+            sequences.notes.chosen_keys[self.layer] = chosen
+        return chosen
+
+    def _chosen_of_cached(
+        self, x: Tensor, q_latent: Tensor | None, keys: list[Tensor], mask: Tensor, sequences: Sequences
+    ) -> Tensor:
+        """The cached keys that each new token attends to: `mask`, or part of it."""
+        if self.spec.keys_of is not None:
+            chosen = sequences.notes.chosen_keys[self.spec.keys_of]
+            assert chosen is not None
+            return chosen.to(mask.device)
+        if self.spec.indexer is None:
+            return mask
+        chosen = self.indexer.of_cached(x, q_latent, *keys, mask, sequences)
+        if self.shares_keys:
+            sequences.notes.chosen_keys[self.layer] = chosen
+        return chosen
+
+    def _queries_and_latents(
+        self, x: Tensor, sequences: Sequences
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latents, of queries [T, q_lora_rank]
+        if they have one, and of keys and values [T, kv_lora_rank]; and the rotated k_rope [T,
+        qk_rope_head_dim].
         """
         spec = self.spec
-        *q_latent, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
-        q = self.q_b_proj(self.q_a_layernorm(*q_latent)) if q_latent else self.q_proj(x)
+        *of_q, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
+        q_latent = self.q_a_layernorm(*of_q) if of_q else None
+        q = self.q_proj(x) if q_latent is None else self.q_b_proj(q_latent)
         q = q.unflatten(-1, (spec.num_attention_heads, spec.qk_head_dim))
         if spec.rope is not None:
             cos, sin = sequences.positions.rotary[spec.rope]
@@ -92,7 +133,7 @@ class LatentAttention(nn.Module):
             q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
             q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]
         q = scale_queries(q, spec.query_scale, sequences)
-        return q, self.kv_a_layernorm(latent), k_rope
+        return q, q_latent, self.kv_a_layernorm(latent), k_rope
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """latent [..., kv_lora_rank], k_rope [..., qk_rope_head_dim] -> k, v [..., heads, their sizes]."""
@@ -113,13 +154,18 @@ class LatentAttention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate latents [batch, max_length, kv_lora_rank] and k_rope [batch, max_length, its size]."""
-        widths = self.spec.kv_lora_rank, self.spec.qk_rope_head_dim
+        """Allocate latents [batch, max_length, kv_lora_rank], k_rope [batch, max_length, its size], and keys
+        of the indexer [batch, max_length, their size].
+        """
+        widths = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
+        if self.spec.indexer is not None:
+            widths.append(self.spec.indexer.head_dim)
         return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, the projection with k_nope and v, the output, and in float32
         the log-sum-exp of each head; the latents, their norms' statistics, and with `all` the norms' outputs.
+        An eighth of a byte per token of its document, for chosen keys, is not counted.
         """
         spec = self.spec
         a_head = 2 * spec.qk_head_dim + spec.qk_nope_head_dim + 2 * spec.v_head_dim

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
+from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.blocks import (
     BLOCKS,
     IMAGES,
@@ -34,7 +35,7 @@ from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
-from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, ModelSpec, SharedAttentionSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.image_gradients import ImageGradients
 
@@ -87,6 +88,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
         self.per_layer_inputs = _inputs_of_layers(spec)
         _hand_on_keys(self.layers)
+        _share_chosen_keys(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
         self.mtp = make_mtp(spec, attention)
         self.vision: Any = None
@@ -276,6 +278,25 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
     return PerLayerInputs(
         spec.hidden_size, len(spec.blocks), size, spec.per_layer_vocab_size, spec.norm, spec.padding_idx
     )
+
+
+def _share_chosen_keys(layers: Sequence[Block]) -> None:
+    """Make the layers whose indexer chooses keys for later layers note them.
+
+    Raises:
+        ValueError: the source layer comes later, or has no indexer.
+    """
+    for i, layer in enumerate(layers):
+        for mixer in layer.spec.mixers:
+            if not isinstance(mixer, LatentAttentionSpec) or mixer.keys_of is None:
+                continue
+            source = layers[mixer.keys_of].self_attn if 0 <= mixer.keys_of < i else None
+            if not isinstance(source, LatentAttention) or source.spec.indexer is None:
+                raise ValueError(
+                    f"layer {i} attends to the keys that layer {mixer.keys_of} chooses; expected an earlier "
+                    "layer with an indexer"
+                )
+            source.shares_keys = True
 
 
 def _hand_on_keys(layers: Sequence[Block]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from liger_models.layers.sequences.router_loss import RouterLogits
 from liger_models.layers.sequences.routing_decisions import RoutingDecisions
 
@@ -12,6 +14,7 @@ class Notes:
     Attributes:
         router_logits: logits of the routers that have a loss, or of all routers if they are asked for.
         routing: the decisions of each router, for layers that run again in the backward pass.
+        chosen_keys: by layer, the keys that its indexer has chosen for later layers; None for all keys.
 
     Not a dataclass, for the reason that `Sequences` gives.
     """
@@ -19,3 +22,4 @@ class Notes:
     def __init__(self) -> None:
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
+        self.chosen_keys: dict[int, Tensor | None] = {}

@@ -11,6 +11,7 @@ from liger_models.kernels import ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
     CrossAttentionSpec,
+    IndexerSpec,
     LatentAttentionSpec,
     QKNormSpec,
     SharedAttentionSpec,
@@ -77,6 +78,7 @@ __all__ = [
     "GatedDeltaSpec",
     "GatedProjectorSpec",
     "GridPictures",
+    "IndexerSpec",
     "LatentAttentionSpec",
     "LayerNormSpec",
     "LinearProjectorSpec",

@@ -138,6 +138,19 @@ class SharedAttentionSpec(_Heads):
 
 
 @dataclass(frozen=True)
+class IndexerSpec:
+    """The choice of the `top_k` keys that a query attends to (DeepSeek-V3.2's lightning indexer), by
+    `num_heads` queries of `head_dim` against one key per token. The first dimensions of both are rotated as
+    the layer's own, `interleaved` or by halves.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class LatentAttentionSpec:
     """Causal attention with keys and values computed from a latent of `kv_lora_rank`, shared by all heads,
     and queries from a latent of `q_lora_rank`, or from the hidden state if that is None.
@@ -146,7 +159,9 @@ class LatentAttentionSpec:
     rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
     latent and the output projections. `norm` is the latents'. With `head_gates` a further projection computes
-    a gate per head, whose sigmoid multiplies the head's output.
+    a gate per head, whose sigmoid multiplies the head's output. With an `indexer` a query attends to the keys
+    that it chooses, from the hidden state and the queries' latent; with `keys_of`, to those that the indexer
+    of that layer has chosen.
     """
 
     num_attention_heads: int
@@ -161,6 +176,8 @@ class LatentAttentionSpec:
     norm: NormSpec = NormSpec(eps=1e-6)
     query_scale: QueryScaleSpec | None = None
     head_gates: bool = False
+    indexer: IndexerSpec | None = None
+    keys_of: int | None = None
 
     @property
     def qk_head_dim(self) -> int:

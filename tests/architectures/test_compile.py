@@ -38,7 +38,7 @@ def results(model: CausalLM, run, ids, **call) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)  # for randomly drawn experts
     output = run(ids, labels=ids, return_logits=True, **call)
     output.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return {"loss": output.loss, "logits": output.logits, **gradients}
 
 

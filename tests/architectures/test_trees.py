@@ -16,6 +16,10 @@ from liger_models.losses import shared_prompts
 ITEMS = ((11, (6, 3, 9)), (1, (4, 2)), (2, (17,)))
 
 
+def chooses_keys(pair):
+    return any(getattr(block.mixer, "indexer", None) for block in pair.ours.spec.blocks)
+
+
 def items_of(vocab_size):
     def ids(count):
         return torch.randint(0, vocab_size, (count,)).tolist()
@@ -24,7 +28,10 @@ def items_of(vocab_size):
 
 
 @pytest.mark.of_layers
-def test_answers_with_a_shared_prompt_equal_separate_sequences(pair, failures):
+def test_answers_with_a_shared_prompt_equal_separate_sequences(family, make_pair, failures):
+    pair = make_pair(family)
+    if chooses_keys(pair):  # of longer documents than these
+        pair = make_pair(family, {"index_topk": 64})
     items = items_of(pair.vocab_size)
     batch = shared_prompts(items)
     if any(getattr(m, "slopes", None) for block in pair.ours.spec.blocks for m in block.mixers):
@@ -44,3 +51,9 @@ def test_answers_with_a_shared_prompt_equal_separate_sequences(pair, failures):
     expected = pair.run_reference_by_document(ids, labels, lengths)
     expected.logits = None
     assert not failures(found.distances(expected))
+
+
+def test_documents_in_which_keys_are_chosen_cannot_continue_others(make_pair):
+    pair = make_pair("deepseek_v32")
+    with pytest.raises(DataError, match="layer 0 attends to 5 chosen keys"):
+        pair.ours.score(**shared_prompts(items_of(pair.vocab_size)))

@@ -1,0 +1,132 @@
+"""The indexer of sparse attention (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 2.1): small heads that
+choose the keys each query attends to.
+
+    q = q_latent @ W_q^T                    [heads, head_dim], the first dimensions rotated
+    k = LayerNorm(x @ W_k^T)                one head, rotated likewise
+    w = x @ W_w^T / sqrt(heads)             one weight per head
+    s_qk = sum_h w_qh relu(q_qh . k_k / sqrt(head_dim))
+
+A query attends to the `top_k` keys of its document with the highest scores. In documents of at most that many
+tokens it attends to all, and no score is computed. The choice has no gradient, so the indexer's parameters
+are frozen: the loss of the model trains nothing here.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.errors import DataError
+from liger_models.kernels import choose_keys, rotary
+from liger_models.kernels.attention.chosen_keys import highest, index_scores
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import LatentAttentionSpec, LayerNormSpec
+
+
+class Indexer(nn.Module):
+    """The indexer of a layer with latent attention, whose queries have a latent.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: of the layer.
+        layer: the index of the layer.
+    """
+
+    def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
+        super().__init__()
+        if spec.indexer is None or spec.q_lora_rank is None:
+            raise ValueError("an indexer needs its spec, and queries with a latent")
+        self.spec, self.rope, self.rotated, self.layer = spec.indexer, spec.rope, spec.qk_rope_head_dim, layer
+        heads, dim = self.spec.num_heads, self.spec.head_dim
+        self.scale = dim**-0.5
+        self.wq_b = Linear(spec.q_lora_rank, heads * dim, bias=False)
+        self.wk = Linear(hidden_size, dim, bias=False)
+        self.k_norm = make_norm(dim, LayerNormSpec(eps=1e-6))
+        self.weights_proj = Linear(hidden_size, heads, bias=False)
+        self.requires_grad_(False)
+
+    def forward(
+        self, x: Tensor, q_latent: Tensor | None, keys: Tensor, sequences: Sequences
+    ) -> Tensor | None:
+        """Choose the keys of the tokens of this rank.
+
+        Args:
+            x: [t, H]; q_latent: [t, q_lora_rank].
+            keys: [t, head_dim], from `keys`.
+            sequences: the documents.
+
+        Returns:
+            Bits of the chosen keys, [t, words] int32 (`choose_keys`); None if all tokens attend to all keys.
+
+        Raises:
+            DataError: documents that continue others, with more than `top_k` tokens.
+        """
+        documents = sequences.documents
+        if documents.max_seqlen <= self.spec.top_k:
+            return None
+        if documents.tree is not None:
+            raise DataError(
+                f"layer {self.layer} attends to {self.spec.top_k} chosen keys, which documents of "
+                f"{documents.max_seqlen} tokens that continue others (parents) do not support: repeat the "
+                "shared tokens in every document"
+            )
+        with torch.no_grad():
+            q, weights = self._queries_and_weights(x, q_latent, sequences)
+            part, first = sequences.slice, 0
+            if part is not None:
+                keys, first = part.gathered(keys), sum(part.sizes[: part.rank])
+            return choose_keys(
+                q,
+                keys,
+                weights,
+                self.spec.top_k,
+                scale=self.scale,
+                longest=documents.max_seqlen,
+                bounds=documents.bounds(),
+                first_query=first,
+            )
+
+    def of_cached(
+        self, x: Tensor, q_latent: Tensor | None, keys: Tensor, mask: Tensor, sequences: Sequences
+    ) -> Tensor:
+        """Choose among cached keys [batch, extent, head_dim] for the new tokens. Returns a part of `mask`
+        [batch, new, extent].
+        """
+        if mask.shape[-1] <= self.spec.top_k:
+            return mask
+        with torch.no_grad():
+            q, weights = (
+                tensor.unflatten(0, mask.shape[:2])
+                for tensor in self._queries_and_weights(x, q_latent, sequences)
+            )
+            mask = mask.to(q.device)
+            scores = index_scores(q, keys.to(q.dtype), weights, self.scale)
+            return highest(scores.masked_fill(~mask, float("-inf")), self.spec.top_k) & mask
+
+    def keys(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """The tokens' keys, [t, head_dim]."""
+        with torch.no_grad():
+            return self._rotated(self.k_norm(self.wk(x))[:, None], sequences)[:, 0]
+
+    def _queries_and_weights(
+        self, x: Tensor, q_latent: Tensor | None, sequences: Sequences
+    ) -> tuple[Tensor, Tensor]:
+        """[t, heads, head_dim] and, in at least float32, [t, heads]."""
+        q = self._rotated(self.wq_b(q_latent).unflatten(-1, (self.spec.num_heads, -1)), sequences)
+        weights = self.weights_proj(x)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return q, weights * self.spec.num_heads**-0.5
+
+    def _rotated(self, heads: Tensor, sequences: Sequences) -> Tensor:
+        """[t, heads, head_dim] with the first dimensions rotated."""
+        if self.rope is None:
+            return heads
+        turned, rest = heads.split([self.rotated, heads.shape[-1] - self.rotated], dim=-1)
+        cos, sin = sequences.positions.rotary[self.rope]
+        turned = rotary(turned, turned[:, :1], cos, sin, self.spec.interleaved)[0]
+        return torch.cat([turned, rest], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"heads={self.spec.num_heads}, head_dim={self.spec.head_dim}, top_k={self.spec.top_k}"
