@@ -115,15 +115,17 @@ class TransformersCache(KVCache):
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store a layer's tensors for the new tokens, each [T, ...], and return those of all cached tokens,
-        each [batch, cached tokens, ...].
+        each [batch, cached tokens, ...]. A third tensor holds the keys of an indexer.
         """
+        keys_and_values, index = new[:2], new[2:]
         self._extent[layer] = self.cache.get_mask_sizes(self.shape[1], layer)
-        flat = [tensor.dim() == 2 for tensor in new]  # add a head axis
-        heads = [tensor[:, None] if alone else tensor for tensor, alone in zip(new, flat, strict=True)]
-        update: Any = self.cache.update
-        kept = update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
+        flat = [tensor.dim() == 2 for tensor in keys_and_values]  # add a head axis
+        heads = [x[:, None] if alone else x for x, alone in zip(keys_and_values, flat, strict=True)]
+        cache: Any = self.cache
+        kept = cache.update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
-        return tuple(x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True))
+        rows = [x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True)]
+        return (*rows, *(cache.update_indexer(self.documents.unpack(keys), layer) for keys in index))
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return the convolution's last inputs [batch, width - 1, channels], and the recurrent state if there
