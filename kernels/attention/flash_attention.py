@@ -123,8 +123,8 @@ def attention(
         out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen)
         return as_once_differentiable(out)
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
-    others = (sinks, slopes, of_queries, of_keys, chosen)
-    others = (None if x is None else x.contiguous() for x in others)
+    operands = (sinks, slopes, of_queries, of_keys, chosen)
+    others = (None if x is None else x.contiguous() for x in operands)
     return _Attention.apply(q, k, v, *others, ranges, scale, window, softcap)
 
 
@@ -348,7 +348,7 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 7
+        return dq, dk, dv, dsinks, *[None] * 8
 
 
 def has_tiles(q: Tensor, v: Tensor) -> bool:

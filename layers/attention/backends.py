@@ -52,7 +52,6 @@ from torch import Tensor
 
 from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
-from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.kernels.attention.flash_attention import (
     attention_plain,
     has_tiles,
@@ -60,6 +59,7 @@ from liger_models.kernels.attention.flash_attention import (
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.kernels.invariant.mode import is_batch_invariant, without_batch_invariance
 from liger_models.layers.attention.alone import attend_aligned, attend_alone, check_alone, one_document
+from liger_models.layers.attention.chosen_keys import attend_chosen
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
 from liger_models.layers.attention.varlen import varlen_attention
@@ -126,7 +126,7 @@ def _attend(
     chosen: Tensor | None = None,
 ) -> Tensor:
     if chosen is not None:
-        return _attend_chosen(q, k, v, spec, visibility, backend, chosen)
+        return attend_chosen(q, k, v, spec, visibility, backend, chosen)
     if is_batch_invariant():
         return _alone(q, k, v, spec, visibility, sinks)
     if visibility.padding is not None:
@@ -190,38 +190,6 @@ def _alone(
 
     with without_batch_invariance():
         return (attend_aligned if ours else attend_alone)(q, k, v, visibility.documents, attend)
-
-
-def _attend_chosen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    spec: AttentionSpec,
-    visibility: Visibility,
-    backend: AttentionBackend,
-    chosen: Tensor,
-) -> Tensor:
-    """Attention to the keys that an indexer has chosen."""
-    if is_batch_invariant():
-        raise ValueError(
-            "attention to chosen keys depends on the batch: leave batch_invariant, or use documents of at most "
-            "as many tokens as an indexer chooses"
-        )
-    if backend not in ("auto", "triton", "masked", "eager"):
-        raise ValueError(f"attention={backend!r} does not support chosen keys; use 'auto' or 'triton'")
-    if not spec.causal or not _is_unlimited(spec, visibility) or not _is_plain_softmax(spec):
-        raise ValueError("chosen keys need causal attention, without windows, spans, soft cap or sinks")
-    bounds, chosen = visibility.documents.bounds(), chosen.to(q.device)
-    if backend == "auto":
-        ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM_OF_CHOSEN
-        backend = "triton" if ours else "masked"
-    if backend == "triton":
-        return attention(q, k, v, scale=spec.scale, bounds=bounds, chosen=chosen)
-    if backend == "eager":
-        return attention_plain(q, k, v, spec.scale, bounds, chosen=chosen)
-    mask = visible(spec, visibility) & chosen_mask(chosen, bounds, len(q))
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 
 def attend_by_groups(
@@ -339,10 +307,6 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibilit
 
 def _is_plain_softmax(spec: AttentionSpec) -> bool:
     return spec.softcap is None and not spec.sinks and spec.slopes is None
-
-
-def _is_unlimited(spec: AttentionSpec, visibility: Visibility) -> bool:
-    return spec.window is None and spec.chunk is None and not _by_ranges(spec, visibility)
 
 
 def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:

@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
             return chosen.to(mask.device)
         if self.spec.indexer is None:
             return mask
-        chosen = self.indexer.of_cached(x, q_latent, *keys, mask, sequences)
+        chosen = self.indexer.of_cached(x, q_latent, keys[0], mask, sequences)
         if self.shares_keys:
             sequences.notes.chosen_keys[self.layer] = chosen
         return chosen

@@ -241,7 +241,7 @@ def test_an_unknown_backend_is_refused(make_model):
 def test_backends_without_soft_cap_and_sinks_refuse_them(extras, backend):
     spec, sequences = heads(1, None, *extras), sequences_of("rows")
     _, qkv = random_qkv(sequences.documents.num_tokens, spec)
-    with pytest.raises(ValueError, match=rf"'{backend}' supports neither soft cap nor sinks"):
+    with pytest.raises(ValueError, match=rf"'{backend}' supports neither soft cap, sinks nor slopes"):
         attend(*qkv, spec, sequences, backend, random_sinks(spec))
 
 
