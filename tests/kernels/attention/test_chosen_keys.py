@@ -80,9 +80,9 @@ def test_short_documents_have_all_bits_set(interpreted):
 @pytest.mark.parametrize("cu_seqlens", [(0, 3, 3, 4, 24), (0, 20)], ids=["packed", "one document"])
 def test_attention_to_chosen_keys(cu_seqlens, interpreted, monkeypatch):
     """Small tiles, so that few tokens fill several: whole ones, and those at both ends of a document."""
-    tiles = flash_attention._Tiles(16, 32, 4, 1)
+    tiles = flash_attention.Tiles(16, 32, 4, 1)
     monkeypatch.setattr(
-        flash_attention, "_configuration", lambda q, v: flash_attention._Configuration(*[tiles] * 3)
+        flash_attention, "_configuration", lambda q, v: flash_attention.Configuration(*[tiles] * 3)
     )
     tokens, bounds = cu_seqlens[-1], documents(cu_seqlens) if len(cu_seqlens) > 2 else None
     chosen = choose_keys(*operands(tokens), TOP_K, scale=0.4, longest=40, bounds=bounds)
