@@ -120,7 +120,7 @@ def attention(
         _say_no_tiles(gpu_of(q).arch)
         runs = False
     if not runs:
-        out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen)
+        out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen=chosen)
         return as_once_differentiable(out)
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     operands = (sinks, slopes, of_queries, of_keys, chosen)
