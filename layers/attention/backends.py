@@ -94,8 +94,7 @@ def attend(
             heads are exchanged: layers/sequences/sequence_parallel.py.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
-        chosen: [T, words] int32, the keys that each token of this rank attends to, from
-            `kernels.choose_keys`; None: all.
+        chosen: [T, words], the keys that this rank's tokens attend to (`kernels.choose_keys`); None: all.
 
     Returns:
         [T, num_attention_heads, the size of v's heads].
@@ -109,8 +108,8 @@ def attend(
     if sequences.slice is not None:
         own, own_sinks = sequences.slice.own_heads(spec, sinks)
         q, k, v = sequences.slice.to_heads(q, k, v)
-        chosen = None if chosen is None else sequences.slice.gathered(chosen)
-        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, chosen)
+        bits = None if chosen is None else sequences.slice.gathered(chosen)
+        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, bits)
         return sequences.slice.to_tokens(out)
     return _attend(q, k, v, spec, sequences.visibility, backend, sinks, chosen)
 
@@ -387,12 +386,10 @@ def _one_by_one(
     backend: AttentionBackend,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One product for each document, so the work is the sum of their squared lengths, not the square of the
-    sum.
-    """
+    """One product for each document: the work is the sum of their squared lengths."""
     assert visibility.documents.cu_seqlens is not None
     lengths = visibility.documents.cu_seqlens.diff().tolist()
-    documents = zip(lengths, q.split(lengths), k.split(lengths), v.split(lengths), strict=True)
+    documents = zip(lengths, *(x.split(lengths) for x in (q, k, v)), strict=True)
     return torch.cat(
         [
             _attend(q, k, v, spec, one_document(length, q.device), backend, sinks)

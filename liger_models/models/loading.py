@@ -14,16 +14,16 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from liger_models.architectures import Architecture, find_architecture, with_mtp
+from liger_models.architectures import Architecture, with_mtp
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.model_config import ModelConfig
-from liger_models.convert.errors import ConfigError, UnsupportedModelError
-from liger_models.convert.quantised.reader import ModelReader
+from liger_models.convert.errors import ConfigError
 from liger_models.convert.quantised.recognition import dense_config
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.float8 import Float8Recipe
+from liger_models.models import matching
 from liger_models.models.base_model import LigerBaseModel, as_base, is_base, leave_out_heads
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
 from liger_models.models.classifier import (
@@ -35,7 +35,7 @@ from liger_models.models.classifier import (
 )
 from liger_models.models.devices import device_for, parse_device
 from liger_models.models.float8 import load_in_float8
-from liger_models.models.matching import copies_in_modules, exact_dtypes, find_layout, has_own_head
+from liger_models.models.matching import copies_in_modules, dtypes_of_files, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
 from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
 from liger_models.models.text_part import select_text, text_config_of, warn_of
@@ -191,7 +191,7 @@ def from_hub(
             choice = _with_new_rows(choice, new_tokens, reader)
         model = _skeleton(choice, options)
         source = find_layout(model, reader, choice.fresh)
-        dtypes = _dtype_of_files(model, reader, choice.fresh)
+        dtypes = dtypes_of_files(model, reader.dtypes, reader.decoded_dtype, choice.fresh)
         if keep_quantised:
             check_can_keep(folder, reader, options.projections, adapter)
             _lay_out(model, replace(options, device="meta", shard=None), dtypes)
@@ -309,7 +309,7 @@ class _Choice(NamedTuple):
 def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | None = None) -> _Choice:
     """The architecture of a config, and of a checkpoint the tensors to read."""
     read = text_config_of(config) if options.text_only else config
-    architecture, labels = _architecture(read), options.labels or labels_of(read.raw)
+    architecture, labels = matching.architecture_of(read), options.labels or labels_of(read.raw)
     left_out, fresh, untied, beheaded = None, False, False, False
     kind: type[LigerCausalLM] = LigerCausalLM
     if reader is not None and read is not config:
@@ -358,18 +358,6 @@ def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) ->
     return choice
 
 
-def _dtype_of_files(
-    model: LigerCausalLM, reader: ModelReader, fresh: tuple[str, ...]
-) -> dict[str, torch.dtype]:
-    """The dtype of each tensor that rounds nothing but quantised weights. Fresh parameters have the dtype of
-    the embedding.
-    """
-    stored = reader.dtypes
-    for name in fresh:
-        stored[model.layout.name(name)] = stored[model.layout.name("embed_tokens.weight")]
-    return exact_dtypes(model, stored, reader.decoded_dtype)
-
-
 def _lay_out(model: LigerCausalLM, options: LoadOptions, auto: str | dict[str, torch.dtype]) -> None:
     """Give the model dtypes, divide it over processes, and allocate its memory. `auto`: the dtype "auto"."""
     dtype = auto if options.dtype == "auto" else options.dtype
@@ -386,13 +374,6 @@ def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str,
     for name in fresh:
         del tensors[name], weight_map[name]
     load_parameters(tensors, weight_map, reader, progress=True)
-
-
-def _architecture(config: HFConfig) -> Architecture:
-    try:
-        return find_architecture(config.model_type)
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{config.name}: {error}") from error
 
 
 def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:

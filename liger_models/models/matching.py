@@ -8,13 +8,27 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from liger_models.architectures import Architecture
+from liger_models.architectures import Architecture, find_architecture
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import WEIGHT_DTYPES, CheckpointReader
 from liger_models.convert.checkpoints.source_layout import SourceLayout, match_layout, repeats
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import UnsupportedModelError
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
+
+
+def architecture_of(config: HFConfig) -> Architecture:
+    """The architecture of a config's `model_type`.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    try:
+        return find_architecture(config.model_type)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{config.name}: {error}") from error
 
 
 def find_layout(
@@ -70,6 +84,17 @@ def has_own_head(architecture: Architecture, reader: CheckpointReader) -> bool:
     pairs = map(_head_and_embedding, architecture.layouts)
     there = {head: embedding for head, embedding in pairs if {head, embedding} <= reader.tensors.keys()}
     return any(not repeats(reader, head, embedding) for head, embedding in there.items())
+
+
+def dtypes_of_files(
+    model: LigerCausalLM,
+    stored: dict[str, torch.dtype],
+    of_decoded: torch.dtype | None,
+    fresh: tuple[str, ...],
+) -> dict[str, torch.dtype]:
+    """`exact_dtypes` of a checkpoint without the `fresh` parameters, which get the embedding's dtype."""
+    of_fresh = {model.layout.name(name): stored[model.layout.name("embed_tokens.weight")] for name in fresh}
+    return exact_dtypes(model, stored | of_fresh, of_decoded)
 
 
 def exact_dtypes(

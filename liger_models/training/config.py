@@ -379,8 +379,7 @@ class TrainConfig:
 
     def changed(self, **changes: Any) -> TrainConfig:
         """A copy with other settings, and with their defaults where this one has defaults."""
-        unset: dict[str, Any] = dict.fromkeys(self.defaulted)
-        return replace(self, **unset | changes)
+        return replace(self, **{**dict.fromkeys(self.defaulted), **changes})
 
     @property
     def sharding(self) -> str:

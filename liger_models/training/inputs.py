@@ -373,8 +373,7 @@ def _fresh(config: TrainConfig, tokenizer: TextTokenizer) -> dict[str, Any]:
 def load_second_model(
     config: TrainConfig, world: World, tokenizer: TextTokenizer, name: str
 ) -> LigerCausalLM:
-    """Load another model in addition to the trained one, such as a teacher, with the same dtype and sharding
-    and without gradients.
+    """Load another model, such as a teacher, with the trained one's dtype and sharding, without gradients.
 
     Raises:
         ConfigError: its tokenizer is missing or has another vocabulary.
@@ -387,8 +386,7 @@ def load_second_model(
             f"{config.model}; put the tokenizer's files next to its weights"
         )
     theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
-    if theirs != ours:
-        differ = sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token))
+    if differ := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
         raise ConfigError(
             f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
             f"tokens differ, {differ[0]!r} among them; choose a model with the same vocabulary"

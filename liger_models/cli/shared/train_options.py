@@ -306,8 +306,7 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
         "--optimizer-memory",
         choices=("device", "host"),
         default="device",
-        help="where AdamW's state is kept; host: each step streams it through the GPU, with the same "
-        "results (default: %(default)s)",
+        help="where AdamW's state is kept; host: each step streams it through the GPU (default: %(default)s)",
     )
     add(
         "--weights-memory",
@@ -332,8 +331,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     add(
         "--quantize",
         choices=("nf4", "int8"),
-        help="quantise the linear layers below the adapters to 4 bits (QLoRA) or 8 (needs the extra "
-        "quantize)",
+        help="quantise the linear layers below the adapters (QLoRA; needs the extra quantize)",
     )
     add(
         "--keep-quantised",
@@ -370,37 +368,33 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     add(
         "--shard",
         choices=("full", "hybrid", "none"),
-        help="how torchrun's processes share the model: each holds a part of it (FSDP2), each node holds all "
-        "of it, or each process does (DDP); a resumed run may choose another (default: full; with --lora "
-        "none; adapters are whole in each process)",
+        help="how torchrun's processes share the model: each holds a part (FSDP2), each node all of it, or "
+        "each process (DDP); a resumed run may choose another (default: full; with --lora none)",
     )
     add(
         "--sequence-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="this many processes share each row and exchange heads for attention, for rows that are too "
-        "long for one (default: %(default)s)",
+        help="processes that share each row, for rows that are too long for one (default: %(default)s)",
     )
     add(
         "--expert-parallel",
         type=int,
         default=1,
         metavar="N",
-        help="this many processes share the experts of each layer, and tokens are sent to them (default: "
-        "%(default)s)",
+        help="processes that share the experts of each layer (default: %(default)s)",
     )
     add(
         "--hang-timeout",
         type=float,
         default=600.0,
         metavar="SECONDS",
-        help="if a process makes no progress for this long, all processes exit and name it "
-        "(default: %(default)g)",
+        help="all processes exit if one makes no progress for this long (default: %(default)g)",
     )
     add(
         "--float8",
         choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
-        help="run linear layers in float8, with weights in --dtype, on GPUs that can (docs/float8.md)",
+        help="run linear layers in float8, with weights in --dtype (docs/float8.md)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")
