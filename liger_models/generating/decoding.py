@@ -111,10 +111,8 @@ def can_be_recorded(model: CausalLM) -> bool:
     """Whether a step only launches kernels on one GPU: no foreign hooks, which may move weights or
     synchronise, no weight subclasses other than torch's own, and no casts cached by autocast.
     """
-    device = model.device
-    if device.type != "cuda" or torch.is_autocast_enabled("cuda"):
+    devices = {p.device for p in model.parameters()}
+    if len(devices) > 1 or devices.pop().type != "cuda" or torch.is_autocast_enabled("cuda"):
         return False
-    own = all(
-        p.device == device and p.is_floating_point() and type(p.data) is Tensor for p in model.parameters()
-    )
+    own = all(p.is_floating_point() and type(p.data) is Tensor for p in model.parameters())
     return own and not any(has_hooks(module) for module in model.modules())
