@@ -17,13 +17,18 @@ from liger_models.kernels import (
     AdamWSettings,
     AdamWTensors,
     adamw,
+    attention,
     channel_delta_rule,
+    choose_keys,
     decode_codes,
+    document_bounds,
     gated_delta_rule,
     quantize,
     ssd,
     sum_of_squares,
 )
+from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
+from liger_models.kernels.float8.quantize import turned
 from liger_models.kernels.recurrent import _chunk_table
 
 # Rows that do not fill a tile, with a width that no block size divides.
@@ -43,6 +48,8 @@ def run_everything(device: str) -> None:
         pass_a_state(device, 12, 20)
     take_a_step(device)
     quantize(torch.randn(SHAPE, device=device), by_columns=True)
+    keep_eight_bits(device)
+    attend_to_chosen_keys(device)
     decode_bits(device)
 
 
@@ -66,6 +73,24 @@ def decode_bits(device: str) -> None:
     codes = torch.randint(0, 256, (3, 13, 17), dtype=torch.uint8, device=device)
     scale, table = torch.rand(3, 13, 3, device=device), torch.randn(1, 16, device=device)
     decode_codes(codes, scale, (13, 33), (1, 16), "low half first", torch.bfloat16, table=table)
+
+
+def keep_eight_bits(device: str) -> None:
+    """Run the gated product that keeps 8 bits, and turn copies by rows, at widths that fill no tile."""
+    gate_up = torch.randn(5, 2 * 80, device=device, dtype=torch.bfloat16).requires_grad_()
+    product, codes, scales = gated_eight_bits(gate_up, "silu", float8=True, float8_gradient=True)
+    product.backward(torch.randn_like(product))
+    gated_from_eight_bits(codes, scales, "silu", torch.bfloat16, float8=True)
+    turned(quantize(torch.randn(21, 48, device=device, dtype=torch.bfloat16))[0])
+
+
+def attend_to_chosen_keys(device: str) -> None:
+    """Choose keys and attend to them, in documents that fill no tile and no word."""
+    bounds = document_bounds(torch.tensor([0, 1, 67], device=device), 67)
+    q, k, v = (torch.randn(67, 2, size, device=device).requires_grad_() for size in (12, 12, 20))
+    weights = torch.randn(67, 2, device=device)
+    chosen = choose_keys(q, k[:, 0], weights, 5, scale=1.0, longest=66, bounds=bounds)
+    attention(q, k, v, bounds=bounds, chosen=chosen).sum().backward()
 
 
 def take_a_step(device: str) -> None:
