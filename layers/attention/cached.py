@@ -33,7 +33,7 @@ def attend_cached(
     """
     q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
     keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask[:, None].to(q.device)
-    if spec.softcap is None and not spec.sinks:
+    if spec.softcap is None and not spec.sinks and spec.slopes is None:
         out = grouped_attention(q, keys, values, spec, mask)
     else:
         groups = (spec.num_key_value_heads, -1)
