@@ -147,9 +147,12 @@ def test_without_positions_nothing_is_rotated():
 def test_values_are_not_padded_for_the_product(monkeypatch):
     seen = []
     attend = latent_attention.attend
-    monkeypatch.setattr(
-        latent_attention, "attend", lambda q, k, v, *rest: seen.append((q, k, v)) or attend(q, k, v, *rest)
-    )
+
+    def noting(*operands, **options):
+        seen.append(operands[:3])
+        return attend(*operands, **options)
+
+    monkeypatch.setattr(latent_attention, "attend", noting)
     layer_of(SPEC)(torch.randn(4, HIDDEN, dtype=torch.float64), sequences_of(SPEC, (1, 4)))
     ((q, k, v),) = seen
     assert [x.shape for x in (q, k, v)] == [(4, 3, 16), (4, 3, 16), (4, 3, 7)]
