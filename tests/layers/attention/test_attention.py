@@ -289,9 +289,15 @@ def choice(spec, dtype, form, value_dim=None):
     return backends._choose(*qkv, spec, sequences_of(form).visibility)
 
 
+def fits(q, v):
+    """`has_tiles` of a data centre's GPU."""
+    return max(q.shape[-1], v.shape[-1]) <= 512
+
+
 @pytest.mark.parametrize(("form", "asked", "dtype", "backend"), CHOICES)
 def test_auto_chooses_by_the_request(form, asked, dtype, backend, monkeypatch):
     monkeypatch.setattr(backends, "use_triton", lambda q: q.dtype != F64)
+    monkeypatch.setattr(backends, "has_tiles", fits)
     monkeypatch.setattr(backends, "has_matrix_units", lambda index: True)
     monkeypatch.setattr(backends, "_cudnn_takes", lambda *_: False)
     assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
@@ -300,6 +306,7 @@ def test_auto_chooses_by_the_request(form, asked, dtype, backend, monkeypatch):
 @pytest.mark.parametrize("cudnn", [False, True])
 def test_values_of_another_size_go_to_cudnn_if_it_supports_them(cudnn, monkeypatch):
     monkeypatch.setattr(backends, "use_triton", lambda q: True)
+    monkeypatch.setattr(backends, "has_tiles", fits)
     monkeypatch.setattr(backends, "_cudnn_takes", lambda *_: cudnn)
     spec = dataclasses.replace(heads(1, None), head_dim=192)
     assert choice(spec, BF16, "rows", 128) == ("sdpa" if cudnn else "triton")

@@ -289,11 +289,6 @@ def test_one_process_resumes_from_a_checkpoint_of_two(runs, settings_for, tmp_pa
     assert_equal_up_to_order(folder / "two", tmp_path / "run", again)
 
 
-def test_adapters_are_not_sharded(settings_for, tmp_path):
-    with pytest.raises(ConfigError, match="choose shard 'none', or omit it"):
-        settings_for(tmp_path, lora="", shard="full")
-
-
 @pytest.mark.gpu
 def test_two_gpus_in_bfloat16_resume_with_the_same_bits_and_one_gpu_resumes_from_both(
     settings_for, tmp_path, monkeypatch, tiny_shape, tokenizer_folder
