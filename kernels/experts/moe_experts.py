@@ -395,7 +395,8 @@ class _Last(torch.autograd.Function):
     ):
         _, last = _paths(plan.scales, ab)
         _, make = plan.stored.given(gate_up, down)
-        ctx.plan, ctx.kept = plan, kept
+        # Without the order's tensors, which are among the saved ones and are freed with them.
+        ctx.plan, ctx.sizes, ctx.kept = plan._replace(order=None), plan.order[_TENSORS:], kept
         return _summed(product, last_t, weights, make, down_bias, plan.order, plan.inputs, last)
 
     @staticmethod
@@ -404,7 +405,7 @@ class _Last(torch.autograd.Function):
         plan = ctx.plan
         x, weights, experts, gate_up, down, down_bias, h, *rest = ctx.kept.saved_tensors
         ts, ab = rest[:2], rest[2 + _TENSORS :]
-        order = ExpertOrder(*rest[2 : 2 + _TENSORS], *plan.order[_TENSORS:])
+        order = ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes)
         first, last = plan.stored.given(gate_up, down)
         low: list[_LowRank] = []
         needed = ctx.needs_input_grad[4:]

@@ -215,6 +215,14 @@ def attention() -> None:
     for dim, dtype, options in [*cases, (128, BF16, sloped), (96, torch.float32, sloped)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))
 
+    bounds = kernels.document_bounds(everything["cu_seqlens"], 16)
+    for dim, dtype in ((128, BF16), (64, torch.float32)):
+        indexer = operand(16, 4, dim, dtype=dtype), operand(16, dim, dtype=dtype), torch.ones(16, 4)
+        for longest in (16, 40_000):  # scores in registers, and by blocks
+            kernels.choose_keys(*indexer, 4, scale=1.0, longest=longest, bounds=bounds)
+    chosen = kernels.choose_keys(*indexer, 4, scale=1.0, longest=16)
+    backward(kernels.attention(*(operand(16, heads, 64) for heads in (4, 2, 2)), chosen=chosen))
+
 
 def optimizer() -> None:
     residues = {"compensated": torch.zeros(64, dtype=BF16), "master": torch.zeros(64, dtype=torch.int16)}

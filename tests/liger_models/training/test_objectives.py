@@ -229,7 +229,7 @@ def test_adapters_are_disabled_for_the_reference(configured, run, tmp_path, cach
     done = run(configured("dpo", **options))
     margins = [r["margin"] for r in done.records]
     assert margins[0] == pytest.approx(0, abs=1e-5)
-    assert margins[-1] > 0.01
+    assert margins[-1] > 1e-3  # 0 if the reference had the adapters, too
     (tmp_path / "lora" / "checkpoint-4").rename(tmp_path / "aside")
     for file in cache.glob("reference-*"):
         file.unlink()
