@@ -15,7 +15,9 @@ from liger_models.kernels.attention.visible_keys import (
     key_ranges,
     tree_ranges,
 )
-from liger_models.kernels.experts.moe_experts import ExpertPath, StoredMatrices, moe_experts
+from liger_models.kernels.experts._expert_operands import StoredMatrices
+from liger_models.kernels.experts._expert_paths import ExpertPath
+from liger_models.kernels.experts.moe_experts import moe_experts
 from liger_models.kernels.experts.moe_routing import route
 from liger_models.kernels.experts.router_losses import load_balancing_loss, router_z_loss
 from liger_models.kernels.float8.product import float8_product, has_float8_products

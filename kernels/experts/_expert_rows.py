@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, on_device_of, tl
-from liger_models.kernels.activations.gated import Activation, activation_constants, gated_factors, has_gate
+from liger_models.kernels.activations.gated import (
+    Activation,
+    ClampedSwiGLU,
+    activation_constants,
+    clamped_swiglu,
+    gated_factors,
+    geglu,
+    has_gate,
+    relu2,
+    swiglu,
+)
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -57,6 +67,17 @@ def weighted_activation(h: Tensor, weights: Tensor, order: ExpertOrder, activati
     )
     assert a is not None
     return a
+
+
+def activated(h: Tensor, activation: Activation) -> Tensor:
+    """Return a [R, I] of h [R, 2 I], or [R, I] without gates."""
+    if isinstance(activation, ClampedSwiGLU):
+        return clamped_swiglu(h, None, activation.alpha, activation.limit)
+    if activation == "relu2":
+        return relu2(h)
+    if activation == "silu":
+        return swiglu(h)
+    return geglu(h, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def weigh_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:

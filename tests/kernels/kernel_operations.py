@@ -4,27 +4,17 @@ test_contract.py and test_contract_on_a_gpu.py test the contract that they have 
 runs them under a memory checker. A new operation adds one entry.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from eager_operations import (
-    eager_attention,
     eager_capped_cross_entropy,
-    eager_clamped_experts,
     eager_clamped_swiglu,
     eager_cross_entropy,
-    eager_experts,
-    eager_experts_of_weighted,
     eager_gated_norm,
     eager_gated_short_conv,
     eager_jsd,
     eager_kl,
-    eager_log_probs,
-    eager_plain_experts,
     eager_rms_norm,
-    eager_route,
     eager_selective_scan,
     eager_short_conv,
     eager_split,
@@ -32,22 +22,17 @@ from eager_operations import (
     eager_split_norm_last,
     eager_turn,
     eager_xielu,
-    experts_of,
     halves,
     labels_of,
     log_probs_of,
-    logits_of,
     wide,
 )
-from moe_problem import folded
-from torch import Tensor
+from operation_runs import Operation, documents_of
+from product_operations import WITH_PRODUCTS
 
 from liger_models.kernels import (
-    ClampedSwiGLU,
-    ExpertPath,
     add_layer_norm,
     add_rms_norm,
-    attention,
     clamped_swiglu,
     cross_entropy,
     document_bounds,
@@ -57,17 +42,10 @@ from liger_models.kernels import (
     generalized_jsd,
     kl_div,
     layer_norm,
-    linear_cosine_distillation,
-    linear_cross_entropy,
-    linear_jsd,
-    linear_kl,
-    linear_log_probs,
     log_probs,
-    moe_experts,
     relu2,
     rms_norm,
     rotary,
-    route,
     selective_scan,
     short_conv,
     softmax,
@@ -77,15 +55,6 @@ from liger_models.kernels import (
     total_variation,
     xielu,
 )
-
-
-@dataclass
-class Operation:
-    run: Callable  # on the tensors of `shapes`; returns a tensor or a tuple of tensors
-    eager: Callable  # the same in plain PyTorch, as a model that uses no kernels computes it in its own dtype
-    shapes: Callable[[int, int], list[tuple[int, ...]]]  # operands' shapes, given rows and width
-    tables: int = 0  # number of operands at the end that are constants: rotary tables, or a teacher
-    widest: int = 2**31  # largest supported width, such as 256 for a head
 
 
 def beta_and_eps(x):
@@ -319,189 +288,7 @@ LOSSES = {
 }
 
 
-def documents_of(x):
-    """Boundaries of documents of four tokens; the last may be shorter."""
-    return torch.arange(0, len(x) + 5, 4, device=x.device).clamp(max=len(x))
-
-
-def coefficients_of(x):
-    """Coefficients [T] of both signs, each computed from its own row of x [T, ...]."""
-    last = wide(x.detach()[:, -1])
-    return torch.full_like(last, 1.75).masked_fill(last > 0, -0.5)
-
-
-VOCAB, EXPERTS, INTERMEDIATE = 37, 5, 6
-
-
-def linear_shapes(rows, width):
-    return [(rows, width), (VOCAB, width)]
-
-
-def teacher_shapes(rows, width):  # the teacher's layer is narrower
-    return [*linear_shapes(rows, width), (rows, max(1, width // 2)), (VOCAB, max(1, width // 2))]
-
-
-def distilled(divergence):
-    return lambda x, w, *teacher: divergence(x, w, *(t.to(x.dtype) for t in teacher), reduction="none")
-
-
-def eager_distilled(divergence):
-    return lambda x, w, *teacher: divergence(logits_of(x, w), logits_of(*(t.to(x.dtype) for t in teacher)))
-
-
-WITH_PRODUCTS = {
-    "linear_cross_entropy": Operation(
-        lambda x, w: linear_cross_entropy(x, w, labels_of(x, VOCAB), reduction="none"),
-        lambda x, w: F.cross_entropy(logits_of(x, w), labels_of(x, VOCAB), reduction="none"),
-        linear_shapes,
-    ),
-    "linear_cross_entropy_summed": Operation(
-        lambda x, w: linear_cross_entropy(x, w, labels_of(x, VOCAB), reduction="sum"),
-        lambda x, w: F.cross_entropy(logits_of(x, w), labels_of(x, VOCAB), reduction="sum"),
-        linear_shapes,
-    ),
-    "linear_log_probs": Operation(
-        lambda x, w: linear_log_probs(x, w, labels_of(x, VOCAB), entropy=True)[:2],
-        eager_log_probs,
-        linear_shapes,
-    ),
-    "linear_log_probs_weighted": Operation(
-        lambda x, w: (
-            linear_log_probs(x, w, labels_of(x, VOCAB), coefficients=coefficients_of(x)).weighted_sum
-        ),
-        lambda x, w: (coefficients_of(x) * eager_log_probs(x, w)[0]).sum(),
-        linear_shapes,
-    ),
-    "linear_kl": Operation(distilled(linear_kl), eager_distilled(eager_kl), teacher_shapes, tables=2),
-    "linear_jsd": Operation(
-        distilled(linear_jsd),
-        eager_distilled(lambda student, teacher: eager_jsd(student, teacher, 0.5)),
-        teacher_shapes,
-        tables=2,
-    ),
-    "linear_cosine_distillation": Operation(
-        distilled(linear_cosine_distillation),
-        eager_distilled(lambda student, teacher: 1 - F.cosine_similarity(student, teacher)),
-        teacher_shapes,
-        tables=2,
-    ),
-    "moe_experts": Operation(
-        lambda x, weights, *experts: moe_experts(x, weights, experts_of(weights, EXPERTS), *experts),
-        eager_experts,
-        lambda rows, width: [
-            (rows, width),
-            (rows, 2),
-            (EXPERTS, 2 * INTERMEDIATE, width),
-            (EXPERTS, width, INTERMEDIATE),
-        ],
-    ),
-    "moe_experts_of_weighted": Operation(
-        lambda x, weights, *experts: moe_experts(
-            x, weights, experts_of(weights, EXPERTS), *experts, weighted="inputs"
-        ),
-        eager_experts_of_weighted,
-        lambda rows, width: [
-            (rows, width),
-            (rows, 2),
-            (EXPERTS, 2 * INTERMEDIATE, width),
-            (EXPERTS, width, INTERMEDIATE),
-        ],
-    ),
-    "moe_experts_with_paths": Operation(
-        lambda x, weights, gate_up, down, *ab: moe_experts(
-            *(x, weights, experts_of(weights, EXPERTS), gate_up, down),
-            gate_up_paths=[ExpertPath(*ab[:2], 2.0)],
-            down_paths=[ExpertPath(*ab[2:], 0.5)],
-        ),
-        lambda x, weights, gate_up, down, *ab: eager_experts(
-            x, weights, folded(gate_up, [(*ab[:2], 2.0)]), folded(down, [(*ab[2:], 0.5)])
-        ),
-        lambda rows, width: [
-            (rows, width),
-            (rows, 2),
-            (EXPERTS, 2 * INTERMEDIATE, width),
-            (EXPERTS, width, INTERMEDIATE),
-            (3 * EXPERTS, width),
-            (2 * INTERMEDIATE, 3 * EXPERTS),
-            (5 * EXPERTS, INTERMEDIATE),
-            (width, 5 * EXPERTS),
-        ],
-    ),
-    "moe_experts_without_gates": Operation(
-        lambda x, weights, *experts: moe_experts(x, weights, experts_of(weights, EXPERTS), *experts, "relu2"),
-        eager_plain_experts,
-        lambda rows, width: [
-            (rows, width),
-            (rows, 2),
-            (EXPERTS, INTERMEDIATE, width),
-            (EXPERTS, width, INTERMEDIATE),
-        ],
-    ),
-    "moe_experts_biased": Operation(
-        lambda x, weights, gate_up, down, *biases: moe_experts(
-            x, weights, experts_of(weights, EXPERTS), gate_up, down, ClampedSwiGLU(1.3, 0.8), *biases
-        ),
-        lambda *operands: eager_clamped_experts(*operands, 1.3, 0.8),
-        lambda rows, width: [
-            (rows, width),
-            (rows, 2),
-            (EXPERTS, 2 * INTERMEDIATE, width),
-            (EXPERTS, width, INTERMEDIATE),
-            (EXPERTS, 2 * INTERMEDIATE),
-            (EXPERTS, width),
-        ],
-    ),
-    "attention": Operation(
-        lambda q, k, v, sinks: attention(
-            q, k, v, cu_seqlens=documents_of(q), window=3, softcap=2.0, sinks=sinks
-        ),
-        eager_attention,
-        lambda rows, width: [(rows, 4, width), (rows, 2, width), (rows, 2, width), (4,)],
-        widest=256,
-    ),
-    "attention_narrow_values": Operation(
-        lambda q, k, v, sinks: attention(
-            q, k, v, cu_seqlens=documents_of(q), window=3, softcap=2.0, sinks=sinks
-        ),
-        eager_attention,
-        lambda rows, width: [(rows, 4, width), (rows, 2, width), (rows, 2, (width + 1) // 2), (4,)],
-        widest=512,
-    ),
-    "route": Operation(
-        lambda x: route(x, min(2, x.shape[1]))[0], eager_route, lambda rows, width: [(rows, width)]
-    ),
-}
-
 EVERYTHING = OPERATIONS | LOSSES | WITH_PRODUCTS
-
-
-def make_inputs(op: Operation, rows: int, width: int, dtype=torch.float32, device="cpu") -> list[Tensor]:
-    shapes = op.shapes(rows, width)
-    operands = len(shapes) - op.tables
-    inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes[:operands]]
-    return inputs + [torch.randn(shape, device=device) for shape in shapes[operands:]]
-
-
-def outputs_of(function, inputs) -> tuple[Tensor, ...]:
-    outputs = function(*inputs)
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-
-
-def run_with_gradients(function, inputs, gradients=None, **options):
-    """Outputs, the gradients of all operands that require one, and the upstream gradients."""
-    outputs = outputs_of(function, inputs)
-    if gradients is None:
-        gradients = [torch.randn_like(output) for output in outputs]
-    needed = [x for x in inputs if x.requires_grad]
-    return outputs, torch.autograd.grad(outputs, needed, gradients, **options), gradients
-
-
-def in_float64(tensors) -> list[Tensor]:
-    return [x.detach().double().requires_grad_(x.requires_grad) for x in tensors]
-
-
-def copies(tensors) -> list[Tensor]:
-    return [x.detach().clone() for x in tensors]
 
 
 def assert_same(op, results, again) -> None:
@@ -518,22 +305,3 @@ def assert_same(op, results, again) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=roundings * torch.finfo(a.dtype).eps * largest)
         else:
             assert torch.equal(a, b)
-
-
-def transposed(x):
-    if x.dim() == 0:
-        return x.detach().clone()
-    return x.detach().mT.contiguous().mT if x.dim() > 1 else torch.stack([x.detach(), x.detach()], -1)[:, 0]
-
-
-def cut_from_wider(x):
-    if x.dim() == 0:
-        return x.detach().clone()
-    return torch.cat([x.detach(), torch.randn_like(x)], -1)[..., : x.shape[-1]]
-
-
-def shifted(x):  # memory that is not aligned to 16 bytes
-    return torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape)
-
-
-LAYOUTS = (transposed, cut_from_wider, shifted)

@@ -11,7 +11,8 @@ import sys
 from unittest import mock
 
 import torch
-from kernel_operations import EVERYTHING, make_inputs, run_with_gradients
+from kernel_operations import EVERYTHING
+from operation_runs import make_inputs, run_with_gradients
 
 from liger_models.kernels import (
     AdamWSettings,

@@ -4,19 +4,9 @@ import functools
 
 import pytest
 import torch
-from kernel_operations import (
-    EVERYTHING,
-    LAYOUTS,
-    LOSSES,
-    OPERATIONS,
-    WITH_PRODUCTS,
-    assert_same,
-    copies,
-    in_float64,
-    make_inputs,
-    outputs_of,
-    run_with_gradients,
-)
+from kernel_operations import EVERYTHING, LOSSES, OPERATIONS, assert_same
+from operation_runs import LAYOUTS, copies, in_float64, make_inputs, outputs_of, run_with_gradients
+from product_operations import WITH_PRODUCTS
 from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels import _dispatch

@@ -4,16 +4,8 @@ import math
 
 import pytest
 import torch
-from kernel_operations import (
-    EVERYTHING,
-    LOSSES,
-    OPERATIONS,
-    assert_same,
-    in_float64,
-    make_inputs,
-    outputs_of,
-    run_with_gradients,
-)
+from kernel_operations import EVERYTHING, LOSSES, OPERATIONS, assert_same
+from operation_runs import in_float64, make_inputs, outputs_of, run_with_gradients
 
 from liger_models.kernels import (
     add_rms_norm,

@@ -6,10 +6,11 @@ zero, so that NaN reaches the result. To detect this on every machine, the gaps 
 directly.
 """
 
-import kernel_operations
+import product_operations
 import pytest
 import torch
-from kernel_operations import EVERYTHING, LOSSES, WITH_PRODUCTS, copies, make_inputs, run_with_gradients
+from kernel_operations import EVERYTHING, LOSSES, WITH_PRODUCTS
+from operation_runs import copies, make_inputs, run_with_gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LINEAR = {name: op for name, op in WITH_PRODUCTS.items() if name.startswith("linear")}
@@ -84,7 +85,7 @@ def test_no_loss_reads_unwritten_memory_at_a_vocabulary_that_fills_no_tile(op, v
 
 
 def check_linear(op, vocab, dtype, monkeypatch, device="cpu"):
-    monkeypatch.setattr(kernel_operations, "VOCAB", vocab)
+    monkeypatch.setattr(product_operations, "VOCAB", vocab)
     mode = check(op, make_inputs(op, 3, 3, dtype, device))
     assert mode.products >= 3  # logits, dx and dw
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from kernel_operations import in_float64, run_with_gradients
+from operation_runs import in_float64, run_with_gradients
 
 from liger_models.kernels import attention, choose_keys, document_bounds, key_ranges
 from liger_models.kernels.attention.chosen_keys import chosen_mask

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_forms import attend, eager_attention, operands
-from kernel_operations import in_float64, run_with_gradients
+from operation_runs import in_float64, run_with_gradients
 
 from liger_models.kernels import KeyRanges, attention, document_bounds, key_ranges
 from liger_models.kernels._dispatch import rows_to_copy

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 from attention_forms import operands
-from kernel_operations import in_float64, run_with_gradients
+from operation_runs import in_float64, run_with_gradients
 
 from liger_models.kernels import attention, document_bounds, key_ranges, tree_ranges
 

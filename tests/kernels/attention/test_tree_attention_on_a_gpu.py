@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from attention_forms import eager_attention, operands
-from kernel_operations import in_float64, run_with_gradients
+from operation_runs import in_float64, run_with_gradients
 
 from liger_models.kernels import attention, tree_ranges
 

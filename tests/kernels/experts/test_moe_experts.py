@@ -1,7 +1,5 @@
 """The layer of experts against the formula written out, and against the blocks of transformers."""
 
-import importlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +7,10 @@ from moe_problem import CLAMPED, doubled, formula, operands, run, weighing_input
 
 from liger_models.kernels import ClampedSwiGLU, moe_experts, route
 from liger_models.kernels.activations.gated import activation_constants
+from liger_models.kernels.experts import _expert_passes
+from liger_models.kernels.experts._expert_operators import experts_operator
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts.moe_experts import moe_experts_plain
-
-module = importlib.import_module("liger_models.kernels.experts.moe_experts")
 
 
 @pytest.mark.parametrize(
@@ -263,9 +261,11 @@ def test_frozen_operands_cost_no_product(wanted, biases, interpreted, monkeypatc
     y = function(*(t.detach().requires_grad_(i in wanted) for i, t in enumerate(inputs)))
     calls = []
     for name in ("rows_product", "weight_product"):
-        product = getattr(module, name)
+        product = getattr(_expert_passes, name)
         monkeypatch.setattr(
-            module, name, lambda *a, name=name, product=product, **k: calls.append(name) or product(*a, **k)
+            _expert_passes,
+            name,
+            lambda *a, name=name, product=product, **k: calls.append(name) or product(*a, **k),
         )
     leaves = [n for n, _ in y.grad_fn.next_functions if hasattr(n, "variable")]
     y.backward(upstream)
@@ -346,10 +346,10 @@ def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, bi
     leaves = [inputs[i] for i in wanted]
     if biases:
         expected = with_biases(moe_experts)(*inputs)
-        actual = module._operator(*inputs, *activation_constants(CLAMPED).values(), False)[0]
+        actual = experts_operator(*inputs, *activation_constants(CLAMPED).values(), False)[0]
     else:
         expected = weighing_inputs(moe_experts)(*inputs)
-        actual = module._operator(*inputs, None, None, *activation_constants("silu").values(), True)[0]
+        actual = experts_operator(*inputs, None, None, *activation_constants("silu").values(), True)[0]
     upstream = torch.randn(5, 8)
     assert torch.equal(actual, expected)
     for a, b in zip(
@@ -366,7 +366,7 @@ def test_the_operator_that_a_compiled_graph_calls_reports_correct_shapes(interpr
         (None, None, "silu", 0.0, 0.0, True),
         (*operands(5, 8, 6, 3, 2, biases=True)[-2:], "silu", 0.0, 0.0, False),
     ):
-        torch.library.opcheck(module._operator, (*operands(5, 8, 6, 3, 2), *rest), test_utils=checks)
+        torch.library.opcheck(experts_operator, (*operands(5, 8, 6, 3, 2), *rest), test_utils=checks)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(90, 1, 200), (60, 4, 5)])

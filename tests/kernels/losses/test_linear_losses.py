@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_operations import VOCAB
+from product_operations import VOCAB
 
 from liger_models.kernels import (
     linear_cosine_distillation,

@@ -1,0 +1,189 @@
+"""Forward and backward passes of `moe_experts`, over rows sorted by expert; its file has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import as_rows
+from liger_models.kernels.activations.gated import Activation
+from liger_models.kernels.experts._expert_operands import Make
+from liger_models.kernels.experts._expert_order import ExpertOrder
+from liger_models.kernels.experts._expert_paths import ExpertPath, pack_paths, path_gradients
+from liger_models.kernels.experts._expert_rows import (
+    activated,
+    activation_backward,
+    spread_rows,
+    sum_by_expert,
+    sum_slots,
+    weighted_activation,
+)
+from liger_models.kernels.experts._grouped_products import rows_product, weight_product
+
+
+class Wanted(NamedTuple):
+    """Which inputs require gradients."""
+
+    x: bool
+    weights: bool
+    gate_up: bool
+    down: bool
+    gate_up_bias: bool
+    down_bias: bool
+
+    @classmethod
+    def of(cls, needed: Sequence[bool]) -> Wanted:
+        """Read `needs_input_grad` of a function of x, weights, experts, both matrices and both biases."""
+        x, weights, _, *of_experts = needed[:7]
+        return cls(x, weights, *of_experts)
+
+
+class LowRank(NamedTuple):
+    """The low-rank paths of one stack in the backward pass: their t [R, P], and which a's and b's require
+    gradients.
+    """
+
+    paths: Sequence[ExpertPath] = ()
+    t: Tensor | None = None
+    wanted: Sequence[tuple[bool, bool]] = ()
+
+    @property
+    def wants_a(self) -> bool:
+        return any(a for a, _ in self.wanted)
+
+
+NO_PATHS = LowRank()
+
+
+def activated_product(
+    x: Tensor,
+    weights: Tensor,
+    gate_up: Make,
+    gate_up_bias: Tensor | None,
+    order: ExpertOrder,
+    activation: Activation,
+    inputs: bool,
+    first: Sequence[ExpertPath] = (),
+    last: Sequence[ExpertPath] = (),
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+    """Return the activation's output [R, I], its t of the last paths, h [R, 2 I], or [R, I], and t of the
+    first paths.
+    """
+    bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    path, first_t = _low_rank(as_rows(x), first, order, gather=True)
+    options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
+    h = rows_product(as_rows(x), gate_up(), order, **options)
+    product = weighted_activation(h, weights, order, activation) if inputs else activated(h, activation)
+    return product, _low_rank(product, last, order)[1], h, first_t
+
+
+def summed(
+    product: Tensor,
+    t: Tensor | None,
+    weights: Tensor,
+    down: Make,
+    down_bias: Tensor | None,
+    order: ExpertOrder,
+    inputs: bool,
+    paths: Sequence[ExpertPath] = (),
+) -> Tensor:
+    """Return the result [T, H]."""
+    bias = None if down_bias is None else down_bias.contiguous()
+    path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
+    rows = rows_product(product, down(), order, transposed=True, bias=bias, path=path)  # [R, H]
+    return sum_slots(rows, None if inputs else weights, order)
+
+
+def _low_rank(
+    x: Tensor, paths: Sequence[ExpertPath], order: ExpertOrder, gather: bool = False
+) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
+    """Return t = x A^T [R, P] with B, for `rows_product`, and t."""
+    if not paths:
+        return None, None
+    packed = pack_paths(paths, order.offsets.numel() - 1, x.dtype)
+    t = rows_product(x, packed.a, order, transposed=True, gather=gather)
+    return (t, packed.b), t
+
+
+def experts_backward(
+    dy: Tensor,
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor | None,
+    gate_up: Make,
+    down: Make,
+    down_bias: Tensor | None,
+    h: Tensor,
+    order: ExpertOrder,
+    activation: Activation,
+    inputs: bool,
+    want: Wanted,
+    first: LowRank = NO_PATHS,
+    last: LowRank = NO_PATHS,
+) -> tuple[Any, ...]:
+    """Return the required gradients, in the order of `Wanted`, and the list of those of the paths. Buffers
+    are freed as soon as possible.
+    """
+    want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
+    dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
+    biased, x, of_first, of_last = {}, as_rows(x), [], []
+    if down_bias is not None and experts is not None and want.weights:
+        # For all experts at once: reads dy once instead of once per slot.
+        biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
+    gather = not (want.down or want.down_bias)
+    dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
+    if last.t is not None:
+        packed = pack_paths(last.paths, order.offsets.numel() - 1, dy.dtype)
+        u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
+        path = u, packed.a
+    if want_h or want.weights:  # [R, I]
+        dproduct = rows_product(dy, down(), order, transposed=False, gather=gather, path=path)
+    dh: Any
+    product: Any
+    dh, dweights, product = activation_backward(  # None where not required
+        dproduct,
+        h,
+        weights,
+        order,
+        activation,
+        want_h,
+        want.weights,
+        want.down or last.wants_a,
+        inputs,
+        **biased,
+    )
+    del dproduct
+    if last.t is not None:
+        by = None if inputs else weights
+        of_last = path_gradients(
+            last.paths, last.wanted, order, (product, False), (dy, gather), last.t, u, by
+        )
+    if want.down:
+        ddown = weight_product(dy, product, order)
+    if want.down_bias:
+        ddown_bias = sum_by_expert(dy, weights, order)
+    del dy, product, biased
+    if want.gate_up:
+        dgate_up = weight_product(dh, spread_rows(x, order), order)
+    if want.gate_up_bias:
+        dgate_up_bias = sum_by_expert(dh, None, order)
+    path = None
+    if first.t is not None:
+        packed = pack_paths(first.paths, order.offsets.numel() - 1, dh.dtype)
+        u = rows_product(dh, packed.b, order, transposed=True)
+        path = u, packed.a
+        of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
+    if want.x:
+        rows = rows_product(dh, gate_up(), order, transposed=False, path=path)
+        dx = sum_slots(rows, None, order)
+    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b, accumulated and returned in float32."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
