@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from liger_models.convert.errors import ConfigError, TrainingError
+from liger_models.convert.json_file import parse_json
 from liger_models.training.checkpoints.run_folder import SETTINGS, SETTINGS_HEAD
 
 if TYPE_CHECKING:
@@ -21,15 +22,18 @@ def read_settings(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML or JSON file.
 
     Raises:
-        ConfigError: the file is unreadable, malformed or no mapping, or YAML needs PyYAML.
+        ConfigError: the file is unreadable, malformed or not a mapping, it names a key twice, or YAML needs
+            PyYAML.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--config {path} cannot be read ({reason})") from error
+    if path.suffix == ".json":
+        return parse_json(text.encode(), f"--config {path}", ConfigError)
     try:
-        settings = json.loads(text) if path.suffix == ".json" else _load_yaml(text)
+        settings = _load_yaml(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--config {path} is malformed: {error}") from error
     except ImportError as error:
@@ -45,8 +49,15 @@ def read_settings(path: Path) -> dict[str, Any]:
 def _load_yaml(text: str) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"it names {twice[0]!r} twice")
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 

@@ -79,6 +79,7 @@ def test_the_settings_that_a_run_writes_are_read_back(parsed):
         ("merge: 3", "merge is 3; expected true or false"),
         ("objective: dop", "objective is 'dop'; expected one of sft, dpo"),
         ("optimizer: {lr: 1}\nlr: 2", "lr is given twice"),
+        ("lr: 1\nsteps: 2\nlr: 1", "names 'lr' twice"),
         ("- a", "holds list"),
         ("a: [", "is malformed"),
     ],
@@ -88,6 +89,13 @@ def test_an_unusable_file_is_refused_with_the_reason(tmp_path, capsys, text, wor
     with pytest.raises(SystemExit):
         main(["train", "--config", str(tmp_path / "run.yaml")])
     assert words in capsys.readouterr().err
+
+
+def test_a_json_file_that_names_a_setting_twice_is_refused(tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"lr": 1, "lr": 2}')
+    with pytest.raises(SystemExit):
+        main(["train", "--config", str(tmp_path / "run.json")])
+    assert "names 'lr' twice" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
