@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import machine, markdown_table, publish, renew
-from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.one_model import add_model_arguments, build, milliseconds, publish_page
+from benchmarks.report import markdown_table
 
 SUMMARY = "scores and training steps that do not depend on the batch, against ordinary ones"
 TITLE = "Batch invariance"
@@ -28,26 +25,14 @@ HEADER = ("documents", "step", "ordinary, ms", "invariant, ms", "ratio", "equal 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="use only this many of the model's layers (default: all)")
+    add_model_arguments(parser, steps=5)
     parser.add_argument(
         "--case", action="append", metavar="DOCUMENTSxTOKENS", help=f"repeatable ({' '.join(CASES)})"
     )
-    parser.add_argument("--memory", default="lean", help="level of activation memory (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="update this page's table")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
-    import liger_models
-
-    device, config = torch.device(args.device), config_of(args.model, args.layers)
-    model = liger_models.from_config(
-        config, dtype=torch.bfloat16, device=device, activation_memory=args.memory
-    ).train()
-    about = machine(device) + f". {args.model}, {config['num_hidden_layers']} layers, bfloat16, {args.memory}"
-    about += f"; median of {args.steps} steps."
+    model, config, device, about = build(args)
     rows = []
     for case in args.case or CASES:
         count, length = map(int, case.split("x"))
@@ -59,13 +44,9 @@ def run(args: argparse.Namespace) -> int:
             rows.append([case, step, f"{ordinary:.1f}", f"{invariant:.1f}", f"{invariant / ordinary:.3f}"])
             rows[-1] += [f"{equal[True]} of {len(documents)}", f"{equal[False]} of {len(documents)}"]
             print(*rows[-1], flush=True)
-    text = f"{about}\n\n{markdown_table(HEADER, rows)}"
+    text = f"{about}; median of {args.steps} steps.\n\n{markdown_table(HEADER, rows)}"
     table = [dict(zip(HEADER, row, strict=True)) for row in rows]
-    publish(args.out, f"invariant-{args.model}", text, table, show=False)
-    print(text, flush=True)
-    if args.page:
-        marks = "<!-- batch invariance: begin -->", "<!-- batch invariance: end -->"
-        renew(Path(args.page), marks, TITLE, text)
+    publish_page(args, "invariant", text, table, TITLE, "batch invariance")
     return 0
 
 
@@ -108,16 +89,7 @@ def _measure(
     times: dict[bool, list[float]] = {False: [], True: []}
     for number in range(1 + steps):
         for invariant in times:
-            milliseconds = _timed(lambda way=invariant: step(way), device)  # type: ignore[misc]
+            taken = milliseconds(lambda way=invariant: step(way), device)  # type: ignore[misc]
             if number:
-                times[invariant].append(milliseconds)
+                times[invariant].append(taken)
     return statistics.median(times[False]), statistics.median(times[True])
-
-
-def _timed(function: Callable[[], None], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    begin = time.perf_counter()
-    function()
-    wait()
-    return 1e3 * (time.perf_counter() - begin)

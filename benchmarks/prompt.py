@@ -17,16 +17,14 @@ from __future__ import annotations
 import argparse
 import re
 import statistics
-import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import machine, markdown_table, publish, renew
-from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.one_model import add_model_arguments, build, milliseconds, publish_page
+from benchmarks.report import markdown_table
 
 SUMMARY = "answers with a shared prompt, computed once, against separate sequences"
 TITLE = "Shared prompts"
@@ -44,8 +42,7 @@ HEADER = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="use only this many of the model's layers (default: all)")
+    add_model_arguments(parser, steps=5)
     parser.add_argument(
         "--case",
         action="append",
@@ -54,21 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"repeatable ({' '.join(CASES)})",
     )
     parser.add_argument("--way", action="append", choices=_WAYS, help=f"repeatable ({' '.join(_WAYS)})")
-    parser.add_argument("--memory", default="lean", help="level of activation memory (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="update this page's table")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def run(args: argparse.Namespace) -> int:
-    import liger_models
-
-    device, config = torch.device(args.device), config_of(args.model, args.layers)
-    model = liger_models.from_config(
-        config, dtype=torch.bfloat16, device=device, activation_memory=args.memory
-    ).train()
-    about = machine(device) + f". {args.model}, {config['num_hidden_layers']} layers, bfloat16, {args.memory}"
-    about += f"; median of {args.steps} steps."
+    model, config, device, about = build(args)
     rows: list[dict[str, Any]] = []
     for case in args.case or map(_case, CASES):
         prompts, prompt, answers, answer = case
@@ -85,13 +71,9 @@ def run(args: argparse.Namespace) -> int:
             rate = 1e3 * prompts * answers * answer / found["step_ms"]
             names = {"prompts": f"{prompts} of {prompt}", "answers": f"{answers} of {answer}", "way": way}
             rows.append({**names, "tokens_per_second": rate, **found})
-        text = f"{about}\n\n{markdown_table(HEADER, (_line(row, rows) for row in rows))}"
-        publish(args.out, f"prompt-{args.model}", text, rows, show=False)
-    print(text, flush=True)
-    if args.page:
-        renew(
-            Path(args.page), ("<!-- shared prompts: begin -->", "<!-- shared prompts: end -->"), TITLE, text
-        )
+    table = markdown_table(HEADER, (_line(row, rows) for row in rows))
+    text = f"{about}; median of {args.steps} steps.\n\n{table}"
+    publish_page(args, "prompt", text, rows, TITLE, "shared prompts")
     return 0
 
 
@@ -149,14 +131,16 @@ def _measure(model: Any, inputs: Mapping[str, Tensor], steps: int, device: torch
     if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    times = []
-    for _ in range(1 + steps):
-        _wait(device)
-        begin = time.perf_counter()
+    times: list[float] = []
+    losses: list[Tensor] = []
+
+    def step() -> None:
         loss = -model.score(**batch).log_probs.sum() / labels
         loss.backward()
-        _wait(device)
-        times.append(1e3 * (time.perf_counter() - begin))
+        losses.append(loss.detach())
+
+    for _ in range(1 + steps):
+        times.append(milliseconds(step, device))
         model.zero_grad(set_to_none=True)
     timed = times[1:]
     return {
@@ -165,10 +149,5 @@ def _measure(model: Any, inputs: Mapping[str, Tensor], steps: int, device: torch
         "step_ms_low": min(timed),
         "step_ms_high": max(timed),
         "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if cuda else None,
-        "loss": loss.item(),
+        "loss": losses[-1].item(),
     }
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

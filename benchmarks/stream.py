@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.report import machine, markdown_table, publish, renew
-from benchmarks.training.shapes import MODELS, config_of
+from benchmarks.one_model import add_model_arguments, build, milliseconds, publish_page
+from benchmarks.report import markdown_table
 
 SUMMARY = "a whole stream of weights in buckets, against copying its bytes"
 TITLE = "Streams of weights"
@@ -25,19 +23,13 @@ BUCKET = 512 << 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b", help="(%(default)s)")
-    parser.add_argument("--layers", type=int, help="use only this many of the model's layers (default: all)")
-    parser.add_argument("--steps", type=int, default=7, help="timed streams (%(default)s)")
-    parser.add_argument("--page", metavar="FILE", help="update this page's table")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add_model_arguments(parser, steps=7, memory=False)
 
 
 def run(args: argparse.Namespace) -> int:
     import liger_models
 
-    device, config = torch.device(args.device), config_of(args.model, args.layers)
-    model = liger_models.from_config(config, dtype=torch.bfloat16, device=device)
-    about = machine(device) + f". {args.model}, {config['num_hidden_layers']} layers, bfloat16"
+    model, _, device, about = build(args)
     about += f"; buckets of 512 MiB; median of {args.steps} runs."
     weights = [parameter.detach() for parameter in model.parameters()]
     size, tensors = sum(weight.nbytes for weight in weights), 0
@@ -70,22 +62,11 @@ def run(args: argparse.Namespace) -> int:
         rows[-1] += [f"{copying:.2f}", f"{streaming:.2f}", f"{streaming / copying:.2f}", f"{first:.1f}"]
     text = f"{about}\n\n{markdown_table(HEADER, rows)}"
     table = [dict(zip(HEADER, row, strict=True)) for row in rows]
-    publish(args.out, f"stream-{args.model}", text, table, show=False)
-    print(text, flush=True)
-    if args.page:
-        marks = "<!-- streams: begin -->", "<!-- streams: end -->"
-        renew(Path(args.page), marks, TITLE, text)
+    publish_page(args, "stream", text, table, TITLE, "streams")
     return 0
 
 
 def _times(function: Callable[[], None], steps: int, device: torch.device) -> tuple[float, float]:
     """Milliseconds of a run, the median without the first, and of the first."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    times = []
-    for _ in range(1 + steps):
-        wait()
-        begin = time.perf_counter()
-        function()
-        wait()
-        times.append(1e3 * (time.perf_counter() - begin))
+    times = [milliseconds(function, device) for _ in range(1 + steps)]
     return statistics.median(times[1:]), times[0]
