@@ -139,7 +139,7 @@ def _main(task: dict[str, Any], folder: Path) -> None:
 
 
 class _Row(dict[str, Any]):
-    """Measures the enclosed action of all processes as a row, which the first one writes.
+    """Measure an action of all processes as a row of the table, which the first process writes.
 
     Args:
         what: the action.

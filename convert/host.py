@@ -25,7 +25,7 @@ def cores() -> int:
 
 
 def open_folder(path: Path) -> int | None:
-    """A handle of a folder, to lock or to sync it; None where folders cannot be opened.
+    """Open a folder and return its handle, to lock or sync it; None where folders cannot be opened.
 
     Raises:
         OSError: there is no such folder.
@@ -37,7 +37,7 @@ def open_folder(path: Path) -> int | None:
 
 
 def close(handle: int | None) -> None:
-    """Close a handle, and with it end its lock."""
+    """Close a handle, which also releases its lock."""
     if handle is not None:
         os.close(handle)
 

@@ -14,9 +14,9 @@ from tqdm import tqdm
 
 
 class ProgressBar(tqdm):
-    """tqdm's bar, without what tqdm leaves in the process: its lock is one of multiprocessing, whose making
-    fixes the start method of the user's own processes, and a monitor thread outlives the last bar. Where the
-    output is no terminal, it is a line every ten seconds.
+    """tqdm's bar without tqdm's side effects on the process: a multiprocessing lock, whose creation fixes the
+    start method of all later processes, and a monitor thread that outlives the last bar. If the output is not
+    a terminal, a line is written every ten seconds instead.
     """
 
     _lock = threading.RLock()
@@ -31,7 +31,7 @@ class ProgressBar(tqdm):
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """tqdm's, with a width at which no line wraps, also in terminals that do not know theirs."""
+        """tqdm's settings, with a width at which no line wraps, even if the terminal's width is unknown."""
         settings = super().format_dict
         file = settings.get("file") or getattr(self, "fp", None)
         if file is not None and file.isatty():
@@ -40,7 +40,7 @@ class ProgressBar(tqdm):
 
 
 class _Lines:
-    """A file in which each state of a bar is a line."""
+    """A file to which each state of a bar is written as a line."""
 
     def __init__(self, file: Any) -> None:
         self.file, self.flush, self.isatty = file, file.flush, file.isatty

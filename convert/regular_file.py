@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def open_regular(path: Path) -> int:
-    """Opens a regular file for reading, and nothing that a read could wait for or never see the end of.
+    """Open a regular file for reading. Anything else is refused: reading it could block, or never end.
 
     Raises:
         OSError: it cannot be opened, or is a folder, a named pipe, a socket or a device.

@@ -58,13 +58,13 @@ class Case:
         return self.ranks // self.sequence
 
     def text(self) -> str:
-        """What differs from the simplest composition, as arguments of `parse`."""
+        """The settings that differ from the simplest composition, as an argument of `parse`."""
         default = {field.name: field.default for field in fields(self)}
         return " ".join(f"{name}={value}" for name, value in asdict(self).items() if value != default[name])
 
 
 def parse(text: str) -> Case:
-    """The composition of `Case.text`.
+    """Parse a composition from `Case.text`.
 
     Raises:
         ValueError: an unknown name or value.
@@ -92,7 +92,7 @@ def parse(text: str) -> Case:
 
 
 def text_families() -> list[str]:
-    """Families whose input is text alone and whose routers, if any, draw nothing at random."""
+    """Families that take only text, and whose routers, if any, are deterministic."""
     names = [name for name in list_architectures() if not find_architecture(name).vision]
     return [name for name in names if not any(_is_random(block.mlp) for block in spec_of(name).blocks)]
 
@@ -102,7 +102,7 @@ def _is_random(mlp: object) -> bool:
 
 
 def config_of(family: str) -> dict[str, Any]:
-    """The family's tiny config, without router losses, whose mean over a batch is no sum over documents."""
+    """The family's tiny config without router losses, which are not sums over documents."""
     tiny = dict(find_architecture(family).tiny)
     losses = ("aux_loss", "z_loss")
     return {

@@ -29,10 +29,12 @@ REFUSALS = (ConfigError, DataError, UnsupportedModelError, NotImplementedError)
 
 
 class Outcome(NamedTuple):
-    """Attributes:
-    holds: the composition is right, or refused.
-    refused: the message, if it is refused.
-    worst: the largest relative distance and its name; or the error.
+    """Result of a composition.
+
+    Attributes:
+        holds: whether it is right, or refused.
+        refused: the message, if it is refused.
+        worst: the largest relative distance and its name; or the error.
     """
 
     holds: bool

@@ -18,7 +18,7 @@ SECONDS = 120.0  # for one composition
 
 
 def run_cases(cases: Sequence[Case], fault: float = 1.0) -> Iterator[tuple[Case, Outcome]]:
-    """Run compositions, those of equal numbers of processes together."""
+    """Run compositions, grouped by their number of processes."""
     for ranks in sorted({case.ranks for case in cases}):
         group = Group(ranks)
         try:
@@ -42,7 +42,7 @@ class Group:
         self._pipes: list[Any] = []
 
     def run(self, case: Case, fault: float = 1.0) -> Outcome:
-        """The outcome of the first process, or the first error of any."""
+        """Run a composition; return the first process's outcome, or the first error of any process."""
         if not self._processes:
             self._start()
         for pipe in self._pipes:

@@ -1,4 +1,4 @@
-"""From a composition that fails to the smallest that still does."""
+"""Reduction of a failing composition to the simplest one that still fails."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The GPUs to compile for, and the imitation of one.
 
 The imitation is torch's, not the project's: tensors are on the meta device, so nothing is computed and
-shapes cost nothing; `is_cuda` is true; the device's properties are the GPU's. So the project chooses the
-kernels and tiles that it would choose there. It changes its process for good, and comes before the project's
-first import.
+shapes cost nothing; `is_cuda` is true; the device's properties are the GPU's. The project therefore chooses
+the kernels and tiles that it would choose there. The change to the process is permanent, and must be made
+before the project is first imported.
 """
 
 from __future__ import annotations

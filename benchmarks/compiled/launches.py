@@ -45,7 +45,7 @@ class NoDevice:
 
 
 def compile_instead(name: str, take: Callable[[Any, dict[str, Any], Any], None]) -> None:
-    """Compile every launch for the GPU `name` from now on, and leave it out.
+    """From now on, compile every launch for the GPU `name` instead of running it.
 
     `take` gets the kernel, the launch's keyword arguments, and the compiled kernel or the error.
     """

@@ -73,7 +73,7 @@ def _route(shape, dtype, device):
         ours=lambda logits: kernels.route(logits, top_k)[0],
         liger=None,
         eager=eager,
-        # Forward: logits in, the chosen out. Backward: logits and the chosen in, a gradient out.
+        # Forward: reads logits, writes the choice. Backward: reads both, writes a gradient.
         forward=Cost(logits.nbytes + chosen_bytes),
         training=Cost(3 * logits.nbytes + 2 * chosen_bytes),
     )

@@ -117,7 +117,7 @@ def _channel_delta_rule(shape, dtype, device):
         ours=lambda *operands: kernels.channel_delta_rule(*operands)[0],
         liger=None,
         eager=lambda *operands: channel_delta_rule_plain(*operands)[0],
-        # The products of the gated delta rule; those of pairs of tokens are taken six times.
+        # As in the gated delta rule, but products over pairs of tokens count six times.
         forward=Cost(flops=tokens * heads * 430_000),
         training=Cost(flops=tokens * heads * 1_150_000),
     )

@@ -1,4 +1,4 @@
-"""Generation by transformers, and the time of generation by anything.
+"""Generation by transformers, and a timer for any generator.
 
 Nothing of ours is imported here: `training/alone.py` runs the same code in a process that has never seen it.
 """
@@ -20,8 +20,8 @@ Generate = Callable[[Tensor], Tensor]  # ids [batch, prompt] -> [batch, prompt +
 def build_generator(
     config: Mapping[str, Any], reference: str, static: bool, new: int, device: torch.device
 ) -> Generate:
-    """The class `reference` of transformers with fresh random weights in bfloat16, with its dynamic or its
-    static cache.
+    """Build the class `reference` of transformers with random weights in bfloat16, and its dynamic or static
+    cache.
     """
     import transformers
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-# What TRL's trainers ask their head for.
+# The outputs that TRL's trainers request from their head.
 FIELDS = {
     "sft": ("log_probs", "entropy", "is_top1"),
     "grpo": ("log_probs", "entropy"),
@@ -28,7 +28,7 @@ Side = tuple[Any, Any, torch.optim.Optimizer, Score]  # policy, reference, optim
 
 
 def build_trl(method: str, config: Mapping[str, Any], device: torch.device, with_reference: bool) -> Side:
-    """As TRL's trainers run it by default.
+    """Build TRL's side, as its trainers run it by default.
 
     Raises:
         ImportError: without TRL.

@@ -136,7 +136,7 @@ def _form(weight: QuantisedWeight) -> tuple[Format, dict[str, torch.dtype], tupl
 
 
 def _kind(weight: Any) -> Format:
-    """The format without what may differ in a stack."""
+    """The format without fields that may differ within a stack."""
     format = weight.format
     return replace(format, offset=0.0) if isinstance(format, FlatBlocks) else format
 

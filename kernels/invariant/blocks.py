@@ -22,7 +22,7 @@ from torch import Tensor
 
 BLOCK = 4096
 _CPU_BLOCK = 64
-_ROLL = 37  # rows by which the test moves operands: prime, so that they meet other tiles, and other places
+_ROLL = 37  # rows by which the test shifts operands: prime, so that they fall into other tiles and positions
 
 
 class Kind(NamedTuple):

@@ -92,7 +92,7 @@ def without_batch_invariance() -> Iterator[None]:
 
 
 def as_in_this_pass(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be run again in the backward pass: within `batch_invariant` if this call is."""
+    """Wrap `function` so that it reruns in the backward pass within `batch_invariant` if this call is."""
     if not is_batch_invariant():
         return function
 
@@ -134,7 +134,7 @@ def _bmm(func: Any, a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tenso
 
 
 def _decompose(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Functions that torch leaves whole in inference mode."""
+    """Decompose an operation, which torch does not do in inference mode."""
     with batch_invariant():
         return func.decompose(*args, **kwargs)
 

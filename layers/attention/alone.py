@@ -99,7 +99,7 @@ def _align(documents: Documents) -> _AlignedRows:
 
 
 class _Move(torch.autograd.Function):
-    """The rows `index` of x; `back` are the rows of the result in which x's are found."""
+    """Select the rows `index` of x; `back` has the row of the result for each row of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
@@ -113,5 +113,5 @@ class _Move(torch.autograd.Function):
 
 
 def one_document(length: int, device: torch.device) -> Visibility:
-    """What the tokens of a row that is one document attend to."""
+    """Visibility within a row that is one document."""
     return Visibility(Documents.of_rows((1, length), device))

@@ -197,13 +197,13 @@ def in_one_call(head: nn.Module, hidden: Tensor, function: Callable[[Product, Te
 
 
 def has_gathered_parts(head: nn.Module) -> bool:
-    """Whether parts of the head are gathered at each run, even within a call of the whole head (ZeRO-3)."""
+    """Whether ZeRO-3 gathers parts of the head anew each time they run, even within a call of the head."""
     return any(is_zero3(p) for part in head.children() for p in part.parameters())
 
 
 def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor, ...]]:
-    """Split columns of equal length into pieces of `size` tokens, at least one; `together`: into as many as
-    the process with the most pieces has, the last of them empty.
+    """Split columns of equal length into pieces of `size` tokens, at least one. With `together`, all
+    processes get the same number of pieces, the last of which may be empty.
     """
     count = max(1, -(-len(columns[0]) // size))
     if together and dist.is_initialized():

@@ -155,7 +155,7 @@ class ModelParameters(nn.Module):
 
 
 def _elements_beyond_bits(module: nn.Module) -> int:
-    """The elements of weights that are kept in quantised bits, less those of the bytes."""
+    """Number of elements that the quantised weights of a module have beyond their stored bytes."""
     if not kept_weights(module):
         return 0
     dense = sum(math.prod(dense_shape(module, name)) for name in kept_weights(module))

@@ -5,10 +5,11 @@
     old = model.score(ids, labels, output_routed_experts=True)       # or those of an earlier pass
     new = model.score(ids, labels, routed_experts=old.routed_experts)
 
-A policy gradient compares two probabilities of one token; where rounding makes an engine and a trainer choose
-other experts, they are those of two functions (Ma et al., 2025, "Stabilizing MoE reinforcement learning by
-aligning training and inference routers", arXiv:2510.11370). Only the choice is taken: the experts' weights
-are computed from this call's logits, so gradients flow into the router. Layers that run again in the backward
+A policy gradient compares two probabilities of the same token. If rounding makes the inference engine and the
+trainer choose different experts, these probabilities come from different functions (Ma et al., 2025,
+"Stabilizing MoE reinforcement learning by aligning training and inference routers", arXiv:2510.11370). Only
+the choice is replayed: the experts' weights are computed from this call's logits, so gradients reach the
+router. Layers that run again in the backward
 pass use the same experts. Modules for multi-token prediction choose their own.
 """
 
@@ -28,7 +29,7 @@ from liger_models.layers.sequences.sequences import Sequences
 
 @dataclass(frozen=True, eq=False)
 class RoutedExperts:
-    """What a call asks for.
+    """Experts that a call specifies, and whether it returns the experts used.
 
     Attributes:
         given: [batch, seq, layers, top_k] integers, of all decoder layers (those without experts are ignored)
@@ -43,7 +44,7 @@ class RoutedExperts:
 
     @classmethod
     def take(cls, keywords: dict[str, Any]) -> Self:
-        """Remove the keywords `routed_experts` and `output_routed_experts` from those of a call."""
+        """Remove `routed_experts` and `output_routed_experts` from the keywords of a call."""
         given, wanted = keywords.pop("routed_experts", None), keywords.pop("output_routed_experts", None)
         return cls(given, bool(wanted))
 

@@ -110,7 +110,7 @@ def _run(
 
 
 def _state_of_one(mixer: Any, like: Tensor) -> Tensor:
-    """A tensor of one document's state, without values."""
+    """Allocate the state of one document, uninitialised."""
     assert mixer.state_shape is not None
     wide = torch.promote_types(like.dtype, torch.float32)
     return like.new_empty(1, *mixer.state_shape, dtype=wide)

@@ -17,15 +17,15 @@ from liger_models.layers.specs import QueryScaleSpec, RopeSpec
 
 @dataclass(frozen=True, eq=False)
 class Positions(Part):
-    """Where the tokens stand in their documents.
+    """Positions of the tokens in their documents.
 
     Attributes:
         ids: [T], one position a token.
         end: one more than the largest position.
         axes: [A, T], positions on several axes, if the tokens have them.
         given: whether the caller chose the positions.
-        mark_documents: whether documents were found by positions that start anew, and by nothing else.
-        rotary: cosines and sines of each rotary setting, as `with_rotary` makes them.
+        mark_documents: whether only restarts of the positions mark the documents.
+        rotary: cosines and sines of each rotary setting, added by `with_rotary`.
     """
 
     ids: Tensor

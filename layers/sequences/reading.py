@@ -1,4 +1,4 @@
-"""How the arguments of a call become documents and positions."""
+"""Conversion of the arguments of a call to documents and positions."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ from liger_models.layers.specs import (
 
 @dataclass(frozen=True, eq=False)
 class Tree(Part):
-    """Which packed documents of a row continue others.
+    """The packed documents of a row, some of which continue others.
 
     Attributes:
         bounds: [n + 1], the boundaries of the documents.
@@ -60,13 +60,13 @@ class Tree(Part):
 
     @classmethod
     def of(cls, bounds: list[int], parents: Sequence[int] | Tensor, device: torch.device) -> Tree:
-        """The tree that `parents` describes: [n] numbers of documents, or [2, n] with the number of tokens of
-        that document that each continues.
+        """Build a tree from `parents`: the parent of each document, [n], or [2, n] with a second row, the
+        number of the parent's tokens that the document continues.
 
         Raises:
-            DataError: a document that continues one that follows it, that is not next to it or to others that
-                continue the same, or that itself continues another; or that continues more tokens than its
-                parent has, or than the document before it continues.
+            DataError: a document comes before its parent, or is not adjacent to it or to its other
+                continuations; a parent has a parent; or a document continues more tokens than its parent
+                has, or than the document before it continues.
         """
         given = (
             parents if isinstance(parents, Tensor) else torch.tensor(parents, dtype=torch.int64, device="cpu")

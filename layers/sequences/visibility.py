@@ -49,8 +49,8 @@ class Visibility(Part):
         return key_ranges(bounds, self.spans if causal else None, window, whole_spans)
 
     def ranges_with_padding(self) -> KeyRanges:
-        """The ranges of keys where all tokens of a row attend to one another, except padding to padding. In a
-        row that holds only padding it attends to the row. Made once for all layers.
+        """The ranges of keys if all tokens of a row attend to one another, but padding does not attend to
+        padding. A row of padding alone attends to itself. Made once for all layers.
         """
         return self._once("ranges_with_padding", self._ranges_with_padding)
 
@@ -65,13 +65,13 @@ class Visibility(Part):
         return KeyRanges(ranges, ranges)  # attention is symmetric
 
     def without_spans(self) -> Visibility:
-        """The same, in which no token attends to later ones. Made once for all layers."""
+        """A copy in which no token attends to later ones. Made once for all layers."""
         if self.spans is None:
             return self
         return self._once("without_spans", lambda: replace(self, spans=None))
 
     def chunks(self, size: int) -> Visibility:
-        """The same with each document cut into pieces of `size` tokens (`Documents.chunks`)."""
+        """A copy with each document cut into pieces of `size` tokens (`Documents.chunks`)."""
         if size >= self.documents.max_seqlen:
             return self
         if self.spans is not None:

@@ -36,7 +36,7 @@ class ImageGradients:
         self._seen = False  # images were used in micro-batches whose gradients are not yet reduced
 
     def __reduce__(self) -> Any:
-        """Copies and pickles belong to a model without processes."""
+        """Copy and pickle as a new object: a copied model is not part of any process group yet."""
         return ImageGradients, ()
 
     def watch(self, output: Tensor, parts: list[nn.Module], with_images: bool) -> None:

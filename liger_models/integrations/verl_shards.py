@@ -55,8 +55,8 @@ class SendsShards:
 def shards_of(
     model: LigerCausalLM, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, Tensor, ShardSpec]]:
-    """This process's elements of every checkpoint tensor, flat, under the names of published checkpoints, in
-    an order that is the same on all processes. Of equal shards, that of the first process counts.
+    """Yield this process's elements of every checkpoint tensor, flattened, under the names of published
+    checkpoints, in the same order on all processes. If processes hold the same shard, the first one sends it.
 
     Raises:
         UnsupportedModelError: a shard is not one run of a tensor's elements, such as transposed weights.

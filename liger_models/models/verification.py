@@ -1,9 +1,9 @@
-"""That a checkpoint survives the round trip, and computes what transformers computes: the
-work behind `liger-models verify` and `liger-models card`.
+"""Verification of a checkpoint: its round trip is exact, and its results are those of transformers. Used by
+`liger-models verify` and `liger-models card`.
 
 The distance of two tensors is |ours - theirs| / |theirs|, over a whole tensor, and must be at most 1e-5.
-Where a gradient cancels to almost nothing no float32 program gets that close to another: there the measure is
-how far two of transformers' own implementations of attention are from each other.
+If a gradient cancels almost completely, no two float32 programs agree that closely; the bound is then derived
+from the distance between two of transformers' own implementations of attention.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from liger_models.models.matching import exact_dtypes, find_layout
 
 # float32 rounds to 6e-8, and between a parameter and its gradient lie some hundred roundings.
 TOLERANCE = 1e-5
-# Ours differs from theirs in more operations than the attention, which is all that their spread measures.
+# Their spread measures attention only; ours differs from theirs in other operations, too.
 SPREADS = 4
 ROWS, LENGTH = 2, 64
 
 
 def verify_bytes(folder: Path) -> RoundTrip:
-    """Compare every tensor with what comes back from our layout, one parameter at a time."""
+    """Convert every tensor to our layout and back, one parameter at a time, and compare."""
     skeleton = from_config(folder, device="meta", dropout=0.0)
     with ModelReader(folder) as reader:
         find_layout(skeleton, reader)
@@ -48,15 +48,15 @@ def verify_bytes(folder: Path) -> RoundTrip:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far our results are from those of transformers.
+    """Distances of our results from those of transformers.
 
     Attributes:
         transformers: its version.
         length: tokens in each of the `ROWS` rows of random ids, the longest.
-        images: among them; 0 where the model sees none.
-        distance: ours from theirs, of "logits", "loss" and every gradient by its name in transformers; of
-            stacked experts each by itself, as `...experts.down_proj[3]`.
-        spread: of the same, theirs among themselves.
+        images: number of images among them; 0 for models without vision.
+        distance: of ours from theirs, for "logits", "loss" and every gradient by its name in transformers;
+            for stacked experts one by one, as `...experts.down_proj[3]`.
+        spread: the same between two of their own implementations.
         lonely: names that only one side has.
     """
 
@@ -82,8 +82,8 @@ class Comparison:
 
 
 def verify_numbers(folder: Path) -> Comparison:
-    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids; of a
-    model that sees, with random images among them.
+    """Compare logits, loss and every gradient with those of transformers, in float32 on random ids, with
+    random images for vision-language models.
 
     Raises:
         UnsupportedModelError: the installed transformers does not have the family.

@@ -81,7 +81,7 @@ def layers(spec: ModelSpec, top: float = 0) -> tuple[list[str], float, float]:
 
 
 def look(block: BlockSpec) -> Look:
-    """What the picture shows of a layer; layers with the same look are drawn once."""
+    """The appearance of a layer; layers that look the same are drawn once."""
     steps = BRANCHES[block.topology]
     if block.per_layer_input is None:
         steps = [branch for branch in steps if branch != ["per-layer input"]]
@@ -162,6 +162,6 @@ def _column(kind: Look, words: str, x: float, top: float) -> tuple[list[str], fl
 
 
 def _cut(words: str, width: float, size: int) -> str:
-    """The words, cut to what fits a box, whose title has all. A letter is about half as wide as high."""
+    """Shorten a text to fit a box, whose title has all of it. A letter is about half as wide as high."""
     most = int(width / (0.53 * size))
     return words if len(words) <= most else f"{words[: most - 1]}…"

@@ -215,7 +215,7 @@ class RunParts:
         return self.stream.state(self.progress.position)
 
     def _find_best(self) -> None:
-        """Take up the best evaluation where the checkpoint left it."""
+        """Restore the best evaluation so far from the checkpoint."""
         metric = self.config.keep_best or "eval_loss"
         if self.config.keep_best and self.held_out and metric[5:] not in ("loss", *self.objective.metrics):
             raise ConfigError(

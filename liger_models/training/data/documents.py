@@ -275,6 +275,6 @@ def _count_within(part: Part, fraction: float) -> int:
 
 
 def describe(counts: Counter[str]) -> str:
-    """What was read, beginning with what is trained on."""
+    """Describe the data that was read, beginning with the part that is trained on."""
     listed = sorted(counts.items(), key=lambda item: item[0] not in ("documents", "tokens", "labels"))
     return ", ".join(f"{number:,} {what}" for what, number in listed) or "no records"

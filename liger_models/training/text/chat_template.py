@@ -122,7 +122,7 @@ class ChatTemplate:
     def _readable(
         self, messages: list[Message], options: Mapping[str, Any], add_generation_prompt: bool = False
     ) -> tuple[list[Message], Traced]:
-        """The messages in the form of which the template drops least, and their text."""
+        """Return the messages in the form from which the template drops the least, and their text."""
         found: tuple[list[Message], Traced] | None = None
         least, failure = 0, None
         for form in forms_of(messages):
