@@ -26,7 +26,7 @@ LEAST_EXTENT = 256
 
 
 class Decoding:
-    """The steps after the prompts.
+    """Decoding steps after the prompts.
 
     Args:
         model: in evaluation mode.
@@ -86,7 +86,7 @@ class Decoding:
 
     @contextmanager
     def _states_kept(self) -> Iterator[None]:
-        """Give recurrent layers their states back afterwards: a step that ran has moved them on."""
+        """Restore the states of recurrent layers at the end, since running a step advances them."""
         rooms = [state for states in self.cache.recurrent for state in states]
         before = [state.clone() for state in rooms]
         yield

@@ -11,7 +11,7 @@ from liger_models.kernels._dispatch import has_matrix_units
 
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
-    """A device that is there; None for torch's default.
+    """Parse a device and check that it exists; None is torch's default.
 
     Raises:
         ConfigError: torch does not know the device, or has none of it.
@@ -28,10 +28,10 @@ def parse_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.device | None:
-    """The device on which weights of this dtype are to be, see `parse_device`.
+    """Parse a device for weights of this dtype: see `parse_device`.
 
     Raises:
-        ConfigError: also if it is a GPU without bfloat16, and that is the dtype.
+        ConfigError: also for weights in bfloat16 on a GPU that does not compute in it.
     """
     parsed = parse_device(device)
     if parsed is None or parsed.type != "cuda" or has_matrix_units(parsed):

@@ -1,4 +1,4 @@
-"""Which layers of a model run in float8 (layers/projections/float8.py), chosen by their shapes."""
+"""Choice of the layers that run in float8 (layers/projections/float8.py), by their shapes."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ WeightsPlace = Literal["device", "host"]
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How a model is made, from a checkpoint or a config alone: the arguments that `from_hub` and
+    """Options for building a model from a checkpoint or a config: the arguments that `from_hub` and
     `from_config` share. `from_hub` describes them.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The choice of how a model's weights are quantised in a checkpoint: `save_pretrained(quantization=...)`."""
+"""Choice of the quantisation of a saved checkpoint: `save_pretrained(quantization=...)`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AS_LOADED = "as_loaded"
 def encoder_of(
     model: Any, quantization: str | None, weight_map: WeightMap | None = None
 ) -> AbstractContextManager[Any]:
-    """The encoder of a LigerCausalLM's checkpoint, by default with its own map; of None, for dense weights.
+    """Create the encoder of a LigerCausalLM's checkpoint, by default with its own map; None: dense weights.
 
     Raises:
         ConfigError: no such format.

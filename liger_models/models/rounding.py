@@ -13,8 +13,8 @@ WEIGHTS, ELEMENTS = 16, 2**18  # how many weights are compared, and how much of 
 
 
 def describe_rounding(model: LigerCausalLM) -> str | None:
-    """Say how far the trained weights of a model are from the quantised ones that it was loaded from, because
-    they were rounded to its dtype; None if none of them were quantised.
+    """Describe the distance of a model's trained weights from the quantised weights that they were decoded
+    from, due to rounding to the model's dtype; None if none were quantised.
     """
     if model.source_folder is None:
         return None

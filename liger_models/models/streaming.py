@@ -1,5 +1,5 @@
-"""Weights without files, for an inference engine next to the training: names, dtypes and bytes are those of
-a checkpoint.
+"""Transfer of weights to an inference engine during training, without files. Names, dtypes and bytes are as
+in a checkpoint.
 
     stream = stream_weights(model, names="vllm", dtype="bfloat16", track=True)
     for name, tensor in stream:                             # or: for bucket in stream.buckets("512MiB")
@@ -85,8 +85,8 @@ class WeightStream:
         return self._token
 
     def buckets(self, size: int | str = "512MiB") -> Iterator[Bucket]:
-        """Iterate over buckets of at most `size` bytes (or as text, "512MiB"); a larger tensor has one of its
-        own. Each is new memory: drop one before asking for the next, and only one exists.
+        """Iterate over buckets of at most `size` bytes (or as text, "512MiB"); a larger tensor gets its own.
+        Each is newly allocated: delete one before taking the next, so that only one exists at a time.
         """
         limit = parse_size(size)
         filled, tensors, used = None, dict[str, Tensor](), 0

@@ -47,14 +47,14 @@ def select_text(
             rest.append(reader.cut(name, vocab_size))
     left_out = [*reader.rename(names.get), *rest]
     if text.raw["tie_word_embeddings"] and head in reader.tensors:
-        # The reference takes a head that is there for what it is; what is said of it, or meant by saying
-        # nothing, is often wrong.
+        # The reference uses a head that is in the files, whatever the config says or leaves out, which is
+        # often wrong.
         text = text.with_raw({**text.raw, "tie_word_embeddings": repeats(reader, head, embedding)})
     return text, left_out
 
 
 def warn_of(left_out: list[TensorInfo], config: HFConfig, text: HFConfig) -> None:
-    """Tell the caller of `from_hub` what of its checkpoint was not read."""
+    """Warn the caller of `from_hub` of the tensors that were not read."""
     towers = Counter(info.name.removeprefix("model.").partition(".")[0] for info in left_out)
     warnings.warn(
         f"{config.name}: only the text part of this {config.model_type!r} checkpoint was loaded; left out "

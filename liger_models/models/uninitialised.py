@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class WithoutInitialisation(TorchFunctionMode):
-    """Random numbers for parameters that are about to be overwritten are not drawn.
+    """Skip the random initialisation of parameters that are about to be overwritten.
 
-    On the meta device they would cost nothing themselves, but torch imports its compiler to shape them.
+    On the meta device it would cost nothing in itself, but torch imports its compiler for it.
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -188,7 +188,7 @@ def _by_expert(gradients: Mapping[str, Tensor], stacks: Set[str]) -> dict[str, T
 def _gradients_as_named_in(
     expected: Mapping[str, Tensor], model: LigerCausalLM, stacks: Set[str]
 ) -> dict[str, Tensor]:
-    """By the names that the reference has in memory, which need not be those of the files."""
+    """Name our gradients as the reference does in memory, which may differ from the files."""
     maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
     known = {name.partition("[")[0] for name in expected}
     names = max(maps, key=lambda found: len(checkpoint_shapes(found).keys() & known))
@@ -202,9 +202,9 @@ def _gradients_as_named_in(
 
 
 def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) -> dict[str, Tensor]:
-    """The same results, with sums in another order: another attention, or the rows the other way round; of
-    rows with images, whose order is that of the images, in float64. The sums of `recurrent` layers have one
-    order: there each weight is the next larger or smaller number.
+    """Compute the results again with sums in another order: with another attention, or with reversed rows.
+    Rows with images cannot be reversed, and run in float64. The sums of `recurrent` layers have only one
+    order: there, each weight is replaced by the next larger or smaller number.
     """
     if recurrent:
         generator = torch.Generator().manual_seed(0)
@@ -215,7 +215,7 @@ def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) 
         return _results(reference, call)
     text = call.keys() == {"input_ids", "labels"}
     if reference._supports_sdpa:
-        with contextlib.suppress(ValueError):  # of a part that does not
+        with contextlib.suppress(ValueError):  # a part does not support it
             reference.set_attn_implementation("sdpa")
             return _results(reference, call)
     if text:
@@ -227,9 +227,9 @@ def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) 
 
 
 def _least_size(name: str, expected: Mapping[str, Tensor]) -> float:
-    """Size with which a gradient that is only rounding is compared, else 0. Without positions, a key's bias
-    shifts all scores of a query equally: the terms of its gradient, which the weight's sums times inputs of
-    order one, cancel.
+    """Scale to which the error of a gradient that consists of rounding is compared; 0 for other gradients.
+    Without positions, a key's bias shifts all scores of a query equally, so the terms of its gradient cancel.
+    They are as large as those of the weight's gradient, whose inputs are of order one.
     """
     weight = expected.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
     if weight is None or weight.dim() < 2:

@@ -91,7 +91,7 @@ def resize(model: Any, size: int) -> None:
 
 
 def _resized(old: Tensor, size: int) -> Tensor:
-    """[size, ...]: the rows of `old`, and the mean of them where there are no more."""
+    """Return [size, ...]: the first rows of `old`, then copies of the mean of all its rows."""
     new = old.new_empty(size, *old.shape[1:])
     new[: len(old)] = old[:size]
     if size > len(old) and not old.is_meta:

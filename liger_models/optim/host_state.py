@@ -153,7 +153,7 @@ class _Streams:
         if self.cuda:
             self.work = torch.cuda.current_stream(device)
             self.come, self.go = _copy_streams(device)
-            self.come.wait_stream(self.work)  # the lanes may lie where something is still at work
+            self.come.wait_stream(self.work)  # queued work may still use the memory of the lanes
 
     def copy_in(self, pairs: Iterator[tuple[Tensor, Tensor]], lane: _Lane) -> None:
         """Fill a lane; later queued work waits for it."""
@@ -167,7 +167,7 @@ class _Streams:
         self.work.wait_event(self.come.record_event())
 
     def copy_out(self, pairs: Iterator[tuple[Tensor, Tensor]], lane: _Lane) -> None:
-        """Bring what a lane holds to the host, after all that is queued now."""
+        """Copy the contents of a lane to the host, after all work queued so far."""
         if not self.cuda:
             _copy(pairs)
             return
@@ -177,7 +177,7 @@ class _Streams:
         lane.free = self.go.record_event()
 
     def finish(self) -> None:
-        """Wait until the host has it all."""
+        """Wait until all copies to the host are complete."""
         if self.cuda:
             self.come.synchronize()
             self.go.synchronize()

@@ -228,7 +228,7 @@ def library_state_bytes(
 
 
 def library_work(name: str, largest: int, dtype: torch.dtype) -> int:
-    """Bytes that a step takes for a while, for the largest parameter's number of elements: in float32 its
+    """Temporary bytes of a step, given the number of elements of the largest parameter: in float32 its
     gradient, its value if that is in bfloat16, and the library's intermediate results.
     """
     results = {"adamw_8bit": 0, "muon": 6, "muon_heads": 6, "adafactor": 8, "sgd": 4}[name]

@@ -259,6 +259,6 @@ def _row_size(parameter: Tensor) -> int:
 
 
 def _work(parameter: Tensor) -> float:
-    """Multiplications, up to a factor, as if the parameter was one matrix."""
+    """Number of multiplications, up to a factor, as if the parameter were one matrix."""
     rows, columns = parameter.shape[-2:]
     return float(parameter.numel()) * min(rows, columns)

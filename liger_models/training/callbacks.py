@@ -1,4 +1,4 @@
-"""Callbacks: code of the user's that a run calls in its first process."""
+"""Callbacks: user code that a run calls in its first process."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Callbacks:
                 )
 
     def recorded(self, record: dict[str, Any], saver: Saver) -> None:
-        """Tell of a step, of its evaluation, and of folders that have been written since."""
+        """Report a step, its evaluation, and the folders written since the last call."""
 
         def call(callback: Callback) -> bool:
             stop = False
@@ -79,7 +79,7 @@ class Callbacks:
         self._call(call, saver)
 
     def writing(self, folder: Path) -> None:
-        """Note a folder that the saver now writes, or has written."""
+        """Record a folder that the saver is writing or has written."""
         self._saved.append(folder)
 
     def written(self, saver: Saver) -> None:

@@ -70,8 +70,8 @@ class TrainConfig:
     objective_options  fields of its class in training/objectives, by name: {"beta": 0.1}
     eval_data          held-out data, in the form of `data`; or else
     eval_fraction      fraction of the tokens of `data` to hold out, in whole documents chosen by the seed
-    eval_tokens        most tokens of each evaluation, from the first held-out rows; 0: all
-    eval_steps         most batches of each evaluation, of each process; 0: all
+    eval_tokens        maximum tokens of each evaluation, from the first held-out rows; 0: all
+    eval_steps         maximum batches of each evaluation, of each process; 0: all
     sample_prompts     .txt or .jsonl file of prompts, or the text of one, that the model answers at each
                        evaluation, into output/samples.jsonl
     tokenizer          folder with tokenizer.json; default: the model's own

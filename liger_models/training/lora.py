@@ -99,7 +99,7 @@ class Adapters:
         }
         here = peft.LoraConfig(**{**self._options(), **own})
         config = model.config
-        del model.config  # with it PEFT would take dense layers' names for experts
+        del model.config  # PEFT would use it to treat dense layers as experts, by their names
         try:
             peft.inject_adapter_in_model(here, model)
         finally:
@@ -220,7 +220,7 @@ class Adapters:
         return f"base_model.model.{(names | self.names)[path]}{inner}"
 
     def _orders(self) -> Iterator[tuple[tuple[str, str], StackOrder]]:
-        """The stacks that files have in another order: names of their A and B there, and the order."""
+        """Yield the names in files of A and B of stacks that files store in another order, and that order."""
         for path, wrapper in self.model.named_modules():
             stack = f"{path.partition('.base_layer')[0]}.{getattr(wrapper, 'parameter_name', '')}"
             _, order = self.stacks.get(stack, ("", None))

@@ -83,7 +83,7 @@ class SamplingRun(Run):
         self.world.say(f"data: {describe(self.documents.counts)}")
 
     def _note_special_tokens(self) -> None:
-        """Nothing is known of the tokens that will be sampled."""
+        """Do nothing: the tokens that will be sampled are unknown."""
 
     def _make_objective(self, checkpoint: Path | None) -> None:
         super()._make_objective(checkpoint)

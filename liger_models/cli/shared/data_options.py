@@ -76,8 +76,9 @@ def add_objective(parser: argparse.ArgumentParser) -> None:
         choices=OBJECTIVES,
         default="sft",
         help="training objective: dpo, orpo, simpo and reward read records of prompt, chosen and rejected; "
-        "kto reads prompt, completion and label; grpo reads prompts; the others the records above "
-        "(default: %(default)s). Its options follow, with defaults in brackets; others are refused:",
+        "kto reads prompt, completion and label; grpo reads prompts; sft and distill read texts or "
+        "conversations (default: %(default)s). Its options follow, with defaults in brackets; others are "
+        "refused:",
     )
     for name, (kind, metavar, text) in OBJECTIVE_OPTIONS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)

@@ -100,7 +100,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--dropout",
         type=float,
         metavar="0",
-        help="train without the dropout in the model's config (default: with it)",
+        help="disable the dropout in the model's config (default: as in the config)",
     )
 
 
@@ -134,14 +134,14 @@ def _add_data_group(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="most tokens of each evaluation, from the first held-out rows (default: all)",
+        help="maximum tokens of each evaluation, from the first held-out rows (default: all)",
     )
     add(
         "--eval-steps",
         type=int,
         default=0,
         metavar="N",
-        help="most batches of each evaluation (default: all); --eval-every says how often there is one",
+        help="maximum batches of each evaluation (default: all); see also --eval-every",
     )
     add(
         "--sample-prompts",

@@ -1,4 +1,4 @@
-"""Streamed data: read as they come, tokenized and packed block by block, and never held as a whole.
+"""Streamed data: read as it arrives, tokenized and packed block by block, and never stored as a whole.
 
     records -> blocks of `size` records -> a corpus each, removed after use -> rows, in the block's order
 
