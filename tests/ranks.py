@@ -259,7 +259,7 @@ def _be_a_rank(
     # No rank leaves while another may wait for its message.
     store.set(f"rank {rank} is done", "")
     store.wait([f"rank {other} is done" for other in range(ranks)])
-    # What outlives its process group waits for ever now and then: what `results` made is gone by now.
+    # Objects that outlive their process group sometimes wait forever; those of `results` are freed by now.
     dist.destroy_process_group()
 
 

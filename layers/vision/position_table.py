@@ -173,7 +173,7 @@ class PositionsByAxes(nn.Module):
 
 @functools.lru_cache(maxsize=256)
 def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
-    """The table row of each token of a picture, on the host; None: in order."""
+    """The row of the table for each token of a picture, on the host; None: in order."""
     if merge == 1:
         return None
     row, column = places_of([(1, side, side)], merge)

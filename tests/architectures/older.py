@@ -1,5 +1,5 @@
-"""Cases in which transformers before 5.23 computes, reads or writes something else than later releases, which
-the tests follow: by a pattern of the test's name, with the reason for which it is skipped there.
+"""Cases in which transformers before 5.23 differs from later releases, which the tests follow: patterns of
+tests that are skipped there, each with the reason.
 """
 
 from __future__ import annotations

@@ -170,8 +170,8 @@ class Pair:
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
-        """The reference's tensors, under the checkpoint's names; a tied head's is the embedding's. Valid
-        while they stay where they are.
+        """The reference's tensors, under the checkpoint's names; a tied head is the embedding. Valid as long
+        as the reference keeps its tensors.
         """
         return self.reference.state_dict()
 

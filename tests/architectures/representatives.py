@@ -1,5 +1,4 @@
-"""Families that between them have every part: what layers do is tested with these, and how a config is read
-with all families.
+"""Families that together have every part: layers are tested with these, the reading of configs with all.
 
 Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all.
 """
@@ -20,7 +19,7 @@ from liger_models.architectures import list_architectures
 
 @functools.cache
 def representatives() -> tuple[str, ...]:
-    """Families chosen one by one, each for the most parts that those before do not have."""
+    """Families chosen one by one, each for having the most parts that the earlier ones lack."""
     return _with_all({family: frozenset(parts_of(family)) for family in list_architectures()})
 
 

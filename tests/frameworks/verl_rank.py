@@ -141,7 +141,7 @@ def policy(folder, rank):
 def offloaded(folder, rank):
     """Two steps with parameters and optimizer state on the host between verl's phases, and without.
 
-    Both are one device here: which calls move what is recorded instead.
+    Host and device are the same here, so the calls that move tensors are recorded.
     """
     found = {}
     for offload in (False, True):
@@ -210,8 +210,9 @@ def divided(folder, rank):
 
 
 def routes(folder, rank):
-    """R2: the pass that gives the old scores records its experts, and a step replays them, after the weights
-    have changed; R3: so do those of a rollout, which lack the last token and one more row.
+    """Replay of routing. R2: the pass that computes the old scores records its experts, and a step replays
+    them after the weights have changed. R3: a step replays the experts of a rollout, which lack the last
+    token and one more row.
     """
     made = engine(folder, model={"path": str(folder / "experts")}, router_replay=replay("R2"))
     with made.eval_mode():

@@ -1,4 +1,4 @@
-"""What a training step allocates, counted on the meta device.
+"""Memory that a training step allocates, counted on the meta device.
 
 Every operation of torch runs on tensors without memory; live_bytes.py counts their storages.
 """
@@ -19,7 +19,7 @@ from liger_models.layers.sequences.sequences import Sequences
 
 
 def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: float = 1.0) -> int:
-    """Bytes at the largest moment of a forward and a backward pass, without the model's parameters.
+    """Peak bytes of a forward and a backward pass, without the model's parameters.
 
     Args:
         model: on the meta device.

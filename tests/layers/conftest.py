@@ -69,7 +69,7 @@ def randomised() -> Callable[[nn.Module], nn.Module]:
 
 @pytest.fixture
 def moe_spec() -> MoESpec:
-    """A mixture of experts with everything that there is, but groups."""
+    """A mixture of experts with every option except groups."""
     return MoESpec(
         num_experts=8,
         experts_per_token=3,

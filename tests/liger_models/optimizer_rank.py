@@ -26,7 +26,7 @@ FORMS = (("stochastic", None), ("master", None), ("master", "cpu"))  # of weight
 
 def network() -> nn.Module:
     torch.manual_seed(0)
-    # Nine rows are sharded unevenly, and of a single row the second rank has nothing.
+    # Nine rows are sharded unevenly, and a single row leaves nothing to the second rank.
     layers = nn.Linear(8, 9), nn.LayerNorm(9), nn.Linear(9, 1), nn.Linear(1, 6)
     return nn.Sequential(*layers).to(torch.bfloat16)
 

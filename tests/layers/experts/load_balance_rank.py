@@ -1,6 +1,6 @@
 """One rank of test_load_balance.py: two batches of its own under DDP, then one update of the biases.
 
-task.pt lies in the folder; gives the biases.
+The folder has task.pt. The results are the biases.
 """
 
 from pathlib import Path

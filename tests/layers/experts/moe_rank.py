@@ -1,6 +1,6 @@
 """One rank of test_moe_robustness.py: forward and backward of a mixture of experts over a batch of its own.
 
-task.pt lies in the folder; gives the gradients, averaged over the ranks. The wrapper is ddp or fsdp.
+The folder has task.pt. The results are the gradients, averaged over the ranks. The wrapper is ddp or fsdp.
 """
 
 from pathlib import Path

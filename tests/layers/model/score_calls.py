@@ -1,4 +1,4 @@
-"""How models are called in test_scoring.py and test_distilling.py: three rows of nine tokens."""
+"""Calls of models in test_scoring.py and test_distilling.py: three rows of nine tokens."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ CALLS = {
 
 
 class Wrapped(nn.Module):
-    """As an adapter wraps a head: its product, and something more."""
+    """Wrapper of a head that adds to its product, as adapters do."""
 
     def __init__(self, head):
         super().__init__()

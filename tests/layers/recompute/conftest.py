@@ -1,4 +1,4 @@
-"""A batch for the tests of activation memory, and what a model makes of it when nothing is recomputed."""
+"""A batch for the tests of activation memory, and a model's results for it without recomputation."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def runs_at_all() -> dict[tuple[Any, ...], dict[str, torch.Tensor]]:
 
 @pytest.fixture
 def at_all(runs_at_all, request):
-    """A function that runs a model at the level `all`, once for all levels that a test compares with it.
+    """Function that runs a model at the level `all`, once for all levels that a test compares with it.
 
-    Further arguments are the parameters of the test, but for the levels.
+    Further arguments are the parameters of the test, without the levels.
     """
 
     def find(model, batch, *parameters):

@@ -1,11 +1,11 @@
-"""Tiny quantised checkpoints, with the values that they stand for by formulas of their own.
+"""Tiny quantised checkpoints, with their dequantised values by independent formulas.
 
     checkpoint = QuantisedCheckpoint.make(tmp_path / "fp8", "qwen3", float8_blocks((8, 16)), settings)
     checkpoint.dense                     # float32 values by name, as a dense checkpoint has them
     checkpoint.write(without="model.layers.0.mlp.up_proj.weight_scale_inv")
 
-Each maker takes the shape of a weight [..., rows, columns] and gives its parts, by what follows its name, and
-its values, number by number.
+Each maker takes the shape of a weight [..., rows, columns], and returns its parts, by the suffixes of their
+names, and its values.
 """
 
 from __future__ import annotations
