@@ -40,7 +40,7 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
 
 
 def pytest_collection_modifyitems(config, items):
-    leave_layers_to(representatives(), config, items, Path(__file__).parent)
+    leave_layers_to(representatives, config, items, Path(__file__).parent)
     skip_older(items)
 
 

@@ -159,24 +159,24 @@ def unnoticed_fields(
     wanted: Mapping[str, Set[Any]] | None = None,
     of_images: bool = False,
     skip: Set[str] = frozenset(),
-    tried: Set[Any] = frozenset(),
+    tried: Set[Any] | None = None,
 ) -> dict[str, str]:
     """List the changes that the comparison does not notice, as "path: value -> other", by "Class.field".
     Tries all fields in all layers, or the `wanted` ones, each in the first layer that has it with a value
-    other than the given ones. Equal parts at the same place of their layers are tried once, and none of the
-    `tried` ones. `of_images`: only fields that concern images.
+    other than the given ones. Equal parts at the same place of their layers are tried once. With `tried`, so
+    are fields of one form (`form_at`), and none of these forms. `of_images`: only fields that concern images.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
     for path, field, value, _ in spec_fields(pair.ours.spec):
         if (path[0] == "vision") == of_images:
             elsewhere.setdefault(field, []).append(value)
-    tried = set(tried)
+    key, done = (part_at, set()) if tried is None else (form_at, set(tried))
     for path, field, value, hint in spec_fields(pair.ours.spec):
-        if (part := part_at(pair.ours.spec, path)) is not None:
-            if part in tried:
+        if (part := key(pair.ours.spec, path)) is not None:
+            if part in done:
                 continue
-            tried.add(part)
+            done.add(part)
         if (field in OF_IMAGES or path[0] == "vision") != of_images or field in skip | WITHOUT_EFFECT.keys():
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
@@ -215,6 +215,23 @@ def part_at(spec: ModelSpec, path: Path) -> Any:
         return path[:place], path[place + 1 :], layer
     own = len(path) == place + 2  # a field of the layer itself, whose other parts may differ
     return path[:place], path[place + 1 :], at(spec, path if own else path[:-1]), type(layer)
+
+
+def form_at(spec: ModelSpec, path: Path) -> Any:
+    """Key of a field that parts of a kind share, at a place of layers of a kind, if it is alike in them: the
+    same choice, a number that is zero or not, a part of the same kind.
+    """
+    layers = [at(spec, path[: i + 1]) for i, step in enumerate(path) if isinstance(step, int)]
+    names = tuple(step for step in path if isinstance(step, str))
+    return names, type(at(spec, path[:-1])), *map(type, layers), _form(at(spec, path))
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return bool(value)
+    if is_dataclass(value):
+        return type(value)
+    return bool(value) if isinstance(value, int | float) else value
 
 
 def spec_is_noticed(pair: Pair, spec: ModelSpec) -> bool:

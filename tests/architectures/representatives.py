@@ -1,26 +1,33 @@
 """Families that together have every part: layers are tested with these, the reading of configs with all.
 
-Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all.
+Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all. A test of a mechanism
+to which most parts do not matter names those that do, and so runs for fewer families: `of_layers("tokens")`
+for how tokens see each other, `of_layers("head")` for embeddings, logits and losses, and
+`of_layers("rotations")`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from mutations import spec_fields
+from mutations import form_at, spec_fields
 from pairs import spec_of
+from variants import rotation
 
 from liger_models.architectures import list_architectures
 
 
 @functools.cache
-def representatives() -> tuple[str, ...]:
-    """Families chosen one by one, each for having the most parts that the earlier ones lack."""
-    return _with_all({family: frozenset(parts_of(family)) for family in list_architectures()})
+def representatives(parts: str = "all") -> tuple[str, ...]:
+    """Families chosen one by one, each for having the most parts that the earlier ones lack: all, or of
+    "tokens" the kinds of layers, of the "head" the model's own settings, of "rotations" rotary settings.
+    """
+    of = {"all": parts_of, "tokens": views_of, "head": settings_of, "rotations": lambda f: [rotation(f)]}
+    return _with_all({family: frozenset(of[parts](family)) for family in list_architectures()})
 
 
 @functools.cache
@@ -37,16 +44,20 @@ def _with_all(parts: dict[str, frozenset[Any]]) -> tuple[str, ...]:
     return tuple(chosen)
 
 
-def leave_layers_to(families: Iterable[str], config: Any, items: list[Any], folder: Path) -> None:
-    """Deselect tests of a folder marked `of_layers`, except for some families, unless `--all-families`."""
+def leave_layers_to(
+    families: Callable[..., tuple[str, ...]], config: Any, items: list[Any], folder: Path
+) -> None:
+    """Deselect tests of a folder marked `of_layers`, except for the families that a function gives for the
+    marker's arguments, unless `--all-families`.
+    """
     if config.getoption("--all-families"):
         return
     left_out = [
         item
         for item in items
         if folder in item.path.parents
-        and item.get_closest_marker("of_layers")
-        and item.callspec.params["family"] not in families
+        and (mark := item.get_closest_marker("of_layers"))
+        and item.callspec.params["family"] not in families(*mark.args)
     ]
     config.hook.pytest_deselected(items=left_out)
     ids = {id(item) for item in left_out}
@@ -63,6 +74,30 @@ def parts_of(family: str) -> Iterator[Any]:
             yield field, value
         else:
             yield field, type(value) if is_dataclass(value) else bool(value)
+
+
+OF_TOKENS = "window", "chunk", "indexer", "sinks", "slopes", "query_scale", "ropes"
+"""Settings of token mixers that depend on positions or limit what a token sees."""
+
+
+def views_of(family: str) -> Iterator[Any]:
+    """The kinds of a family's layers, what their mixers show a token of others, and how positions count."""
+    spec = spec_of(family)
+    for block in spec.blocks:
+        yield type(block), len(block.mixers)
+        yield type(block.mlp)
+        for mixer in block.mixers:
+            yield type(mixer), *(bool(getattr(mixer, name, None)) for name in OF_TOKENS)
+    yield "learned", spec.learned_positions is not None
+    yield "padded", spec.padding_has_positions
+
+
+def settings_of(family: str) -> Iterator[Any]:
+    """The settings of a family's model outside of its layers."""
+    spec = spec_of(family)
+    for path, *_ in spec_fields(spec):
+        if not any(isinstance(step, int) for step in path):
+            yield form_at(spec, path)
 
 
 def kinds_of(family: str) -> Iterator[Any]:

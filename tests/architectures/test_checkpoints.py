@@ -23,6 +23,7 @@ from liger_models.cli import main
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model.causal_lm import CausalLM
+from liger_models.models.verification import verify_bytes
 from liger_models.optim.adamw import AdamW
 
 SHARDS = 3
@@ -126,7 +127,7 @@ def every_layout():
             layout,
             tied,
             id=f"{family}-{i}-{'tied' if tied else 'untied'}",
-            marks=[pytest.mark.of_layers] * tied,
+            marks=[pytest.mark.of_layers("head")] * tied,
         )
         for family in list_architectures()
         for i, layout in enumerate(find_architecture(family).layouts)
@@ -135,7 +136,7 @@ def every_layout():
 
 
 @pytest.mark.parametrize(("family", "layout", "tied"), every_layout())
-def test_every_layout_is_saved_again_byte_for_byte(family, layout, tied, tmp_path, capsys):
+def test_every_layout_is_saved_again_byte_for_byte(family, layout, tied, tmp_path):
     """Covers mixed dtypes, the parts of a packed tensor in different files, a copy of a tied head's tensor,
     and unread tensors that are carried over.
     """
@@ -146,11 +147,11 @@ def test_every_layout_is_saved_again_byte_for_byte(family, layout, tied, tmp_pat
     sent, stored = dict(loaded.checkpoint_tensors()), tensors_of(tmp_path / "in")
     assert sent.keys() == stored.keys()
     assert all(same(sent[name], tensor) for name, tensor in stored.items())
+    written = model.saved_tensors()
     for name, value in loaded.saved_tensors().items():
-        expected = model.saved_tensors()[name]
-        assert value.dtype == expected.dtype, name
-        assert torch.equal(value, expected), name
-    assert main(["verify", str(tmp_path / "in"), "--no-transformers"]) == 0
+        assert value.dtype == written[name].dtype, name
+        assert torch.equal(value, written[name]), name
+    assert not verify_bytes(tmp_path / "in").changed
 
 
 def tensors_of(folder):
@@ -180,10 +181,10 @@ def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
 
     AdamW(model.parameters(), lr=0.01).step()
     model.save_pretrained(tmp_path / "out", dtype="parameters")
-    again = liger_models.from_hub(tmp_path / "out")
+    again = liger_models.from_hub(tmp_path / "out").saved_tensors()
     for name, value in model.saved_tensors().items():
-        assert again.saved_tensors()[name].dtype == value.dtype, name
-        assert torch.equal(again.saved_tensors()[name], value), name
+        assert again[name].dtype == value.dtype, name
+        assert torch.equal(again[name], value), name
 
 
 def ids_clear_of_ties(model: CausalLM) -> torch.Tensor:
@@ -207,10 +208,10 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
     read = HFConfig.load(config)
     model = CausalLM(architecture.spec(read))
     randomise(model, torch.Generator().manual_seed(4))
-    forms = model.weight_map(Layout())
+    forms, own = model.weight_map(Layout()), model.saved_tensors()
     tensors: dict[str, torch.Tensor] = {}
     for name, expression in model.weight_map(layout).items():
-        value = model.saved_tensors()[name]
+        value = own[name]
         if any(len(ref.shape) > 1 for ref in forms[name].refs()):
             value.data = value.data.bfloat16()
         else:

@@ -71,7 +71,7 @@ def test_the_cache_changes_nothing_if_rotary_tables_depend_on_the_length(rope, p
     assert torch.equal(found, ids)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_greedy_tokens_under_autocast_are_the_likeliest_up_to_rounding(pair):
     """Keys are in bfloat16, weights in float32."""
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
@@ -92,7 +92,7 @@ def test_greedy_decoding_of_padded_prompts_gives_the_text_of_the_reference(famil
     assert torch.equal(found, reference_text(pair, ids, mask, pad_token_id=0))
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_prompts_may_be_padded_on_either_side(pair):
     ids = prompts(pair, rows=2)
     right = (torch.arange(9) < torch.tensor([[9], [5]])).long()
@@ -146,7 +146,7 @@ def test_generation_stops_when_all_sequences_have_ended(pair):
     assert found.shape[1] == 9 + first_end + 1
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_cached_logits_equal_those_of_one_pass_over_the_text(pair, monkeypatch):
     cached_steps = []
     choose = generation._choose
@@ -164,7 +164,7 @@ def test_cached_logits_equal_those_of_one_pass_over_the_text(pair, monkeypatch):
         assert (cached[row] - whole).norm() <= 1e-5 * whole.norm()
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_steps_in_their_recorded_form_generate_the_same_text(pair, monkeypatch):
     """With static buffers of ids, and a cache with more visible slots than tokens."""
     ids = prompts(pair)
@@ -273,14 +273,14 @@ def test_recorded_steps_on_a_gpu_generate_the_same_text_and_seldom_synchronize(p
     assert torch.equal(text(**ends)[0], ended)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_the_callback_receives_tokens_as_they_are_generated(pair):
     ids, received = prompts(pair), []
     text = generate(pair.ours, ids, 5, on_token=received.append)
     assert torch.equal(torch.stack(received, dim=1), text[:, 9:])
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_generation_keeps_no_graph_and_training_can_continue(pair):
     ids = prompts(pair)
     generate(pair.ours, ids, 3)

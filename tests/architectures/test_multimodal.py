@@ -5,6 +5,7 @@ text, and it is saved as a checkpoint of its own.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -29,10 +30,16 @@ def test_every_family_in_the_table_is_tested():
     assert {case[1]["model_type"] for case in CASES.values()} | elsewhere == MULTIMODAL.keys() | elsewhere
 
 
+@pytest.fixture(scope="session")
+def written_once(tmp_path_factory):
+    """A factory like `write`, which writes each checkpoint once: tests leave it as it is."""
+    return functools.cache(lambda case: write(case, tmp_path_factory))
+
+
 @pytest.fixture(params=CASES)
-def written(request, tmp_path_factory):
+def written(request, written_once):
     """The reference, and the folder of its checkpoint."""
-    return write(request.param, tmp_path_factory)
+    return written_once(request.param)
 
 
 def write(case, tmp_path_factory):

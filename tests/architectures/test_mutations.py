@@ -12,9 +12,9 @@ import functools
 import pytest
 from mutations import (
     Additions,
+    form_at,
     is_noticed,
     norms,
-    part_at,
     spec_fields,
     swapped,
     swaps,
@@ -22,25 +22,27 @@ from mutations import (
     without_norm,
 )
 from pairs import spec_of
+from representatives import representatives
 from variants import ROPE_FIELDS, first_that_rotates_like, rope_types, skipped, variants
 
-from liger_models.architectures import find_architecture, list_architectures
+from liger_models.architectures import find_architecture
 
 
 def test_without_a_fault_the_comparison_passes(pair):
     assert not is_noticed(pair)
 
 
+@pytest.mark.of_layers
 def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pair, all_families):
     """Values are changed layer by layer in the tiny config; those unnoticed there are changed in a variant.
-    Parts that an earlier family has, too, at the same place of its layers, are left to that one. Of families
-    that rotate queries and keys in the same way, only the first tests the settings of rope types.
+    Fields that an earlier family has in the same form, at the same place of its layers, are left to that one.
+    Of families that rotate queries and keys in the same way, only the first tests the settings of rope types.
     """
     stated = {entry.removeprefix("field:") for entry in find_architecture(family).skip}
-    tried = set() if all_families else parts_of_earlier(family, stated)
+    tried = None if all_families else forms_of_earlier(family, stated)
     faults = unnoticed_fields(pair, tried=tried)
     missed = {fault: field for fault, field in faults.items() if not skipped(family, "field", field)}
-    if first_that_rotates_like(family) != family:
+    if first_that_rotates_like(family, None if all_families else representatives()) != family:
         missed = {fault: field for fault, field in missed.items() if field not in ROPE_FIELDS}
     noticed = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
     unnoticed = [fault for fault, field in missed.items() if field not in noticed]
@@ -49,20 +51,18 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
     assert not needless & find_architecture(family).skip.keys()
 
 
-def parts_of_earlier(family, stated):
-    """The fields that earlier families have in equal parts, except those `stated` to go unnoticed here."""
-    names = list_architectures()
-    return set().union(*(parts_of(name) for name in names[: names.index(family)])) - {
-        part for part, field in parts_of(family).items() if field in stated
+def forms_of_earlier(family, stated):
+    """The forms of earlier families' fields, except of those `stated` to go unnoticed here."""
+    names = representatives()
+    return set().union(*(forms_of(name) for name in names[: names.index(family)])) - {
+        form for form, field in forms_of(family).items() if field in stated
     }
 
 
 @functools.cache
-def parts_of(family):
+def forms_of(family):
     spec = spec_of(family)
-    found = {part_at(spec, path): field for path, field, *_ in spec_fields(spec)}
-    del found[None]
-    return found
+    return {form_at(spec, path): field for path, field, *_ in spec_fields(spec)}
 
 
 def fields_noticed_in_variants(family, pair, make_pair, wanted):

@@ -16,7 +16,7 @@ STEPS, LEARNING_RATE = 10, 1e-3
 EPS = 3e-4
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_ten_steps_of_adamw_agree(family, make_pair):
     assert_ten_steps_agree(make_pair(family))
 

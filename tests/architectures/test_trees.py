@@ -27,7 +27,7 @@ def items_of(vocab_size):
     return [(ids(prompt), [ids(answer) for answer in answers]) for prompt, answers in ITEMS]
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_answers_with_a_shared_prompt_equal_separate_sequences(family, make_pair, failures):
     pair = make_pair(family)
     if chooses_keys(pair):  # of longer documents than these

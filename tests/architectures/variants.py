@@ -5,7 +5,7 @@ every rope type in both spellings, and the variants of its registration.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pairs import ABSENT, LENGTH, changed, spec_of
@@ -46,15 +46,7 @@ ROPES: dict[str, tuple[dict[str, Any], int]] = {
 ROPE_FIELDS = {f"RopeSpec.{key}" for scaling, _ in ROPES.values() for key in scaling} | {
     f"RopeSpec.{key}" for key in ("short_factor", "long_factor", "max_position_embeddings")
 }
-# Settings within a type, which all families read with the type's own code.
-WITHIN_A_ROPE_TYPE = {
-    "dynamic_within",
-    "yarn",
-    "yarn_attention_factor",
-    "yarn_fractional",
-    "longrope_short",
-    "longrope_attention_factor",
-}
+ROPES_IN_TURN = "linear", "dynamic_beyond", "yarn_mscale", "longrope_long", "llama3"  # one of each type
 THETA = 500.0  # so that the slowest dimension turns visibly within a short sequence
 ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor")
 
@@ -227,13 +219,15 @@ def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> 
     return old
 
 
-def first_that_rotates_like(family: str) -> str:
+def first_that_rotates_like(family: str, among: Iterable[str] | None = None) -> str:
     """The first family whose token mixers rotate in the same way and that accepts the same rope types."""
-    return next(other for other in list_architectures() if _rotation(other) == _rotation(family))
+    others = list_architectures() if among is None else among
+    return next(other for other in others if rotation(other) == rotation(family))
 
 
 @functools.cache
-def _rotation(family: str) -> tuple[frozenset[Any], frozenset[str]]:
+def rotation(family: str) -> tuple[frozenset[Any], frozenset[str]]:
+    """How a family's token mixers rotate, and the rope types that it accepts."""
     turned = {
         (type(mixer), rope.interleaved, rope.turning is None)
         for block in spec_of(family).blocks

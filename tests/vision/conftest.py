@@ -20,7 +20,7 @@ from liger_models.architectures import list_architectures
 
 
 def pytest_collection_modifyitems(config, items):
-    leave_layers_to(vision_representatives(), config, items, Path(__file__).parent)
+    leave_layers_to(vision_representatives, config, items, Path(__file__).parent)
 
 
 @pytest.fixture(params=list_architectures(vision=True))
