@@ -20,6 +20,7 @@ from liger_models.convert.errors import (
     DataError,
     HubError,
     LigerModelsError,
+    TrainingError,
     UnsupportedModelError,
 )
 
@@ -61,6 +62,7 @@ __all__ = [
     "ScoreOptions",
     "TrainConfig",
     "TrainResult",
+    "TrainingError",
     "TrainingInterrupted",
     "UnsupportedModelError",
     "agreement",

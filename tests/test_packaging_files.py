@@ -1,12 +1,19 @@
 """What tells strangers about the package says the same everywhere."""
 
+import importlib
 import json
 import re
 import tomllib
 from pathlib import Path
 
 import package
+import pytest
+import torch
 import yaml
+
+import liger_models
+from liger_models.cli import COMMANDS
+from liger_models.convert import errors
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -15,8 +22,6 @@ WORKFLOWS = {path.stem: path.read_text() for path in (ROOT / ".github/workflows"
 
 
 def test_the_version_is_the_same_everywhere():
-    import liger_models
-
     cited = re.search(r"^version: (\S+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)[1]
     assert PYPROJECT["project"]["version"] == liger_models.__version__ == cited
 
@@ -33,11 +38,23 @@ def test_workflows_test_every_python_that_is_claimed():
     assert [re.findall(r"[\d.]+", versions) for versions in tested] == [claimed, claimed]
 
 
-def test_the_images_hold_every_code_folder():
+def test_the_image_holds_every_code_folder_and_what_its_installation_reads():
     folders = set(PYPROJECT["tool"]["setuptools"]["package-dir"].values())
-    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
-    sent = set(re.findall(r"^!(\w+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)) - {"LICENSE"}
-    assert copied == sent == folders
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    copied = set(re.findall(r"^COPY (\w+) \1$", dockerfile, re.MULTILINE))
+    files = set(re.search(r"^COPY (.+) \./$", dockerfile, re.MULTILINE)[1].split())
+    sent = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert copied == folders
+    assert sent == folders | files
+    assert files >= {"pyproject.toml", "constraints.txt", "README.md", "LICENSE"}
+
+
+def test_images_name_a_release_of_debian():
+    """A tag such as python:3.12-slim moves to the next release by itself."""
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    image = re.search(r"^FROM (\S+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1]
+    for name in (image, container["image"]):
+        assert re.search(r":3\.\d+-(slim-)?(bookworm|trixie)$", name), name
 
 
 def test_the_image_installs_extras_that_exist():
@@ -122,9 +139,76 @@ def test_the_address_of_a_repository_becomes_the_projects_urls():
     assert project | {"urls": None} == PYPROJECT["project"] | {"urls": None}
 
 
-def test_what_is_stable_is_what_the_package_offers():
-    import liger_models
+PACKAGES = (
+    "liger_models",
+    "liger_models.optim",
+    "liger_models.losses",
+    "liger_models.layers",
+    "liger_models.hf",
+)
+EXPERIMENTAL = set(re.findall(r"`(\w+)`", STABILITY.partition("## Experimental")[2].partition("\n## ")[0]))
 
-    assert set(re.findall(r"`(\w+)`", STABILITY)) >= {
-        name for name in liger_models.__all__ if not name.endswith("Error")
-    }
+
+def stable(row):
+    """Names in a row of the table of docs/stability.md."""
+    (cell,) = re.findall(rf"^\| `?{re.escape(row)}`? \| (.+) \|$", STABILITY, re.MULTILINE)
+    return re.findall(r"`(\w+)`", cell)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_name_of_a_package_is_either_stable_or_experimental(package):
+    """A name cannot be added, renamed or taken away without a change of the page."""
+    if package == "liger_models.hf":
+        pytest.importorskip("transformers")
+    names = stable(package) + (stable("its errors") if package == "liger_models" else [])
+    experimental = EXPERIMENTAL & set(offered := importlib.import_module(package).__all__)
+    assert sorted([*names, *experimental]) == sorted(offered)
+
+
+def test_every_error_is_offered():
+    assert sorted(stable("its errors")) == sorted(name for name in vars(errors) if name.endswith("Error"))
+
+
+def test_every_command_is_either_stable_or_experimental():
+    names = stable("command line")
+    assert sorted([*names, *EXPERIMENTAL & set(COMMANDS)]) == sorted(COMMANDS)
+
+
+def test_every_method_of_a_model_that_pages_use_is_stable_or_experimental():
+    own = {name for base in liger_models.LigerCausalLM.__mro__[:-1] for name in vars(base)}
+    own -= vars(torch.nn.Module).keys() - {"forward"}
+    listed = stable("a model")
+    assert set(listed) <= own
+    pages = " ".join(path.read_text() for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")])
+    used = own & set(re.findall(r"\bmodel\.([a-z]\w*)\(", pages))
+    assert {"score", "freeze", "distill"} <= used <= {*listed, *EXPERIMENTAL}
+
+
+def test_changes_are_in_the_form_of_keep_a_changelog():
+    """Newest version first, each with a date, and its changes under the form's headings, in its order."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    kinds = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security")
+    _, unreleased, *versions = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert unreleased.startswith("[Unreleased]\n")
+    dates = [re.match(r"\[\d+\.\d+\.\d+\] - (\d{4}-\d\d-\d\d)\n", version)[1] for version in versions]
+    assert dates == sorted(dates, reverse=True)
+    for version in (unreleased, *versions):
+        headings = re.findall(r"^### (.+)$", version, re.MULTILINE)
+        assert headings == sorted(set(headings), key=kinds.index)
+        sections = re.split(r"^### .+$", version, flags=re.MULTILINE)[1:]
+        assert all(section.strip().startswith("- ") for section in sections), version[:40]
+
+
+def test_templates_of_issues_are_forms():
+    """Of GitHub's schema: without it a template is silently not offered."""
+    for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.stem == "config":
+            assert set(form) <= {"blank_issues_enabled", "contact_links"}
+            continue
+        assert set(form) == {"name", "description", "labels", "body"}, path.name
+        assert all(
+            part["type"] in ("textarea", "input") and part["attributes"]["label"] for part in form["body"]
+        )
+        names = [part["id"] for part in form["body"]]
+        assert len(names) == len(set(names)), path.name
