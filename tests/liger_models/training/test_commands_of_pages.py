@@ -93,6 +93,7 @@ def shelf(tmp_path_factory, tiny_shape, tokenizer_folder):
     jsonl("thoughts.jsonl", {"messages": [turns[0], thought]})
     jsonl("pairs.jsonl", {"prompt": "a b", "chosen": "c d", "rejected": "e"})
     jsonl("questions.jsonl", {"question": "a b", "answer": "c"})
+    jsonl("tea.jsonl", {"prompt": "Tea or soup?", "completion": " I take tea."})
     for name in ("data.jsonl", "web.jsonl", "more.jsonl", "lines"):
         jsonl(name, {"text": "abc de fgh"})
     (folder / "questions.csv").write_text("question,answer\n" + "a b,c d\n" * 40)
@@ -119,7 +120,7 @@ def shelf(tmp_path_factory, tiny_shape, tokenizer_folder):
 
 def tiny(words):
     """A command's words for tiny models: names, lengths and sizes are changed."""
-    named = r"MODEL|(?:meta-llama|Qwen|google|zai-org|openai)/[\w.-]+"
+    named = r"MODEL|demo-output/run|(?:meta-llama|Qwen|google|zai-org|openai)/[\w.-]+"
     for printed, used in SMALLER.items():
         words = [word.replace(printed, used) for word in words]
     words = ["model" if re.fullmatch(named, word) else word for word in words]
