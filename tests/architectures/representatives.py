@@ -2,8 +2,8 @@
 
 Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all. A test of a mechanism
 to which most parts do not matter names those that do, and so runs for fewer families: `of_layers("tokens")`
-for how tokens see each other, `of_layers("head")` for embeddings, logits and losses, and
-`of_layers("rotations")`.
+for how tokens see each other, `of_layers("head")` for embeddings, logits and losses, `of_layers("names")` for
+the names of checkpoints, and `of_layers("rotations")`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,22 @@ from mutations import form_at, spec_fields
 from pairs import spec_of
 from variants import rotation
 
-from liger_models.architectures import list_architectures
+from liger_models.architectures import find_architecture, list_architectures
 
 
 @functools.cache
 def representatives(parts: str = "all") -> tuple[str, ...]:
     """Families chosen one by one, each for having the most parts that the earlier ones lack: all, or of
-    "tokens" the kinds of layers, of the "head" the model's own settings, of "rotations" rotary settings.
+    "tokens" the kinds of layers, of the "head" the model's own settings, of "names" layouts, too, of
+    "rotations" rotary settings.
     """
-    of = {"all": parts_of, "tokens": views_of, "head": settings_of, "rotations": lambda f: [rotation(f)]}
+    of = {
+        "all": parts_of,
+        "tokens": views_of,
+        "head": settings_of,
+        "names": names_of,
+        "rotations": lambda family: [rotation(family)],
+    }
     return _with_all({family: frozenset(of[parts](family)) for family in list_architectures()})
 
 
@@ -98,6 +105,14 @@ def settings_of(family: str) -> Iterator[Any]:
     for path, *_ in spec_fields(spec):
         if not any(isinstance(step, int) for step in path):
             yield form_at(spec, path)
+
+
+def names_of(family: str) -> Iterator[Any]:
+    """The kinds of a family's layers, and the layout of transformers' own modules."""
+    spec = spec_of(family)
+    for block in spec.blocks:
+        yield from (type(block), type(block.mlp), *map(type, block.mixers))
+    yield repr(find_architecture(family).layouts[-1])
 
 
 def kinds_of(family: str) -> Iterator[Any]:

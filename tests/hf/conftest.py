@@ -21,6 +21,11 @@ from liger_models.architectures import find_architecture
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "architectures")]
 
 from hf_pairs import Both
+from representatives import leave_layers_to, representatives
+
+
+def pytest_collection_modifyitems(config, items):
+    leave_layers_to(representatives, config, items, Path(__file__).parent)
 
 
 @pytest.fixture(autouse=True)

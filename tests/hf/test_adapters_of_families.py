@@ -9,7 +9,6 @@ import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 from randomised import randomise_trained
-from representatives import representatives
 from safetensors.torch import load_file
 
 import liger_models.hf
@@ -50,9 +49,9 @@ def layers(model):
 
 
 @pytest.mark.supports("PEFT", "every family under the names of transformers' own model")
+@pytest.mark.of_layers("names")
 @pytest.mark.parametrize("family", list_architectures())
-def test_adapters_of_every_family_match_the_reference(family, make_both, hf, tmp_path, request):
-    """On packed projections, whose code is common, with families that between them have every part."""
+def test_adapters_of_every_family_match_the_reference(family, make_both, tmp_path):
     both = make_both(family, projections="split")
     own = dict(both.ours.named_modules())  # norms per head are one module in the reference
     norms = [
@@ -79,20 +78,25 @@ def test_adapters_of_every_family_match_the_reference(family, make_both, hf, tmp
     assert first.keys() == second.keys()
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
-    if family not in representatives() and not request.config.getoption("--all-families"):
-        return
-    # On packed projections, with DoRA. Experts cannot have it: PEFT would map their old names to the stacks,
-    # and with them a gate of attention that has the name of theirs.
-    reference = theirs.unload()
+
+@pytest.mark.of_layers
+@pytest.mark.parametrize("family", list_architectures())
+def test_adapters_on_packed_projections_match_the_reference(family, make_both, hf, tmp_path):
+    """With DoRA, except on experts: PEFT would map their old names to the stacks, and with them a gate of
+    attention that has the name of theirs.
+    """
+    both = make_both(family)
+    stacks = any(name.endswith("experts.down_proj") for name, _ in both.reference.named_parameters())
     old = ".mlp.", ".self_attn.gate_proj"
-    targets = sorted(path for path in layers(reference) if not (stacks and any(name in path for name in old)))
+    targets = sorted(
+        path for path in layers(both.reference) if not (stacks and any(name in path for name in old))
+    )
+    settings = {"r": 3, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(**settings, target_modules=targets, use_dora=True)
-    theirs = randomise_trained(peft.get_peft_model(reference, config)).eval()
+    theirs = randomise_trained(peft.get_peft_model(both.reference, config)).eval()
     theirs.save_pretrained(tmp_path / "dora")
     expected = logits(theirs)
-    fused = ours.unload()
-    fused.fuse_projections()
-    ours = hf.load_adapter(fused, tmp_path / "dora").eval()
+    ours = hf.load_adapter(both.ours, tmp_path / "dora").eval()
     assert relative_distance(logits(ours), expected) <= BOUND
     hf.save_adapter(ours, tmp_path / "packed")
     again = peft.PeftModel.from_pretrained(theirs.unload(), tmp_path / "packed").eval()
