@@ -45,14 +45,15 @@ def padding_row(c: HFConfig) -> int | None:
     return pad
 
 
-def by_layer(c: HFConfig, key: str, usual: float, *, whole: bool = False) -> list[Any]:
-    """Number of each layer, from the list `key`, by default `usual`: `whole` numbers from 1, or any from 0.
+def by_layer(c: HFConfig, key: str, usual: float | Sequence[float], *, whole: bool = False) -> list[Any]:
+    """Number of each layer, from the list `key`, by default `usual`, one for all or one each: `whole` numbers
+    from 1, or any from 0.
 
     Raises:
         ConfigError: not one such number per layer.
     """
     count = c.take_count("num_hidden_layers")
-    found = c.take(key, [usual] * count)
+    found = c.take(key, list(usual) if isinstance(usual, Sequence) else [usual] * count)
     good = isinstance(found, list) and len(found) == count
     if not good or not all((type(n) is int and n > 0) if whole else (is_finite(n) and n >= 0) for n in found):
         expected = "a whole number of 1 or more" if whole else "a finite number of 0 or more"

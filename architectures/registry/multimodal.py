@@ -220,6 +220,15 @@ MULTIMODAL: dict[str, Multimodal] = {
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "muse_glimmer": Multimodal(
+        {"muse_glimmer_text": "muse_glimmer_text"},
+        _OWN_ROOT,
+        defaults={
+            **{"vocab_size": 202048, "hidden_size": 6656, "intermediate_size": 19968},
+            **{"num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2},
+            **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
+        },
+    ),
     "nemotron_h_omni": Multimodal(
         {"nemotron_h": "nemotron_h"},
         missing="RADIO's encoder: several tokens before the patches of each image, positions cropped from a "
@@ -275,7 +284,7 @@ _ASIDE_NAMES = """
     video_temporal_patch_size img_context_token_id video_context_token_id sound_context_token_id
     alignment_intermediate_size adapter_layer_norm_eps scale_factor
     projection_hidden_size projection_layer_norm_eps image_start_token_id image_end_token_id
-    video_start_token_id video_end_token_id visual_indicator_token_ids
+    video_start_token_id video_end_token_id visual_indicator_token_ids out_hidden_size
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

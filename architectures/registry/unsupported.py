@@ -92,7 +92,7 @@ MISSING |= {
             *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2"),
             *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
             *("kosmos-2", "kosmos-2.5", "lfm3_vl", "lighton_ocr", "llava_next_video"),
-            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2", "muse_glimmer"),
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2"),
             *("paddleocr_vl", "perception_lm", "pi0", "pp_chart2table"),
             *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava", "vipllava"),
         ),

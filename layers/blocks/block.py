@@ -86,6 +86,7 @@ class Block(nn.Module):
             "second_mixer": spec.second_mixer,
             "branch_scales": set(spec.branch_scales) != {1.0},
             "dropout": spec.dropout > 0,
+            "branch_norm": spec.branch_norm,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")

@@ -14,15 +14,18 @@ from liger_models.layers.specs import BlockSpec
 
 class SandwichBlock(Block):
     """`h = x + norm(attention(norm(x))); y = h + norm(mlp(norm(h)))` (Gemma 2, arXiv:2408.00118): Gemma 2 and
-    3, GLM-4.
+    3, GLM-4. The outer norms may have settings of their own (Muse Glimmer).
     """
+
+    has_room_for: tuple[str, ...] = ("branch_norm",)
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
+        outer = spec.norm if spec.branch_norm is None else spec.branch_norm
         self.input_layernorm = make_norm(hidden_size, spec.norm)
-        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, outer)
         self.pre_feedforward_layernorm = make_norm(hidden_size, spec.norm)
-        self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm = make_norm(hidden_size, outer)
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)

@@ -226,7 +226,8 @@ class StepMemory:
     def _outside_layers(self) -> int:
         """Bytes kept outside of layers: for images, and the input of a norm of the embeddings."""
         edges = self._edges
-        normed = self._stream if self.model.spec.embed_norm is not None and not self._idle else 0
+        spec = self.model.spec
+        normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0
         return self.step.shown.pixels + edges.encoder + edges.projector + edges.language + normed
 
     @cached_property

@@ -73,7 +73,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         if attention not in BACKENDS:
             raise ValueError(f"unknown attention backend {attention!r}; choose one of {', '.join(BACKENDS)}")
         self.spec = spec
-        scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale
+        scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale, spec.id_norm
         self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
         self.embed_positions: LearnedPositions | None = None
         if spec.learned_positions is not None:

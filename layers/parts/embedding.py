@@ -1,4 +1,4 @@
-"""Token embeddings, scaled in some families, and learned positions.
+"""Token embeddings, scaled or normalised in some families, and learned positions.
 
 x = scale * weight[id],    the scale rounded to the weight's dtype
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+from liger_models.kernels import rms_norm
+from liger_models.layers.specs import NormSpec
 
 
 class TrainedRows(nn.Module):
@@ -50,6 +53,7 @@ class TokenEmbedding(nn.Embedding):
         padding_idx: row without a gradient.
         round_scale: first round the scale to the embeddings' dtype, as in the training of Gemma: in bfloat16
             the square root of 3072 is 55.5.
+        norm: an RMSNorm of the embeddings, without a weight.
 
     Attributes:
         trained_rows: rows that are trained while the others are frozen, if any.
@@ -62,17 +66,20 @@ class TokenEmbedding(nn.Embedding):
         scale: float = 1.0,
         padding_idx: int | None = None,
         round_scale: bool = True,
+        norm: NormSpec | None = None,
     ):
         super().__init__(vocab_size, hidden_size, padding_idx)
         self.trained_rows: TrainedRows | None = None
         self.embed_scale = scale  # PEFT looks for this name to scale an adapter's output
-        self.round_scale = round_scale
+        self.round_scale, self.norm = round_scale, norm
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
         x, scale = super().forward(ids), self.embed_scale
         if self.trained_rows is not None:
             x = self.trained_rows.looked_up(ids, x)
+        if self.norm is not None:
+            x = rms_norm(x, None, self.norm.eps, cast=self.norm.cast)
         if not self.round_scale:
             return x * scale
         return x if scale == 1.0 else x * torch.full((), scale, dtype=x.dtype, device=x.device)

@@ -40,7 +40,8 @@ class BlockSpec:
 
     The types of `mixer` and `mlp` determine their modules; a layer of topology "one_part" has only one of
     them. `second_mixer` reads the same input as `mixer`, and `branch_scales` multiply the outputs of both and
-    of the MLP. `norm` applies to each of the layer's norms. `residual_scale` multiplies each branch before it
+    of the MLP. `norm` applies to each of the layer's norms, or with `branch_norm` to those before
+    the branches, and that to the norms of their outputs. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`.
     """
@@ -55,6 +56,7 @@ class BlockSpec:
     second_mixer: MixerSpec | None = None
     branch_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     dropout: float = 0.0
+    branch_norm: NormSpec | LayerNormSpec | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

@@ -30,12 +30,13 @@ class ModelSpec:
     """A causal language model: embeddings, blocks, a final norm and a head.
 
     `embed_scale` multiplies the embeddings of ids; with `round_embed_scale` it is first rounded to their
-    dtype (Gemma). `input_scale` multiplies any input of the first block (Granite). `logit_scale` multiplies
-    the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap). `padding_idx` is the
-    embedding row whose lookup has no gradient, as in the reference, and that is initialised with zeros. (A
-    tied head still gives it a gradient.) `per_layer_vocab_size` is the number of ids with per-layer
-    embeddings, if there are any. `vision` is the image encoder. `extra_ids` ids after the vocabulary have
-    embeddings and are never predicted. `mtp` are modules that predict further tokens.
+    dtype (Gemma). `id_norm` is a norm of these embeddings without a weight (Muse Glimmer); embeddings that a
+    caller passes are not normalised. `input_scale` multiplies any input of the first block (Granite).
+    `logit_scale` multiplies the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap).
+    `padding_idx` is the embedding row whose lookup has no gradient, as in the reference, and that is
+    initialised with zeros. (A tied head still gives it a gradient.) `per_layer_vocab_size` is the number of
+    ids with per-layer embeddings, if there are any. `vision` is the image encoder. `extra_ids` ids after the
+    vocabulary have embeddings and are never predicted. `mtp` are modules that predict further tokens.
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
@@ -65,6 +66,7 @@ class ModelSpec:
     padding_has_positions: bool = True
     embed_norm: NormSpec | LayerNormSpec | None = None
     embed_dropout: float = 0.0
+    id_norm: NormSpec | None = None
 
     @property
     def num_ids(self) -> int:

@@ -79,11 +79,12 @@ class MLPProjectorSpec:
 @dataclass(frozen=True)
 class AdapterSpec:
     """Projector: concatenation of `merge` times `merge` adjacent patches, two linear layers of width `size`,
-    each followed by an exact GELU, and one more (Llama 4).
+    each followed by an exact GELU, one more (Llama 4), and an optional `norm` (Muse Glimmer).
     """
 
     merge: int
     size: int
+    norm: NormSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,15 @@ class BicubicTable:
 
 
 @dataclass(frozen=True)
+class FadingTable:
+    """A table of `side` times `side` positions, interpolated linearly to the size of each image, with zeros
+    around it (Muse Glimmer).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class FixedTable:
     """A table of `side` times `side` positions, one per patch, and one for the class token (CLIP)."""
 
@@ -211,8 +221,11 @@ class ShapedPictures:
 class GridPictures:
     """Processor outputs patches, [patches of all images, width] pixels, and the grid of each image
     (Qwen2-VL): `pixel_values` with `image_grid_thw`, and for videos `pixel_values_videos` with
-    `video_grid_thw`.
+    `video_grid_thw`. Patches to be merged are adjacent and hold [channel, frame, row, column]; in `raster`
+    order they come row by row and hold [frame, channel, row, column] (Muse Glimmer).
     """
+
+    raster: bool = False
 
 
 @dataclass(frozen=True)
@@ -297,6 +310,7 @@ class VisionSpec:
         StretchedTable
         | AntialiasedTable
         | BicubicTable
+        | FadingTable
         | FixedTable
         | CubicTable
         | FractionTable

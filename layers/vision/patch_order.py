@@ -30,6 +30,20 @@ def cut_image(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
     return rows.permute(1, 3, 0, 2, 4)[row, column].flatten(1)
 
 
+def in_blocks(patches: Tensor, grids: Iterable[Grid], spec: PatchSpec, merge: int) -> Tensor:
+    """Reorder patches [P, width] of pictures from rows to blocks, and the pixels of each from [frame,
+    channel, row, column] to channels first.
+    """
+    first, order = 0, []
+    for t, h, w in grids:
+        row, column = places_in_picture(1, h, w, merge)
+        for _ in range(t):
+            order.append(row * w + column + first)
+            first += h * w
+    which = torch.cat(order).to(patches.device, non_blocking=True)
+    return patches[which].unflatten(1, (spec.frames, spec.channels, -1)).transpose(1, 2).flatten(1)
+
+
 def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
     """Mask of the patches, in the order of `Pictures`, in full blocks of merge^2, [P] bool on the host; None:
     all.
@@ -44,12 +58,12 @@ def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
     return torch.cat(whole)
 
 
-def cut(picture: Tensor, spec: PatchSpec, merge: int) -> tuple[Tensor, Grid]:
+def cut(picture: Tensor, spec: PatchSpec, merge: int, raster: bool = False) -> tuple[Tensor, Grid]:
     """Cut a picture [C, height, width], or the frames of a video [F, C, height, width], into patches. A
     single frame, or the last one, is repeated to fill a patch.
 
     Returns:
-        [P, patch width], in blocks of `merge` times `merge`; and the grid.
+        [P, patch width], in blocks of `merge` times `merge`, or as `GridPictures.raster` says; and the grid.
 
     Raises:
         DataError: height or width is no multiple of `merge` patches.
@@ -65,6 +79,9 @@ def cut(picture: Tensor, spec: PatchSpec, merge: int) -> tuple[Tensor, Grid]:
             f"{side}, of {merge} patches side by side"
         )
     t, h, w = f // spec.frames, height // spec.size, width // spec.size
+    if raster:
+        rows = frames.view(t, spec.frames, c, h, spec.size, w, spec.size)
+        return rows.permute(0, 3, 5, 1, 2, 4, 6).reshape(t * h * w, spec.width), (t, h, w)
     blocks = frames.view(t, spec.frames, c, h // merge, merge, spec.size, w // merge, merge, spec.size)
     # Time, blocks, patches within a block; channel, frame, pixels.
     patches = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)

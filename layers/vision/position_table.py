@@ -10,7 +10,8 @@
 Interpolated tables are squares of side S. In the first kind, patch i of h has the coordinate
 i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
 (Qwen3-VL). In the second kind A [h, S] and B [w, S] are torch's resizing of one axis: bilinear with
-antialiasing (SigLIP 2, arXiv:2502.14786), or bicubic (GLM-4.1V, arXiv:2507.01006, section 2).
+antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), or linear between
+the rows of a table with zeros around it, which fades at the border (Muse Glimmer).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from liger_models.layers.specs import (
     AxesTable,
     BicubicTable,
     CubicTable,
+    FadingTable,
     FixedTable,
     FractionTable,
     StretchedTable,
@@ -45,6 +47,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             return ResizedPositions(side**2, spec.hidden_size, side, "bilinear")
         case BicubicTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
+        case FadingTable(side):
+            return ResizedPositions(side**2, spec.hidden_size, side, "fading")
         case FixedTable(side) | CubicTable(side) as table:
             rows = side**2 + (spec.class_token is not None)
             kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
@@ -123,7 +127,7 @@ class StretchedPositions(PositionTable):
 
 class ResizedPositions(PositionTable):
     """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
-    "bilinear", with antialiasing, or "bicubic".
+    "bilinear", with antialiasing, "bicubic", or "fading", linear with zeros around the table.
     """
 
     def __init__(self, rows: int, width: int, side: int, mode: str):
@@ -199,6 +203,10 @@ def _at_fractions(grid: Grid, merge: int, side: int) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _resizing(size: int, side: int, mode: str) -> Tensor:
     """The matrix [size, side] that resizes an axis from `side` to `size`, in float64 on the host."""
+    if mode == "fading":
+        at = (torch.arange(size, dtype=torch.float64, device="cpu") + 0.5) * (side / size) - 0.5
+        rows = torch.arange(side, dtype=torch.float64, device="cpu")
+        return (1 - (at[:, None] - rows).abs()).clamp(min=0)
     columns = torch.eye(side, dtype=torch.float64, device="cpu")[None, None]
     antialias = mode == "bilinear"
     return F.interpolate(columns, (size, side), mode=mode, align_corners=False, antialias=antialias)[0, 0]

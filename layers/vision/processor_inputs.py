@@ -26,7 +26,7 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
 from liger_models.layers.vision.image_rows import images_of_rows
-from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
+from liger_models.layers.vision.patch_order import Grid, cut_image, in_blocks, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
 _ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos
@@ -89,7 +89,8 @@ def _of_kind(
             f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
             f"patches; found {values.dtype} of shape {tuple(values.shape)}"
         )
-    return values, shapes
+    assert isinstance(spec.pictures, GridPictures)
+    return in_blocks(values, shapes, spec.patches, merge) if spec.pictures.raster else values, shapes
 
 
 def _seconds(given: Any, videos: int) -> list[float] | None:

@@ -125,12 +125,12 @@ class MLPProjector(nn.Module):
 
 
 class Adapter(nn.Module):
-    """`linear_1(gelu(fc2(gelu(fc1(concatenated merge^2 patches)))))` (Llama 4).
+    """`linear_1(gelu(fc2(gelu(fc1(concatenated merge^2 patches)))))` (Llama 4), and a norm (Muse Glimmer).
 
     Args:
         width: of a patch, D.
         hidden_size: of the language model, H.
-        spec: the merge factor, and the intermediate width.
+        spec: the merge factor, the intermediate width, and the norm.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: AdapterSpec):
@@ -139,11 +139,13 @@ class Adapter(nn.Module):
         self.fc1 = Linear(self.merged, spec.size, bias=False)
         self.fc2 = Linear(spec.size, spec.size, bias=False)
         self.linear_1 = Linear(spec.size, hidden_size, bias=False)
+        self.norm = None if spec.norm is None else make_norm(hidden_size, spec.norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         x = F.gelu(self.fc1(x.reshape(-1, self.merged)))
-        return self.linear_1(F.gelu(self.fc2(x)))
+        x = self.linear_1(F.gelu(self.fc2(x)))
+        return x if self.norm is None else self.norm(x)
 
 
 class PoolProjector(nn.Module):

@@ -19,7 +19,7 @@ from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import AnyresPictures, VisionSpec
+from liger_models.layers.specs import AnyresPictures, GridPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
@@ -123,7 +123,8 @@ class Vision(nn.Module):
         """Cut a picture, or a video, into `pixel_values` and one row of the grids: see `cut` in
         layers/vision/pictures.py.
         """
-        return cut(picture, self.spec.patches, self.merge)
+        raster = isinstance(self.spec.pictures, GridPictures) and self.spec.pictures.raster
+        return cut(picture, self.spec.patches, self.merge, raster)
 
     def take(self, keywords: dict[str, Any]) -> VisionInputs:
         """Remove the vision inputs from a call's keywords and return them.

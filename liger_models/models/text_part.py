@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 
-from liger_models.architectures import find_architecture
+from liger_models.architectures import find_architecture, list_architectures
 from liger_models.architectures.registry.multimodal import MULTIMODAL, text_config
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.source_layout import repeats
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import UnsupportedModelError
 
 
 def text_config_of(config: HFConfig) -> HFConfig:
@@ -19,9 +20,15 @@ def text_config_of(config: HFConfig) -> HFConfig:
     Raises:
         UnsupportedModelError, ConfigError: see `text_config`.
     """
-    if config.model_type in MULTIMODAL:
-        return config.with_raw(text_config(config.raw, config.name))
-    return config
+    if config.model_type not in MULTIMODAL:
+        return config
+    text = config.with_raw(text_config(config.raw, config.name))
+    if text.model_type not in list_architectures():
+        raise UnsupportedModelError(
+            f"{config.name}: text_only: transformers has no language model {text.model_type!r}, so nothing "
+            f"else could read it; load the {config.model_type!r} model as a whole, and freeze its encoder"
+        )
+    return text
 
 
 def select_text(

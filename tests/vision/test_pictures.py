@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pairs
 import pytest
 import torch
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import PatchSpec
-from liger_models.layers.vision.patch_order import cut, places_of, windows_of
+from liger_models.layers.specs import FadingTable, PatchSpec
+from liger_models.layers.vision.patch_order import cut, in_blocks, places_of, windows_of
+from liger_models.layers.vision.position_table import make_table
 
 
 @pytest.mark.parametrize("size", [(28, 56), (84, 28)])
@@ -37,6 +41,33 @@ def test_frames_of_a_video_fill_patches_and_the_last_frame_is_repeated():
     row, column = places_of([grid], 2)
     time = torch.arange(2).repeat_interleave(8)
     torch.testing.assert_close(patches @ weight.flatten(1).T, result[time, row, column], rtol=1e-5, atol=1e-5)
+
+
+def test_patches_in_raster_order_are_put_into_blocks():
+    spec, videos = PatchSpec(2, frames=2), [torch.randn(4, 3, 8, 12), torch.randn(1, 3, 4, 8)]
+    grids, raster = [], []
+    for video in videos:
+        patches, grid = cut(video, spec, merge=2, raster=True)
+        grids.append(grid)
+        raster.append(patches)
+    second = raster[0].view(2, 4, 6, 2, 3, 2, 2)[0, 1, 2]  # [time, row, column, frame, channel, pixels]
+    assert torch.equal(second, videos[0][:2, :, 2:4, 4:6])
+    expected = torch.cat([cut(video, spec, merge=2)[0] for video in videos])
+    assert torch.equal(in_blocks(torch.cat(raster), grids, spec, merge=2), expected)
+
+
+@pytest.mark.parametrize("grid", [(1, 6, 10), (2, 2, 4), (1, 4, 4)])
+def test_a_fading_table_is_sampled_with_zeros_around_it(grid):
+    """As by `grid_sample`, whose coordinates reach from -1 to 1 over the table."""
+    spec = replace(pairs.spec_of("muse_glimmer").vision, position_table=FadingTable(4))
+    table = make_table(spec)
+    torch.nn.init.normal_(table.weight)
+    rows, columns = ((2 * torch.arange(n) + 1) / n - 1 for n in grid[1:])
+    at = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)[None]
+    square = table.weight.T.unflatten(1, (4, 4))[None]
+    sampled = torch.nn.functional.grid_sample(square, at, padding_mode="zeros", align_corners=False)[0]
+    row, column = places_of([grid], 2)
+    torch.testing.assert_close(table([grid], 2), sampled[:, row, column].T, rtol=1e-5, atol=1e-5)
 
 
 def test_a_picture_that_does_not_make_whole_tokens_is_refused():
