@@ -136,9 +136,13 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "kimi_k25": Multimodal(
         {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
+        (
+            ("language_model.model.blocks.", "model.layers."),  # as transformers saves it
+            ("model.language_model.", "model."),
+            ("language_model.", ""),
+        ),
         tied=True,
         defaults={"max_position_embeddings": 4096},
-        missing="an encoder of clips whose frames see one another (MoonViT-3D)",
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
     "video_llama_3": Multimodal(

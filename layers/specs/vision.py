@@ -160,6 +160,16 @@ class BicubicTable:
 
 
 @dataclass(frozen=True)
+class ClipTable:
+    """`BicubicTable`, and for videos of more than one time step, at most `steps`, sines and cosines of the
+    step (Kimi K2.5).
+    """
+
+    side: int
+    steps: int
+
+
+@dataclass(frozen=True)
 class FadingTable:
     """A table of `side` times `side` positions, interpolated linearly to the size of each image, with zeros
     around it (Muse Glimmer).
@@ -222,7 +232,8 @@ class GridPictures:
     """Processor outputs patches, [patches of all images, width] pixels, and the grid of each image
     (Qwen2-VL): `pixel_values` with `image_grid_thw`, and for videos `pixel_values_videos` with
     `video_grid_thw`. Patches to be merged are adjacent and hold [channel, frame, row, column]; in `raster`
-    order they come row by row and hold [frame, channel, row, column] (Muse Glimmer).
+    order they come row by row and hold [frame, channel, row, column] (Muse Glimmer), those of one frame
+    as [patches, channels, size, size] (Kimi K2.5).
     """
 
     raster: bool = False
@@ -290,7 +301,8 @@ class VisionSpec:
     them. A `class_token` is an additional token of each image, before or after its patches, which the
     projector receives only with `class_feature`, as an additional feature. With `taken` it receives the
     concatenated outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary
-    positions of patches start at 1 if the class token is at 0.
+    positions of patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend
+    to one another, and the projector receives their mean.
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
@@ -310,6 +322,7 @@ class VisionSpec:
         StretchedTable
         | AntialiasedTable
         | BicubicTable
+        | ClipTable
         | FadingTable
         | FixedTable
         | CubicTable
@@ -329,6 +342,7 @@ class VisionSpec:
     taken: tuple[int, ...] = ()
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
     spans: Literal["images", "prefix"] | None = None
+    clips: bool = False
 
     @property
     def deep_projector(self) -> PatchMergerSpec:

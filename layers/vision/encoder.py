@@ -27,7 +27,7 @@ from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import PatchSpec, VisionSpec
-from liger_models.layers.vision.patch_order import places_of, windows_of
+from liger_models.layers.vision.patch_order import Grid, places_of, windows_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table
 
@@ -116,11 +116,12 @@ class VisionEncoder(nn.Module):
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """Return the projector's input, [P, D], or wider if it concatenates several layers; and the outputs
-        of the layers at `deep`, in ascending order. Rows are in the order of the pictures' patches.
+        of the layers at `deep`, in ascending order. Rows are in the order of the pictures' patches, or with
+        `clips` in that of the patches of their first time steps.
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
         x, places = self._embedded(pictures), places_of(pictures.grids, merge)
-        lengths = [n + (self.class_token is not None) for n in pictures.frames]
+        lengths = [n + (self.class_token is not None) for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
@@ -153,17 +154,17 @@ class VisionEncoder(nn.Module):
         made = x, *(states[number] for number in sorted(self.spec.deep))
         if self.class_token is not None and not self.spec.class_feature:
             made = tuple(self.class_token.dropped(x, len(lengths)) for x in made)
-        if order is None:
-            return made
-        back = order.argsort()
-        return tuple(_by_blocks(x, back, merge) for x in made)
+        if order is not None:
+            back = order.argsort()
+            made = tuple(_by_blocks(x, back, merge) for x in made)
+        return tuple(_means_over_time(x, pictures.grids) for x in made) if self.spec.clips else made
 
     def _embedded(self, pictures: Pictures) -> Tensor:
         """The input of the blocks."""
         x = self.patch_embed(pictures.patches)
         x = x if self.norm_patches is None else self.norm_patches(x)
         if self.class_token is not None:
-            x = self.class_token(x, len(pictures.frames))
+            x = self.class_token(x, len(pictures.lengths))
         if self.table is not None:
             x = x + self.table(pictures.grids, self.spec.projector.merge).to(x.dtype)
         return x if self.norm_before is None else self.norm_before(x)
@@ -171,6 +172,16 @@ class VisionEncoder(nn.Module):
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""
         set_levels(self.layers, levels)
+
+
+def _means_over_time(x: Tensor, grids: Sequence[Grid]) -> Tensor:
+    """The mean over the time steps of each clip, [P, D] -> [patches of one step of each, D]."""
+    if all(t == 1 for t, _, _ in grids):
+        return x
+    clips = x.split([t * h * w for t, h, w in grids])
+    return torch.cat(
+        [clip.unflatten(0, (t, -1)).mean(0) for clip, (t, _, _) in zip(clips, grids, strict=True)]
+    )
 
 
 def _by_blocks(x: Tensor, order: Tensor, merge: int) -> Tensor:

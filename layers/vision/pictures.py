@@ -27,6 +27,7 @@ class Pictures:
         images: the number of images.
         seconds: duration of a time step of each video.
         extra: the number of tokens of each picture in addition to its patches'.
+        clips: the time steps of a video share their tokens, and attend to one another.
     """
 
     def __init__(
@@ -36,13 +37,19 @@ class Pictures:
         images: int,
         seconds: list[float] | None = None,
         extra: int = 0,
+        clips: bool = False,
     ):
         self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
+        self.clips = clips
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property
-    def frames(self) -> list[int]:
-        """Number of patches of each image and each time step of a video."""
+    def lengths(self) -> list[int]:
+        """Numbers of patches that attend to one another: of each image, and each time step of a video or each
+        clip.
+        """
+        if self.clips:
+            return [t * h * w for t, h, w in self.grids]
         return [h * w for t, h, w in self.grids for _ in range(t)]
 
     def steps_apart(self) -> Pictures:
@@ -52,7 +59,9 @@ class Pictures:
 
     def counts(self, merge: int) -> list[int]:
         """The number of tokens of each picture, one per `merge` times `merge` patches."""
-        return [t * (h // merge) * (w // merge) + self.extra for t, h, w in self.grids]
+        steps = [1 if self.clips else t for t, _, _ in self.grids]
+        sizes = [(h // merge) * (w // merge) for _, h, w in self.grids]
+        return [t * size + self.extra for t, size in zip(steps, sizes, strict=True)]
 
     def features(self, merge: int) -> tuple[int, int]:
         """The number of tokens of all images, and of all videos."""

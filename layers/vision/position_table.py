@@ -28,6 +28,7 @@ from liger_models.layers.specs import (
     AntialiasedTable,
     AxesTable,
     BicubicTable,
+    ClipTable,
     CubicTable,
     FadingTable,
     FixedTable,
@@ -47,6 +48,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             return ResizedPositions(side**2, spec.hidden_size, side, "bilinear")
         case BicubicTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
+        case ClipTable(side):
+            return ClipPositions(side**2, spec.hidden_size, side, "bicubic")
         case FadingTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "fading")
         case FixedTable(side) | CubicTable(side) as table:
@@ -65,7 +68,7 @@ class PositionTable(nn.Module):
 
     def __init__(self, rows: int, width: int, side: int):
         super().__init__()
-        self.side = side
+        self.side, self.axes = side, {"side": side}
         self.weight = nn.Parameter(torch.empty(rows, width))
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
@@ -146,6 +149,19 @@ class ResizedPositions(PositionTable):
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
 
 
+class ClipPositions(ResizedPositions):
+    """Adds to the patches of time step s of videos, if they have several, [sin(s f) | cos(s f)] with f_j =
+    10000^(-2j/width).
+    """
+
+    def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
+        x = super().forward([(1, h, w) for t, h, w in grids for _ in range(t)], merge)
+        if all(t == 1 for t, _, _ in grids):
+            return x
+        times = torch.cat([_times(t, x.shape[1]).repeat_interleave(h * w, 0) for t, h, w in grids])
+        return x + times.to(x, non_blocking=True)
+
+
 class FractionPositions(PositionTable):
     """The row and column of the table at the same fraction of the picture."""
 
@@ -183,6 +199,16 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
     row, column = places_of([(1, side, side)], merge)
     rest = torch.arange(rows, device="cpu")
     return torch.cat([rest[:first], first + row * side + column, rest[first + side**2 :]])
+
+
+@functools.lru_cache(maxsize=256)
+def _times(steps: int, width: int) -> Tensor:
+    """Embeddings of time steps, [steps, width] float32 on the host; zero for a single one."""
+    if steps == 1:
+        return torch.zeros(1, width, device="cpu")
+    exponents = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    angles = torch.outer(torch.arange(steps, dtype=torch.float32, device="cpu"), 1.0 / 10000.0**exponents)
+    return torch.cat([angles.sin(), angles.cos()], 1)
 
 
 @functools.lru_cache(maxsize=256)

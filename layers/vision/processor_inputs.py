@@ -15,6 +15,7 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
+    ClipTable,
     CubicTable,
     FractionTable,
     GridPictures,
@@ -62,7 +63,8 @@ def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures |
     patches = [values for values in (images, videos) if values is not None]
     if not patches:
         return None
-    return Pictures(torch.cat(patches), image_grids + video_grids, len(image_grids), seconds)
+    grids = image_grids + video_grids
+    return Pictures(torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips)
 
 
 def _of_kind(
@@ -70,7 +72,9 @@ def _of_kind(
 ) -> tuple[Tensor | None, list[Grid]]:
     if not _together(given, pixels, grids):
         return None, []
+    assert isinstance(spec.pictures, GridPictures)
     values, table = given[pixels], torch.as_tensor(given[grids])
+    values = values.flatten(1) if spec.pictures.raster else values
     if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
         raise DataError(
             f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
@@ -83,13 +87,17 @@ def _of_kind(
                 f"{grids}[{i}] is {(t, h, w)}; expected numbers above 0, height and width multiples of "
                 f"{merge}, since so many patches side by side make one token"
             )
+        if isinstance(spec.position_table, ClipTable) and t > spec.position_table.steps:
+            raise DataError(
+                f"{grids}[{i}] has {t} time steps; the model has positions for {spec.position_table.steps}: "
+                "give longer videos as several clips"
+            )
     total, width = sum(t * h * w for t, h, w in shapes), spec.patches.width
     if tuple(values.shape) != (total, width) or not values.is_floating_point():
         raise DataError(
             f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
             f"patches; found {values.dtype} of shape {tuple(values.shape)}"
         )
-    assert isinstance(spec.pictures, GridPictures)
     return in_blocks(values, shapes, spec.patches, merge) if spec.pictures.raster else values, shapes
 
 

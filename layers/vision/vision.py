@@ -87,6 +87,8 @@ class Vision(nn.Module):
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
                 f"class_token={spec.class_token!r} and merge={spec.projector.merge}"
             )
+        if spec.clips and not isinstance(spec.pictures, GridPictures):
+            raise ValueError("clips are videos with a grid, and pictures is no GridPictures")
         self.spec, self.merge = spec, spec.projector.merge
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]

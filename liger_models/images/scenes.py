@@ -133,7 +133,8 @@ class Scenes:
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
                 step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
                 between = self.vision.positions and self.vision.positions.steps_apart
-                tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * (grid[0] - 1)]
+                more = 0 if self.vision.clips else grid[0] - 1
+                tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * more]
         return tokens
 
     def kinds(self, ids: Tensor) -> Tensor:
@@ -207,10 +208,15 @@ class Scenes:
                 call[grids] = torch.tensor(own)
                 patches = int(call[grids].prod(1).sum())
                 # Small relative to the norms' eps, so that eps matters.
-                call[pixels] = 0.1 * self._normal(patches, self.vision.patches.width)
+                call[pixels] = 0.1 * self._normal(patches, *self._patch())
         videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
+
+    def _patch(self) -> tuple[int, ...]:
+        spec = self.vision.patches
+        whole = self.vision.pictures.raster and spec.frames == 1
+        return (spec.channels, spec.size, spec.size) if whole else (spec.width,)
 
     def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
         """With unused pixels below each image, all on a canvas of one size."""

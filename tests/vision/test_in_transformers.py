@@ -126,7 +126,12 @@ def test_modules_have_the_names_of_transformers_own(pair, ours):
     differ = {name.removesuffix(".linear") for name in theirs} ^ {
         name.removesuffix(".linear") for name in found
     }
-    assert not {name for name in differ if not any(part in name for part in known)}
+    # Released checkpoints of Kimi K2.5 pack what transformers' encoder splits: it stays one layer.
+    packed = tuple(name.removesuffix("qkv_proj") for name in found - theirs if name.endswith(".qkv_proj"))
+    assert all(name.startswith("model.vision_tower.") for name in packed)
+    assert not {
+        name for name in differ if not any(part in name for part in known) and not name.startswith(packed)
+    }
 
 
 @pytest.mark.parametrize("family", ["llama4", "gemma3"])
