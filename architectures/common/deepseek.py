@@ -168,7 +168,7 @@ def routed_and_shared_experts(
     c: HFConfig,
     keys: Sequence[str] = ("n_routed_experts",),
     *,
-    shared: str = "n_shared_experts",
+    shared: str | None = "n_shared_experts",
     in_groups: bool = True,
     bias: bool = False,
     plain: str | None = None,
@@ -179,7 +179,7 @@ def routed_and_shared_experts(
 
     Args:
         keys: names of the key with the number of experts.
-        shared: the key with the number of shared experts.
+        shared: the key with the number of shared experts; None: there are none.
         in_groups: choose a token's experts from the best groups.
         bias: of the shared experts.
         plain: key of the activation of experts without gates; default: they have gates.
@@ -190,7 +190,8 @@ def routed_and_shared_experts(
     smallest = 1 if settings.get("group_score") == "max" else 2  # groups are scored by their two best
     groups = groups_and_chosen(c, count, chosen, smallest=smallest) if in_groups else (1, 1)
     inner, act = c.take_count("moe_intermediate_size"), activation(c, plain or "hidden_act", plain is None)
-    shared_size = c.take_count(shared) * inner if shared_size is None else shared_size
+    if shared is not None and shared_size is None:
+        shared_size = c.take_count(shared) * inner
     return MoESpec(
         count,
         chosen,
@@ -199,7 +200,7 @@ def routed_and_shared_experts(
         num_groups=groups[0],
         top_groups=groups[1],
         routed_scaling_factor=c.take_number("routed_scaling_factor", 1.0),
-        shared_expert=MLPSpec(shared_size, act, bias, gated=plain is None),
+        shared_expert=None if shared_size is None else MLPSpec(shared_size, act, bias, gated=plain is None),
         **settings,
     )
 

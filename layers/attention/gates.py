@@ -10,7 +10,7 @@ from liger_models.layers.recompute.activation_memory import carry_recipe
 
 
 def gated(out: Tensor, gate: Tensor | None, softplus: bool = False) -> Tensor:
-    """The output of attention [T, q_size] times the sigmoid of a gate, [T, q_size] or [T, heads], or its
+    """The output of attention [T, o_size] times the sigmoid of a gate, [T, o_size] or [T, heads], or its
     softplus in float32.
     """
     if gate is None:
@@ -20,5 +20,5 @@ def gated(out: Tensor, gate: Tensor | None, softplus: bool = False) -> Tensor:
 
 
 def _by_head(out: Tensor, factors: Tensor) -> Tensor:
-    """[T, q_size] times [T, q_size] or [T, heads]."""
+    """[T, o_size] times [T, o_size] or [T, heads]."""
     return (out.unflatten(-1, (factors.shape[-1], -1)) * factors.unsqueeze(-1)).flatten(1)

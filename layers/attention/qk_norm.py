@@ -79,13 +79,14 @@ def split_norm_rotate(
     """Split queries, keys and values; normalise and rotate queries and keys.
 
     Args:
-        qkv: [T, q_size + 2 kv_size], queries, keys, values; without values if they equal the keys.
+        qkv: [T, q_size + kv_size + v_size], queries, keys, values; without values if they equal the keys.
         tables: cosines and sines, [T, dim / 2] each; None for no rotation.
         spec: heads and norms.
         q_scale, k_scale: the norms' weights.
 
     Returns:
-        q [T, num_attention_heads, head_dim], k and v [T, num_key_value_heads, head_dim].
+        q [T, num_attention_heads, head_dim], k [T, num_key_value_heads, head_dim], v the same or with heads
+        of another width.
     """
     assert spec.qk_norm is not None
     norms = spec.qk_norm
@@ -105,7 +106,8 @@ def is_fused(spec: AttentionSpec) -> bool:
     """Whether one kernel normalises and rotates."""
     norms = spec.qk_norm
     rms = norms is not None and isinstance(norms.norm, NormSpec) and norms.scope != "own_head"
-    return rms and spec.rope is not None and not spec.rope.halves and not spec.values_are_keys
+    turned = spec.rope is not None and not spec.rope.halves
+    return rms and turned and not spec.values_are_keys and spec.value_dim == spec.head_dim
 
 
 def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
@@ -119,7 +121,7 @@ def norm_bytes(spec: AttentionSpec, itemsize: int) -> int:
     statistics = 0 if norms.scope == "own_head" else 4 if isinstance(norms.norm, NormSpec) else 8
     kept = itemsize * (spec.q_size + spec.kv_size) + statistics * rows
     if norms.values:
-        kept += 4 * spec.num_key_value_heads + (0 if spec.values_are_keys else itemsize * spec.kv_size)
+        kept += 4 * spec.num_key_value_heads + (0 if spec.values_are_keys else itemsize * spec.v_size)
     return kept
 
 
@@ -151,9 +153,11 @@ def _fused(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> S
 
 
 def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: Any) -> Split:
-    parts = qkv.split([spec.q_size, spec.kv_size] + [spec.kv_size] * (not spec.values_are_keys), dim=-1)
-    queries, keys, *own = (part.unflatten(-1, (-1, spec.head_dim)) for part in parts)
-    values = own[0] if own else keys
+    queries, keys, *own = qkv.split(
+        [spec.q_size, spec.kv_size] + [spec.v_size] * (not spec.values_are_keys), dim=-1
+    )
+    queries, keys = (part.unflatten(-1, (-1, spec.head_dim)) for part in (queries, keys))
+    values = own[0].unflatten(-1, (-1, spec.value_dim)) if own else keys
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:

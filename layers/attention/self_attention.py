@@ -5,7 +5,8 @@
     or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head
 
 Norms of queries and keys: layers/attention/qk_norm.py. Query, key and value are one matrix product, with
-weights concatenated by rows in this order, in whole heads.
+weights concatenated by rows in this order, in whole heads. Values may have heads of another width, which is
+then that of the output's heads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import split_rotary_qkv
+from liger_models.kernels import rotary, split_rotary_qkv
 from liger_models.layers.attention.backends import (
     AttentionBackend,
     attend,
@@ -66,11 +67,16 @@ class Attention(nn.Module):
                 "values_are_keys takes keys as they were before their norm, and this spec has no qk_norm; "
                 "give it one"
             )
+        if spec.value_dim != spec.head_dim and (spec.gated or spec.values_are_keys):
+            raise ValueError(
+                f"heads of values are {spec.value_dim} wide and those of keys {spec.head_dim}; gates next to "
+                "the queries and values that are keys need equal widths"
+            )
         if spec.rope is not None and spec.rope.halves and spec.qk_norm is None:
             raise ValueError("a RopeSpec with halves needs an AttentionSpec with qk_norm; give it one")
         parts = {"q_proj": spec.q_size * (2 if spec.gated else 1), "k_proj": spec.kv_size}
         if not spec.values_are_keys:
-            parts["v_proj"] = spec.kv_size
+            parts["v_proj"] = spec.v_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
         if spec.gated and spec.gates:
@@ -79,7 +85,7 @@ class Attention(nn.Module):
             raise ValueError("softplus_gates belongs to a gate, but neither `gated` nor `gates` is set")
         if spec.gates:
             self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)
-        self.o_proj = linear(spec.q_size, hidden_size, bias=spec.o_bias)
+        self.o_proj = linear(spec.o_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
@@ -90,7 +96,7 @@ class Attention(nn.Module):
         self, x: Tensor, sequences: Sequences, return_keys_values: bool = False
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> [T, H]. With `return_keys_values` also the keys and values, [T, num_key_value_heads,
-        head_dim] each, or in generation [batch, longest, ...] from the cache.
+        head_dim] and the width of values, or in generation [batch, longest, ...] from the cache.
         """
         sequences = sequences.on(x.device)
         qkv, gate = self._without_gate(self.qkv_proj(x))
@@ -137,9 +143,14 @@ class Attention(nn.Module):
         tables = None if spec.rope is None else sequences.positions.rotary[spec.rope]
         if self.q_norm is not None and self.k_norm is not None:
             return split_norm_rotate(qkv, tables, spec, self.q_norm, self.k_norm)
-        if spec.rope is None or tables is None:
-            q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.kv_size], dim=-1)
-            return tuple(x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k, v))  # type: ignore[return-value]
+        if spec.rope is None or tables is None or spec.value_dim != spec.head_dim:
+            q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.v_size], dim=-1)
+            q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
+            v = v.unflatten(-1, (-1, spec.value_dim))
+            if spec.rope is None or tables is None:
+                return q, k, v
+            # Copied, since a view would keep the queries and keys that are rotated into copies.
+            return *rotary(q, k, *tables, interleaved=spec.rope.interleaved), v.contiguous()
         return split_rotary_qkv(
             qkv,
             *tables,
@@ -159,9 +170,10 @@ class Attention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate keys and values, [batch, max_length, num_key_value_heads, head_dim] each."""
-        shape = (batch, max_length, self.spec.num_key_value_heads, self.spec.head_dim)
-        return tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in ("keys", "values"))
+        """Allocate keys and values, [batch, max_length, num_key_value_heads, their width] each."""
+        rows = (batch, max_length, self.spec.num_key_value_heads)
+        widths = self.spec.head_dim, self.spec.value_dim
+        return tuple(torch.zeros(*rows, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
@@ -170,14 +182,15 @@ class Attention(nn.Module):
         product; for clamped projections what they were.
         """
         spec = self.spec
-        kept = itemsize * (2 * spec.q_size + 2 * spec.kv_size) + 4 * spec.num_attention_heads
+        kept = itemsize * (spec.q_size + spec.kv_size + spec.v_size + spec.o_size)
+        kept += 4 * spec.num_attention_heads
         if spec.qk_norm is not None:
             kept += norm_bytes(spec, itemsize)
         if spec.gate_size:
-            kept += itemsize * (spec.gate_size + (spec.q_size if level == "all" else 0))
+            kept += itemsize * (spec.gate_size + (spec.o_size if level == "all" else 0))
             kept += 4 * spec.gate_size if spec.softplus_gates else 0
         if spec.qkv_limit is not None:
-            kept += itemsize * (spec.q_size + 2 * spec.kv_size)
+            kept += itemsize * (spec.q_size + spec.kv_size + spec.v_size)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(
@@ -198,4 +211,5 @@ class Attention(nn.Module):
         softcap = "" if spec.softcap is None else f", softcap={spec.softcap}"
         heads = f"heads={spec.num_attention_heads}/{spec.num_key_value_heads}"
         others = "".join(f", {name}" for name in ("sinks", "slopes") if getattr(spec, name))
-        return f"{heads}, head_dim={spec.head_dim}{window}{softcap}{others}"
+        dims = f"{spec.head_dim}" if spec.v_head_dim is None else f"{spec.head_dim}/{spec.v_head_dim}"
+        return f"{heads}, head_dim={dims}{window}{softcap}{others}"

@@ -184,7 +184,9 @@ class Block(nn.Module):
     def _shared_kv_bytes(self, itemsize: int) -> int:
         """Bytes of the keys and values that later layers read."""
         mixer = self.spec.mixer
-        return 2 * itemsize * mixer.kv_size if self.makes and isinstance(mixer, AttentionSpec) else 0
+        if not self.makes or not isinstance(mixer, AttentionSpec):
+            return 0
+        return itemsize * (mixer.kv_size + mixer.v_size)
 
     def _dropped(self, x: Tensor) -> Tensor:
         """Drop elements of a branch's output in training."""

@@ -14,10 +14,10 @@ from liger_models.layers.specs import BlockSpec
 
 class PreNormBlock(Block):
     """`h = x + attention(norm(x)); y = h + mlp(norm(h))` (Xiong et al., 2020, arXiv:2002.04745): LLaMA,
-    Mistral, Qwen.
+    Mistral, Qwen. Each of the two branches may be multiplied by one of the `branch_scales`.
     """
 
-    has_room_for: tuple[str, ...] = ("dropout",)
+    has_room_for: tuple[str, ...] = ("dropout", "branch_scales")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
@@ -26,9 +26,13 @@ class PreNormBlock(Block):
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self._dropped(self.token_mixer(x, sequences)))
+        x = self._scaled(self._branch(0, self._dropped(self.token_mixer(x, sequences))))
         x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
-        return self._scaled(self._dropped(self.mlp(x, sequences))), residual
+        return self._scaled(self._branch(2, self._dropped(self.mlp(x, sequences)))), residual
+
+    def _branch(self, number: int, y: Tensor) -> Tensor:
+        scale = self.spec.branch_scales[number]
+        return y if scale == 1.0 else y * scale
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0

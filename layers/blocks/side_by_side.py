@@ -30,7 +30,3 @@ class SideBySideBlock(PreNormBlock):
         first, second = (self._branch(i, mixer(x, sequences)) for i, mixer in enumerate(self.mixers))
         x, residual = add_and_norm(self.post_attention_layernorm, self._scaled(first + second), residual)
         return self._scaled(self._branch(2, self.mlp(x, sequences))), residual
-
-    def _branch(self, number: int, y: Tensor) -> Tensor:
-        scale = self.spec.branch_scales[number]
-        return y if scale == 1.0 else y * scale

@@ -306,12 +306,12 @@ def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0
-    gradients = 2 * itemsize * (mixer.q_size + mixer.kv_size)
+    gradients = itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size + mixer.o_size)
     if step.sequence_ranks > 1:
-        gradients -= itemsize * mixer.q_size
+        gradients -= itemsize * mixer.o_size
     sums = 0
     if getattr(module, "backend", "auto") == "flash":
-        return step.tokens * (gradients + 4 * (mixer.q_size + 2 * mixer.kv_size))
+        return step.tokens * (gradients + 4 * (mixer.q_size + mixer.kv_size + mixer.v_size))
     if mixer.window is None and mixer.softcap is None and not mixer.sinks and mixer.slopes is None:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size
@@ -325,14 +325,14 @@ def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts)
     queries, keys and values, after that output is done, beyond the norm's output.
     """
     mixer = _own_attention(layer)
-    done = 0 if mixer is None else step.tokens * itemsize * mixer.q_size
+    done = 0 if mixer is None else step.tokens * itemsize * mixer.o_size
     output = adapters.output.total() if "output" in adapters.peft else 0
     if "mixer" not in adapters.peft:
         return output
     stream = step.tokens * itemsize * layer.hidden_size
     last = adapters.mixer.total(stream)
     if mixer is not None and itemsize <= 2:  # the last one casts and frees the gradients of all
-        last -= step.tokens * itemsize * (mixer.q_size + 2 * mixer.kv_size)
+        last -= step.tokens * itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size)
     return max(output, stream + max(last, adapters.later_mixer.total(stream)) - done)
 
 
@@ -345,7 +345,7 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
     if not long or mixer is None or "output" not in adapters.adapted:
         return 0
     plain = mixer.window is None and mixer.softcap is None and not mixer.sinks and mixer.slopes is None
-    return step.tokens * itemsize * mixer.q_size * (plain and mixer.num_key_value_heads > 1)
+    return step.tokens * itemsize * mixer.o_size * (plain and mixer.num_key_value_heads > 1)
 
 
 def _own_attention(layer: Block) -> AttentionSpec | None:
@@ -377,11 +377,12 @@ def _mixing(layer: Block, seq: int) -> int:
 
 
 def _attended(mixer: Any, seq: int) -> int:
-    """Average elements of the values that a query attends to, over all heads."""
+    """Average elements of the keys, or of the values, that a query attends to, over all heads."""
     mixer = getattr(mixer, "attention", mixer)
     if not isinstance(mixer, AttentionSpec):
         return 0
-    return mixer.q_size * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
+    width = (mixer.q_size + mixer.o_size) // 2
+    return width * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
 
 
 def _inner_width(layer: Block) -> int:

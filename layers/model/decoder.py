@@ -317,10 +317,12 @@ def _hand_on_keys(layers: Sequence[Block]) -> None:
             not isinstance(source, AttentionSpec)
             or "keys of another layer" not in read.has_room_for
             or source.chunk is not None
+            or source.value_dim != source.head_dim
             or any(getattr(source, name) != getattr(mixer, name) for name in alike)
         ):
             raise ValueError(
                 f"layer {i} reads the keys and values of layer {mixer.keys_of}; expected an earlier one that "
-                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, and no chunks"
+                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, no chunks, and "
+                "values as wide as keys"
             )
         read.makes = keys_and_values(mixer.keys_of)

@@ -219,7 +219,8 @@ def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
     if isinstance(spec, RecurrentSpec):
         return itemsize * (spec.conv_size if passes_states(spec, ranks) else spec.exchanged_size)
     attention = getattr(spec, "attention", spec)
-    heads, dim = attention.num_attention_heads, getattr(spec, "v_head_dim", attention.head_dim)
+    heads = attention.num_attention_heads
+    dim = getattr(spec, "v_head_dim", None) or attention.head_dim
     more_keys = (_copies(attention.num_key_value_heads, ranks) - 1) * attention.num_key_value_heads
     return itemsize * (heads * dim + more_keys * (attention.head_dim + dim))
 

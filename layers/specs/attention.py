@@ -55,8 +55,9 @@ class AttentionSpec(_Heads):
     rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
     query, whose sigmoid multiplies the head's output; with `gates` a projection of its own computes it, by
     channel or one number by head, and with `softplus_gates` the softplus multiplies the output instead.
-    `qkv_limit` clamps queries, keys and values as they leave their projection. With `values_are_keys` one
-    projection computes both: values are the keys before norm and rotation. Within spans (`Visibility.spans`)
+    `qkv_limit` clamps queries, keys and values as they leave their projection. Heads of values have
+    `v_head_dim` elements, or if it is None as many as those of keys. With `values_are_keys` one projection
+    computes both: values are the keys before norm and rotation. Within spans (`Visibility.spans`)
     all tokens attend to each other, limited by the window unless `whole_spans` is set. Without
     `bidirectional_spans` spans are ignored. `clipped` projections clamp to stored bounds:
     layers/projections/clipped_linear.py.
@@ -86,6 +87,22 @@ class AttentionSpec(_Heads):
     qkv_limit: float | None = None
     slopes: tuple[float, ...] | None = None
     dropout: float = 0.0
+    v_head_dim: int | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head of the values, and of the output."""
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @property
+    def v_size(self) -> int:
+        """Width of the values over all heads."""
+        return self.num_key_value_heads * self.value_dim
+
+    @property
+    def o_size(self) -> int:
+        """Width of the output over all heads, before its projection."""
+        return self.num_attention_heads * self.value_dim
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:
@@ -96,7 +113,7 @@ class AttentionSpec(_Heads):
     def gate_size(self) -> int:
         """Width of the gate, over all heads; 0 without one."""
         by_head = self.gates == "heads"
-        return (self.num_attention_heads if by_head else self.q_size) if self.gated or self.gates else 0
+        return (self.num_attention_heads if by_head else self.o_size) if self.gated or self.gates else 0
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.experts.router import Router
 from liger_models.layers.projections.matrices import matrices
+from liger_models.layers.specs import AttentionSpec
 from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.optim.library import MUON, SPLIT, LibraryOptimizer, library_state_bytes, library_work
 
@@ -125,7 +126,7 @@ def _forms(model: nn.Module, by_head: bool = False) -> dict[Tensor, Expr]:
             if isinstance(module, Attention):
                 for name in parameters.keys() & {f"{path}.{own}.weight" for own in QUERY_KEY_VALUE}:
                     whole = forms.get(name, Ref(name, tuple(parameters[name].shape)))
-                    forms[name] = whole.with_refs(partial(_heads, module.spec.head_dim))
+                    forms[name] = whole.with_refs(partial(_heads, module.spec))
     return {
         parameters[name]: form
         for name, form in forms.items()
@@ -133,6 +134,7 @@ def _forms(model: nn.Module, by_head: bool = False) -> dict[Tensor, Expr]:
     }
 
 
-def _heads(head_dim: int, ref: Ref) -> Expr:
+def _heads(spec: AttentionSpec, ref: Ref) -> Expr:
+    head_dim = spec.value_dim if ".v_proj." in ref.name else spec.head_dim
     shape = (head_dim, *ref.shape[1:])
     return Cat(tuple(Ref(f"{ref.name}.{head}", shape) for head in range(ref.shape[0] // head_dim)))

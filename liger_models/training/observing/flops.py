@@ -89,7 +89,7 @@ class _Mixing:
         for mixer in mixers:
             heads = getattr(mixer, "attention", mixer)  # latent and shared attention contain one
             if isinstance(heads, AttentionSpec):  # not cross-attention to images
-                values = getattr(mixer, "v_head_dim", heads.head_dim)
+                values = getattr(mixer, "v_head_dim", None) or heads.head_dim
                 width = heads.num_attention_heads * (heads.head_dim + values)
                 self.widths[heads.window, heads.chunk] += width
         self.states = sum(mixer.state_flops for mixer in mixers if isinstance(mixer, RecurrentSpec))

@@ -18,7 +18,15 @@ from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, NormSpec, RopeSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    QKNormSpec,
+    RopeSpec,
+)
 
 ROWS, LENGTH, DIM = 2, 13, 8
 PACKED = torch.tensor([0, 5, 5, 6, 20, 26])  # an empty document, one with one token, one over two rows
@@ -382,7 +390,7 @@ def layer_with_everything(**changes) -> Attention:
 
 def prepared(layer: Attention, shape: tuple[int, int], **options) -> Sequences:
     sequences = Sequences.from_call(shape, torch.device("cpu"), **options)
-    sequences.prepare_rotary((layer.spec.rope,))
+    sequences.prepare_rotary(layer.spec.ropes)
     return sequences
 
 
@@ -407,13 +415,55 @@ def test_a_layer_with_a_cache_equals_a_full_pass(changes):
     layer = layer_with_everything(**changes)
     x = torch.randn(7, 24, dtype=torch.float64)
     expected = layer(x, prepared(layer, (1, 7)))
+    torch.testing.assert_close(with_cache(layer, x), expected, rtol=1e-12, atol=1e-12)
+
+
+def with_cache(layer: Attention, x: torch.Tensor) -> torch.Tensor:
+    """The layer's output for a row of seven tokens in three calls."""
     cache, found = KVCache([layer.new_cache(1, 7, x.device, x.dtype)], 1, x.device), []
     for start, end in ((0, 5), (5, 6), (6, 7)):
         positions = cache.reserve(torch.tensor([end - start]), end - start)
         step = prepared(layer, (1, end - start), position_ids=positions)
         step.cache = cache
         found.append(layer(x[start:end], step))
-    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=1e-12)
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"softcap": None, "sinks": False}, {"rope": None}, {"qk_norm": QKNormSpec(NormSpec())}],
+    ids=["all", "plain softmax", "without positions", "norms"],
+)
+def test_narrow_values_are_wide_ones_whose_other_elements_are_zero(changes):
+    """Outputs and gradients, of packed documents and with a cache."""
+    wide = layer_with_everything(**changes)
+    narrow = Attention(24, dataclasses.replace(wide.spec, v_head_dim=5)).double()
+    kept = torch.arange(2 * DIM).view(2, DIM)[:, :5].flatten()
+    rows = torch.cat([torch.arange(6 * DIM), 6 * DIM + kept])
+    columns = torch.arange(4 * DIM).view(4, DIM)[:, :5].flatten()
+    with torch.no_grad():
+        for name, p in narrow.named_parameters():
+            whole = wide.get_parameter(name)
+            p.copy_(whole[rows] if "qkv" in name else whole[:, columns] if "o_proj" in name else whole)
+        others = torch.ones(8 * DIM, dtype=torch.bool)
+        others[rows] = False
+        wide.qkv_proj.weight[others] = 0
+    x = torch.randn(26, 24, dtype=torch.float64)
+    pair = [layer(x, prepared(layer, (ROWS, LENGTH), cu_seqlens=PACKED)) for layer in (wide, narrow)]
+    torch.testing.assert_close(pair[1], pair[0], rtol=1e-12, atol=1e-12)
+    dwide, dnarrow = (
+        torch.autograd.grad(y.square().sum(), layer.qkv_proj.weight)[0]
+        for y, layer in zip(pair, (wide, narrow), strict=True)
+    )
+    torch.testing.assert_close(dnarrow, dwide[rows], rtol=1e-10, atol=1e-11)
+    cached = [with_cache(layer, x[:7]) for layer in (wide, narrow)]
+    torch.testing.assert_close(cached[1], cached[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{"gated": True}, {"values_are_keys": True, "qk_norm": QKNormSpec()}])
+def test_narrow_values_next_to_gates_or_equal_to_keys_are_refused(changes):
+    with pytest.raises(ValueError, match="heads of values are 5 wide and those of keys 8"):
+        Attention(24, AttentionSpec(4, 2, DIM, 0.3, v_head_dim=5, **changes))
 
 
 def test_the_weight_map_includes_sinks_if_the_layer_has_them():

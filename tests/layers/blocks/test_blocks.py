@@ -68,6 +68,7 @@ BLOCKS = {
     "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
     "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
     "scaled branches": replace(PRE_NORM, residual_scale=0.5),
+    "branches scaled apart": replace(PRE_NORM, branch_scales=(0.5, 1.0, 2.0)),
     "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
     "norms of all heads": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="all_heads", before_rope=False))
@@ -75,6 +76,10 @@ BLOCKS = {
     "norms of values": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True))),
     "values that are keys": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(values=True), values_are_keys=True)
+    ),
+    "narrow values": replace(PRE_NORM, mixer=replace(ATTENTION, v_head_dim=12, gates="channels")),
+    "narrow values after norms": replace(
+        PRE_NORM, mixer=replace(ATTENTION, v_head_dim=12, qk_norm=QKNormSpec())
     ),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
     "norms without weights": replace(

@@ -11,7 +11,7 @@ import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError
 from liger_models.optim.library import LibraryOptimizer
-from liger_models.training.optimizer import BETAS, EPS, build_optimizer, optimizer_memory
+from liger_models.training.optimizer import BETAS, EPS, _forms, build_optimizer, optimizer_memory
 
 needs_bitsandbytes = pytest.mark.skipif(
     not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed"
@@ -29,6 +29,14 @@ def model_of_experts():
         for parameter in model.parameters():
             parameter.copy_(0.1 * torch.randn(parameter.shape) + (parameter.ndim == 1))
     return model
+
+
+def test_heads_of_values_have_their_own_width():
+    tiny = find_architecture("mimo_v2_flash").tiny
+    model = liger_models.from_config({**tiny, "num_hidden_layers": 1, "layer_types": ["full_attention"]})
+    weight = model.layers[0].self_attn.qkv_proj.weight
+    rows = [ref.shape[0] for ref in _forms(model, by_head=True)[weight].refs()]
+    assert rows == [tiny["head_dim"]] * 6 + [tiny["v_head_dim"]] * 2
 
 
 def by_their_library(name, tensors):
