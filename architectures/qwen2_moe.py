@@ -2,6 +2,7 @@
 and optionally a sliding window on every other of the lower layers.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from liger_models.architectures.common import attention, chosen_experts, decoder, expert_layouts, mlp, windows
@@ -44,9 +45,11 @@ def qwen2_moe(c: HFConfig) -> ModelSpec:
     return decoder(c, blocks, norm)
 
 
-def layers_with_experts(c: HFConfig) -> list[bool]:
-    """Which layers have experts: every `decoder_sparse_step`-th, except the `mlp_only_layers`."""
-    every, dense = c.take_count("decoder_sparse_step", 1), c.take_layers("mlp_only_layers", [])
+def layers_with_experts(c: HFConfig, dense: Sequence[int] = ()) -> list[bool]:
+    """Which layers have experts: every `decoder_sparse_step`-th, except the `mlp_only_layers`, by default
+    the `dense` ones.
+    """
+    every, dense = c.take_count("decoder_sparse_step", 1), c.take_layers("mlp_only_layers", list(dense))
     return [i not in dense and (i + 1) % every == 0 for i in range(c.take_count("num_hidden_layers"))]
 
 

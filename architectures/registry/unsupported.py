@@ -25,6 +25,7 @@ _SEES = "its image encoder"
 _HEARS = "its audio encoder"
 
 MISSING |= {
+    "axk1": "a norm of the output of experts, and checkpoints without their correction bias",
     "bitnet": "norms within attention and within the MLP",
     "blt": "models of bytes and of patches of them, with cross-attention between",
     "codegen": "projections joined in an order of its own",
@@ -36,10 +37,11 @@ MISSING |= {
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in the last layer alone",
+    "hrm_text": "two stacks of layers that run in turns, several times each",
     "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
+    "kolibri1": "routers that correct logits, not scores",
     "longcat_flash": "layers with two attentions, and experts that return their input",
-    "mimo_v2_flash": "values of another width than keys",
     "mistral_large4": f"{_CHOSEN_KEYS}, and latents that layers share",
     "minimax_m3_vl": _CHOSEN_KEYS,
     "minimax_m3_vl_text": _CHOSEN_KEYS,
@@ -53,13 +55,7 @@ MISSING |= {
     **dict.fromkeys(("axk2", "beam", "glm5_next"), _CHOSEN_KEYS),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "short convolutions and relative scores in attention"),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "gated residuals"),
-    **dict.fromkeys(
-        (
-            *("axk1", "cohere_compass_text", "dots3_note_text", "flint", "hrm_text", "kolibri1"),
-            *("aria_text", "xlm"),
-        ),
-        _UNDESCRIBED,
-    ),
+    **dict.fromkeys(("dots3_note_text", "xlm"), _UNDESCRIBED),
     **dict.fromkeys(
         (
             *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
