@@ -166,7 +166,8 @@ def as_base(architecture: Architecture) -> Architecture:
             f"{architecture.reference} has no base model here; expected a text-only family, or text_only=True"
         )
     stem = architecture.reference.partition("For")[0].removesuffix("LMHeadModel")
-    kind = "TextModel" if architecture.model_type.endswith("_text") else "Model"
+    of_text = architecture.model_type.endswith("_text") and not stem.endswith("Text")
+    kind = "TextModel" if of_text else "Model"
     rootless = tuple(layout.of_base() for layout in architecture.layouts)
     return replace(
         architecture,
