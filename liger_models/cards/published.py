@@ -6,6 +6,7 @@ The configs are in a checkout, in tests/architectures/published: NAME.json holds
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -41,9 +42,17 @@ class Published:
 
 def published(architecture: Architecture, repository: Path) -> list[Published]:
     """The family's known models, smallest first."""
-    found = [read_published(path) for path in (repository / FOLDER).glob("*.json")]
-    own = [model for model in found if model.config["model_type"] == architecture.model_type]
-    return sorted(own, key=lambda model: (model.parameters, model.name))
+    files = _by_family(repository / FOLDER).get(architecture.model_type, ())
+    return sorted(map(read_published, files), key=lambda model: (model.parameters, model.name))
+
+
+@functools.cache
+def _by_family(folder: Path) -> dict[str, list[Path]]:
+    """The files of a folder by the model type in their config, read once by a process."""
+    found: dict[str, list[Path]] = {}
+    for path in folder.glob("*.json"):
+        found.setdefault(read_config(path)["model_type"], []).append(path)
+    return found
 
 
 def read_published(path: Path) -> Published:

@@ -59,10 +59,11 @@ def leave_layers_to(
     """
     if config.getoption("--all-families"):
         return
+    inside = {path for path in {item.path for item in items} if folder in path.parents}
     left_out = [
         item
         for item in items
-        if folder in item.path.parents
+        if item.path in inside
         and (mark := item.get_closest_marker("of_layers"))
         and item.callspec.params["family"] not in families(*mark.args)
     ]
