@@ -3,6 +3,7 @@
 #   make demo                      train a small model from start to finish
 #   make test                      lint, types, tests
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
+#   make test FAMILIES=all         with every family in the tests of layers, too
 #   make family NAME=llama         the tests of one family, natively and in transformers, and its card
 #   make docs                      the documentation's site, in site/
 #   make notebooks                 run the notebooks
@@ -28,12 +29,12 @@ BIN := $(VENV)/bin
 # Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
 # more threads than cores make small matrices slower. Compiled modules are kept, whatever the environment says: each of
 # the many processes would compile them again.
-PYTEST_FLAGS := -q -n 3 --timeout 600
+PYTEST_FLAGS := -q -n 3 --timeout 600 $(if $(FAMILIES),--all-families)
 
 .PHONY: help demo test family real matrix lint types docs notebooks package clean
 
 help:
-	@sed -n 's/^# \{0,1\}//; 1,11p' Makefile
+	@sed -n 's/^# \{0,1\}//; 1,12p' Makefile
 
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
