@@ -35,10 +35,7 @@ NAMES = (
     ("projector.linear_1.", "vision_projection."),
     ("projector.", "vision_adapter."),
 )
-PERMUTED = (
-    ("vision.encoder.patch_embed.weight", "d (t c y x) -> d c t y x"),
-    ("vision.projector.fc1.weight", "o (d 4) -> o (4 d)"),  # channels of the four patches take turns
-)
+PERMUTED = (("vision.encoder.patch_embed.weight", "d (t c y x) -> d c t y x"),)
 TINY: dict[str, Any] = {
     "model_type": "muse_glimmer_vision",
     "hidden_size": 32,
@@ -79,7 +76,7 @@ def vision(c: HFConfig, v: HFConfig, norm: NormSpec) -> VisionSpec:
         width,
         patches(v, 14, bias=False, frames=2),
         (block,) * len(kinds),
-        AdapterSpec(merge, c.take_count("projector_hidden_size", 4096), norm),
+        AdapterSpec(merge, c.take_count("projector_hidden_size", 4096), norm, interleaved=True),
         c.take_count("image_token_id", 200092, least=0),
         c.take_count("video_token_id", 200091, least=0),
         windowed=tuple(i for i, kind in enumerate(kinds) if kind == WINDOW),

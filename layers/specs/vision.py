@@ -79,12 +79,14 @@ class MLPProjectorSpec:
 @dataclass(frozen=True)
 class AdapterSpec:
     """Projector: concatenation of `merge` times `merge` adjacent patches, two linear layers of width `size`,
-    each followed by an exact GELU, one more (Llama 4), and an optional `norm` (Muse Glimmer).
+    each followed by an exact GELU, one more (Llama 4), and an optional `norm`. If `interleaved`, the patches
+    take turns in each channel (Muse Glimmer).
     """
 
     merge: int
     size: int
     norm: NormSpec | None = None
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)

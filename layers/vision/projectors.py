@@ -130,20 +130,23 @@ class Adapter(nn.Module):
     Args:
         width: of a patch, D.
         hidden_size: of the language model, H.
-        spec: the merge factor, the intermediate width, and the norm.
+        spec: the merge factor, the intermediate width, the norm, and the order of channels.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: AdapterSpec):
         super().__init__()
-        self.merged = width * spec.merge**2
-        self.fc1 = Linear(self.merged, spec.size, bias=False)
+        self.patches, self.interleaved = spec.merge**2, spec.interleaved
+        self.fc1 = Linear(width * self.patches, spec.size, bias=False)
         self.fc2 = Linear(spec.size, spec.size, bias=False)
         self.linear_1 = Linear(spec.size, hidden_size, bias=False)
         self.norm = None if spec.norm is None else make_norm(hidden_size, spec.norm)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
-        x = F.gelu(self.fc1(x.reshape(-1, self.merged)))
+        blocks = x.unflatten(0, (-1, self.patches))
+        # Not a permuted weight: adapters on fc1 read its input.
+        merged = blocks.transpose(1, 2) if self.interleaved else blocks
+        x = F.gelu(self.fc1(merged.flatten(1)))
         x = self.linear_1(F.gelu(self.fc2(x)))
         return x if self.norm is None else self.norm(x)
 

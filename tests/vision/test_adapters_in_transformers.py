@@ -22,7 +22,7 @@ PARTS = {
     "tower": r".*(visual\.blocks.*\.(qkv|attn\.proj|up_proj)|vision_tower.*\.(q_proj|out_proj|fc1))",
     "all": "all-linear",
 }
-SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava"]
+SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava", "muse_glimmer"]
 
 
 @pytest.fixture
