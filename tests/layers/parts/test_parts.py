@@ -188,15 +188,17 @@ def test_rotary_of_a_part_of_each_head_leaves_the_rest():
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rotary_refuses_tables_of_another_width(compiled):
-    run = liger_rotary_pos_emb
+    run = partial = liger_rotary_pos_emb
     if compiled:
-        run = torch.compile(run, fullgraph=True, backend="eager")
+        partial = torch.compile(run, fullgraph=True, backend="eager")
+        # Under fullgraph torch before 2.13 raises an error of its own here, without the message.
+        run = torch.compile(run, backend="eager")
     q, k, angles = torch.randn(2, 4, 7, 8), torch.randn(2, 2, 7, 8), torch.randn(1, 7, 4)
     with pytest.raises((ValueError, RuntimeError), match="halves"):  # each angle once
-        run(q, k, angles.cos(), angles.sin())
+        partial(q, k, angles.cos(), angles.sin())
     for width in (0, 7, 10):
         table = torch.randn(1, 7, width)
-        with pytest.raises((ValueError, RuntimeError), match="R even and at most the head size, 8"):
+        with pytest.raises(ValueError, match="R even and at most the head size, 8"):
             run(q, k, table, table)
 
 
