@@ -90,7 +90,7 @@ def values_by_field(spec):
     return values
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_swapped_tensors_are_noticed(family, make_pair):
     """Tensors of equal shape are swapped within a native tensor, within a layer or between adjacent layers.
     Some have equal shapes only with as many key heads as query heads.
@@ -123,7 +123,7 @@ def test_a_missing_norm_is_noticed(pair):
     assert called > len(pair.ours.layers)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_a_missing_residual_stream_or_branch_is_noticed(pair):
     assert not is_noticed(pair)  # computes the reference's results, whose additions must not be counted below
     with Additions(pair.hidden_size) as clean:

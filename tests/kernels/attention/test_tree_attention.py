@@ -115,11 +115,15 @@ def test_ranges_of_queries_and_of_keys_agree(limits, shared):
 
 
 @pytest.mark.parametrize(
-    "limits",
-    [{}, {"window": 30}, {"window": 9, "chunk": 16}, {"window": 9, "spans": SPANS}],
+    ("limits", "shared"),
+    [
+        ({}, WHOLE),
+        ({"window": 30}, PARTS),
+        ({"window": 9, "chunk": 16}, WHOLE),
+        ({"window": 9, "spans": SPANS}, PARTS),
+    ],
     ids=["all", "window", "both", "spans"],
 )
-@every_tree
 def test_a_tree_equals_its_documents_one_by_one(limits, shared, implementation, small_tiles, assert_near):
     inputs = operands(TOKENS, heads=1 if limits else 2, kv_heads=1, sinks=True)
     ranges = tree_ranges(BOUNDS, PARENTS, torch.device("cpu"), **limits, shared=shared)
