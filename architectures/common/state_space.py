@@ -36,7 +36,8 @@ def ssd(
         size: channels of all heads; the config's number of heads and their width must agree. A width of
             "auto", or none, follows from it.
         norm_eps: of the norm of the output.
-        keys: of the config, by fields of the spec and "activation".
+        keys: of the config, by fields of the spec and "activation". Without "conv_bias" the convolution has a
+            bias; without "activation" the reference reads none.
         settings: other fields of the spec.
 
     Raises:
@@ -56,7 +57,7 @@ def ssd(
             f"{c.name}: {keys['heads']} is {heads} and {keys['groups']} {groups}; "
             "the first must be a multiple of the second"
         )
-    if activation(c, keys["activation"]) != "silu":
+    if "activation" in keys and activation(c, keys["activation"]) != "silu":
         raise ConfigError(
             f"{c.name}: {keys['activation']} is {c.take(keys['activation'])!r}; the convolutions of state "
             "space layers have 'silu' alone"
@@ -69,7 +70,7 @@ def ssd(
         groups=groups,
         state=c.take_count(keys["state"]),
         conv=conv,
-        conv_bias=c.take_flag(keys["conv_bias"], False),
+        conv_bias="conv_bias" not in keys or c.take_flag(keys["conv_bias"], False),
         norm_eps=norm_eps,
         **{"bias": (bias := c.take_flag(keys["bias"], False)), "out_bias": bias, **settings},
     )
@@ -94,7 +95,7 @@ def hybrid_types(c: HFConfig, default: Callable[[int], str]) -> list[str]:
     types = c.take_one_of("layer_types", "layers_block_type", default=None)
     if types is None:
         types = [default(i) for i in range(c.take_count("num_hidden_layers"))]
-    return _known(c, types, _TYPES)
+    return known_types(c, types, _TYPES)
 
 
 def part_types(c: HFConfig) -> list[str]:
@@ -107,13 +108,18 @@ def part_types(c: HFConfig) -> list[str]:
     types = c.take_one_of("layers_block_type", "layer_types", default=None)
     letters = c.take("hybrid_override_pattern", None)
     if types is None and isinstance(letters, str):
-        return _known(c, list(letters), _LETTERS)
+        return known_types(c, list(letters), _LETTERS)
     if types is None:
         types = [LINEAR, EXPERTS, FULL, MLP]
-    return _known(c, types, {**_TYPES, MLP: MLP, EXPERTS: EXPERTS})
+    return known_types(c, types, {**_TYPES, MLP: MLP, EXPERTS: EXPERTS})
 
 
-def _known(c: HFConfig, types: Any, names: Mapping[str, str]) -> list[str]:
+def known_types(c: HFConfig, types: Any, names: Mapping[str, str]) -> list[str]:
+    """Type of each layer, from the `types` of a config under their `names`.
+
+    Raises:
+        ConfigError: an unknown type, or not as many as `num_hidden_layers`, where that is given.
+    """
     listed = types if isinstance(types, list) else []
     found = [names[kind] for kind in listed if isinstance(kind, str) and kind in names]
     count = c.take_count("num_hidden_layers", len(listed))

@@ -12,7 +12,6 @@ MISSING: dict[str, str] = {
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",
     "zamba": "heads of state-space layers (Mamba), and attention whose weights several layers share",
-    "zamba2": "blocks of attention and an MLP that several layers share, with adapters for each layer",
 }
 """The missing part, by `model_type`. An entry goes when its family is registered."""
 

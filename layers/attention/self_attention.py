@@ -47,14 +47,21 @@ class Attention(nn.Module):
         spec: heads, rotary settings, window, chunks, soft cap, sinks, biases.
         layer: the index of this layer in the model, and in a key-value cache.
         backend: see layers/attention/backends.py.
+        input_size: the width of the input, if it is another one than H.
     """
 
     activation_memory: ActivationMemory = "lean"
 
     def __init__(
-        self, hidden_size: int, spec: AttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
+        self,
+        hidden_size: int,
+        spec: AttentionSpec,
+        layer: int = 0,
+        backend: AttentionBackend = "auto",
+        input_size: int | None = None,
     ):
         super().__init__()
+        input_size = input_size or hidden_size
         self.spec, self.layer, self.backend = spec, layer, backend
         self.weight_dropout = nn.Dropout(spec.dropout) if spec.dropout else None
         self.axes = {
@@ -78,13 +85,13 @@ class Attention(nn.Module):
         if not spec.values_are_keys:
             parts["v_proj"] = spec.v_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
-        self.qkv_proj = projections(hidden_size, parts, spec.qkv_bias)
+        self.qkv_proj = projections(input_size, parts, spec.qkv_bias)
         if spec.gated and spec.gates:
             raise ValueError("an AttentionSpec has one gate: either `gated` or `gates`, not both")
         if spec.softplus_gates and not spec.gate_size:
             raise ValueError("softplus_gates belongs to a gate, but neither `gated` nor `gates` is set")
         if spec.gates:
-            self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)
+            self.g_proj = Linear(input_size, spec.gate_size, bias=False)
         self.o_proj = linear(spec.o_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -93,20 +100,29 @@ class Attention(nn.Module):
             self.k_norm = QKNormScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
 
     def forward(
-        self, x: Tensor, sequences: Sequences, return_keys_values: bool = False
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        return_keys_values: bool = False,
+        layer: int | None = None,
+        added: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> [T, H]. With `return_keys_values` also the keys and values, [T, num_key_value_heads,
         head_dim] and the width of values, or in generation [batch, longest, ...] from the cache.
+
+        Where several layers share this module, `layer` is the index of the calling one. `added`, as wide as
+        queries, keys and values, is added to them.
         """
         sequences = sequences.on(x.device)
-        qkv, gate = self._without_gate(self.qkv_proj(x))
+        projected = self.qkv_proj(x)
+        qkv, gate = self._without_gate(projected if added is None else projected + added)
         gate = self.g_proj(x) if self.spec.gates else gate
         if (limit := self.spec.qkv_limit) is not None:
             qkv = qkv.clamp(-limit, limit)
         q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
         if sequences.cache is not None:
-            out, k, v = self._attend_cached(q, k, v, sequences)
+            out, k, v = self._attend_cached(q, k, v, sequences, self.layer if layer is None else layer)
             out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
         elif self.activation_memory in TILED:
             groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks)
@@ -194,12 +210,12 @@ class Attention(nn.Module):
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         cache = sequences.cache
         assert cache is not None
-        keys, values = cache.append(self.layer, k, v)
-        mask = cache.mask(self.layer, self.spec.window, self.spec.chunk)
+        keys, values = cache.append(layer, k, v)
+        mask = cache.mask(layer, self.spec.window, self.spec.chunk)
         if mask is None:
             return attend(q, k, v, self._product, sequences, self.backend, self.sinks), k, v
         return attend_cached(q, keys, values, self._product, mask, self.sinks), keys, values

@@ -4,6 +4,7 @@ May import attention, experts and parts. A new topology is a new block, never a 
 """
 
 from liger_models.layers.blocks.block import (
+    EMBEDDINGS,
     IMAGES,
     Block,
     add_and_norm,
@@ -22,10 +23,12 @@ from liger_models.layers.blocks.pre_norm import PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
 from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
 from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
+from liger_models.layers.blocks.shared_transformer import SharedTransformerBlock
 from liger_models.layers.blocks.side_by_side import SideBySideBlock
 
 __all__ = [
     "BLOCKS",
+    "EMBEDDINGS",
     "IMAGES",
     "Block",
     "add_and_norm",
@@ -48,5 +51,6 @@ BLOCKS: dict[str, type[Block]] = {
     "parallel_two_norms": ParallelTwoNormsBlock,
     "one_part": OnePartBlock,
     "side_by_side": SideBySideBlock,
+    "shared_transformer": SharedTransformerBlock,
 }
 """The class of a block, by the topology of its spec."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ def keys_and_values(layer: int) -> tuple[str, str]:
 
 IMAGES = "images"
 """What the features of images are called where layers read them."""
+
+
+EMBEDDINGS = "embeddings"
+"""Name of the first layer's input, for layers that read it again."""
 
 
 def own_input(layer: int) -> str:
@@ -87,18 +92,20 @@ class Block(nn.Module):
             "branch_scales": set(spec.branch_scales) != {1.0},
             "dropout": spec.dropout > 0,
             "branch_norm": spec.branch_norm,
+            "shared": spec.shared,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
         if missing := [name for name in self.needs if getattr(spec, name) is None]:
             raise ValueError(f"layers of topology {spec.topology!r} need {missing}, found None")
-        self.mixer_names = tuple(MIXER_NAMES.get(type(mixer), "self_attn") for mixer in spec.mixers)
-        for name, mixer in zip(self.mixer_names, spec.mixers, strict=True):
+        own = spec if spec.shared is None else replace(spec, second_mixer=None, mlp=None)
+        self.mixer_names = tuple(MIXER_NAMES.get(type(mixer), "self_attn") for mixer in own.mixers)
+        for name, mixer in zip(self.mixer_names, own.mixers, strict=True):
             setattr(self, name, MIXERS[type(mixer)](hidden_size, mixer, layer, attention))
-        if isinstance(spec.mlp, MoESpec):
-            self.mlp = MixtureOfExperts(hidden_size, spec.mlp)
-        elif spec.mlp is not None:
-            self.mlp = make_mlp(hidden_size, spec.mlp)
+        if isinstance(own.mlp, MoESpec):
+            self.mlp = MixtureOfExperts(hidden_size, own.mlp)
+        elif own.mlp is not None:
+            self.mlp = make_mlp(hidden_size, own.mlp)
         # A module, so that tools that disable dropout find it (TRL does for DPO).
         self.branch_dropout = nn.Dropout(spec.dropout) if spec.dropout else None
         self.activation_memory: ActivationMemory = "lean"
@@ -107,6 +114,11 @@ class Block(nn.Module):
     def mixers(self) -> tuple[Mixer, ...]:
         """The token mixers: attention or a recurrent layer, or both, or none."""
         return tuple(getattr(self, name) for name in self.mixer_names)
+
+    @property
+    def borrowed(self) -> tuple[nn.Module, ...]:
+        """Modules of the model whose weights this layer shares with others: none."""
+        return ()
 
     @property
     def token_mixer(self) -> Mixer:

@@ -11,6 +11,7 @@ from liger_models.kernels._dispatch import ceil_div
 from liger_models.layers.attention.backends import LONG
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
+from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import Experts, MixtureOfExperts
@@ -297,7 +298,12 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
     sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
     that exchange heads the output as it came back is done with.
     """
-    return max((_mixer_work(mixer, step, itemsize) for mixer in layer.mixers), default=0)
+    return max((_mixer_work(mixer, step, itemsize) for mixer in _mixers(layer)), default=0)
+
+
+def _mixers(layer: Block) -> list[Any]:
+    """The layer's mixers, and attention that it shares."""
+    return [*layer.mixers, *(module for module in layer.borrowed if isinstance(module, Attention))]
 
 
 def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
@@ -356,7 +362,7 @@ def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
     """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
     inner = last = rest = 0
     places = places_of(layer)
-    for module, name, p in matrices(layer):
+    for module, name, p in (found for part in (layer, *layer.borrowed) for found in matrices(part)):
         elements = 0 if frozen and p.requires_grad else math.prod(dense_shape(module, name))
         mixture, place = layer.spec.mixture, places.get(id(p))
         if isinstance(module, Experts) and mixture is not None:

@@ -16,6 +16,7 @@ from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.blocks import (
     BLOCKS,
+    EMBEDDINGS,
     IMAGES,
     Block,
     add_and_norm,
@@ -25,6 +26,7 @@ from liger_models.layers.blocks import (
     run_block,
 )
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
+from liger_models.layers.blocks.shared_transformer import make_shared
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
 from liger_models.layers.model.mtp import make_mtp
@@ -86,6 +88,7 @@ class Decoder(ActivationLevels, WeightsMemory):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         _hand_on_keys(self.layers)
         _share_chosen_keys(self.layers)
@@ -180,6 +183,8 @@ class Decoder(ActivationLevels, WeightsMemory):
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
 
+        if self.shared is not None:
+            layer_inputs[EMBEDDINGS] = inputs_embeds
         x, residual = inputs_embeds, None
         del inputs_embeds  # frozen embeddings are freed after layer 0
         offload = Offload()
@@ -211,7 +216,8 @@ class Decoder(ActivationLevels, WeightsMemory):
         that no module has.
         """
         encoder = () if self.vision is None else self.vision.encoder.layers
-        return {type(layer).__name__ for layer in (*encoder, *self.layers)}
+        shared = () if self.shared is None else [block.shared_transformer for block in self.shared.values()]
+        return {type(layer).__name__ for layer in (*encoder, *self.layers, *shared)}
 
     def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, vision_inputs: Any) -> dict[str, Tensor]:
         """The per-layer inputs, by name."""
@@ -242,6 +248,12 @@ class Decoder(ActivationLevels, WeightsMemory):
             modules += [self.vision.encoder, *self.vision.ways_out()]
         yield from {id(p): p for module in modules for p in module.parameters()}.values()
 
+    def shared_modules(self) -> set[nn.Module]:
+        """Modules that run in more than one layer."""
+        held: list[Any] = [] if self.shared is None else [*self.shared.values()]
+        blocks = [block.shared_transformer for block in held]
+        return {module for block in blocks if block.uses > 1 for module in block.modules()}
+
     @property
     def needs_ids(self) -> bool:
         """Whether embeddings alone are insufficient, because layers have per-id inputs."""
@@ -253,6 +265,7 @@ _OF_LANGUAGE = (
     "embed_positions",
     "embed_norm",
     "layers",
+    "shared",
     "per_layer_inputs",
     "norm",
     "lm_head",

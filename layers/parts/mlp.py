@@ -99,15 +99,22 @@ class _MLP(nn.Module):
 
     activation_memory: ActivationMemory = "lean"
 
-    def forward(self, x: Tensor, sequences: Sequences | None = None) -> Tensor:
-        """x [..., H] -> [..., H]. `sequences` is unused; MoE layers take it in the same position."""
+    def forward(
+        self, x: Tensor, sequences: Sequences | None = None, added: nn.Module | None = None
+    ) -> Tensor:
+        """x [..., H] -> [..., H]. `sequences` is unused; MoE layers take it in the same position. The output
+        of `added` for x is added to that of the first projection.
+        """
+        if added is not None:
+            again = self.activation_memory == "mlp" or self.activation_memory in TILED
+            return recompute(self._forward, x, added) if again else self._forward(x, added)
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
             return recompute(self._forward, x)
         if self.activation_memory in TILED:
             return self._in_tiles(x)
         return self._forward(x)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
         raise NotImplementedError
 
     def _in_tiles(self, x: Tensor) -> Tensor:
@@ -133,11 +140,13 @@ class GatedMLP(_MLP):
         self.gate_up_proj = projections(hidden_size, parts, spec.bias)
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
         settings = float8_of(self.down_proj)
-        if settings is not None and self.spec.gate_scale == 1.0 and not torch.compiler.is_compiling():
+        plain = self.spec.gate_scale == 1.0 and added is None
+        if settings is not None and plain and not torch.compiler.is_compiling():
             return self._forward_in_eight_bits(x, settings)
         gate_up = self.gate_up_proj(x)
+        gate_up = gate_up if added is None else gate_up + added(x)
         product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
 
@@ -201,8 +210,9 @@ class PlainMLP(_MLP):
         self.up_proj = linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
-    def _forward(self, x: Tensor) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
         up = self.up_proj(x)
+        up = up if added is None else up + added(x)
         if self.spec.activation == "xielu":
             return self.down_proj(self.act_fn(up))
         return self.down_proj(carry_recipe(self.activation(up), self.activation, up))

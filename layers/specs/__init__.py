@@ -16,7 +16,7 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.block import BlockSpec, MixerSpec, Topology
+from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, Topology
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
@@ -111,6 +111,7 @@ __all__ = [
     "SelectiveSpec",
     "ShapedPictures",
     "SharedAttentionSpec",
+    "SharedSpec",
     "SparseMixerSpec",
     "SquarePictures",
     "StretchedTable",

@@ -31,7 +31,25 @@ Topology = Literal[
     "parallel_two_norms",
     "one_part",
     "side_by_side",
+    "shared_transformer",
 ]
+
+
+@dataclass(frozen=True)
+class SharedSpec:
+    """A layer's use of attention and an MLP whose weights several layers share
+    (layers/blocks/shared_transformer.py).
+
+    `first` is the index of the first layer that uses these weights, and `use` the layer's number among all
+    layers with shared weights. Each use has adapters of its own, products of two matrices of the given
+    `rank`, which are added to the MLP's first projection and with `adapts_attention` to queries, keys and
+    values.
+    """
+
+    first: int
+    use: int
+    rank: int
+    adapts_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +61,8 @@ class BlockSpec:
     of the MLP. `norm` applies to each of the layer's norms, or with `branch_norm` to those before
     the branches, and that to the norms of their outputs. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
-    Some topologies support `experts` in addition to the MLP, and a `per_layer_input`.
+    Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
+    second mixer and the MLP are shared with other layers.
     """
 
     mixer: MixerSpec | None
@@ -57,6 +76,7 @@ class BlockSpec:
     branch_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
     dropout: float = 0.0
     branch_norm: NormSpec | LayerNormSpec | None = None
+    shared: SharedSpec | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

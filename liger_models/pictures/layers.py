@@ -43,6 +43,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "parallel_two_norms": [[("norm", "norm"), ("mixer", "mlp")]],
     "one_part": [["norm", "part"]],
     "side_by_side": [["norm", ("mixer", "second mixer")], ["norm", "mlp"]],
+    "shared_transformer": [["norm", "second mixer", "norm", "mlp", "norm", "mixer"]],
 }
 MIXERS = {
     LatentAttentionSpec: "latent attention",

@@ -15,7 +15,7 @@ import torch
 from pairs import changed, randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
 from ties import TieError, clear_of_ties
-from variants import as_transformers_4
+from variants import as_transformers_4, can_be_untied
 
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
@@ -132,6 +132,7 @@ def every_layout():
         for family in list_architectures()
         for i, layout in enumerate(find_architecture(family).layouts)
         for tied in (False, True)
+        if tied or can_be_untied(family)
     ]
 
 
@@ -202,7 +203,7 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
     """Write a checkpoint with matrices in bfloat16 and the rest in float32, with values that bfloat16 would
     round. Return its model.
     """
-    architecture = find_architecture(family)
+    architecture, tied = find_architecture(family), tied or not can_be_untied(family)
     named = {"architectures": [architecture.reference], "tie_word_embeddings": tied}
     config = changed(architecture.tiny, named)
     read = HFConfig.load(config)

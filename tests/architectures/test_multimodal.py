@@ -273,7 +273,7 @@ def test_a_text_part_of_another_family_is_refused():
 
 @pytest.mark.parametrize(
     ("model_type", "part"),
-    [("zamba2", "several layers share"), ("rwkv", "recurrence"), ("zamba", "state-space")],
+    [("rwkv", "recurrence"), ("zamba", "state-space")],
 )
 def test_a_known_unsupported_family_is_refused_with_the_missing_part(model_type, part):
     with pytest.raises(UnsupportedModelError, match=f"'{model_type}' is known but not supported.*{part}"):

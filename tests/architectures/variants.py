@@ -61,6 +61,11 @@ def skipped(family: str, what: str, name: str) -> bool:
     return any(entry == f"{what}:{name}" or f"{what}:{name}".startswith(f"{entry}_") for entry in entries)
 
 
+def can_be_untied(family: str) -> bool:
+    """Whether a config may have a head with a weight of its own."""
+    return not skipped(family, "variant", "tie_word_embeddings=False")
+
+
 # Other sizes where every family's tiny config has one, so that only layers can go wrong.
 OF_LAYERS = {
     "one_kv_head",

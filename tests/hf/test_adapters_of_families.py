@@ -38,14 +38,14 @@ def tensors(folder):
 
 def layers(model):
     """Return the linear layers, also those of GPT-2 with transposed weights, without the head, routers, which
-    are parameters in ours, those that PEFT refuses in models of Mamba's types, and those whose adapters the
-    reference passes by.
+    are parameters in ours, those that PEFT refuses in models of Mamba's types, those whose adapters the
+    reference passes by, and those whose weights several layers share (test_shared_weights.py).
     """
     found = {path for path, module in model.named_modules() if isinstance(module, LINEAR)}
     other = ["lm_head", ".router", ".router.proj", ".gate.wg"]
     other += [".out_proj"] if model.config.model_type in REFUSED else []
     other += [".dt_proj"] if model.config.model_type in PASSED_BY else []
-    return {path for path in found if not path.endswith(tuple(other))}
+    return {path for path in found if not path.endswith(tuple(other)) and ".shared_transformer." not in path}
 
 
 @pytest.mark.supports("PEFT", "every family under the names of transformers' own model")

@@ -55,8 +55,10 @@ def give_layers_to_quantise(model: Any) -> None:
         )
     model.split_projections()  # projections packed in checkpoints too become plain layers
     skipped = _setting(settings, "llm_int8_skip_modules") or _setting(settings, "modules_to_not_convert")
+    # As transformers, which by default leaves tied weights as they are.
+    whole = model.base_decoder.shared_modules() if skipped is None else ()
     for path, module in model.named_modules():
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module not in whole:
             goes = type(module) is LMHead and skipped is not None and should_convert_module(path, skipped)
             if goes or type(module) is Linear:
                 change_class(module, nn.Linear)

@@ -28,7 +28,9 @@ from liger_models.layers.specs import (
     QueryScaleSpec,
     RopeSpec,
     SharedAttentionSpec,
+    SharedSpec,
     SparseMixerSpec,
+    SSDSpec,
 )
 
 TOKENS, HIDDEN = 12, 32
@@ -154,6 +156,7 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
 ELSEWHERE = {
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
+    "shared_transformer": "its layers share weights: see below",
     "side_by_side": "its mixers keep what they keep alone: tests/layers/blocks/test_free_blocks.py",
 }
 
@@ -169,6 +172,17 @@ def test_a_layer_that_reads_anothers_keys_keeps_none(level):
     reader = replace(source, mixer=SHARED)
     found = kept_bytes((source, reader, reader), level) - kept_bytes((source, reader), level)
     assert found == TOKENS * model_of(source, reader).layers[1].activation_bytes(level, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+@pytest.mark.parametrize("adapts", [True, False])
+def test_a_layer_reports_the_bytes_of_weights_that_it_shares(adapts, level):
+    mamba = SSDSpec(4, 6, 2, 5, conv=3)
+    block = replace(PRE_NORM, mixer=mamba, topology="shared_transformer", second_mixer=ATTENTION)
+    blocks = tuple(replace(block, shared=SharedSpec(0, use, 3, adapts)) for use in range(2))
+    found = kept_bytes(blocks, level) - kept_bytes(blocks[:1], level)
+    assert found == TOKENS * model_of(*blocks).layers[1].activation_bytes(level, 4)
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)

@@ -94,6 +94,10 @@ CASES: dict[str, dict[str, Any]] = {
     "DDP": {"family": "llama", "tie_word_embeddings": True, "wrapper": "ddp", "batch": packed()},
     "adapters, documents": {"family": "llama", "adapters": True, "batch": packed()},
     "parallelize, states": {"family": "qwen3_5_text", "wrapper": "parallelize", "batch": packed()},
+    "parallelize, weights that layers share": {
+        **{"family": "zamba2", "mamba_ngroups": 2, "wrapper": "parallelize", "level": "checkpoint"},
+        "batch": packed(),
+    },
     "parallelize": {
         "family": "llama",
         "tie_word_embeddings": True,
