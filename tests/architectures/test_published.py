@@ -56,7 +56,8 @@ def spec_of(config, **options):
 
 
 def needs_others(block):
-    return any(getattr(mixer, "keys_of", None) is not None for mixer in block.mixers)
+    keys = any(getattr(mixer, "keys_of", None) is not None for mixer in block.mixers)
+    return keys or block.shared is not None
 
 
 def test_a_published_config_is_read_as_its_reference_reads_it(published):
