@@ -32,7 +32,6 @@ MISSING |= {
     "ctrl": "sinusoidal positions",
     "dbrx": "experts that checkpoints hold in one matrix",
     "deepseek_v4": f"{_CHOSEN_KEYS}, compressed keys, and {_STREAMS}",
-    "diffllama": "the difference of two attentions",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in the last layer alone",

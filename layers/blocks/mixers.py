@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
@@ -23,6 +24,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     ChannelDeltaSpec,
     CrossAttentionSpec,
+    DifferentialAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
@@ -51,6 +53,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     AttentionSpec: Attention,
     SharedAttentionSpec: SharedAttention,
     LatentAttentionSpec: LatentAttention,
+    DifferentialAttentionSpec: DifferentialAttention,
     CrossAttentionSpec: CrossAttention,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,

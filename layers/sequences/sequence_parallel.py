@@ -37,6 +37,7 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.specs import (
     AttentionSpec,
+    DifferentialAttentionSpec,
     LatentAttentionSpec,
     RecurrentSpec,
     SharedAttentionSpec,
@@ -83,7 +84,8 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
     for i, mixer in ((i, mixer) for i, layer in enumerate(model.layers) for mixer in layer.spec.mixers):
         if isinstance(mixer, RecurrentSpec):
             continue
-        if isinstance(mixer, AttentionSpec | SharedAttentionSpec | LatentAttentionSpec):
+        kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | DifferentialAttentionSpec
+        if isinstance(mixer, kinds):
             heads = mixer.num_attention_heads
         else:
             raise ValueError(

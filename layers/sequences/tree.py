@@ -35,6 +35,7 @@ from liger_models.layers.sequences.part import Part
 from liger_models.layers.specs import (
     AttentionSpec,
     CrossAttentionSpec,
+    DifferentialAttentionSpec,
     LatentAttentionSpec,
     ModelSpec,
     RecurrentSpec,
@@ -126,9 +127,12 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
             "batch_invariant() does not support documents that continue others (shared prompts); pass "
             "separate sequences"
         )
-    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
+    kinds = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | DifferentialAttentionSpec
+    others = CrossAttentionSpec | RecurrentSpec
     for i, block in enumerate(spec.blocks):
-        if unknown := [type(mixer).__name__ for mixer in block.mixers if not isinstance(mixer, kinds)]:
+        if unknown := [
+            type(mixer).__name__ for mixer in block.mixers if not isinstance(mixer, kinds | others)
+        ]:
             raise DataError(
                 f"layer {i} mixes tokens by {unknown[0]}, which does not support documents "
                 "that continue others: give each answer with its prompt as a document of its own, without "

@@ -11,6 +11,7 @@ from liger_models.kernels import ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
     CrossAttentionSpec,
+    DifferentialAttentionSpec,
     IndexerSpec,
     LatentAttentionSpec,
     QKNormSpec,
@@ -74,6 +75,7 @@ __all__ = [
     "ClipTable",
     "CrossAttentionSpec",
     "CubicTable",
+    "DifferentialAttentionSpec",
     "DownsamplingProjectorSpec",
     "FadingTable",
     "FixedTable",

@@ -213,6 +213,39 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
+class DifferentialAttentionSpec:
+    """The difference of two causal attentions to the same values, by head, with a norm of each head:
+    layers/attention/differential.py. Both numbers of heads are even; `norm_eps` is that of the norm, and
+    `bias` applies to all projections.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    lambda_init: float
+    norm_eps: float = 1e-5
+    bias: bool = False
+
+    @property
+    def v_head_dim(self) -> int:
+        """Width of a pair of values, which both attentions share."""
+        return 2 * self.head_dim
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The product of both attentions in one call."""
+        heads = self.num_attention_heads, self.num_key_value_heads
+        return AttentionSpec(*heads, self.head_dim, self.scale, v_head_dim=self.v_head_dim)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads."""
+        return (self.rope,)
+
+
+@dataclass(frozen=True)
 class CrossAttentionSpec(_Heads):
     """Attention of tokens to image features, with norms of each head of queries and keys (Llama 3.2 Vision):
     see layers/attention/cross_attention.py.

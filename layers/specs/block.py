@@ -8,6 +8,7 @@ from typing import Literal
 from liger_models.layers.specs.attention import (
     AttentionSpec,
     CrossAttentionSpec,
+    DifferentialAttentionSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
@@ -16,7 +17,14 @@ from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
 from liger_models.layers.specs.rotary import RopeSpec
 
-MixerSpec = AttentionSpec | SharedAttentionSpec | LatentAttentionSpec | CrossAttentionSpec | RecurrentSpec
+MixerSpec = (
+    AttentionSpec
+    | SharedAttentionSpec
+    | LatentAttentionSpec
+    | DifferentialAttentionSpec
+    | CrossAttentionSpec
+    | RecurrentSpec
+)
 
 Topology = Literal[
     "pre_norm",

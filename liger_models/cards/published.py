@@ -18,6 +18,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import (
     AttentionSpec,
     ChannelDeltaSpec,
+    DifferentialAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
@@ -135,6 +136,9 @@ FEATURES: Mapping[str, Any] = {
         a.num_key_value_heads < a.num_attention_heads for a in _attention(spec)
     ),
     "latent attention": lambda spec: any(isinstance(b.mixer, LatentAttentionSpec) for b in spec.blocks),
+    "differential attention": lambda spec: any(
+        isinstance(b.mixer, DifferentialAttentionSpec) for b in spec.blocks
+    ),
     "sliding window": lambda spec: _windows(spec) == {True},
     "sliding window on some layers": lambda spec: _windows(spec) == {True, False},
     "chunked attention": lambda spec: any(a.chunk for a in _attention(spec)),

@@ -12,6 +12,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     ChannelDeltaSpec,
     CrossAttentionSpec,
+    DifferentialAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
@@ -47,6 +48,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
 }
 MIXERS = {
     LatentAttentionSpec: "latent attention",
+    DifferentialAttentionSpec: "differential attention",
     CrossAttentionSpec: "attention to images",
     SharedAttentionSpec: "attention to shared keys",
     GatedDeltaSpec: "gated delta rule",

@@ -18,6 +18,7 @@ from liger_models.layers.recompute.activation_memory import _Kept
 from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
+    DifferentialAttentionSpec,
     LayerNormSpec,
     MLPSpec,
     ModelSpec,
@@ -36,6 +37,7 @@ from liger_models.layers.specs import (
 TOKENS, HIDDEN = 12, 32
 # As many key/value heads as heads: with fewer, attention repeats them on a CPU but not on a GPU.
 ATTENTION = AttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64))
+DIFFERENTIAL = DifferentialAttentionSpec(4, 4, 16, 0.25, RopeSpec(16, max_position_embeddings=64), 0.5)
 GROWING = QueryScaleSpec(0.5, 4)
 PRE_NORM = BlockSpec(ATTENTION, MLPSpec(40), NormSpec())
 EXPERTS = MoESpec(4, 2, 12)
@@ -83,6 +85,7 @@ BLOCKS = {
     "narrow values after norms": replace(
         PRE_NORM, mixer=replace(ATTENTION, v_head_dim=12, qk_norm=QKNormSpec())
     ),
+    "differential attention": replace(PRE_NORM, mixer=DIFFERENTIAL),
     "without positions": replace(PRE_NORM, mixer=replace(ATTENTION, rope=None)),
     "norms without weights": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
@@ -149,7 +152,10 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
     spec = block.mixture
     routed = spec is not None and level == "lean"
     tiles = TOKENS * spec.experts_per_token + spec.num_experts if routed else 0
-    assert 0 <= unsaid <= (4 * (spec.num_experts + 1) + 8 * tiles if routed else 0)
+    most = 4 * (spec.num_experts + 1) + 8 * tiles if routed else 0
+    if isinstance(block.mixer, DifferentialAttentionSpec):
+        most += 3 * 4  # two exponentials and lambda, whatever the number of tokens
+    assert 0 <= unsaid <= most
 
 
 # Topologies whose bytes are compared elsewhere.
@@ -203,6 +209,8 @@ def test_every_parameter_and_buffer_has_a_fresh_value(block):
     for name, tensor in tensors.items():
         if tensor.dim() > 1:  # hundreds of draws: the tolerance is several times the error of their spread
             assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
+        elif ".lambda_" in name:  # drawn, whatever the range of matrices
+            assert tensor.isfinite().all(), name
         else:
             assert tensor.unique().numel() == 1, name
     assert not model.norm.weight.any()
