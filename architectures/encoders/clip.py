@@ -119,7 +119,7 @@ def vision(
     )
 
 
-def unread_tensors(c: HFConfig, v: HFConfig, default: int) -> tuple[str, ...]:
+def unread_tensors(c: HFConfig, v: HFConfig, default: int | list[int]) -> tuple[str, ...]:
     """Patterns of the encoder's unused tensors: of layers after those in use (see `states_read`), and of the
     final norm.
     """

@@ -108,7 +108,7 @@ def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
     return MLPProjectorSpec(projector_activation(c), c.take_flag("multimodal_projector_bias", True))
 
 
-def states_read(c: HFConfig, v: HFConfig, default: int) -> tuple[int, ...]:
+def states_read(c: HFConfig, v: HFConfig, default: int | list[int]) -> tuple[int, ...]:
     """Encoder states selected by the config's `vision_feature_layer`, one or a list: 0 is the input of the
     first layer, i the output of layer i, counting from 1; negative ones count from the end.
 

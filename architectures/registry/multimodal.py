@@ -206,6 +206,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
     "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
     "llava_onevision": Multimodal({"qwen2": "qwen2"}, tied_by_text=True),
+    "vipllava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}),
     "mllama": Multimodal(
         {"mllama_text_model": "llama"},
         settings={"tie_word_embeddings": False},
@@ -289,6 +290,7 @@ _ASIDE_NAMES = """
     alignment_intermediate_size adapter_layer_norm_eps scale_factor
     projection_hidden_size projection_layer_norm_eps image_start_token_id image_end_token_id
     video_start_token_id video_end_token_id visual_indicator_token_ids out_hidden_size
+    projector_layernorm_eps
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

@@ -88,7 +88,7 @@ MISSING |= {
             *("kosmos-2", "kosmos-2.5", "lfm3_vl", "lighton_ocr", "llava_next_video"),
             *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2"),
             *("paddleocr_vl", "perception_lm", "pi0", "pp_chart2table"),
-            *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava", "vipllava"),
+            *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava"),
         ),
         _SEES,
     ),

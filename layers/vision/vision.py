@@ -87,6 +87,8 @@ class Vision(nn.Module):
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
                 f"class_token={spec.class_token!r} and merge={spec.projector.merge}"
             )
+        if max(spec.taken, default=0) > len(spec.blocks):
+            raise ValueError(f"taken is {spec.taken}, of an encoder of {len(spec.blocks)} layers")
         if spec.clips and not isinstance(spec.pictures, GridPictures):
             raise ValueError("clips are videos with a grid, and pictures is no GridPictures")
         self.spec, self.merge = spec, spec.projector.merge
