@@ -91,7 +91,8 @@ def _model(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     randomise(model, generator)
     if case.freeze:
-        model.freeze("layers.0")
+        first = {name: expr for name, expr in model.weight_map().items() if name.startswith("layers.0.")}
+        model.freeze(*{ref.name for expr in first.values() for ref in expr.refs()})
     if case.lora:
         import peft
 

@@ -249,6 +249,6 @@ def test_the_plan_counts_its_float32_sums():
     of them for three rows of statistics per query head.
     """
     spec = AttentionSpec(32, 8, 128, 128**-0.5)
-    layer = SimpleNamespace(mixers=[SimpleNamespace(spec=spec, backend="flash")])
+    layer = SimpleNamespace(mixers=[SimpleNamespace(spec=spec, backend="flash")], borrowed=())
     step = SimpleNamespace(tokens=32768, sequence_ranks=1)
     assert layer_costs._attention_work(layer, step, 2) == (1420 - 12) << 20  # type: ignore[arg-type]
