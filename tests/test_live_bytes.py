@@ -152,6 +152,7 @@ COMPOSITIONS: dict[str, Callable[[int], Made]] = {
         "bailing_hybrid", ("full_attention",), mlp_layer_types=None, first_k_dense_replace=9
     ),
     "full, gates of heads": full("lfm3", ("full_attention",)),
+    "full, differential attention": full("diffllama"),
     "LoRA, dense": adapted(),
     "LoRA, latent attention and experts": adapted("deepseek_v3", target_modules="all-linear"),
     "LoRA of experts": adapted(
@@ -243,6 +244,7 @@ CHOSEN = {
     "full, channel delta rule": ("all", "lean"),
     "full, latent attention, gates of heads": ("all",),
     "full, gates of heads": ("all", "lean"),
+    "full, differential attention": ("lean", "tiled"),
     "LoRA, dense": FEW,
     "LoRA of experts": ("lean", "offload"),
     "LoRA with a bias": ("lean",),

@@ -114,8 +114,7 @@ class Attention(nn.Module):
         queries, keys and values, is added to them.
         """
         sequences = sequences.on(x.device)
-        projected = self.qkv_proj(x)
-        qkv, gate = self._without_gate(projected if added is None else projected + added)
+        qkv, gate = self._without_gate(self._projected(x, added))  # no local name: it would keep the copy
         gate = self.g_proj(x) if self.spec.gates else gate
         if (limit := self.spec.qkv_limit) is not None:
             qkv = qkv.clamp(-limit, limit)
@@ -144,6 +143,10 @@ class Attention(nn.Module):
             return self.spec
         dropout = self.weight_dropout.p if self.weight_dropout.training else 0.0
         return replace(self.spec, dropout=dropout)
+
+    def _projected(self, x: Tensor, added: Tensor | None) -> Tensor:
+        projected = self.qkv_proj(x)
+        return projected if added is None else projected + added
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:
         """q | k | v [T, q_size + 2 kv_size], and the gate [T, q_size], if there is one."""
