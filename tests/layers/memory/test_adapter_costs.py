@@ -93,11 +93,14 @@ ADAPTERS = {
     "IA3": peft.IA3Config(target_modules=IA3["target_modules"], feedforward_modules=["down_proj"]),
 }
 LONG = 131_072
-STEPS = [
-    *((name, level, 65536) for name in ADAPTERS for level in ("all", "lean", "checkpoint")),
-    *((name, level, LONG) for name in ADAPTERS if name != "IA3" for level in ("tiled", "offload")),
-    *(("DoRA", level, tokens) for level, tokens in (("mlp", 65536), ("checkpoint", 8192))),
-    ("LoRA", "mlp", 65536),
+STEPS = [  # each kind of adapter with some levels, each level with some kinds
+    *(("LoRA", level, 65536) for level in ("all", "lean", "mlp", "checkpoint")),
+    *(("DoRA", level, 65536) for level in ("lean", "checkpoint")),
+    *((name, level, LONG) for name, level in (("LoRA", "tiled"), ("DoRA", "offload"))),
+    ("DoRA", "tiled", 65536),
+    ("DoRA", "checkpoint", 8192),
+    *(("LoRA with a bias", level, 65536) for level in ("all", "checkpoint")),
+    *(("IA3", level, 65536) for level in ("lean", "checkpoint")),
 ]
 
 

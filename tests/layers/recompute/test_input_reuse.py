@@ -57,10 +57,15 @@ class ExponentialLinear(torch.nn.Linear):
         return KeepsItsOutput.apply(super().forward(x))
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("part", ["self_attn.qkv_proj", "mlp.gate_up_proj"])
+@pytest.mark.parametrize(
+    ("part", "level"),
+    [
+        *(("self_attn.qkv_proj", level) for level in ("all", "lean", "checkpoint")),
+        *(("mlp.gate_up_proj", level) for level in LEVELS),
+    ],
+)
 def test_a_subclass_that_needs_its_output_has_the_same_gradients_at_every_level(part, level, make_model):
-    ids = torch.arange(5)[None]
+    ids = torch.arange(3)[None]
     gradients = []
     for reuse in (True, False):
         model = make_model(layers=1, activation_memory=level)
