@@ -32,11 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     **{
         f"level {level}": {"family": "gpt_oss", "num_local_experts": 6, "level": level, "dims": TWO}
         for level in LEVELS
-        if level != "lean"
+        if level in ("all", "checkpoint", "offload")
     },
 }
 FOUR: dict[str, dict[str, Any]] = {
-    "divided further": {"family": "gpt_oss", "num_local_experts": 6, "dims": TWO},
+    "divided further": {"family": "gpt_oss", "num_local_experts": 6, "intermediate_size": 8, "dims": TWO},
     "repeated": {"family": "deepseek_v3", "level": "mlp", "dims": {**TWO, "data_replicate": 2}},
     "with sequences": {"family": "qwen3_moe", "level": "checkpoint", "dims": {"experts": 4, "sequence": 2}},
 }

@@ -204,8 +204,7 @@ def test_only_the_adapted_layers_change(checkpoint, settings, run):
     }
 
 
-@pytest.mark.parametrize("lora", ["r=4", "r=4,dropout=0.2"])
-@pytest.mark.parametrize("level", ["lean", "checkpoint"])
+@pytest.mark.parametrize(("lora", "level"), [("r=4", "lean"), ("r=4,dropout=0.2", "checkpoint")])
 def test_a_run_resumed_after_a_signal_gives_the_same_bits(
     lora, level, settings, losses, run, monkeypatch, tmp_path
 ):
