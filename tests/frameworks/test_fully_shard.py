@@ -16,7 +16,8 @@ from ranks import run_ranks
 from liger_models.layers.recompute.activation_memory import LEVELS
 
 RANK = Path(__file__).with_name("fully_shard_rank.py")
-CASES = list(itertools.product(LEVELS, (torch.float32, torch.bfloat16)))
+CASES = [(level, torch.float32) for level in LEVELS]
+CASES += [(level, torch.bfloat16) for level in ("lean", "checkpoint")]
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="torch was built without distributed"

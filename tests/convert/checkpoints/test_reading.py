@@ -197,9 +197,9 @@ def test_a_parameter_fused_from_several_dtypes_is_verified_in_each(tmp_path):
 
 
 @pytest.mark.slow
-def test_loading_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
+def test_loading_half_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
     """Peak resident memory is the parameters plus at most 150 MB, although each fuses two tensors."""
-    rows, columns, layers = 4096, 8192, 16  # 16 x 2 x 32 MB = 1.07 GB in bfloat16
+    rows, columns, layers = 4096, 8192, 8  # 8 x 2 x 32 MB = 0.54 GB in bfloat16
     script = f"""
         import resource, torch
         from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
@@ -228,6 +228,6 @@ def test_loading_a_gigabyte_needs_little_more_than_the_parameters(tmp_path):
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     for path in tmp_path.iterdir():
         path.unlink()
-    assert int(out[0]) == rows * columns * 2 * layers > 1e9
+    assert int(out[0]) == rows * columns * 2 * layers > 5e8
     assert int(out[1]) < 150e6
     assert float(out[2]) == 3.5
