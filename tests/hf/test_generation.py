@@ -79,7 +79,7 @@ def skip_where_the_reference_fails(way):
         (family, way)
         for i, family in enumerate(FAMILIES)
         for j, way in enumerate(WAYS)
-        if way in ("dynamic", "static") or (i + j) % 2
+        if way in ("dynamic", "static") or (i + j) % 3 == 0
     ],
 )
 def test_tokens_equal_the_references(family, way, make_both, prompts):
@@ -98,7 +98,7 @@ def test_tokens_equal_the_references(family, way, make_both, prompts):
     assert_same_tokens(found, expected)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [way for way in WAYS if "beams" not in way])
 def test_queries_scaled_by_position_continue_with_the_cache(way, make_both, prompts):
     skip_where_the_reference_fails(way)
     both = make_both("llama4_text")
@@ -121,8 +121,10 @@ def test_an_assistant_changes_no_token(family, make_both, prompts):
     assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("padding", [2, 4, 8])
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [("gemma2", 4), ("gemma2", 8), ("qwen3_next", 2), ("qwen3_next", 8), ("lfm2", 4), ("lfm2", 8)],
+)
 def test_a_cache_is_filled_call_by_call(family, padding, make_both, prompts):
     """Padding ends in the first call or in the second."""
     both = make_both(family)
@@ -236,8 +238,14 @@ def decode(model, ids, steps=4, **first):
     return torch.cat(tokens, 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
-@pytest.mark.parametrize("call", ["gradients", "labels", "training", "checkpointing", "asked for"])
+@pytest.mark.parametrize(
+    ("call", "family"),
+    [
+        *((call, "llama") for call in ("gradients", "labels", "training", "checkpointing", "asked for")),
+        ("labels", "gemma2"),
+        ("training", "deepseek_v3"),
+    ],
+)
 def test_a_loop_without_no_grad_attends_to_all_tokens(call, family, make_both, prompts):
     model, ids = make_both(family).ours, prompts[0]
     expected = model.generate(

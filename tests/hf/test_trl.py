@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
+from pairs import spec_of
+from representatives import representatives
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,6 +67,14 @@ def tokenizer():
         padding_side="left",
     )
 
+
+KEYS_OF_HEADS = {
+    "final_logit_softcapping",
+    "logit_scale",
+    "output_multiplier",
+    "lm_head_multiplier",
+    "logits_scaling",
+}
 
 TEXTS = [{"text": "some words " * (1 + i % 3)} for i in range(16)]
 ANSWERS = [{"prompt": "hello" + "x" * i, "completion": "answer" + "y" * (3 * i)} for i in range(8)]
@@ -144,8 +154,15 @@ CASES = {
     "GKD",
     "all of these with PEFT",
 )
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
-@pytest.mark.parametrize("way", CASES)
+@pytest.mark.parametrize(
+    ("way", "adapted"),
+    [
+        pytest.param(way, adapted, id=f"{way}-{'peft' if adapted else 'whole'}")
+        for i, way in enumerate(CASES)
+        for adapted in (False, True)
+        if way in ("sft", "dpo", "grpo", "reward") or i % 2 == adapted
+    ],
+)
 def test_training_equals_training_of_transformers_own_model(way, adapted, train_both):
     assert_same_training(*train_both("llama", CASES[way], adapted, tie_word_embeddings=not adapted))
 
@@ -178,7 +195,7 @@ def test_selective_checkpointing_is_refused(make_both, tokenizer, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("way", ["dpo", "kto", "grpo", "rloo"])
+@pytest.mark.parametrize("way", ["dpo", "grpo"])
 def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
     way, make_both, tokenizer, tmp_path, monkeypatch
 ):
@@ -203,16 +220,22 @@ def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
 
 # Families with capped logits, and with router losses, which TRL's trainers request by default.
 @pytest.mark.supports("TRL", "capped logits", "router losses")
-@pytest.mark.parametrize("way", ["completions", "bfd", "dpo", "grpo"])
-@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *(("gemma2", way) for way in ("completions", "dpo", "grpo")),
+        *(("qwen3_moe", way) for way in ("bfd", "dpo", "grpo")),
+    ],
+)
 def test_training_of_other_families_matches_the_reference_too(family, way, train_both):
     found, expected = train_both(family, CASES[way])
     assert_same_training(found, expected)
 
 
 @pytest.mark.supports("TRL", "shared prompts in GRPO, RLOO and DPO")
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
-@pytest.mark.parametrize("way", ["grpo", "rloo", "dpo"])
+@pytest.mark.parametrize(
+    ("way", "adapted"), [("grpo", True), ("rloo", False), ("dpo", False), ("dpo", True)], ids=str
+)
 def test_training_with_shared_prompts_equals_trls_own(
     way, adapted, make_both, tokenizer, tmp_path, monkeypatch
 ):
@@ -260,12 +283,18 @@ def test_evaluation_equals_evaluation_of_transformers_own_model(make_both, token
 
 @pytest.mark.supports("TRL", "add_fused_lm_head on every family")
 def test_trls_fused_head_scores_our_hidden_states_like_our_own_head(hf, batch):
-    """TRL reads the scale and cap of logits from certain config keys."""
+    """TRL reads the scale and cap of logits from certain config keys. Tested are families with such a key or
+    such a head, and some with every other form of a head.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from trl.trainer import add_fused_lm_head
 
-    distances = {}
+    distances, heads = {}, representatives("head")
     for family in set(list_architectures()) & set(CONFIG_MAPPING):
+        spec, tiny = spec_of(family), find_architecture(family).tiny
+        read = KEYS_OF_HEADS & {*CONFIG_MAPPING[family]().to_dict(), *tiny}
+        if not read and spec.logit_scale == 1 and not spec.logit_softcap and family not in heads:
+            continue
         config = transformers.AutoConfig.for_model(**{"pad_token_id": None, **find_architecture(family).tiny})
         model = hf.classes_of(family).causal_lm(config).eval()
         with torch.no_grad():
@@ -274,7 +303,7 @@ def test_trls_fused_head_scores_our_hidden_states_like_our_own_head(hf, batch):
         expected = model(**batch).loss
         add_fused_lm_head(model)
         distances[family] = relative_distance(model(**batch, fused_lm_head=True).loss, expected)
-    assert len(distances) > 40
+    assert len(distances) > 20
     assert not {family: distance for family, distance in distances.items() if not distance <= BOUND}
 
 
