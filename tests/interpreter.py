@@ -4,6 +4,8 @@ The interpreter runs where the environment has TRITON_INTERPRET=1 when Triton is
 """
 
 import contextlib
+import dataclasses
+import functools
 import types
 
 
@@ -11,6 +13,8 @@ def prepare():
     """Patch the interpreter of this process, if Triton is installed."""
     with contextlib.suppress(ImportError):
         patch_triton_once()
+        compute_no_unused_checks()
+        look_up_dtypes_once()
         keep_splatted_masks_boolean()
         take_scalars_as_indices()
 
@@ -30,6 +34,26 @@ def patch_triton_once():
         return types.SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = patch
+
+
+def compute_no_unused_checks():
+    """Leave out the checks of integers for overflow, up to 40% of the time of a kernel. The interpreter
+    asserts their results only under `debug`, which it does not set.
+    """
+    from triton.runtime.interpreter import interpreter_builder
+
+    options = interpreter_builder.options
+    if not options.debug:
+        interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
+
+
+def look_up_dtypes_once():
+    """Keep NumPy's dtype of each Triton dtype. The interpreter makes a table of all at every lookup."""
+    from triton.runtime import interpreter
+
+    look_up = interpreter._get_np_dtype
+    of_scalar = functools.cache(look_up)
+    interpreter._get_np_dtype = lambda dtype: (look_up if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
 
 
 def keep_splatted_masks_boolean():
