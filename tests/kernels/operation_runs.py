@@ -56,14 +56,8 @@ def transposed(x):
     return x.detach().mT.contiguous().mT if x.dim() > 1 else torch.stack([x.detach(), x.detach()], -1)[:, 0]
 
 
-def cut_from_wider(x):
+def cut_from_wider(x):  # memory with gaps between rows, which do not begin at multiples of 16 bytes
     if x.dim() == 0:
         return x.detach().clone()
-    return torch.cat([x.detach(), torch.randn_like(x)], -1)[..., : x.shape[-1]]
-
-
-def shifted(x):  # memory that is not aligned to 16 bytes
-    return torch.cat([x.new_zeros(1), x.detach().flatten()])[1:].view(x.shape)
-
-
-LAYOUTS = (transposed, cut_from_wider, shifted)
+    other = torch.randn_like(x)
+    return torch.cat([other[..., :1], x.detach(), other], -1)[..., 1 : x.shape[-1] + 1]

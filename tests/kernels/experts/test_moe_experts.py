@@ -248,11 +248,14 @@ def test_a_second_backward_and_a_second_run_give_the_same_bits_and_leave_inputs_
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("wanted", [(0,), (1,), (3,), (4,), (3, 4), (0, 3, 4), (5,), (6,), (1, 6)])
+@pytest.mark.parametrize(
+    ("biases", "wanted"),
+    [
+        *[(True, each) for each in ((0,), (1,), (3,), (4,), (3, 4), (0, 3, 4), (5,), (6,), (1, 6))],
+        *[(False, each) for each in ((1,), (3, 4))],
+    ],
+)
 def test_frozen_operands_cost_no_product(wanted, biases, interpreted, monkeypatch):
-    if not biases and {5, 6} & set(wanted):
-        pytest.skip("there are no biases")
     inputs = operands(4, 6, 5, 3, 2, biases=biases)
     upstream = torch.randn(4, 6)
     function = with_biases(moe_experts) if biases else weighing_inputs(moe_experts)
@@ -335,13 +338,19 @@ def test_a_compiled_graph_without_breaks_gives_the_same(assert_near):
             assert_near(actual, expected, 32)
 
 
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("wanted", [(0, 1, 3, 4, 5, 6), (0,), (1,), (4,), (5,), (1, 6)])
+@pytest.mark.parametrize(
+    ("biases", "wanted"),
+    [
+        (True, (0, 1, 3, 4, 5, 6)),
+        (True, (4,)),
+        (True, (5,)),
+        (True, (1, 6)),
+        (False, (0, 1, 3, 4)),
+        (False, (0,)),
+    ],
+)
 def test_the_operator_that_a_compiled_graph_calls_gives_the_same_bits(wanted, biases, interpreted):
     operators_inputs = operands(5, 8, 6, 3, 2, biases=biases)
-    wanted = [i for i in wanted if i < len(operators_inputs)]
-    if not wanted:
-        pytest.skip("there are no biases")
     inputs = [t.detach().requires_grad_(i in wanted) for i, t in enumerate(operators_inputs)]
     leaves = [inputs[i] for i in wanted]
     if biases:

@@ -222,8 +222,7 @@ def test_a_gradient_becomes_grad_without_a_copy():
     assert weight.grad.data_ptr() == made[0]
 
 
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("scale", [1.4, -0.7])
+@pytest.mark.parametrize(("reduction", "scale"), [("none", -0.7), ("sum", 1.4), ("mean", -0.7)])
 def test_requested_extras_match_those_of_all_logits(implementation, monkeypatch, reduction, scale):
     small_tiles(monkeypatch)
     monkeypatch.setattr(chunks, "_chunk_size", lambda *_: 4)  # 9 valid tokens: chunks of 4, 4 and 1

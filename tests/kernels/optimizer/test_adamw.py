@@ -207,8 +207,10 @@ REALISTIC = SETTINGS._replace(lr=3e-4, beta2=0.999, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("offset", [0, 16, 5, 3 << 34, PERIOD - 1000])
-@pytest.mark.parametrize("moments", [torch.float32, BF16])
+@pytest.mark.parametrize(
+    ("offset", "moments"),
+    [(0, torch.float32), (16, BF16), (5, torch.float32), (3 << 34, BF16), (PERIOD - 1000, torch.float32)],
+)
 def test_both_forms_give_the_same_bits(weights, offset, moments, interpreted):
     """Both forms round every operation correctly, with none fused."""
     tensors = problem(4111, weights, moments=moments, offset=offset)
