@@ -17,10 +17,7 @@ from liger_models.models.matching import exact_dtypes
 RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
 
 # Documents shorter than the convolution, of one token, longer than a chunk of 64, and empty.
-LENGTHS = {
-    "few": [1, 70, 2, 0, 1, 9],
-    "many": [1, 2, 3, 1, 12] * 4,
-}
+LENGTHS = [1, 70, 2, 0, 1, 9, *[1, 2, 3, 1, 12] * 2]
 
 
 def packed(pair, lengths):
@@ -28,13 +25,12 @@ def packed(pair, lengths):
     return {**batch, "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])}
 
 
-@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("name", RECURRENT)
-def test_packed_documents_equal_separate_ones_of_the_reference(name, lengths, shared_pair, failures):
+def test_packed_documents_equal_separate_ones_of_the_reference(name, shared_pair, failures):
     pair = shared_pair(name)
-    call = pair.clear(lambda: packed(pair, lengths))
+    call = pair.clear(lambda: packed(pair, LENGTHS))
     ours = pair.run_ours(**call)
-    reference = pair.run_reference_by_document(call["input_ids"], call["labels"], lengths)
+    reference = pair.run_reference_by_document(call["input_ids"], call["labels"], LENGTHS)
     assert not failures(ours.distances(reference))
 
 
@@ -57,7 +53,7 @@ def test_documents_by_position_ids_and_in_several_rows_give_the_same_bits(name, 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_packed_documents_agree_at_every_level_of_activation_memory(name, shared_pair, failures):
     pair = shared_pair(name)
-    call = pair.clear(lambda: packed(pair, [1, 70, 5]))
+    call = pair.clear(lambda: packed(pair, [1, 9, 5]))
     expected = pair.run_ours(**call)
     try:
         for level in ("all", "mlp", "checkpoint", "tiled", "offload"):
