@@ -1,4 +1,4 @@
-"""State space layers of which some add attention and an MLP with shared weights (Zamba, Zamba 2)."""
+"""State space layers, some of which add attention and an MLP with shared weights (Zamba 2)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def hybrid_layers(
         shared: the adapters of a use.
 
     Raises:
-        ConfigError: `tie_word_embeddings` is false; the references then share no weights at all.
+        ConfigError: `tie_word_embeddings` is false; the reference then shares no weights at all.
     """
     if not c.take_flag("tie_word_embeddings", True):
         raise ConfigError(

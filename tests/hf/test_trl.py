@@ -152,7 +152,7 @@ CASES = {
     "Reward",
     "Distillation",
     "GKD",
-    "all of these with PEFT",
+    "most of these with PEFT",
 )
 @pytest.mark.parametrize(
     ("way", "adapted"),
@@ -281,7 +281,7 @@ def test_evaluation_equals_evaluation_of_transformers_own_model(make_both, token
     assert "eval_sum" in found  # no comparison: our logits at padding are zeros
 
 
-@pytest.mark.supports("TRL", "add_fused_lm_head on every family")
+@pytest.mark.supports("TRL", "add_fused_lm_head on every kind of head")
 def test_trls_fused_head_scores_our_hidden_states_like_our_own_head(hf, batch):
     """TRL reads the scale and cap of logits from certain config keys. Tested are families with such a key or
     such a head, and some with every other form of a head.
