@@ -32,8 +32,11 @@ MSCALES = ("short_mscale", "long_mscale")
 )
 def phimoe(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
-    draws = SparseMixerSpec(c.take_number("router_jitter_noise"), c.take_number("input_jitter_noise", 0.0))
-    moe = chosen_experts(c, ("num_local_experts",), size="intermediate_size", sparse_mixer=draws)
+    draws = {
+        "sparse_mixer": SparseMixerSpec(c.take_number("router_jitter_noise")),
+        "input_noise": c.take_number("input_jitter_noise", 0.0),
+    }
+    moe = chosen_experts(c, ("num_local_experts",), size="intermediate_size", **draws)
     blocks = [BlockSpec(_attention(c), moe, norm)] * c.take_count("num_hidden_layers")
     return decoder(c, blocks, norm, head_bias=c.take_flag("lm_head_bias", False))
 

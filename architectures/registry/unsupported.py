@@ -30,7 +30,6 @@ MISSING |= {
     "codegen": "projections joined in an order of its own",
     "cpmant": "learned biases by distance",
     "ctrl": "sinusoidal positions",
-    "dbrx": "experts that checkpoints hold in one matrix",
     "deepseek_v4": f"{_CHOSEN_KEYS}, compressed keys, and {_STREAMS}",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",

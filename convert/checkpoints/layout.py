@@ -60,6 +60,8 @@ class Layout:
             Layout(root="visual.")); only `rename` and `root` of these layouts apply.
         in_layers_with: (module of a layer, renames in layers that have this module), applied before `rename`:
             ("linear_attn", ((".input_layernorm.", ".attention_layer_norm."),)).
+        apart: (pattern, names) of native stacks of matrices whose rows are those of several stacks in the
+            checkpoint, next to it: ("*.experts.gate_up_proj", ("w1", "v1")). They must be `whole`, too.
     """
 
     rename: Renames = ()
@@ -69,6 +71,7 @@ class Layout:
     parts: tuple[tuple[str, Layout], ...] = ()
     joined: tuple[Joined, ...] = ()
     in_layers_with: tuple[tuple[str, Renames], ...] = ()
+    apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
         """Convert canonical expressions (`canonical_forms`) to expressions over this layout's tensors.
@@ -79,7 +82,7 @@ class Layout:
         shapes = {ref.name: ref.shape for form in forms.values() for ref in form.refs()}
         layout = self._with_layers(shapes)
         return {
-            native: layout._tensor(Ref(native, form.shape, _axes(form)))
+            native: layout._whole(Ref(native, form.shape, _axes(form)))
             if _matches(native, self.whole)
             else form.with_refs(lambda ref: layout._joined(ref, shapes) or layout._tensor(ref))
             for native, form in forms.items()
@@ -114,6 +117,15 @@ class Layout:
     def of_base(self, prefix: str | None = None) -> Layout:
         """Return the layout of a model without a head, whose names lack a prefix (default: `base_prefix`)."""
         return _OfBase(**vars(self), base=self.base_prefix if prefix is None else prefix)
+
+    def _whole(self, native: Ref) -> Expr:
+        for pattern, names in self.apart:
+            if fnmatchcase(native.name, pattern):
+                stacked, rows, *rest = native.shape
+                shape, owner = (stacked, rows // len(names), *rest), native.name.rpartition(".")[0]
+                parts = (Ref(f"{owner}.{name}", shape, native.axes) for name in names)
+                return Cat(tuple(map(self._tensor, parts)), dim=1)
+        return self._tensor(native)
 
     def _tensor(self, canonical: Ref) -> Expr:
         for pattern, order in self.permuted:

@@ -26,8 +26,8 @@ from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.kernels import ExpertPath, StoredMatrices, moe_experts
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
+from liger_models.layers.experts.input_noise import InputNoise
 from liger_models.layers.experts.router import Router, SparseMixerRouter
-from liger_models.layers.experts.sparse_mixer import InputNoise
 from liger_models.layers.parts.mlp import make_mlp
 from liger_models.layers.projections.linear import Linear, as_wide_as, unwrapped
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, recompute
@@ -55,9 +55,8 @@ class MixtureOfExperts(nn.Module):
         if spec.latent_bias and spec.latent_size is None:
             raise ValueError("latent_bias is that of the latent projections, but latent_size is None")
         self.spec, self.hidden_size = spec, hidden_size
-        mixer = spec.sparse_mixer
-        self.input_noise = InputNoise(mixer.input_noise) if mixer and mixer.input_noise else None
-        self.router = (SparseMixerRouter if mixer else Router)(hidden_size, spec)
+        self.input_noise = InputNoise(spec.input_noise) if spec.input_noise else None
+        self.router = (SparseMixerRouter if spec.sparse_mixer else Router)(hidden_size, spec)
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if spec.latent_size is not None:
             self.fc1_latent_proj = Linear(hidden_size, spec.latent_size, bias=spec.latent_bias)

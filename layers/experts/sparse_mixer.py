@@ -22,26 +22,10 @@ recomputed in the backward pass reuses them (layers/sequences/routing_decisions.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 THIRD, REST = 0.3333, 0.6667  # as published: h is 0.3333, or 0.3333 + 0.6667
 SKIPPED = 0.75  # of draws of experts other than the most probable
-
-
-class InputNoise(nn.Module):
-    """Multiplies x [T, H] by random numbers from 1 - noise to 1 + noise, in training."""
-
-    def __init__(self, noise: float):
-        super().__init__()
-        self.noise = noise
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return x
-        return x * torch.empty_like(x).uniform_(1.0 - self.noise, 1.0 + self.noise)
-
-    def extra_repr(self) -> str:
-        return f"{self.noise}"
 
 
 Draws = list[tuple[Tensor, Tensor]]

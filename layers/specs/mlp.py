@@ -30,13 +30,10 @@ class SparseMixerSpec:
     """Random choice of two experts in training, with a gradient estimate (SparseMixer-v2, arXiv:2409.12136;
     formulas in layers/experts/sparse_mixer.py).
 
-    An expert can be drawn if its logit is below the largest by at most `2 * jitter` of it. `input_noise`: in
-    training the input of router and experts is multiplied by random numbers from 1 - input_noise to 1 +
-    input_noise.
+    An expert can be drawn if its logit is below the largest by at most `2 * jitter` of it.
     """
 
     jitter: float
-    input_noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,15 +43,16 @@ class MoESpec:
 
     `bias` applies to the experts' projections, `router_bias` to the router's logits. The fields from `score`
     to `renormalize_eps` are the options of `route` in kernels/experts/moe_routing.py; `sparse_mixer`
-    replaces all of them. `weighted` is whether the weights multiply the experts' outputs or their inputs.
-    `float32_router` computes the router's logits in float32, whatever the model's dtype. With
-    `router_norm_eps` the router's input is normalised (RMSNorm), multiplied by a learned vector and divided
-    by the root of its width; with `expert_scale` each expert's final weights are multiplied by a learned
-    number. With `latent_size` the experts' inputs and outputs have that width: a projection precedes and one
-    follows them, with biases if `latent_bias`, while the router and the shared expert read the tokens
-    themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale` multiplies its output, and
-    `shared_gate` weighs it by sigmoid(gate(x)). The coefficients are those of the load balancing loss and of
-    the router's z-loss: see layers/sequences/router_loss.py.
+    replaces all of them. With `input_noise` the input of router and experts is multiplied in training by
+    random numbers from 1 - input_noise to 1 + input_noise. `weighted` is whether the weights multiply the
+    experts' outputs or their inputs. `float32_router` computes the router's logits in float32, whatever the
+    model's dtype. With `router_norm_eps` the router's input is normalised (RMSNorm), multiplied by a learned
+    vector and divided by the root of its width; with `expert_scale` each expert's final weights are
+    multiplied by a learned number. With `latent_size` the experts' inputs and outputs have that width: a
+    projection precedes and one follows them, with biases if `latent_bias`, while the router and the shared
+    expert read the tokens themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale`
+    multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The coefficients are those of the
+    load balancing loss and of the router's z-loss: see layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -73,6 +71,7 @@ class MoESpec:
     routed_scaling_factor: float = 1.0
     renormalize_eps: float = 1e-20
     sparse_mixer: SparseMixerSpec | None = None
+    input_noise: float = 0.0
     weighted: Literal["outputs", "inputs"] = "outputs"
     float32_router: bool = False
     router_norm_eps: float | None = None

@@ -106,8 +106,8 @@ class ModelSpec:
     @property
     def draws_in_training(self) -> bool:
         """Whether a pass in training mode draws random numbers, so that repeated passes differ."""
-        experts = any(isinstance(b.mlp, MoESpec) and b.mlp.sparse_mixer is not None for b in self.blocks)
-        return experts or self.has_dropout
+        mixtures = [b.mixture for b in self.blocks if b.mixture is not None]
+        return any(e.sparse_mixer is not None or e.input_noise for e in mixtures) or self.has_dropout
 
     @property
     def has_dropout(self) -> bool:

@@ -4,7 +4,8 @@
 the copy of its config.json with which the file was compared (repository, path and commit, if known), followed
 by a colon and the parts compared, if not all. Keys missing in the copy, and files without a source, are from
 memory. "computed" marks a count that is stated on no known page and was computed from the sizes; "note" lists
-other differences. `dropout` lists the keys that ask for dropout, which `dropout=0.0` overrides.
+other differences. `dropout` lists the keys that ask for dropout, which `dropout=0.0` overrides. `misread`
+says what the reference reads otherwise than the model was trained, and names the test of it.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ def needs_others(block):
 
 def test_a_published_config_is_read_as_its_reference_reads_it(published):
     """The reference's own version of the config, in its spelling, gives the same model."""
+    if "misread" in published:
+        return
     config = {**published["config"], **dict.fromkeys(published.get("dropout", ()), 0)}
     architecture = find_architecture(config["model_type"])
     reference_class(architecture)  # or skip

@@ -66,6 +66,13 @@ def can_be_untied(family: str) -> bool:
     return not skipped(family, "variant", "tie_word_embeddings=False")
 
 
+def tied_if_possible(family: str, tied: bool) -> bool:
+    """Whether the head is tied: `tied`, or as in all models of the reference."""
+    if tied:
+        return not skipped(family, "variant", "tie_word_embeddings=True")
+    return not can_be_untied(family)
+
+
 # Other sizes where every family's tiny config has one, so that only layers can go wrong.
 OF_LAYERS = {
     "one_kv_head",

@@ -42,7 +42,7 @@ def layers(model):
     reference passes by, and those whose weights several layers share (test_shared_weights.py).
     """
     found = {path for path, module in model.named_modules() if isinstance(module, LINEAR)}
-    other = ["lm_head", ".router", ".router.proj", ".gate.wg"]
+    other = ["lm_head", ".router", ".router.proj", ".router.layer", ".gate.wg"]
     other += [".out_proj"] if model.config.model_type in REFUSED else []
     other += [".dt_proj"] if model.config.model_type in PASSED_BY else []
     return {path for path in found if not path.endswith(tuple(other)) and ".shared_transformer." not in path}

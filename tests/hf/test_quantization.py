@@ -21,10 +21,11 @@ transformers = pytest.importorskip("transformers")
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
+EXPERTS = {"num_experts", "num_local_experts", "n_routed_experts", "ffn_config"}
 DENSE = [
     name
     for name in list_architectures()
-    if not {"num_experts", "num_local_experts", "n_routed_experts"} & find_architecture(name).tiny.keys()
+    if not EXPERTS & find_architecture(name).tiny.keys()
     and name != "olmo"  # the reference clamps what 4-bit layers return in place, which autograd refuses
 ]
 

@@ -45,7 +45,7 @@ ROUTED = {
     "experts": EXPERTS,
     "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
     "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
-    "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4, 0.1)),
+    "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4), input_noise=0.1),
     "weighted inputs": replace(EXPERTS, weighted="inputs", shared_expert=MLPSpec(20)),
     "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
 }

@@ -130,7 +130,7 @@ def choices(monkeypatch):
     return seen
 
 
-DRAWN = MoESpec(8, 2, 12, sparse_mixer=SparseMixerSpec(0.5, 0.1), aux_loss_coef=0.3)
+DRAWN = MoESpec(8, 2, 12, sparse_mixer=SparseMixerSpec(0.5), input_noise=0.1, aux_loss_coef=0.3)
 
 
 @pytest.mark.parametrize("drawn", [False, True])

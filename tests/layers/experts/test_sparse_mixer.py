@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from liger_models.layers.experts.input_noise import InputNoise
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.experts.router import SparseMixerRouter
-from liger_models.layers.experts.sparse_mixer import InputNoise, decide, draw_noise, weigh
+from liger_models.layers.experts.sparse_mixer import decide, draw_noise, weigh
 from liger_models.layers.specs import MoESpec, SparseMixerSpec
 
 TOKENS, HIDDEN, EXPERTS, JITTER = 60, 12, 6, 0.4
@@ -92,7 +93,7 @@ def test_the_gradient_is_the_probabilitys_without_its_factor():
 
 
 def test_in_evaluation_nothing_is_drawn(randomised):
-    layer = randomised(MixtureOfExperts(HIDDEN, replace(SPEC, sparse_mixer=SparseMixerSpec(JITTER, 0.1))))
+    layer = randomised(MixtureOfExperts(HIDDEN, replace(SPEC, input_noise=0.1)))
     x = torch.randn(TOKENS, HIDDEN)
     state = torch.get_rng_state()
     assert torch.equal(layer.eval()(x), layer(x))
