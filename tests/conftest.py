@@ -24,6 +24,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
     interpreter.prepare()
 
+from liger_models.training import loop
+from liger_models.training.observing.curves import plot_losses
+
 
 def pytest_addoption(parser):
     parser.addoption(
@@ -90,6 +93,23 @@ def one_thread():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_curves():
+    """Leave out the picture of a run's curves, half of the time of a tiny run, as ranks.py does in forks.
+    Tests of the picture ask for `curves`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "plot_losses", lambda *_: False)
+        yield
+
+
+@pytest.fixture
+def curves(monkeypatch):
+    """Draw the picture at the end of a run."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(loop, "plot_losses", plot_losses)
 
 
 @pytest.fixture

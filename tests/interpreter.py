@@ -15,6 +15,7 @@ def prepare():
         patch_triton_once()
         compute_no_unused_checks()
         look_up_dtypes_once()
+        describe_shapes_once()
         keep_splatted_masks_boolean()
         take_scalars_as_indices()
 
@@ -54,6 +55,46 @@ def look_up_dtypes_once():
     look_up = interpreter._get_np_dtype
     of_scalar = functools.cache(look_up)
     interpreter._get_np_dtype = lambda dtype: (look_up if dtype.scalar.is_ptr() else of_scalar)(dtype.scalar)
+
+
+def describe_shapes_once():
+    """Keep the lists of sizes that types of blocks and tensors have, a seventh of the time of a kernel. The
+    interpreter makes them for every result of every operation. Operands of one shape need no broadcast.
+    """
+    from triton.language import core
+    from triton.language.semantic import TritonSemantic
+
+    make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
+    broadcast = TritonSemantic.broadcast_impl_value
+    types, of_scalars = {}, {}
+
+    def init_type(self, element_ty, shape):
+        shape = shape.value if type(shape) is core.constexpr else shape
+        sizes = tuple(size.value if type(size) is core.constexpr else size for size in shape)
+        key = type(element_ty), element_ty.name, sizes
+        known = types.get(key)
+        if known is None:
+            make_type(self, element_ty, shape)
+            shape = types.setdefault(sizes, self.shape)  # one object for all types of this shape
+            known = types[key] = {**vars(self), "shape": shape, "of_tensors": {}}
+        self.__dict__.update(known, element_ty=element_ty)
+
+    def init_tensor(self, handle, type):
+        known = type.of_tensors if type.is_block() else of_scalars
+        if not known:
+            make_tensor(self, handle, type)
+            own = ("handle", "type", "dtype")
+            known |= {name: value for name, value in vars(self).items() if name not in own}
+        self.__dict__.update(known, handle=handle, type=type, dtype=type.scalar)
+
+    def broadcast_if_needed(self, left, right):
+        one, other = left.type, right.type
+        if one.is_block() and other.is_block() and one.shape is other.shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    TritonSemantic.broadcast_impl_value = broadcast_if_needed
 
 
 def keep_splatted_masks_boolean():

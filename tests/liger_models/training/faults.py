@@ -32,7 +32,6 @@ import time
 import traceback
 from pathlib import Path
 
-import matplotlib.figure  # noqa: F401  (lazy imports of a run, which each process would repeat)
 import torch
 import torch._dynamo
 import torch._inductor.utils

@@ -20,7 +20,6 @@ import pytest
 
 import liger_models
 from liger_models.cli import main
-from liger_models.training import loop
 from liger_models.training.data.reading import tables
 
 ROOT = Path(__file__).parents[3]
@@ -161,7 +160,6 @@ def test_every_command_runs(page, shelf, hub, tmp_path, monkeypatch):
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
     said = iter(["Tea?"])
-    monkeypatch.setattr(loop, "plot_losses", lambda *_: None)  # takes as long as a step
     monkeypatch.setattr(builtins, "input", lambda _: next(said, "/exit"))
     for command in (command for name, command in RUN if name == page):
         words, _, given = command.partition(" < ")

@@ -26,7 +26,7 @@ def demo():
 
 
 @pytest.mark.slow
-def test_the_demo_trains_exports_and_generates(demo, tmp_path, monkeypatch, capsys):
+def test_the_demo_trains_exports_and_generates(demo, curves, tmp_path, monkeypatch, capsys):
     """Its commands run here: each would import torch again in a process of its own."""
     ran = []
 

@@ -29,7 +29,7 @@ def examples(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_small_model_learns_a_preference(examples, tmp_path, monkeypatch, capsys):
+def test_a_small_model_learns_a_preference(examples, curves, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["learn_a_preference.py", "--output", str(tmp_path), "--steps", "30"])
     assert examples("learn_a_preference").main() == 0
     assert "the chosen answer more likely than before: 0% -> 100%" in capsys.readouterr().out

@@ -311,8 +311,7 @@ def test_the_loss_on_held_out_data_in_a_line_says_its_step():
     assert speeds.line(record, {"step": 2, "eval_loss": None}).endswith("GiB")
 
 
-def test_objective_metrics_appear_in_the_files_and_the_plot(configured, run):
-    pytest.importorskip("matplotlib")
+def test_objective_metrics_appear_in_the_files_and_the_plot(configured, run, curves):
     done = run(configured("dpo", eval_fraction=0.2))
     header, *lines = (done.final.parent / "metrics.csv").read_text().splitlines()
     assert {"margin", "accuracy", "eval_margin"} <= set(header.split(","))
