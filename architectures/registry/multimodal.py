@@ -8,7 +8,7 @@ supported encoders are registered, too.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from liger_models.architectures.registry.text_sizes import SIZES
@@ -32,7 +32,9 @@ class Multimodal:
     cross_attention: key of the text part that lists cross-attention layers to images. They are skipped
         without images, and are not part of the text model.
     extra_ids: embedding rows after the vocabulary, unused by text.
-    missing: what its images need and liger_models does not have, for errors.
+    within: where the language model lies in a model with others: the key of its config, and the prefix of its
+        tensors' names. Tensors without it belong to the others.
+    missing: what its images and sounds need and liger_models does not have, for errors.
     """
 
     texts: Mapping[str, str]
@@ -45,6 +47,7 @@ class Multimodal:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     cross_attention: str | None = None
     extra_ids: int = 0
+    within: tuple[str, str] | None = None
     missing: str = ""
 
     def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
@@ -54,6 +57,10 @@ class Multimodal:
         Args:
             name: in a checkpoint whose config.json holds `raw`.
         """
+        if self.within is not None:
+            if not name.startswith(self.within[1]):
+                return None
+            name = name.removeprefix(self.within[1])
         if name.removeprefix("model.").startswith(_TOWERS):
             return None
         for here, there in self.prefixes:
@@ -115,7 +122,63 @@ _QWEN2: dict[str, Any] = {
     },
 }
 
+_THINKERS: dict[str, Multimodal] = {
+    "qwen2_5_omni_thinker": Multimodal(
+        {"qwen2_5_omni_text": "qwen2"},
+        _OWN_ROOT,
+        axes=True,
+        defaults={
+            **{"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
+            **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+            **{"rope_theta": 1e6, "max_window_layers": 28},
+        },
+        missing="an encoder of sound",
+    ),
+    "qwen3_omni_moe_thinker": Multimodal(
+        {"qwen3_omni_moe_text": "qwen3_moe"},
+        _OWN_ROOT,
+        without=("use_sliding_window", "layer_types"),
+        axes=True,
+        defaults={
+            **{"vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944},
+            **{"num_hidden_layers": 28, "num_attention_heads": 28, "rope_theta": 1e6, "norm_topk_prob": True},
+        },
+        missing="an encoder of sound",
+    ),
+}
+
 MULTIMODAL: dict[str, Multimodal] = {
+    **_THINKERS,
+    # The whole models, which also speak.
+    **{
+        kind.removesuffix("_thinker"): replace(family, within=("thinker_config", "thinker."))
+        for kind, family in _THINKERS.items()
+    },
+    "aria": Multimodal({"aria_text": "aria_text"}, missing="learned queries that attend to patches"),
+    "cohere_compass": Multimodal(
+        {"cohere_compass_text": "cohere_compass_text"},
+        _OWN_ROOT,
+        missing="positions on three axes in layers of two types",
+    ),
+    "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True, missing="convolutions over grids of patches"),
+    "got_ocr2": Multimodal(
+        {"qwen2": "qwen2"},
+        tied=True,
+        missing="SAM's encoder: windows with learned relative positions, and convolutions",
+    ),
+    "qwen2_audio": Multimodal(
+        {"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}, missing="an encoder of sound"
+    ),
+    "voxtral": Multimodal(
+        {"llama": "llama"},
+        settings={"tie_word_embeddings": False},
+        defaults={
+            **{"vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "head_dim": 128},
+            **{"num_hidden_layers": 30, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        },
+        missing="an encoder of sound",
+    ),
     # The whole model does not scale its logits, though Command R's own does.
     **{
         kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
@@ -130,10 +193,14 @@ MULTIMODAL: dict[str, Multimodal] = {
         )
         for kind in ("idefics3", "smolvlm")
     },
-    "llava_next": Multimodal(
-        {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
-        tied_by_text=True,
-    ),
+    **{
+        kind: Multimodal(
+            {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
+            tied_by_text=True,
+            missing=missing,
+        )
+        for kind, missing in (("llava_next", ""), ("llava_next_video", "pooled frames"))
+    },
     "kimi_k25": Multimodal(
         {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
         (
@@ -290,7 +357,9 @@ _ASIDE_NAMES = """
     alignment_intermediate_size adapter_layer_norm_eps scale_factor
     projection_hidden_size projection_layer_norm_eps image_start_token_id image_end_token_id
     video_start_token_id video_end_token_id visual_indicator_token_ids out_hidden_size
-    projector_layernorm_eps
+    projector_layernorm_eps projector_patch_to_query_dict max_value_projector_patch_to_query_dict
+    position_id_per_seconds seconds_per_chunk user_token_id audio_start_token_id audio_end_token_id
+    spatial_pool_mode spatial_pool_stride video_seq_length audio_token_index
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(
@@ -311,7 +380,10 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         UnsupportedModelError: an unsupported type of text part.
         ConfigError: there is no text part.
     """
-    family, nested = MULTIMODAL[raw["model_type"]], raw.get("text_config", raw.get("llm_config"))
+    family = MULTIMODAL[raw["model_type"]]
+    if family.within is not None:
+        raw = _inner(raw, family.within[0], name)
+    nested = raw.get("text_config", raw.get("llm_config"))
     top = {key: value for key, value in raw.items() if key not in _ASIDE}
     if nested is None and "hidden_size" in raw:  # the flat form of older configs
         nested = top
@@ -345,6 +417,14 @@ def text_config(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
         del text[family.cross_attention]
     text = {key: value for key, value in text.items() if key not in ("architectures", *family.without)}
     return {**text, **family.settings}
+
+
+def _inner(raw: Mapping[str, Any], key: str, name: str) -> Mapping[str, Any]:
+    """The config under `key`, with the model type of the whole."""
+    inner = raw.get(key)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"{name}: {key} must be an object, found {abbreviate(inner)}")
+    return {**inner, "model_type": raw["model_type"]}
 
 
 def text_part(c: HFConfig) -> HFConfig:

@@ -208,7 +208,7 @@ def find_architecture(model_type: str) -> Architecture:
         texts = " or ".join(sorted(set(family.texts.values()) & _ARCHITECTURES.keys()))
         raise UnsupportedModelError(
             f"the model type {model_type!r} is multimodal, and only its text part is supported: "
-            f"from_hub(..., text_only=True), or --text-only, loads it as a {texts} model. Its images need "
+            f"from_hub(..., text_only=True), or --text-only, loads it as a {texts} model. The rest needs "
             f"{family.missing}, which liger_models does not have."
         )
     if model_type in MISSING:

@@ -19,6 +19,9 @@ def _sizes(
 
 
 SIZES: dict[str, dict[str, int]] = {
+    "aria_text": _sizes(32000, 4096, 4096, 32, 32),
+    "cohere_compass_text": _sizes(256000, 8192, 22528, 40, 64),
+    "lfm3": _sizes(128000, 2048, 7680, 24, 16),
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
     "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16, linear_num_key_heads=16, linear_num_value_heads=32),

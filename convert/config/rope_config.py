@@ -201,7 +201,8 @@ def _old_rope_spelling(new: Mapping[str, Any], names: tuple[str, str]) -> dict[s
     outside = {own: new[usual] for usual, own in zip(ROPE_KEYS, names, strict=True) if usual in new}
     scaling = {key: value for key, value in new.items() if key not in ROPE_KEYS}
     plain = scaling.keys() <= {"rope_type"} and scaling.get("rope_type", "default") == "default"
-    return {**outside, "rope_scaling": None if plain else scaling}
+    # Without a null for a plain type: transformers may take it in place of rope_parameters.
+    return outside if plain else {**outside, "rope_scaling": scaling}
 
 
 def _normalise(

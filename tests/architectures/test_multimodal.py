@@ -27,6 +27,7 @@ from liger_models.convert.errors import CheckpointError, ConfigError, Unsupporte
 
 def test_every_family_in_the_table_is_tested():
     elsewhere = set(list_architectures(vision=True))  # tested in tests/vision
+    elsewhere |= {kind for kind, family in MULTIMODAL.items() if family.within}  # tested below
     assert {case[1]["model_type"] for case in CASES.values()} | elsewhere == MULTIMODAL.keys() | elsewhere
 
 
@@ -91,6 +92,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
     assert own < names
     assert {name.removeprefix("model.").split(".")[0] for name in own} <= {
         "vision_tower",
+        "audio_tower",
         "vision_model",
         "multi_modal_projector",
         "embed_vision",
@@ -171,9 +173,17 @@ def in_memory(name: str) -> str:
         return name.removeprefix("language_model.")
     if name.startswith("language_model.model."):
         return "model.language_model." + name.removeprefix("language_model.model.")
-    if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.")):
+    if name.startswith(("vision_tower.", "multi_modal_projector.", "visual.", "audio_tower.")):
         return f"model.{name}"
-    towers = ("visual.", "vision_tower.", "vision_model.", "embed_vision.", "vision_embedder.", "connector.")
+    towers = (
+        "audio_tower.",
+        "visual.",
+        "vision_tower.",
+        "vision_model.",
+        "embed_vision.",
+        "vision_embedder.",
+        "connector.",
+    )
     towers += (
         "projector.",
         "multi_modal_projector.",
@@ -206,7 +216,7 @@ def test_without_text_only_the_checkpoint_is_refused_with_a_hint(written):
     _, folder = written
     if json.loads((folder / "config.json").read_text())["model_type"] in list_architectures(vision=True):
         return  # tested in tests/vision
-    with pytest.raises(UnsupportedModelError, match=r"from_hub\(\.\.\., text_only=True\).*images need \w+"):
+    with pytest.raises(UnsupportedModelError, match=r"from_hub\(\.\.\., text_only=True\).*rest needs \w+"):
         liger_models.from_hub(folder)
 
 
@@ -246,7 +256,12 @@ def test_missing_keys_of_a_text_config_have_the_references_defaults(case):
     kept = {"model_type": kind} if kind else SIZES
     if kind == "gemma4_text":
         kept["hidden_size_per_layer_input"] = 0  # the default is not supported
-    raw = {"model_type": config["model_type"], "text_config": kept, "vision_config": config["vision_config"]}
+    if kind == "qwen3_omni_moe_text":
+        kept["head_dim"] = 64  # by default 2048 / 28
+    if kind == "cohere_compass_text":  # has no default
+        kept["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}
+    towers = {key: config[key] for key in ("vision_config", "audio_config") if key in config}
+    raw = {"model_type": config["model_type"], "text_config": kept, **towers}
     config_class = getattr(pytest.importorskip("transformers"), name).config_class
     assert text_spec(raw) == text_spec(config_class(**copy.deepcopy(raw)).to_dict())
 
@@ -292,3 +307,22 @@ def test_the_command_line_takes_the_text_part_too(written, tmp_path):
     again = liger_models.from_hub(tmp_path / "text")
     assert torch.equal(logits_of(again), logits_of(load(folder)))
     assert liger_models.from_config(folder, device="meta", text_only=True).spec == again.spec
+
+
+@pytest.mark.parametrize("case", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+def test_the_text_part_of_a_model_that_speaks_is_its_thinkers(case, written_once, tmp_path):
+    """As in released checkpoints, whose other tensors are left out."""
+    _, folder = written_once(case)
+    raw = json.loads((folder / "config.json").read_text())
+    to, whole = tmp_path / "whole", case.removesuffix("_thinker")
+    rewrite(folder, to, lambda name: f"thinker.{name}", **dict.fromkeys(raw, ...))
+    config = {"model_type": whole, "thinker_config": raw, "talker_config": {"hidden_size": 3}}
+    (to / "config.json").write_text(json.dumps(config))
+    tensors = load_file(to / "model.safetensors")
+    save_file({**tensors, "talker.model.norm.weight": torch.rand(3)}, to / "model.safetensors")
+    model = load(to)
+    assert "talker.model.norm.weight" in model.left_out
+    assert torch.equal(logits_of(model), logits_of(load(folder)))
+    (to / "config.json").write_text(json.dumps({"model_type": whole}))
+    with pytest.raises(ConfigError, match="thinker_config must be an object, found None"):
+        liger_models.from_hub(to, text_only=True)

@@ -23,8 +23,100 @@ COHERE |= {"model_type": "cohere2", "sliding_window": 7, "logit_scale": 0.3}
 AXES = {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}
 
 
+WHISPER = {
+    **{"d_model": 16, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "encoder_layers": 1},
+    **{"num_mel_bins": 8, "max_source_positions": 20},
+}
+VOXTRAL = {
+    **{"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2},
+    **{"num_mel_bins": 8, "max_source_positions": 20},
+}
+THINKER_TOWERS = {
+    "audio_config": {**WHISPER, "output_dim": 48, "n_window": 4},
+    "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+}
+
+
 # By name: the class in transformers, and its config.
 CASES = {
+    "aria": (
+        "AriaForConditionalGeneration",
+        {
+            "model_type": "aria",
+            "text_config": find_architecture("aria_text").tiny,
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "projector_patch_to_query_dict": {4: 2},
+        },
+    ),
+    "cohere_compass": (
+        "CohereCompassForConditionalGeneration",
+        {
+            "model_type": "cohere_compass",
+            "text_config": find_architecture("cohere_compass_text").tiny,
+            "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        },
+    ),
+    "lfm3_vl": (
+        "Lfm3VlForConditionalGeneration",
+        {
+            "model_type": "lfm3_vl",
+            "text_config": find_architecture("lfm3").tiny,
+            "vision_config": TOWER,
+            "projector_hidden_size": 24,
+        },
+    ),
+    "llava_next_video": (
+        "LlavaNextVideoForConditionalGeneration",
+        {
+            "model_type": "llava_next_video",
+            "text_config": {**TEXT, "model_type": "llama"},
+            "vision_config": CLIP,
+        },
+    ),
+    "got_ocr2": (
+        "GotOcr2ForConditionalGeneration",
+        {
+            "model_type": "got_ocr2",
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "vision_config": {**TOWER, "image_size": 64, "window_size": 2, "global_attn_indexes": [0]},
+        },
+    ),
+    "qwen2_audio": (
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "model_type": "qwen2_audio",
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "audio_config": {"model_type": "qwen2_audio_encoder", **WHISPER},
+        },
+    ),
+    "voxtral": (
+        "VoxtralForConditionalGeneration",
+        {
+            "model_type": "voxtral",
+            "text_config": {**TEXT, "model_type": "llama"},
+            "audio_config": {"model_type": "voxtral_encoder", **VOXTRAL},
+        },
+    ),
+    "qwen2_5_omni_thinker": (
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        {
+            "model_type": "qwen2_5_omni_thinker",
+            "text_config": {**TEXT, "model_type": "qwen2_5_omni_text", "rope_parameters": AXES},
+            **THINKER_TOWERS,
+        },
+    ),
+    "qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        {
+            "model_type": "qwen3_omni_moe_thinker",
+            "text_config": {
+                **find_architecture("qwen3_moe").tiny,
+                "model_type": "qwen3_omni_moe_text",
+                "rope_parameters": AXES,
+            },
+            **THINKER_TOWERS,
+        },
+    ),
     "aya_vision": (
         "AyaVisionForConditionalGeneration",
         {
