@@ -239,6 +239,7 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
             device=device,
             activation_memory="lean" if auto else step.levels(job.memory, job.config["num_hidden_layers"]),
             shard=None if sharing == "alone" else divide,
+            float8=job.float8,
         )
         if auto:
             model.set_activation_memory("auto", f"{gib}GiB" if gib else None, ADAMW_BYTES, print)

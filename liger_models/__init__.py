@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from liger_models.models.base_model import LigerBaseModel
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
-    from liger_models.models.float8 import set_float8
+    from liger_models.models.float8 import gather_in_float8, set_float8
     from liger_models.models.loading import from_config, from_hub, from_pretrained
     from liger_models.models.streaming import stream_weights
     from liger_models.parallel.dims import ParallelDims
@@ -70,6 +70,7 @@ __all__ = [
     "from_config",
     "from_hub",
     "from_pretrained",
+    "gather_in_float8",
     "list_architectures",
     "parallelize",
     "preset",
@@ -96,6 +97,7 @@ _HOMES = {
     "from_config": "models.loading",
     "from_hub": "models.loading",
     "from_pretrained": "models.loading",
+    "gather_in_float8": "models.float8",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
     "preset": "presets",

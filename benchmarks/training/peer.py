@@ -17,7 +17,8 @@ import torch
 
 ATTENTION = ("sdpa", "flex_attention", "eager", "varlen")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager", "sonicmoe": "sonicmoe"}
-OPTIONS = {"liger", "compile", "kernels", *ATTENTION, *EXPERTS}
+FLOAT8 = ("rowwise", "tensorwise", "rowwise_with_gw_hp")  # of torchao
+OPTIONS = {"liger", "compile", "kernels", *ATTENTION, *EXPERTS, *FLOAT8}
 
 
 def build_peer(
@@ -67,7 +68,26 @@ def build_peer(
             f"memory is {memory!r}; {'+'.join(['transformers', *sorted(options)])} has none and checkpoint"
         )
     model.train()
+    recipe = next((name for name in FLOAT8 if name in options), None)
+    if recipe is not None:
+        _use_float8(model, recipe)
     return torch.compile(model) if "compile" in options else model
+
+
+def _use_float8(model: torch.nn.Module, recipe: str) -> None:
+    """Replace linear layers by torchao's in float8: those whose widths allow it, but not the head."""
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise NotImplementedError("torchao is not installed") from None
+
+    def chosen(module: torch.nn.Module, name: str) -> bool:
+        sizes = getattr(module, "in_features", 1), getattr(module, "out_features", 1)
+        return not (name.endswith("lm_head") or any(size % 16 for size in sizes))
+
+    convert_to_float8_training(
+        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=chosen
+    )
 
 
 def _patch(model_type: str, with_experts: bool) -> None:

@@ -5,12 +5,12 @@ optimizer step and zero_grad; after untimed steps, steps are timed by device eve
 between them. A provider is a library with options:
 
     ours[+split|+compile][+WEIGHTS][+FLOAT8]
-    transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS]
+    transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS][+FLOAT8]
 
 WEIGHTS uses our AdamW instead of torch's, with this weight mode (`liger_models.optim.AdamW`). FLOAT8 is a
-recipe of `set_float8`. ATTENTION and
-EXPERTS are values of transformers' `attn_implementation` and `experts_implementation` (`loop` is its eager);
-the default is its own choice. With an EXPERTS, liger-kernel leaves the experts to transformers. `varlen` is
+recipe of `set_float8`, or of torchao's `convert_to_float8_training`. ATTENTION and EXPERTS are values of
+transformers' `attn_implementation` and `experts_implementation` (`loop` is its eager); the default is its own
+choice. With an EXPERTS, liger-kernel leaves the experts to transformers. `varlen` is
 torch's FlashAttention 2 over documents, in place of flash_attention_2, and `kernels` is `use_kernels=True`.
 `peer.py` builds and times peers.
 """
@@ -38,7 +38,7 @@ from benchmarks.training.peer import (
 from liger_models.architectures import find_architecture
 from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
-from liger_models.layers.projections.float8 import RECIPES
+from liger_models.layers.projections.float8 import RECIPES, Float8Recipe
 from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.training.observing.profiling import by_class
 
@@ -97,6 +97,11 @@ class Job:
     def weights(self) -> str | None:
         """Weight mode of our AdamW, if requested."""
         return next((name for name in WEIGHTS if name in self.options), None)
+
+    @property
+    def float8(self) -> Float8Recipe | None:
+        """Recipe of our layers, if requested."""
+        return next((recipe for recipe in RECIPES if recipe in self.options), None)
 
     @property
     def state_bytes(self) -> int:
@@ -226,7 +231,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             device=device,
             activation_memory=levels(job.memory, config.get("text_config", config)["num_hidden_layers"]),
             projections="split" if "split" in job.options else "fused",
-            float8=next((recipe for recipe in RECIPES if recipe in job.options), None),
+            float8=job.float8,
         )
         if job.memory.startswith("auto"):
             gib = job.memory.partition("=")[2]

@@ -55,6 +55,7 @@ def quantize(
     by_columns: bool = False,
     dtype: torch.dtype = torch.float8_e4m3fn,
     one_scale: bool = False,
+    largest: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None]:
     """Quantise a matrix by rows, by columns, or both, reading it twice.
 
@@ -63,6 +64,8 @@ def quantize(
         by_rows, by_columns: the copies to make.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         one_scale: one scale for the whole matrix instead of one for each row or column.
+        largest: float32 of one element: with `one_scale`, the largest magnitude, of x or of a matrix of which
+            x is a part; NaN if one is not finite. x is then read once.
 
     Returns:
         The copy by rows, [R, C], and the copy by columns, transposed: [C, R'], where R' is R rounded up to a
@@ -78,10 +81,10 @@ def quantize(
         )
     x = x.detach()
     if not casts_to_float8(x) or not x.numel():
-        return quantize_plain(x, by_rows, by_columns, dtype, one_scale)
+        return quantize_plain(x, by_rows, by_columns, dtype, one_scale, largest)
     if by_rows and not by_columns and not one_scale and x.stride(1) == 1 and x.shape[1] <= WIDEST:
         return _rows_at_once(x, dtype), None
-    return _quantize(x, None, by_rows, by_columns, dtype, one_scale)
+    return _quantize(x, None, by_rows, by_columns, dtype, one_scale, largest)
 
 
 def casts_to_float8(x: Tensor) -> bool:
@@ -128,21 +131,33 @@ def turned(rows: Float8) -> Float8:
 
 
 def quantize_plain(
-    x: Tensor, by_rows: bool, by_columns: bool, dtype: torch.dtype, one_scale: bool
+    x: Tensor,
+    by_rows: bool,
+    by_columns: bool,
+    dtype: torch.dtype,
+    one_scale: bool,
+    largest: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None]:
     """Plain twin of `quantize`."""
     wide = x.float()
-    rows = rows_plain(wide, dtype, one_scale) if by_rows else None
+    rows = rows_plain(wide, dtype, one_scale, largest) if by_rows else None
     if not by_columns:
         return rows, None
     padded = torch.nn.functional.pad(wide.T, (0, -len(x) % ALIGNMENT))
-    return rows, rows_plain(padded, dtype, one_scale)
+    return rows, rows_plain(padded, dtype, one_scale, largest)
 
 
-def rows_plain(wide: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, one_scale: bool = False) -> Float8:
+def rows_plain(
+    wide: Tensor,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    one_scale: bool = False,
+    largest: Tensor | None = None,
+) -> Float8:
     """Quantise a float32 matrix by rows."""
     magnitudes = wide.abs()
-    if not wide.numel():
+    if largest is not None:
+        largest = largest.view(1, 1)
+    elif not wide.numel():
         largest = wide.new_zeros(1 if one_scale else len(wide), 1)
     elif one_scale:
         largest = magnitudes.amax().view(1, 1)
@@ -172,24 +187,35 @@ def _rows_at_once(x: Tensor, dtype: torch.dtype) -> Float8:
 
 
 def _quantize(
-    x: Tensor, factors: Tensor | None, by_rows: bool, by_columns: bool, dtype: torch.dtype, one_scale: bool
+    x: Tensor,
+    factors: Tensor | None,
+    by_rows: bool,
+    by_columns: bool,
+    dtype: torch.dtype,
+    one_scale: bool,
+    largest: Tensor | None = None,
 ) -> tuple[Float8 | None, Float8 | None]:
     rows, columns = x.shape
     block = BLOCK if factors is None else 2 * BLOCK  # of one byte an element; both measured on an H100
     grid = ceil_div(rows, block), ceil_div(columns, block)
-    across = x.new_empty((grid[1], rows), dtype=torch.float32) if by_rows or one_scale else x
-    down = x.new_empty((grid[0], columns), dtype=torch.float32) if by_columns and not one_scale else x
     with on_device_of(x):
-        _magnitudes_kernel[grid](
-            *(x, factors, across, down, *x.stride(), rows, columns),
-            ACROSS=across is not x,
-            DOWN=down is not x,
-            BLOCK=block,
-            STEP=32,
-            num_warps=8,
-        )
-        largest_across = (across.amax().view(1) if one_scale else across.amax(0)) if across is not x else x
-        largest_down = largest_across if one_scale else (down.amax(0) if by_columns else x)
+        if largest is not None:
+            largest_across = largest_down = largest.view(1)
+        else:
+            across = x.new_empty((grid[1], rows), dtype=torch.float32) if by_rows or one_scale else x
+            down = x.new_empty((grid[0], columns), dtype=torch.float32) if by_columns and not one_scale else x
+            _magnitudes_kernel[grid](
+                *(x, factors, across, down, *x.stride(), rows, columns),
+                ACROSS=across is not x,
+                DOWN=down is not x,
+                BLOCK=block,
+                STEP=32,
+                num_warps=8,
+            )
+            largest_across = (
+                (across.amax().view(1) if one_scale else across.amax(0)) if across is not x else x
+            )
+            largest_down = largest_across if one_scale else (down.amax(0) if by_columns else x)
         padded = ceil_div(rows, ALIGNMENT) * ALIGNMENT
         height = 1 if one_scale else rows
         plain = _empty(x, rows, columns, height, dtype) if by_rows else None

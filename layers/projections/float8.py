@@ -34,6 +34,7 @@ from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.float8.copies import carried_rows
 from liger_models.kernels.float8.product import float8_product, has_float8_products
 from liger_models.kernels.float8.quantize import ALIGNMENT, Float8, quantize, quantize_columns, turned
+from liger_models.layers.projections.gathered import GatheredWeight
 
 Float8Recipe = Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
@@ -149,7 +150,10 @@ class _Float8Linear(torch.autograd.Function):
 def forward_product(x: Tensor, weight: Tensor | Float8, settings: Float8Settings) -> Tensor:
     """x [T, in] @ weight^T, [T, out] in x's dtype. A weight in e4m3 has a scale for each row."""
     rows = _carried(x, settings) or _by_rows(x, settings.one_scale)
-    of_weight = weight if isinstance(weight, Float8) else _by_rows(weight, settings.one_scale)
+    if isinstance(weight, GatheredWeight):
+        of_weight = weight.rows
+    else:
+        of_weight = weight if isinstance(weight, Float8) else _by_rows(weight, settings.one_scale)
     return float8_product(rows, of_weight, x.dtype)
 
 
@@ -195,7 +199,9 @@ class Gradient:
     def input_product(self, weight: Tensor | Float8) -> Tensor:
         """dy @ weight [out, in], [T, in] in dy's dtype."""
         assert self.rows is not None
-        if isinstance(weight, Float8):
+        if isinstance(weight, GatheredWeight):
+            columns = weight.columns()
+        elif isinstance(weight, Float8):
             columns = quantize_columns(weight.values, weight.scales)
         else:
             columns = _by_columns(weight, self.settings.one_scale)

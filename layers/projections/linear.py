@@ -19,9 +19,12 @@ class Linear(nn.Linear):
 
     Attributes:
         float8: how its products run in float8; None: in the weight's dtype. See `set_float8`.
+        float8_largest: of a weight that is gathered in float8 with one scale: its largest magnitude, and the
+            event after which it is known (layers/projections/gathered.py).
     """
 
     float8: Float8Settings | None = None
+    float8_largest: tuple[Tensor, Any] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""

@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 from liger_models.kernels.float8.copies import carried_rows, forget_rows
 from liger_models.kernels.invariant.mode import as_in_this_pass
+from liger_models.layers.projections.gathered import GatheredWeight
 from liger_models.layers.projections.linear import Linear, has_hooks
 from liger_models.layers.projections.low_rank import projection_of
 from liger_models.layers.projections.packed_linear import SplitProjections
@@ -174,7 +175,8 @@ def output_is_ours(module: nn.Module) -> bool:
         return projection_of(module) is not None
     unchanged = type(module).forward in _LINEAR_FORWARDS and not has_hooks(module)
     # No parametrization either. For split projections the output is a private copy.
-    plain = type(module._parameters.get("weight")) is nn.Parameter or type(module) is SplitProjections
+    weight = module._parameters.get("weight")
+    plain = type(weight) in (nn.Parameter, GatheredWeight) or type(module) is SplitProjections
     return unchanged and plain
 
 

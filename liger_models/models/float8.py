@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
@@ -17,6 +18,12 @@ from liger_models.layers.projections.float8 import (
     Float8Settings,
     fits_float8,
     runs_in_float8,
+)
+from liger_models.layers.projections.gathered import (
+    can_gather_in_float8,
+    find_largest,
+    gather_rows_in_float8,
+    gathers_in_float8,
 )
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.stored_linear import StoredLinear
@@ -49,9 +56,10 @@ def set_float8(
         The paths of the model's linear layers, with "float8" or the reason why a layer was not chosen.
 
     Raises:
-        ValueError: unknown recipe.
+        ValueError: unknown recipe; or weights are gathered in float8, and the recipe has other scales.
     """
     settings = None if recipe is None else Float8Settings(recipe, emulate)
+    _check_gathered(model, settings)
     found: dict[str, str] = {}
     for path, layer in _linears(model):
         sizes = layer.in_features, layer.out_features
@@ -64,6 +72,59 @@ def set_float8(
         layer.float8 = settings if found[path] == "float8" else None
     _let_norms_quantize(model)
     return found
+
+
+def gather_in_float8(model: nn.Module) -> list[str]:
+    """Let FSDP2 gather the weights of layers that run in float8 as float8 numbers, quantised by the processes
+    that own their rows: half the bytes of bfloat16.
+
+    Sharded weights, gradients and the optimizer keep their dtype. Gathered are the trained weights whose rows
+    the processes share equally; others as before. `from_hub` and `from_config` call this for models that they
+    shard; otherwise call it after `fully_shard` and `set_float8`, before the first step.
+
+    Args:
+        model: sharded by `parallelize`, or torch's `fully_shard` on its layers.
+
+    Returns:
+        The paths of the layers.
+
+    Raises:
+        RuntimeError: FSDP2 has gathered the weights before, and cannot gather them in another form any more.
+    """
+    layers = {
+        path: layer
+        for path, layer in _linears(model)
+        if type(layer).forward is Linear.forward and layer.float8 is not None and can_gather_in_float8(layer)
+    }
+    if not layers:
+        return []
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state") and module._get_fsdp_state()._is_root is not None:
+            raise RuntimeError(
+                "the model has already run, and FSDP2 gathers its weights in their own dtype; call "
+                "gather_in_float8 before the first step"
+            )
+    for layer in layers.values():
+        gather_rows_in_float8(layer)
+    model.register_forward_pre_hook(functools.partial(_find_largest, paths=[*layers]), prepend=True)
+    return [*layers]
+
+
+def _find_largest(model: nn.Module, args: object, *, paths: list[str]) -> None:
+    find_largest([model.get_submodule(path) for path in paths])
+
+
+def _check_gathered(model: nn.Module, settings: Float8Settings | None) -> None:
+    for path, layer in _linears(model):
+        if layer.float8 is None or not gathers_in_float8(layer.weight):
+            continue
+        if settings is None or settings.one_scale != layer.float8.one_scale:
+            wanted = None if settings is None else settings.recipe
+            raise ValueError(
+                f"the weight of {path} is gathered in float8 for the recipe {layer.float8.recipe}, found "
+                f"{wanted!r}; expected a recipe with the same scales: choose it before the first step"
+            )
 
 
 def _let_norms_quantize(model: nn.Module) -> None:
@@ -112,6 +173,7 @@ def load_in_float8(model: Any, recipe: str) -> None:
     if model.dtype != torch.bfloat16:
         raise ConfigError(f"float8 is {recipe!r}, but the model is in {model.dtype}; pass dtype='bfloat16'")
     set_float8(model, recipe)  # type: ignore[arg-type]
+    gather_in_float8(model)
 
 
 def gains_from_float8(in_features: int, out_features: int) -> bool:
