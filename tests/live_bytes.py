@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from liger_models.kernels import _dispatch
 from liger_models.kernels.losses import _linear_chunks
-from liger_models.layers.attention import backends
-from liger_models.layers.memory import layer_costs
+from liger_models.layers.attention import backends, kept_output
 from liger_models.layers.model import distilling, head
 from liger_models.layers.projections import low_rank_autograd
 from liger_models.layers.recompute import offload, tiles
@@ -116,7 +115,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_models")]
     stand_ins: list[tuple[Any, str, Any]] = [
         (_dispatch.triton.runtime.jit.KernelInterface, "__getitem__", lambda kernel, grid: _nothing),
-        (backends, "grouped_attention", lambda q, k, v, spec, mask: _AsCuDNN.apply(q, k, v)),
+        (backends, "grouped_attention", lambda q, k, v, spec, mask, once=None: _AsCuDNN.apply(q, k, v, once)),
         (backends, "_boundaries_on_host", lambda q, visibility: False),
         (offload._HostMemory, "copy", _nothing),
         # In place on a GPU, with copies on a CPU; meta follows the CPU.
@@ -145,7 +144,7 @@ def surroundings() -> Iterator[None]:
     """Simulate a GPU with short tiles."""
     lengths = [
         *((tiles, "TILE", TILE), (head, "_CHUNK", TILE), (distilling, "_CHUNK", TILE)),
-        *((backends, "LONG", 2 * TILE), (layer_costs, "LONG", 2 * TILE), (offload, "CHUNK", 1 << 15)),
+        *((backends, "LONG", 2 * TILE), (kept_output, "LEAST_TOKENS", TILE), (offload, "CHUNK", 1 << 15)),
     ]
     with ExitStack() as stack:
         for place, name, value in lengths:
@@ -168,10 +167,16 @@ class _AsCuDNN(torch.autograd.Function):
     """Attention that allocates like cuDNN: the output, and in backward the gradients and workspace."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx, q, k, v, once):
         batch, heads, tokens, _ = q.shape
-        out = q.new_empty(batch, tokens, heads, v.shape[3]).transpose(1, 2)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(batch, heads, tokens, dtype=torch.float32))
+
+        def run():
+            lse = q.new_empty(batch, heads, tokens, dtype=torch.float32)
+            return q.new_empty(batch, tokens, heads, v.shape[3]), lse
+
+        out, lse = run() if once is None else once(run)
+        out = out.transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
@@ -181,7 +186,7 @@ class _AsCuDNN(torch.autograd.Function):
         held.append(q.new_empty(q.shape, dtype=torch.float32))
         if q.shape[1] != k.shape[1]:
             held += [torch.empty_like(q), torch.empty_like(q)]
-        return gradients
+        return *gradients, None
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

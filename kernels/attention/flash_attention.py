@@ -25,8 +25,8 @@ the tiles with any visible score, with 2 products in the forward pass and 7 in t
 from __future__ import annotations
 
 import functools
-import math
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -43,6 +43,12 @@ from liger_models.kernels._dispatch import (
     use_triton,
 )
 from liger_models.kernels._gpu import gpu_of
+from liger_models.kernels.attention._checks import (
+    check_bounds,
+    check_chosen,
+    check_operands,
+    check_slopes,
+)
 from liger_models.kernels.attention._forward_kernel import attention_forward_kernel
 from liger_models.kernels.attention._gradient_kernels import (
     attention_key_value_gradient_kernel,
@@ -52,8 +58,9 @@ from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, fin
 from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
 
-MOST_HEAD_DIM = 512
-MOST_HEAD_DIM_OF_CHOSEN = 256
+Once = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+"""Runs a function, or returns its results of an earlier run."""
+
 _LOG2_E = 1.4426950408889634  # lse is in units of ln(2)
 
 
@@ -70,6 +77,7 @@ def attention(
     slopes: Tensor | None = None,
     bounds: Tensor | KeyRanges | None = None,
     chosen: Tensor | None = None,
+    once: Once | None = None,
 ) -> Tensor:
     """Attention over packed documents, causal unless `bounds` holds explicit ranges.
 
@@ -90,6 +98,9 @@ def attention(
             be None.
         chosen: [T, words] int32 from `choose_keys`, the keys of its document that each query attends to; at
             least one of those up to the query. None: all.
+        once: called with the function that launches the forward kernel; returns that function's results, out
+            [T, heads, V] and lse [heads, T] float32, or those of an earlier call with the same operands. Only
+            the kernel asks it.
 
     Returns:
         [T, heads, V] in q's dtype. Products accumulate in float32; float32 products are exact (never TF32).
@@ -99,21 +110,21 @@ def attention(
         ValueError: incompatible shapes, dtypes or devices; a window or cap that is not positive.
         TypeError: a tensor of integers among q, k, v, sinks; boundaries that are not integers.
     """
-    _check(q, k, v, window, softcap, sinks)
-    _check_slopes(slopes, q)
+    check_operands(q, k, v, window, softcap, sinks)
+    check_slopes(slopes, q)
     if cu_seqlens is not None:
         if bounds is not None:
             raise ValueError("got both cu_seqlens and bounds; pass only one of them")
         bounds = document_bounds(cu_seqlens, len(q))
     elif bounds is not None:
-        _check_bounds(bounds, len(q), window)
+        check_bounds(bounds, len(q), window)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     if window is not None and window >= len(q):
         window = None
     ranges = isinstance(bounds, KeyRanges)
     if chosen is not None:
-        _check_chosen(chosen, q, v, ranges or window is not None)
+        check_chosen(chosen, q, v, ranges or window is not None)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
     runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, chosen)
     if runs and not has_tiles(q, v):
@@ -125,7 +136,7 @@ def attention(
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
     operands = (sinks, slopes, of_queries, of_keys, chosen)
     others = (None if x is None else x.contiguous() for x in operands)
-    return _Attention.apply(q, k, v, *others, ranges, scale, window, softcap)
+    return _Attention.apply(q, k, v, *others, once, ranges, scale, window, softcap)
 
 
 def attention_plain(
@@ -178,71 +189,6 @@ def attention_weights(
     return torch.cat([wide, sink], -1).softmax(-1)[..., :-1].to(scores.dtype)
 
 
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
-) -> None:
-    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
-    if not fits or (len(k), k.shape[2]) != (len(q), q.shape[2]):
-        expected = "q [T, heads, D], k [T, kv_heads, D] and v [T, kv_heads, V]"
-        raise ValueError(f"found {_shapes(q, k, v)}; expected {expected}")
-    if not q.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"found {_shapes(q, k, v)}: query heads must be a multiple of key heads")
-    for size in (q.shape[2], v.shape[2]):
-        if not 0 < size <= MOST_HEAD_DIM:
-            raise ValueError(f"the head size is {size}; expected 1 to {MOST_HEAD_DIM}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"found q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; expected one dtype")
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; expected 1 or more (a query attends to itself), or None")
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise ValueError(f"softcap is {softcap}; expected a positive number, or None for no cap")
-    if sinks is None:
-        return
-    if sinks.shape != q.shape[1:2]:
-        raise ValueError(f"sinks has the shape {tuple(sinks.shape)}; expected [{q.shape[1]}]")
-    if not sinks.is_floating_point():
-        raise TypeError(f"sinks holds {sinks.dtype}; expected a floating point tensor")
-
-
-def _check_slopes(slopes: Tensor | None, q: Tensor) -> None:
-    if slopes is None:
-        return
-    if slopes.shape != q.shape[1:2] or slopes.dtype != torch.float32 or slopes.requires_grad:
-        found = f"{slopes.dtype} of the shape {tuple(slopes.shape)}"
-        found += ", with a gradient" if slopes.requires_grad else ""
-        raise ValueError(f"slopes is {found}; expected [{q.shape[1]}] float32 without a gradient")
-
-
-def _check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -> None:
-    ranges = isinstance(bounds, KeyRanges)
-    for rows in bounds if isinstance(bounds, KeyRanges) else (bounds,):
-        fits = rows.dim() == 2 and rows.shape[1] == tokens and rows.dtype == torch.int32
-        if not fits or (len(rows) % 2 if ranges else len(rows) != 2):
-            raise ValueError(
-                f"bounds is {rows.dtype} of the shape {tuple(rows.shape)}; expected [2, {tokens}] int32 from "
-                f"document_bounds, or KeyRanges of [2 * ranges, {tokens}] from key_ranges"
-            )
-    if ranges and window is not None:
-        raise ValueError(f"window is {window}, but bounds are ranges of keys: pass the window to key_ranges")
-
-
-def _check_chosen(chosen: Tensor, q: Tensor, v: Tensor, otherwise_limited: bool) -> None:
-    tokens, size = len(q), max(q.shape[2], v.shape[2])
-    if otherwise_limited:
-        raise ValueError("chosen keys go with causal documents, without window or ranges of keys")
-    if size > MOST_HEAD_DIM_OF_CHOSEN:  # tiles of larger heads are narrower than a word
-        raise ValueError(f"the head size is {size}; chosen keys need at most {MOST_HEAD_DIM_OF_CHOSEN}")
-    if chosen.dim() != 2 or len(chosen) != tokens or chosen.dtype != torch.int32:
-        raise ValueError(
-            f"chosen is {chosen.dtype} of the shape {tuple(chosen.shape)}; expected [{tokens}, words] int32 "
-            "from choose_keys"
-        )
-
-
-def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
-    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-
 def _with_small_strides(x: Tensor) -> Tensor:
     """x if its inner stride is one and the offsets in a tile fit 32 bits, else a copy."""
     return x if x.stride(2) == 1 and x.stride(0) < 2**23 else x.contiguous()
@@ -250,37 +196,42 @@ def _with_small_strides(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, chosen, ranges, scale, window, softcap):
+    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, chosen, once, *options):
+        ranges, scale, window, softcap = ctx.options = options
         tokens, heads, _ = q.shape
-        out = q.new_empty(tokens, heads, v.shape[2])
-        lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-        tiles = _configuration(q, v).forward
-        strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
-        if tokens:
-            with on_device_of(q):
-                attention_forward_kernel[(heads * ceil_div(tokens, tiles.queries),)](
-                    q,
-                    k,
-                    v,
-                    of_queries,
-                    chosen,
-                    sinks,
-                    slopes,
-                    out,
-                    lse,
-                    *strides,
-                    tokens,
-                    heads,
-                    window,
-                    scale,
-                    softcap,
-                    _parts(of_queries),
-                    _words(chosen),
-                    *rows_to_copy(tiles.keys, k, v, padded=True),
-                    **_constants(q, k, v, ranges, tiles),
-                )
+
+        def run():
+            out = q.new_empty(tokens, heads, v.shape[2])
+            lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+            tiles = _configuration(q, v).forward
+            strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+            if tokens:
+                with on_device_of(q):
+                    attention_forward_kernel[(heads * ceil_div(tokens, tiles.queries),)](
+                        q,
+                        k,
+                        v,
+                        of_queries,
+                        chosen,
+                        sinks,
+                        slopes,
+                        out,
+                        lse,
+                        *strides,
+                        tokens,
+                        heads,
+                        window,
+                        scale,
+                        softcap,
+                        _parts(of_queries),
+                        _words(chosen),
+                        *rows_to_copy(tiles.keys, k, v, padded=True),
+                        **_constants(q, k, v, ranges, tiles),
+                    )
+            return out, lse
+
+        out, lse = run() if once is None else once(run)
         ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse)
-        ctx.options = ranges, scale, window, softcap
         return out
 
     @staticmethod
@@ -348,7 +299,7 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 8
+        return dq, dk, dv, dsinks, *[None] * 9
 
 
 def has_tiles(q: Tensor, v: Tensor) -> bool:

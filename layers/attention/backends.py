@@ -52,16 +52,15 @@ from torch import Tensor
 
 from liger_models.kernels import KeyRanges, attention
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
-from liger_models.kernels.attention.flash_attention import (
-    attention_plain,
-    has_tiles,
-)
+from liger_models.kernels.attention.flash_attention import Once, attention_plain, has_tiles
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.kernels.invariant.mode import is_batch_invariant, without_batch_invariance
 from liger_models.layers.attention.alone import attend_aligned, attend_alone, check_alone, one_document
 from liger_models.layers.attention.chosen_keys import attend_chosen
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
+from liger_models.layers.attention.kept_output import keeps_output
+from liger_models.layers.attention.padded import attend_with_padding
 from liger_models.layers.attention.varlen import varlen_attention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
@@ -105,13 +104,14 @@ def attend(
     if spec.sinks != (sinks is not None):
         given = "no sinks" if sinks is None else "sinks"
         raise ValueError(f"got {given}, but the spec says sinks={spec.sinks}")
+    once = sequences.once if keeps_output(spec, sequences.documents.max_seqlen) else None
     if sequences.slice is not None:
         own, own_sinks = sequences.slice.own_heads(spec, sinks)
         q, k, v = sequences.slice.to_heads(q, k, v)
         bits = None if chosen is None else sequences.slice.gathered(chosen)
-        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, bits)
+        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, bits, once)
         return sequences.slice.to_tokens(out)
-    return _attend(q, k, v, spec, sequences.visibility, backend, sinks, chosen)
+    return _attend(q, k, v, spec, sequences.visibility, backend, sinks, chosen, once)
 
 
 def _attend(
@@ -123,17 +123,18 @@ def _attend(
     backend: AttentionBackend,
     sinks: Tensor | None,
     chosen: Tensor | None = None,
+    once: Once | None = None,
 ) -> Tensor:
     if chosen is not None:
         return attend_chosen(q, k, v, spec, visibility, backend, chosen)
     if is_batch_invariant():
         return _alone(q, k, v, spec, visibility, sinks)
     if visibility.padding is not None:
-        return _with_padding(q, k, v, spec, visibility)
+        return attend_with_padding(q, k, v, spec, visibility)
     visibility = _effective(spec, visibility)
     if backend == "auto":
         backend = _choose(q, k, v, spec, visibility)
-    return _run(q, k, v, spec, visibility, backend, sinks)
+    return _run(q, k, v, spec, visibility, backend, sinks, once)
 
 
 def _run(
@@ -144,6 +145,7 @@ def _run(
     visibility: Visibility,
     backend: AttentionBackend,
     sinks: Tensor | None,
+    once: Once | None = None,
 ) -> Tensor:
     if visibility.documents.tree is not None and backend not in WITH_TREES:
         raise ValueError(
@@ -157,19 +159,19 @@ def _run(
     if backend in ("masked", "eager") and _boundaries_on_host(q, visibility):
         return _one_by_one(q, k, v, spec, visibility, backend, sinks)
     if backend == "triton":
-        return _triton(q, k, v, spec, visibility, sinks)
+        return _triton(q, k, v, spec, visibility, sinks, once)
     if backend == "flash":
         return flash_attention(q, k, v, spec, visibility, sinks)
     if backend == "eager":
         return _plain(q, k, v, spec, visibility, sinks)
     if backend not in ("sdpa", "varlen", "masked"):
         raise ValueError(f"unknown attention backend {backend!r}; choose one of {', '.join(BACKENDS)}")
-    if not _is_plain_softmax(spec):
+    if not spec.is_plain_softmax:
         raise ValueError(
             f"attention={backend!r} supports neither soft cap, sinks nor slopes; use 'auto' or 'triton'"
         )
     if backend == "sdpa":
-        return _sdpa(q, k, v, spec, visibility)
+        return _sdpa(q, k, v, spec, visibility, once)
     if backend == "varlen":
         return varlen_attention(q, k, v, spec, visibility)
     return _masked(q, k, v, spec, visibility)
@@ -182,7 +184,7 @@ def _alone(
     visibility = visibility if spec.bidirectional_spans else visibility.without_spans()
     check_alone(visibility)
     ours = use_triton(q) and has_tiles(q, v)
-    backend: AttentionBackend = "triton" if ours else "masked" if _is_plain_softmax(spec) else "eager"
+    backend: AttentionBackend = "triton" if ours else "masked" if spec.is_plain_softmax else "eager"
 
     def attend(q: Tensor, k: Tensor, v: Tensor, own: Visibility) -> Tensor:
         return _run(q, k, v, spec, _effective(spec, own), backend, sinks)
@@ -275,7 +277,7 @@ def _effective(spec: AttentionSpec, visibility: Visibility) -> Visibility:
 
 
 def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> AttentionBackend:
-    plain = _is_plain_softmax(spec)
+    plain = spec.is_plain_softmax
     if spec.dropout:
         return "eager" if not plain else "sdpa" if _is_unmasked(spec, visibility) else "masked"
     ours = use_triton(q) and has_tiles(q, v)
@@ -304,10 +306,6 @@ def _cudnn_takes(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibilit
     return cudnn_takes(q, k, v, spec.causal)
 
 
-def _is_plain_softmax(spec: AttentionSpec) -> bool:
-    return spec.softcap is None and not spec.sinks and spec.slopes is None
-
-
 def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
     """Whether documents are equal, and nothing but causality hides tokens of them."""
     all_of_it = spec.window is None or spec.window >= visibility.documents.max_seqlen
@@ -318,7 +316,9 @@ def _is_unmasked(spec: AttentionSpec, visibility: Visibility) -> bool:
     )
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, once: Once | None
+) -> Tensor:
     if not _is_unmasked(spec, visibility):
         raise ValueError(
             "attention='sdpa' supports neither packed documents, padding, windows nor spans; use 'auto' or "
@@ -327,15 +327,21 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visi
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
     q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
-    return grouped_attention(q, k, v, spec, None).transpose(1, 2).flatten(0, 1)
+    return grouped_attention(q, k, v, spec, None, once).transpose(1, 2).flatten(0, 1)
 
 
 def _triton(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    visibility: Visibility,
+    sinks: Tensor | None,
+    once: Once | None,
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
     options: dict[str, Any] = {"softcap": spec.softcap, "sinks": sinks, "slopes": slopes_of(spec, q.device)}
-    return attention(q, k, v, scale=spec.scale, window=window, bounds=bounds, **options)
+    return attention(q, k, v, scale=spec.scale, window=window, bounds=bounds, once=once, **options)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
@@ -347,23 +353,6 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     else:
         mask = visible(spec, visibility)
     q, k, v = (x.unflatten(0, rows).transpose(1, 2) for x in (q, k, v))
-    return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
-
-
-def _with_padding(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
-    """Attention within rows that keep padding at their end: all tokens attend to one another, except padding
-    to padding.
-    """
-    assert visibility.padding is not None
-    limited = spec.causal or spec.window is not None or spec.chunk is not None
-    if limited or not _is_plain_softmax(spec) or visibility.documents.cu_seqlens is not None:
-        raise ValueError("rows with padding need attention that is not causal, without window or chunk")
-    by_mask = spec.dropout > 0 or (q.is_cuda and q.dtype == torch.float32)  # which takes a mask of all rows
-    if use_triton(q) and not by_mask:
-        return attention(q, k, v, scale=spec.scale, bounds=visibility.ranges_with_padding())
-    pads = visibility.padding.view(visibility.documents.shape)
-    mask = ~(pads[:, None, :, None] & pads[:, None, None, :])
-    q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
     return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)
 
 

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from liger_models.kernels import attention
 from liger_models.kernels._dispatch import use_triton
+from liger_models.kernels.attention._checks import MOST_HEAD_DIM_OF_CHOSEN
 from liger_models.kernels.attention.chosen_keys import chosen_mask
-from liger_models.kernels.attention.flash_attention import MOST_HEAD_DIM_OF_CHOSEN, attention_plain
+from liger_models.kernels.attention.flash_attention import attention_plain
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.layers.attention.fused import grouped_attention

@@ -22,6 +22,8 @@ from torch.backends.cuda import (
 )
 
 from liger_models.kernels._dispatch import has_matrix_units
+from liger_models.kernels.attention.flash_attention import Once
+from liger_models.layers.attention.fused_once import attend_once, chooses_flash_on_a_cpu
 from liger_models.layers.specs import AttentionSpec
 
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -32,8 +34,12 @@ _ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start 
 _MOST_SCORES = 1 << 31
 
 
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None) -> Tensor:
-    """Attention of q [batch, heads, queries, dim] to k, v [batch, kv_heads, keys, dim], masked or not."""
+def grouped_attention(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None, once: Once | None = None
+) -> Tensor:
+    """Attention of q [batch, heads, queries, dim] to k, v [batch, kv_heads, keys, dim], masked or not. For
+    `once` see `unmasked_attention`.
+    """
     q, k, v = _on_16_bytes(q), _on_16_bytes(k), _on_16_bytes(v)
     groups = spec.num_attention_heads // spec.num_key_value_heads
     if groups > 1 and q.shape[2] == 1 and mask is not None:
@@ -49,7 +55,7 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     if mask is not None:
         return masked_attention(q, k, v, mask, spec.scale, spec.dropout)
-    return unmasked_attention(q, k, v, spec.scale, spec.causal, spec.dropout)
+    return unmasked_attention(q, k, v, spec.scale, spec.causal, spec.dropout, once)
 
 
 def _on_16_bytes(x: Tensor) -> Tensor:
@@ -60,7 +66,13 @@ def _on_16_bytes(x: Tensor) -> Tensor:
 
 
 def unmasked_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    causal: bool,
+    dropout: float = 0.0,
+    once: Once | None = None,
 ) -> Tensor:
     """Attention without a mask, by cuDNN if its result is right, else by another kernel of torch's.
 
@@ -69,13 +81,17 @@ def unmasked_attention(
         scale: factor of the scores.
         causal: whether a query attends only to the keys up to its own position.
         dropout: probability of dropping a weight.
+        once: as of `kernels.attention`. Only cuDNN and torch's kernel for a CPU ask it, without dropout.
 
     Returns:
         [batch, heads, queries, the size of v's heads].
     """
+    once = None if dropout or torch.compiler.is_compiling() else once
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = _under_autocast(q, k, v)
         if cudnn_takes(q, k, v, causal):
+            if once is not None:
+                return attend_once(q, k, v, scale, causal, once)
             keep = _is_differentiated(q, k, v)
             return torch._scaled_dot_product_cudnn_attention(
                 q, k, v, None, keep, dropout, causal, False, scale=scale
@@ -83,6 +99,8 @@ def unmasked_attention(
         if _spoils_gradients(k, causal) and not dropout:
             return _without_cudnn(q, k, v, scale)
     grouped = q.shape[1] != k.shape[1]
+    if once is not None and chooses_flash_on_a_cpu(q, k, v, scale, causal):
+        return attend_once(q, k, v, scale, causal, once)
     return F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )

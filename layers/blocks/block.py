@@ -23,7 +23,7 @@ from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
 from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
-from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.recompute.offload import Offload, Results
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -225,8 +225,12 @@ def run_block(
     # Recomputing a layer that fills a cache would fill it twice.
     if layer.activation_memory in RERUN and lean and sequences.cache is None:
         # The sum is taken before the layer, so that one tensor is kept instead of two.
-        again = offload.recompute if layer.activation_memory == "offload" else recompute
-        return again(layer, *joined(x, residual, layer.float32_stream), sequences, *read)
+        streams = joined(x, residual, layer.float32_stream)
+        if layer.activation_memory != "offload":
+            return recompute(layer, *streams, sequences, *read)
+        results = Results()
+        own = sequences.running(results) if offload.keeps_results else sequences
+        return offload.recompute(layer, *streams, own, *read, results=results)
     with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
         return layer(x, residual, sequences, *read)
 

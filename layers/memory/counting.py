@@ -8,20 +8,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import adapters, frozen
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
+from liger_models.layers.memory.on_host import on_host, streamed_bytes
 from liger_models.layers.memory.own_parts import linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 from liger_models.layers.recompute.activation_memory import ActivationMemory
-from liger_models.layers.recompute.host_weights import LEAST
-from liger_models.layers.recompute.offload import host_bytes
 
 
 class StepMemory:
@@ -60,24 +59,27 @@ class StepMemory:
             self._optimizer(),
         ]
         moment, parts = max(moments, key=lambda found: sum(found[1].values()))
-        repeated = sum(costs.work[level] for costs, level in stages)
+        sizes = [costs.on_host for costs, level in stages if level == "offload"]
+        host, keeps_results = on_host(sizes, host_budget)
+        repeated = sum(costs.repeated(level, keeps_results) for costs, level in stages)
         share = repeated / (3 * sum(costs.forward for costs in self.stages) + self._head_work)
-        host = sum(host_bytes(costs.stream) for costs, level in stages if level == "offload")
         host += self._state_on_host + self._weights_on_host
         first, peak = len(self.encoder), sum(parts.values())
         own, of_encoder = tuple(levels[first:]), tuple(levels[:first])
         return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
 
     def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
-        """The levels with the least recomputation among those with which the step fits; if none fits, those
-        with the lowest peak.
+        """The levels with the least recomputation among those with which the step fits, copies to the host
+        included; if none fits, those with the lowest peak.
         """
         plans: list[Plan] = []
         for ladder in LADDERS:
             plans += self._descend(ladder, budget, host_budget)
-            fitting = [plan for plan in plans if plan.fits]
-            if fitting:
-                return min(fitting, key=lambda plan: plan.repeated)
+            if plans[0].fits:  # which recomputes nothing
+                return plans[0]
+        fitting = [plan for plan in plans if plan.fits]
+        if fitting:
+            return min(fitting, key=lambda plan: plan.repeated)
         return min(plans, key=lambda plan: plan.peak)
 
     def _descend(
@@ -87,7 +89,8 @@ class StepMemory:
         plans = [self.plan([level] * len(self.stages), budget, host_budget) for level in ladder]
         plan, levels = plans[0], [ladder[0]] * len(self.stages)
         while not plan.fits:
-            found = [costs.next_of(level, ladder) for costs, level in zip(self.stages, levels, strict=True)]
+            keeps, stages = host_budget is not None, zip(self.stages, levels, strict=True)
+            found = [costs.next_of(level, ladder, keeps) for costs, level in stages]
             further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
             if not further:
                 break
@@ -285,15 +288,7 @@ class StepMemory:
             return []
         head: Any = getattr(self.model, "lm_head", None)
         modules: list[Any] = [self.model.embed_tokens, *self.model.layers, *([] if head is None else [head])]
-        return [self._streamed_bytes(module) for module in modules]
-
-    def _streamed_bytes(self, module: nn.Module) -> int:
-        total = sum(own_bytes(p) for p in module.parameters() if own_bytes(p) >= LEAST)
-        if self.step.weight_bytes is None:
-            return total
-        own = {id(p) for p, _ in self._matrices}
-        elements = sum(math.prod(s) for p, s in linear_matrices([module]) if id(p) in own)
-        return total - int(elements * (self.itemsize - _NF4_CODES))
+        return [streamed_bytes(module, self._matrices, self.step, self.itemsize) for module in modules]
 
     @cached_property
     def _weights_on_host(self) -> int:
@@ -389,8 +384,6 @@ class StepMemory:
         spec, passes = self.model.spec, 1 + len(self._further.blocks)
         return 6 * passes * self.step.tokens * spec.hidden_size * spec.vocab_size
 
-
-_NF4_CODES = 0.5  # bytes of an element: its block's scale stays on the device
 
 # Counted once for all batch sizes of a plan.
 _OF_PARAMETERS = (

@@ -10,7 +10,7 @@ from typing import Any
 from liger_models.layers.memory.pictures import NOTHING, Shown
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
-# Candidate levels: the first row with which a step fits is used.
+# Candidate levels of a model's layers: the row that recomputes the least is used.
 LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
     ("all", "lean", "mlp", "checkpoint"),
     ("all", "lean", "mlp", "tiled"),

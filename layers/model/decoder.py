@@ -27,6 +27,7 @@ from liger_models.layers.blocks import (
 )
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.blocks.shared_transformer import make_shared
+from liger_models.layers.memory import offloaded_bytes
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
 from liger_models.layers.model.mtp import make_mtp
@@ -187,7 +188,7 @@ class Decoder(ActivationLevels, WeightsMemory):
             layer_inputs[EMBEDDINGS] = inputs_embeds
         x, residual = inputs_embeds, None
         del inputs_embeds  # frozen embeddings are freed after layer 0
-        offload = Offload()
+        offload = Offload(self._offloaded_bytes(x, sequences))
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:
                 inputs_of_layers.append(sequences.unpack(x))
@@ -210,6 +211,13 @@ class Decoder(ActivationLevels, WeightsMemory):
             with_images = vision_inputs is not None and vision_inputs.pictures is not None
             self.image_gradients.watch(out, parts, with_images)
         return out
+
+    def _offloaded_bytes(self, x: Tensor, sequences: Sequences) -> int | None:
+        """Host memory of this call's layers at the level `offload`; None without such layers."""
+        if "offload" not in self.activation_memory or not torch.is_grad_enabled():
+            return None
+        sizes = len(x), sequences.documents.max_seqlen, x.element_size(), sequences.slice is not None
+        return offloaded_bytes(self.layers, *sizes)
 
     def layer_class_names(self) -> set[str]:
         """Class names of the layers, for sharding libraries: only this model's own, since they reject a name

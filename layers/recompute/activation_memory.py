@@ -13,7 +13,8 @@ tensor with the same bits.
 | `mlp`        | input, q/k/v, attention output, the o_proj output         | also gate and up         |
 | `checkpoint` | input                                                     | all but its last product |
 | `tiled`      | input                                                     | the same, MLP in tiles   |
-| `offload`    | nothing: its input is on the host                         | as `tiled`               |
+| `offload`    | nothing: its input is on the host, for long documents     | as `tiled`, but not that |
+|              | also attention's output                                   | attention                |
 
 A recomputed layer does not hold its norms either until the backward pass needs them (`run_again`). `tiled` is
 for long sequences: an MLP runs over one tile at a time, and intermediates as wide as the MLP exist for one

@@ -4,9 +4,10 @@
     backward: layer i runs again  meanwhile the input of layer i - 1 is copied back
 
 Each layer's input is on the GPU while this layer and the next one run, and on the host for the rest of the
-step. Copies run in order on a separate stream per device, so a released buffer can be reused at once: the
-next copy into it happens later. Buffers are cached here, since pinning memory takes longer than copying to
-it.
+step. Results that take longer to compute than to copy, such as attention's output for a long sequence, go to
+the host, too, and come back when the layer begins to run again: `Results`. Copies run in order on a separate
+stream per device, so a released buffer can be reused at once: the next copy into it happens later. Buffers
+are cached here, since pinning memory takes longer than copying to it.
 
 `torch.autograd.graph.save_on_cpu` synchronises with every copy, pins memory for every tensor, and also moves
 a layer's other inputs. On a CPU ordinary memory is used instead.
@@ -14,6 +15,7 @@ a layer's other inputs. On a CPU ordinary memory is used instead.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -29,27 +31,45 @@ from liger_models.layers.recompute.host_memory import available_host_memory
 # sizes.
 CHUNK = 1 << 26
 _LEAST = 1 << 12
+_SMALL = 1 << 8  # results of up to so many bytes stay on the device
+
+
+# Share of the host's memory up to which results follow the inputs. The rest is for data and other processes.
+SHARE = 0.5
 
 
 class Offload:
-    """Layers of one call that keep their inputs on the host."""
+    """Layers of one call that keep their inputs on the host.
 
-    def __init__(self) -> None:
+    Args:
+        wanted: bytes of host memory for the inputs and results of all layers; with None no results are kept.
+    """
+
+    def __init__(self, wanted: int | None = None) -> None:
         self._last: Callable[[], _OnHost | None] = _nothing
+        self.keeps_results = wanted is not None and wanted <= SHARE * host_memory_left()
 
-    def recompute(self, layer: Callable[..., Any], x: Tensor, *args: Any) -> Any:
+    def recompute(
+        self, layer: Callable[..., Any], x: Tensor, *args: Any, results: Results | None = None
+    ) -> Any:
         """Run `layer(x, *args)`, save x on the host, and run it again in the backward pass, like `recompute`
-        in layers/recompute/activation_memory.py.
+        in layers/recompute/activation_memory.py. The layer may call `results` in both runs.
 
         Raises:
-            RuntimeError: in the backward pass, if x was modified in place during the copy.
+            RuntimeError: in the backward pass, if x or a result was modified in place during its copy.
         """
         kept = _OnHost(x, self._last)
         self._last = weakref.ref(kept)
         first = [x]  # only the first run may hold it
+        results = Results() if results is None else results
 
         def run(_: Tensor, *args: Any) -> Any:
-            return layer(first.pop() if first else kept.get(), *args)
+            if first:
+                with results.first_run():
+                    return layer(first.pop(), *args)
+            kept.fetch()
+            with results.second_run():  # before the input of the previous layer, which is needed later
+                return layer(kept.get(), *args)
 
         # torch restores the random state for its arguments' devices: dropout draws the same numbers again.
         return run_again(run, x.new_empty(0), *args)
@@ -59,6 +79,54 @@ class Offload:
         last = self._last()
         if last is not None:
             last.release()
+
+
+class Results:
+    """Results of a layer's functions, computed in its first run and kept on the host until it runs again."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[_OnHost | Tensor, ...]] = []
+        self._calls: int | None = None  # so far in this run; None outside of runs
+        self._is_first = False
+
+    def __call__(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """The function's results: its n-th call in the second run returns those of the n-th in the first."""
+        number = self._calls
+        if number is None:  # part of the layer runs once more within its backward pass
+            return function()
+        self._calls = number + 1
+        if self._is_first:
+            found = function()
+            self._kept.append(tuple(_OnHost(x, _nothing) if x.nbytes > _SMALL else x for x in found))
+            return found
+        return tuple(kept.get() if isinstance(kept, _OnHost) else kept for kept in self._kept[number])
+
+    @contextlib.contextmanager
+    def first_run(self) -> Iterator[None]:
+        """The layer's first run. At its end the results leave the device."""
+        with self._run(is_first=True):
+            yield
+        for kept in self._on_host():
+            kept.release()
+
+    @contextlib.contextmanager
+    def second_run(self) -> Iterator[None]:
+        """Another run, at whose beginning the copies back start."""
+        for kept in self._on_host():
+            kept.fetch()
+        with self._run(is_first=False):
+            yield
+
+    @contextlib.contextmanager
+    def _run(self, is_first: bool) -> Iterator[None]:
+        self._calls, self._is_first = 0, is_first
+        try:
+            yield
+        finally:  # the second run may stop early
+            self._calls = None
+
+    def _on_host(self) -> list[_OnHost]:
+        return [kept for result in self._kept for kept in result if isinstance(kept, _OnHost)]
 
 
 class _OnHost:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels.attention.flash_attention import Once
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.notes import Notes
@@ -35,6 +36,7 @@ class Sequences:
         cache: the key-value cache, in generation only.
         slice: the tokens of this rank, if sequences are divided over ranks. The positions belong to these
             tokens, and the documents to the whole batch, since documents span ranks.
+        once: runs a function, or returns its results from the first run of a layer that runs again.
 
     Frameworks that move or cast the arguments of a module (FSDP2's mixed precision, DistributedDataParallel,
     accelerate) copy the dataclasses, lists and dicts that they find and round the tensors in them, or call a
@@ -48,9 +50,10 @@ class Sequences:
         cache: KVCache | None = None,
         notes: Notes | None = None,
         slice: Slice | None = None,
+        once: Once | None = None,
     ):
         self.visibility, self.positions, self.cache = visibility, positions, cache
-        self.notes, self.slice = Notes() if notes is None else notes, slice
+        self.notes, self.slice, self.once = Notes() if notes is None else notes, slice, once
 
     @classmethod
     def from_call(
@@ -116,7 +119,11 @@ class Sequences:
         if device == self.device:
             return self
         parts = self.visibility.to(device), self.positions.to(device)
-        return Sequences(*parts, self.cache, self.notes, self.slice)
+        return Sequences(*parts, self.cache, self.notes, self.slice, self.once)
+
+    def running(self, once: Once) -> Sequences:
+        """The same batch for a layer whose expensive functions `once` runs."""
+        return Sequences(self.visibility, self.positions, self.cache, self.notes, self.slice, once)
 
     def without_notes(self) -> Sequences:
         """The same documents for another model, whose layers have left no notes yet."""

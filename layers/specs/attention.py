@@ -90,6 +90,11 @@ class AttentionSpec(_Heads):
     v_head_dim: int | None = None
 
     @property
+    def is_plain_softmax(self) -> bool:
+        """Whether the weights are a softmax of the scaled scores alone."""
+        return self.softcap is None and not self.sinks and self.slopes is None
+
+    @property
     def value_dim(self) -> int:
         """Width of a head of the values, and of the output."""
         return self.head_dim if self.v_head_dim is None else self.v_head_dim

@@ -15,7 +15,6 @@ from liger_models.cli import main
 from liger_models.cli.shared.gpus import find_gpu
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.memory import (
-    LADDERS,
     FittingLevels,
     Step,
     StepMemory,
@@ -26,35 +25,40 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 
 
 def test_no_other_fitting_levels_recompute_less():
-    memory = StepMemory(shared_on_meta(LLAMA_1B | {"num_hidden_layers": 4}), Step(16, 2048))
-    plans = [memory.plan(levels) for levels in itertools.product(LADDERS[0], repeat=4)]
-    smallest = min(plan.peak for plan in plans)
-    of_a_layer = memory.plan(["checkpoint"] * 4).repeated / 4
+    memory = StepMemory(shared_on_meta(LLAMA_1B | {"num_hidden_layers": 3}), Step(16, 2048))
+    plans = [memory.plan(levels) for levels in itertools.product(LEVELS, repeat=3)]
+    of_a_layer = memory.plan(["offload"] * 3).repeated / 3
     for budget in sorted({plan.peak for plan in plans if plan.peak >= memory.choose_levels(0).peak}):
         chosen = memory.choose_levels(budget)
         best = min(plan.repeated for plan in plans if plan.peak <= budget)
         assert chosen.fits
         # Choosing layer by layer is not always optimal, but never worse by more than a layer.
         assert best <= chosen.repeated <= best + of_a_layer
-    smallest = memory.plan(["offload"] * 4).peak
+    smallest = memory.plan(["offload"] * 3).peak
     assert memory.choose_levels(smallest).fits
     nothing_fits = memory.choose_levels(smallest // 2)
     assert not nothing_fits.fits
     assert nothing_fits.peak <= 1.05 * smallest
 
 
-def test_long_sequences_go_in_tiles_and_then_to_the_host():
+def test_long_sequences_without_host_memory_go_in_tiles_and_else_to_the_host():
     memory = StepMemory(shared_on_meta(LLAMA_1B | {"num_hidden_layers": 4}), Step(1, 1 << 17))
     peaks = [memory.plan([level] * 4).peak for level in LEVELS]
     assert peaks == sorted(peaks, reverse=True)
     for i, level in enumerate(LEVELS[3:], 3):
         assert peaks[i] < peaks[i - 1]
-        chosen = memory.choose_levels(peaks[i])
+        chosen = memory.choose_levels(peaks[i], None if level == "offload" else 0)
         assert chosen.fits
         assert level in chosen.levels
         offloaded = chosen.levels.count("offload")
         assert chosen.host == offloaded * (1 << 17) * 2048 * 2
         assert bool(offloaded) == (level == "offload") == ("GiB of the host" in str(chosen))
+    # Attention is not repeated if there is room for its output.
+    for left, results in ((None, 0), (8 * GIB, 0), (9 * GIB, 2048 * 2 + 32 * 4)):  # and its log-sum-exp
+        plan = memory.plan(["offload"] * 4, host_budget=left)
+        assert plan.host == 4 * (1 << 17) * (2048 * 2 + results)
+        assert (plan.repeated < memory.plan(["checkpoint"] * 4).repeated) == bool(results)
+    assert set(memory.choose_levels(peaks[3], 64 * GIB).levels) <= {"all", "lean", "mlp", "offload"}
     # A short sequence is a single tile, which costs no less than all tokens at once.
     short = StepMemory(shared_on_meta(LLAMA_1B), Step(1, 4096))
     assert short.plan(["tiled"] * 16).peak == short.plan(["checkpoint"] * 16).peak

@@ -13,10 +13,10 @@ from planned_models import GIB, LLAMA_1B, LLAMA_8B, QWEN3_30B_6, on_meta, shared
 import liger_models
 from liger_models.cli import main
 from liger_models.kernels.losses._linear_chunks import working_bytes
+from liger_models.layers.attention import backends
 from liger_models.layers.memory import (
     Step,
     StepMemory,
-    layer_costs,
 )
 from liger_models.layers.recompute.activation_memory import LEVELS
 
@@ -173,7 +173,7 @@ def test_layers_that_no_gradient_reaches_keep_nothing(frozen, level):
 def test_computing_heads_in_groups_takes_less_memory():
     memory = StepMemory(shared_on_meta(LLAMA_8B | {"num_hidden_layers": 2}), Step(1, 1 << 19))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_costs, "LONG", 1 << 30)
+        patch.setattr(backends, "LONG", 1 << 30)
         at_once = StepMemory(memory.model, memory.step).plan(["offload"] * 2).peak
     assert memory.plan(["offload"] * 2).peak < at_once
 

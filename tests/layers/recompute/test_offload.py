@@ -7,9 +7,12 @@ import contextlib
 import pytest
 import torch
 
+from liger_models.layers.attention import backends, kept_output
+from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.offload import Offload, host_bytes
 
+GIB = 2**30
 needs_gpu = pytest.mark.gpu
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -125,6 +128,87 @@ def test_the_host_needs_the_reported_bytes():
     assert host_bytes(3 * offload.CHUNK) == 3 * offload.CHUNK
     assert host_bytes(offload.CHUNK + 5000) == offload.CHUNK + 8192
     assert host_bytes(1) == 4096
+
+
+def attention_calls(function):
+    """The number of attention's forward passes while `function()` runs."""
+    forward = "aten::_scaled_dot_product_flash_attention_for_cpu"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return sum(event.name == forward for event in profile.events())
+
+
+@pytest.fixture
+def long_enough(monkeypatch):
+    """Let attention's outputs for documents of at least 8 tokens go to the host."""
+    monkeypatch.setattr(kept_output, "LEAST_TOKENS", 8)
+
+
+@pytest.mark.parametrize(("longest_at_once", "groups"), [(64, 1), (16, 2)])
+def test_attention_of_long_documents_runs_once(longest_at_once, groups, make_model, long_enough, monkeypatch):
+    monkeypatch.setattr(backends, "LONG", longest_at_once)
+    model = make_model(activation_memory="tiled")
+    ids = batch("cpu")
+    expected = gradients(model, ids)
+    assert attention_calls(lambda: gradients(model, ids)) == 2 * 3 * groups
+    model.set_activation_memory("offload")
+    assert same(gradients(model, ids), expected)
+    assert attention_calls(lambda: gradients(model, ids)) == 3 * groups
+    assert attention_calls(lambda: gradients(model, ids[:, :7])) == 2 * 3
+
+
+def test_results_come_back_for_every_backward_pass_and_in_any_order(make_model, long_enough):
+    model = make_model(activation_memory="checkpoint")
+    batches = batch("cpu", 1), batch("cpu", 2, seed=1)
+    expected = gradients(model, *batches)
+    model.set_activation_memory("offload")
+    for _ in range(2):
+        model.zero_grad()
+        losses = [model(ids, labels=ids).loss for ids in batches]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        assert same([p.grad for p in model.parameters()], expected)
+    model.zero_grad()
+    for loss in losses:
+        loss.backward()
+    assert same([p.grad for p in model.parameters()], expected)
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(24, None), (96, None), (24, 7)])
+def test_the_host_memory_of_a_pass_is_planned(tokens, window, make_model, long_enough, monkeypatch):
+    monkeypatch.setattr(offload, "CHUNK", 1 << 10)
+    monkeypatch.setattr(backends, "LONG", 64)  # from which on heads are computed in groups
+    model = make_model(window=window, max_positions=128, activation_memory="offload")
+    gradients(model, batch("cpu", 1, tokens))
+    used = sum(
+        size * len(free) for memory in offload._MEMORIES.values() for size, free in memory.free.items()
+    )
+    assert StepMemory(model, Step(1, tokens)).plan(["offload"] * 3, host_budget=GIB).host == used
+
+
+def test_results_are_kept_only_in_half_of_the_hosts_memory(make_model, long_enough, monkeypatch):
+    model = make_model(activation_memory="offload")
+    memory = StepMemory(model, Step(2, 11))
+    needed = memory.plan(["offload"] * 3, host_budget=GIB).host
+    for left, runs in ((2 * needed, 3), (2 * needed - 2, 6)):
+        monkeypatch.setattr(offload, "host_memory_left", lambda left=left: left)
+        assert attention_calls(lambda: gradients(model, batch("cpu"))) == runs
+        planned = memory.plan(["offload"] * 3, host_budget=left)
+        assert (planned.host == needed) == (runs == 3)
+    assert planned.host < needed  # the inputs alone
+
+
+def test_a_modified_output_of_attention_is_refused(make_model, long_enough):
+    def edit(module, args):
+        with torch.no_grad():
+            args[0].mul_(1.5)
+
+    model = make_model(activation_memory="offload")
+    model.layers[1].self_attn.o_proj.register_forward_pre_hook(edit)
+    ids = batch("cpu")
+    loss = model(ids, labels=ids).loss
+    with pytest.raises(RuntimeError, match="modified in place"):
+        loss.backward()
 
 
 # On a GPU, a copy without a wait, or memory reused too early, gives wrong numbers only now and then. So these
