@@ -216,7 +216,6 @@ MULTIMODAL: dict[str, Multimodal] = {
         {"qwen2": "qwen2"},
         _OWN_ROOT,
         tied_by_text=True,
-        missing="a projector that shrinks the grid of features",
     ),
     **{
         kind: Multimodal(

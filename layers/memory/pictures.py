@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from liger_models.layers.specs import (
     AnyresPictures,
     PaddedPictures,
+    PooledGrids,
     SquarePictures,
     TiledVisionSpec,
     VisionSpec,
@@ -173,6 +174,8 @@ def edges_of(
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
     patches = shown.patches // spec.projector.merge**2 * spec.projector.merge**2
     patches = shown.tokens if spec.class_feature else patches
+    if isinstance(spec.pictures, PooledGrids):
+        patches = shown.features
     made = 0
     for wide, projector_spec in ways:
         with torch.device("meta"):

@@ -242,6 +242,14 @@ class GridPictures:
 
 
 @dataclass(frozen=True)
+class PooledGrids:
+    """The same as `GridPictures`, with a number n for each picture in `image_merge_sizes` and
+    `video_merge_sizes`: blocks of n times n patches are pooled before the projector. With
+    `video_compression_mask` only those pooled patches of videos make tokens that it marks (VideoLLaMA 3).
+    """
+
+
+@dataclass(frozen=True)
 class PaddedPictures:
     """Processor outputs `pixel_values` [images, channels, height, width], padded to the largest image, and
     `image_sizes` [images, 2] (Pixtral).
@@ -334,7 +342,13 @@ class VisionSpec:
     ) = None
     deep: tuple[int, ...] = ()
     pictures: (
-        PlacedPictures | ShapedPictures | GridPictures | PaddedPictures | SquarePictures | AnyresPictures
+        PlacedPictures
+        | ShapedPictures
+        | GridPictures
+        | PooledGrids
+        | PaddedPictures
+        | SquarePictures
+        | AnyresPictures
     ) = GridPictures()
     norm_patches: NormSpec | LayerNormSpec | None = None
     norm_before: NormSpec | LayerNormSpec | None = None

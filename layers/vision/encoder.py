@@ -27,7 +27,7 @@ from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import PatchSpec, VisionSpec
-from liger_models.layers.vision.patch_order import Grid, places_of, windows_of
+from liger_models.layers.vision.patch_order import Grid, windows_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table
 
@@ -120,7 +120,7 @@ class VisionEncoder(nn.Module):
         `clips` in that of the patches of their first time steps.
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
-        x, places = self._embedded(pictures), places_of(pictures.grids, merge)
+        x, places = self._embedded(pictures), pictures.places(merge)
         lengths = [n + (self.class_token is not None) for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)

@@ -19,6 +19,7 @@ ON_HOST = frozenset(
         *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "batch_num_images"),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
         *("spatial_shapes", "pixel_attention_mask"),
+        *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
         "cross_attention_mask",
     }
 )

@@ -15,7 +15,7 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Taps, of_whole
-from liger_models.layers.vision.patch_order import Grid
+from liger_models.layers.vision.patch_order import Grid, places_of
 
 
 class Pictures:
@@ -51,6 +51,14 @@ class Pictures:
         if self.clips:
             return [t * h * w for t, h, w in self.grids]
         return [h * w for t, h, w in self.grids for _ in range(t)]
+
+    def places(self, merge: int) -> Tensor:
+        """The row and column of each patch in its picture, [2, P], on the host."""
+        return places_of(self.grids, merge)
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Encoded patches [P, D] as the projector reads them."""
+        return x
 
     def steps_apart(self) -> Pictures:
         """The same pictures, with each time step of a video as a separate picture."""

@@ -15,22 +15,21 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
-    ClipTable,
     CubicTable,
     FractionTable,
     GridPictures,
     PaddedPictures,
     PlacedPictures,
+    PooledGrids,
     ShapedPictures,
     SquarePictures,
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
+from liger_models.layers.vision.grid_inputs import ROUNDED, grids, pooled_grids, taken, together
 from liger_models.layers.vision.image_rows import images_of_rows
-from liger_models.layers.vision.patch_order import Grid, cut_image, in_blocks, places_in_picture
+from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
-
-_ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos
 
 
 def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -48,76 +47,14 @@ def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
     videos' positions.
     """
     seconds = keywords.get("second_per_grid_ts")
-    if isinstance(seconds, Tensor) and seconds.dtype not in _ROUNDED:
+    if isinstance(seconds, Tensor) and seconds.dtype not in ROUNDED:
         return keywords | {"second_per_grid_ts": seconds.tolist()}
     return keywords
 
 
-def _grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    timed = spec.positions is not None and spec.positions.tokens_per_second is not None
-    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    given = _taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere ignored
-    images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
-    videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
-    seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
-    patches = [values for values in (images, videos) if values is not None]
-    if not patches:
-        return None
-    grids = image_grids + video_grids
-    return Pictures(torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips)
-
-
-def _of_kind(
-    spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
-) -> tuple[Tensor | None, list[Grid]]:
-    if not _together(given, pixels, grids):
-        return None, []
-    assert isinstance(spec.pictures, GridPictures)
-    values, table = given[pixels], torch.as_tensor(given[grids])
-    values = values.flatten(1) if spec.pictures.raster else values
-    if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
-        raise DataError(
-            f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
-            f"{table.dtype} of shape {tuple(table.shape)}"
-        )
-    shapes: list[Grid] = [(t, h, w) for t, h, w in table.tolist()]
-    for i, (t, h, w) in enumerate(shapes):
-        if min(t, h, w) < 1 or h % merge or w % merge:
-            raise DataError(
-                f"{grids}[{i}] is {(t, h, w)}; expected numbers above 0, height and width multiples of "
-                f"{merge}, since so many patches side by side make one token"
-            )
-        if isinstance(spec.position_table, ClipTable) and t > spec.position_table.steps:
-            raise DataError(
-                f"{grids}[{i}] has {t} time steps; the model has positions for {spec.position_table.steps}: "
-                "give longer videos as several clips"
-            )
-    total, width = sum(t * h * w for t, h, w in shapes), spec.patches.width
-    if tuple(values.shape) != (total, width) or not values.is_floating_point():
-        raise DataError(
-            f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
-            f"patches; found {values.dtype} of shape {tuple(values.shape)}"
-        )
-    return in_blocks(values, shapes, spec.patches, merge) if spec.pictures.raster else values, shapes
-
-
-def _seconds(given: Any, videos: int) -> list[float] | None:
-    if given is None:
-        return None
-    if isinstance(given, Tensor) and given.dtype in _ROUNDED:
-        raise DataError(
-            f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
-            "a list (mixed precision casts floating point tensors)"
-        )
-    seconds = given.tolist() if isinstance(given, Tensor) else list(given)
-    if len(seconds) != videos:
-        raise DataError(f"second_per_grid_ts has {len(seconds)} values for {videos} videos; expected as many")
-    return seconds
-
-
 def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
-    given = _taken(keywords, "pixel_values", "image_sizes")
-    if not _together(given, "pixel_values", "image_sizes"):
+    given = taken(keywords, "pixel_values", "image_sizes")
+    if not together(given, "pixel_values", "image_sizes"):
         return None
     values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
     size, channels = spec.patches.size, spec.patches.channels
@@ -147,11 +84,11 @@ def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
 def _placed(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     names = "pixel_values", "image_position_ids"
     of_videos = "pixel_values_videos", "video_position_ids", "num_frames_per_video"
-    given = _taken(keywords, *names, *of_videos)
+    given = taken(keywords, *names, *of_videos)
     parts = [
         _placed_of_kind(spec, merge, given[kind[0]], torch.as_tensor(given[kind[1]]), *kind[:2])
         for kind in (names, of_videos)
-        if _together(given, *kind)
+        if together(given, *kind)
     ]
     if not parts:
         return None
@@ -209,8 +146,8 @@ def _channels_first(spec: VisionSpec, patches: Tensor) -> Tensor:
 
 def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     names = "pixel_values", "spatial_shapes", "pixel_attention_mask"
-    given = _taken(keywords, *names)
-    if not _together(given, *names):
+    given = taken(keywords, *names)
+    if not together(given, *names):
         return None
     values, shapes, mask = given[names[0]], *(torch.as_tensor(given[name]).cpu() for name in names[1:])
     if values.dim() != 3 or values.shape[2] != spec.patches.width or not values.is_floating_point():
@@ -247,7 +184,7 @@ def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
 
 def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     assert isinstance(spec.pictures, SquarePictures)
-    given = _taken(keywords, "pixel_values", *(["pixel_attention_mask"] if spec.pictures.by_row else []))
+    given = taken(keywords, "pixel_values", *(["pixel_attention_mask"] if spec.pictures.by_row else []))
     if "pixel_values" not in given:
         return None
     values = given["pixel_values"]
@@ -285,7 +222,7 @@ def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     assert isinstance(spec.pictures, AnyresPictures)
     others: tuple[str, ...] = ("batch_num_images", "pixel_values_videos", "num_frames_per_video")
     others = () if spec.pictures.most is None else others
-    given = _taken(keywords, "pixel_values", "image_sizes", *others)
+    given = taken(keywords, "pixel_values", "image_sizes", *others)
     side = _anyres_side(spec)
     tiles, taps = _tiles_of_images(spec, given)
     images = len(tiles)
@@ -322,7 +259,7 @@ def _anyres_side(spec: VisionSpec) -> int:
 def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[Tensor], list[Taps]]:
     """The tiles of each image, [tiles, channels, size, size], and the taps of its tokens."""
     assert isinstance(spec.pictures, AnyresPictures)
-    if not _together(given, "pixel_values", "image_sizes"):
+    if not together(given, "pixel_values", "image_sizes"):
         if "batch_num_images" in given:
             raise DataError("got batch_num_images without pixel_values: give all, as the processor does")
         return [], []
@@ -369,23 +306,9 @@ def _alone(given: Any, images: int) -> list[bool]:
     return [count == 1 for count in counts for _ in range(count)]
 
 
-def _taken(keywords: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Remove the given names from the keywords and return those present."""
-    return {name: value for name in names if (value := keywords.pop(name, None)) is not None}
-
-
-def _together(given: Mapping[str, Any], *names: str) -> bool:
-    """Return True if all are given, False if none; raise DataError if some are missing."""
-    there, missing = [n for n in names if n in given], [n for n in names if n not in given]
-    if there and missing:
-        raise DataError(
-            f"got {' and '.join(there)} without {' and '.join(missing)}: give all, as the processor does"
-        )
-    return bool(there)
-
-
 READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] = {
-    GridPictures: _grids,
+    GridPictures: grids,
+    PooledGrids: pooled_grids,
     PaddedPictures: _padded,
     SquarePictures: _squares,
     PlacedPictures: _placed,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import GridPictures, SquarePictures, TiledVisionSpec, VisionSpec
+from liger_models.layers.specs import GridPictures, PooledGrids, SquarePictures, TiledVisionSpec, VisionSpec
 from liger_models.layers.vision.processor_inputs import take_pictures
 
 _OF_VIDEOS = (
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
-    "second_per_grid_ts",
+    *("second_per_grid_ts", "video_merge_sizes", "video_compression_mask"),
 )
 
 
@@ -85,9 +85,12 @@ def _order(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int
 
 def _sizes(spec: VisionSpec, name: str, given: Mapping[str, Any], pictures: int) -> list[int]:
     """The number of entries of each picture in an output of the processor."""
-    if name.startswith("pixel_values") and isinstance(spec.pictures, GridPictures):
+    if name.startswith("pixel_values") and isinstance(spec.pictures, GridPictures | PooledGrids):
         grids = given["video_grid_thw" if name in _OF_VIDEOS else "image_grid_thw"]
         return torch.as_tensor(grids).prod(1).tolist()
+    if name == "video_compression_mask":
+        sides = torch.as_tensor(given["video_merge_sizes"]).flatten()
+        return (torch.as_tensor(given["video_grid_thw"]).prod(1) // sides**2).tolist()
     if name in ("pixel_values_videos", "video_position_ids") and "num_frames_per_video" in given:
         return torch.as_tensor(given["num_frames_per_video"]).flatten().tolist()
     return [1] * pictures

@@ -106,7 +106,8 @@ class Vision(nn.Module):
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
-            made, whole = self.encoder(pictures), whole_blocks(pictures.grids, self.merge)
+            made = tuple(map(pictures.pooled, self.encoder(pictures)))
+            whole = whole_blocks(pictures.grids, self.merge)
             if whole is not None:
                 whole = whole.nonzero()[:, 0].to(made[0].device, non_blocking=True)
                 made = tuple(x[whole] for x in made)

@@ -37,6 +37,7 @@ PICTURES = (
         "spatial_shapes",
         "pixel_attention_mask",
     ),
+    *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
 )
 """Outputs of processors for images and videos."""
 OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
@@ -157,6 +158,9 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         aspect_ratio_mask: Tensor | None = None,
         spatial_shapes: Tensor | None = None,
         pixel_attention_mask: Tensor | None = None,
+        image_merge_sizes: Tensor | None = None,
+        video_merge_sizes: Tensor | None = None,
+        video_compression_mask: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,

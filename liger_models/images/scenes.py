@@ -25,6 +25,7 @@ from liger_models.layers.specs import (
     ModelSpec,
     PaddedPictures,
     PlacedPictures,
+    PooledGrids,
     ShapedPictures,
     SquarePictures,
     TiledVisionSpec,
@@ -130,6 +131,11 @@ class Scenes:
                     tokens += self._of_tiles(piece, sum(isinstance(other, Image) for other in document))
                     continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
+                if isinstance(self.vision.pictures, PooledGrids):
+                    of_image = isinstance(piece, Image)
+                    count = grid[1] * grid[2] if of_image else int(_kept(piece).sum())
+                    tokens += [self.vision.image_id if of_image else self.vision.video_id] * count
+                    continue
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
                 step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
                 between = self.vision.positions and self.vision.positions.steps_apart
@@ -213,9 +219,18 @@ class Scenes:
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
 
+    def _pooled_grids(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Videos are pooled by 2, and some of their tokens left out; images have all."""
+        call = self._grids(pieces)
+        for name, side in (("image", 1), ("video", 2)):
+            if f"{name}_grid_thw" in call:
+                call[f"{name}_merge_sizes"] = torch.full((len(call[f"{name}_grid_thw"]),), side)
+        videos = [_kept(piece) for piece in pieces if isinstance(piece, Video)]
+        return call | ({"video_compression_mask": torch.cat(videos)} if videos else {})
+
     def _patch(self) -> tuple[int, ...]:
         spec = self.vision.patches
-        whole = self.vision.pictures.raster and spec.frames == 1
+        whole = getattr(self.vision.pictures, "raster", False) and spec.frames == 1
         return (spec.channels, spec.size, spec.size) if whole else (spec.width,)
 
     def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
@@ -303,8 +318,14 @@ class Scenes:
         return getattr(piece, "steps", 1), piece.height + more, piece.width + more
 
 
+def _kept(video: Video) -> Tensor:
+    """Mask of the tokens of a video pooled by 2 that a processor keeps."""
+    return torch.arange(video.steps * video.height * video.width // 4) % 5 != 3
+
+
 _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     GridPictures: Scenes._grids,
+    PooledGrids: Scenes._pooled_grids,
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,
     PlacedPictures: Scenes._placed,

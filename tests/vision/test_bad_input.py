@@ -60,6 +60,39 @@ def test_mismatched_pictures_are_refused(change, message, make_pair, pairs_made)
         pair.ours(**change(call))
 
 
+SIDES = {
+    "no merge sizes": (
+        lambda call: without(call, "video_merge_sizes"),
+        r"video_merge_sizes .*; found \[\] for",
+    ),
+    "merge sizes that do not divide": (
+        lambda call: call | {"video_merge_sizes": torch.tensor([3])},
+        r"video_merge_sizes must be a whole number .*; found \[3\] for the grids \[\(2, 4, 6\)\]",
+    ),
+    "merge sizes of other tokens": (
+        lambda call: call | {"image_merge_sizes": torch.tensor([2])},
+        "24 tokens of images and 10 of videos, and the pixels make 6 and 10",
+    ),
+    "a mask of other tokens": (
+        lambda call: call | {"video_compression_mask": torch.ones(13, dtype=torch.bool)},
+        r"video_compression_mask must be bool \[12\], .*; found torch.bool of shape \(13,\)",
+    ),
+    "a mask that keeps all": (
+        lambda call: without(call, "video_compression_mask"),
+        "24 tokens of images and 10 of videos, and the pixels make 24 and 12",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), SIDES.values(), ids=SIDES)
+def test_pictures_pooled_otherwise_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.setdefault("video_llama_3", make_pair("video_llama_3"))
+    call = pair.scene([1, Image(6, 4), 2, Video(2, 4, 6), 3])
+    assert pair.ours(**call).loss.isfinite()
+    with pytest.raises(DataError, match=message):
+        pair.ours(**change(call))
+
+
 OF_PADDED = {
     "no sizes": (lambda call: without(call, "image_sizes"), "pixel_values without image_sizes"),
     "no pixels": (lambda call: without(call, "pixel_values"), "image_sizes without pixel_values"),

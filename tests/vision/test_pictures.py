@@ -11,6 +11,7 @@ import torch
 from liger_models.convert.errors import DataError
 from liger_models.layers.specs import FadingTable, PatchSpec
 from liger_models.layers.vision.patch_order import cut, in_blocks, places_of, windows_of
+from liger_models.layers.vision.pooled import PooledPictures
 from liger_models.layers.vision.position_table import make_table
 
 
@@ -26,6 +27,26 @@ def test_a_picture_is_cut_as_by_qwens_processor(size):
     patches, grid = cut(picture, PatchSpec(14, frames=2), merge=2)
     assert [list(grid)] == theirs["image_grid_thw"].tolist()
     torch.testing.assert_close(patches, theirs["pixel_values"], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", [1, 2, 3, 4])
+def test_pooled_pictures_are_shrunk_bilinearly(side):
+    """Two time steps; a mask leaves out tokens of videos alone."""
+    grids, x = [(1, 12, 12), (2, 12, 24)], torch.randn(144 + 2 * 12 * 24, 5)
+    expected = []
+    for (t, h, w), own in zip(grids, x.split([144, 2 * 12 * 24]), strict=True):
+        rows = own.view(t, h // side, w // side, side, side, 5).transpose(2, 3).reshape(t, h, w, 5)
+        image = torch.nn.functional.interpolate(
+            rows.permute(0, 3, 1, 2), size=(h // side, w // side), mode="bilinear"
+        )
+        expected.append(image.permute(0, 2, 3, 1).reshape(-1, 5))
+    pictures = PooledPictures(x, grids, 1, [side, side])
+    torch.testing.assert_close(pictures.pooled(x), torch.cat(expected))
+    assert pictures.counts(1) == [len(own) for own in expected]
+    kept = torch.rand(len(expected[1])) < 0.5
+    pictures = PooledPictures(x, grids, 1, [side, side], kept)
+    torch.testing.assert_close(pictures.pooled(x), torch.cat([expected[0], expected[1][kept]]))
+    assert pictures.counts(1) == [len(expected[0]), int(kept.sum())]
 
 
 def test_frames_of_a_video_fill_patches_and_the_last_frame_is_repeated():

@@ -30,6 +30,10 @@ GLM = {
 }
 FAMILIES = {
     "qwen3_vl": ("Qwen3VL", "Qwen2VL", QWEN, {}, ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>"]),
+    "video_llama_3": (
+        *("VideoLlama3", "VideoLlama3", {**QWEN, "merge_size": 1, "temporal_patch_size": 1}, {}),
+        ["<|image_pad|>", "<|video_pad|>"],
+    ),
     "gemma3": (
         *("Gemma3", "Gemma3", {"size": {"height": 16, "width": 16}}, {"image_seq_length": 4}),
         ["<soft>", "<boi>", "<eoi>"],
@@ -266,6 +270,11 @@ VIDEOS = {
     "gemma4": ("Gemma4", {"patch_size": 3, "pooling_kernel_size": 2, "max_soft_tokens": 70}, "<|video|>"),
     "llava_onevision": ("LlavaOnevision", {"size": {"height": 10, "width": 10}}, "<video>"),
     "internvl": ("InternVL", {"size": {"height": 13, "width": 13}}, "<video>"),
+    "video_llama_3": (
+        "VideoLlama3",
+        {"patch_size": 3, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}},
+        "<|video_pad|>",
+    ),
 }
 
 

@@ -1,0 +1,130 @@
+"""Build `Pictures` from the outputs of processors that give patches with the grid of each picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.specs import ClipTable, GridPictures, VisionSpec
+from liger_models.layers.vision.patch_order import Grid, in_blocks
+from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.pooled import PooledPictures
+
+ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos
+
+
+def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """Pictures as patches with the grid of each."""
+    timed = spec.positions is not None and spec.positions.tokens_per_second is not None
+    names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+    given = taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere ignored
+    images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
+    videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
+    seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
+    patches = [values for values in (images, videos) if values is not None]
+    if not patches:
+        return None
+    grids = image_grids + video_grids
+    return Pictures(torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips)
+
+
+def _of_kind(
+    spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
+) -> tuple[Tensor | None, list[Grid]]:
+    if not together(given, pixels, grids):
+        return None, []
+    raster = isinstance(spec.pictures, GridPictures) and spec.pictures.raster
+    values, table = given[pixels], torch.as_tensor(given[grids])
+    values = values.flatten(1) if raster else values
+    if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
+        raise DataError(
+            f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
+            f"{table.dtype} of shape {tuple(table.shape)}"
+        )
+    shapes: list[Grid] = [(t, h, w) for t, h, w in table.tolist()]
+    for i, (t, h, w) in enumerate(shapes):
+        if min(t, h, w) < 1 or h % merge or w % merge:
+            raise DataError(
+                f"{grids}[{i}] is {(t, h, w)}; expected numbers above 0, height and width multiples of "
+                f"{merge}, since so many patches side by side make one token"
+            )
+        if isinstance(spec.position_table, ClipTable) and t > spec.position_table.steps:
+            raise DataError(
+                f"{grids}[{i}] has {t} time steps; the model has positions for {spec.position_table.steps}: "
+                "give longer videos as several clips"
+            )
+    total, width = sum(t * h * w for t, h, w in shapes), spec.patches.width
+    if tuple(values.shape) != (total, width) or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [{total}, {width}], by {grids} and the model's "
+            f"patches; found {values.dtype} of shape {tuple(values.shape)}"
+        )
+    return in_blocks(values, shapes, spec.patches, merge) if raster else values, shapes
+
+
+def _seconds(given: Any, videos: int) -> list[float] | None:
+    if given is None:
+        return None
+    if isinstance(given, Tensor) and given.dtype in ROUNDED:
+        raise DataError(
+            f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
+            "a list (mixed precision casts floating point tensors)"
+        )
+    seconds = given.tolist() if isinstance(given, Tensor) else list(given)
+    if len(seconds) != videos:
+        raise DataError(f"second_per_grid_ts has {len(seconds)} values for {videos} videos; expected as many")
+    return seconds
+
+
+def pooled_grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """The same, with the number by which each is pooled: see `PooledGrids`."""
+    names = "image_merge_sizes", "video_merge_sizes", "video_compression_mask"
+    given, made = taken(keywords, *names), grids(spec, merge, keywords)
+    images, videos = ([], []) if made is None else (made.grids[: made.images], made.grids[made.images :])
+    sides = [*_sides(given, names[0], images), *_sides(given, names[1], videos)]
+    mask = given.get(names[2])
+    if mask is not None:
+        mask, pooled = torch.as_tensor(mask).cpu(), zip(videos, sides[len(images) :], strict=True)
+        count = sum(t * h * w // side**2 for (t, h, w), side in pooled)
+        if mask.dtype != torch.bool or tuple(mask.shape) != (count,):
+            raise DataError(
+                f"{names[2]} must be bool [{count}], by the videos' grids and merge sizes; found "
+                f"{mask.dtype} of shape {tuple(mask.shape)}"
+            )
+    if made is None:
+        return None
+    return PooledPictures(made.patches, made.grids, made.images, sides, mask)
+
+
+def _sides(given: Mapping[str, Any], name: str, pictures: list[Grid]) -> list[int]:
+    """The numbers under this name, one per picture."""
+    sides = torch.as_tensor(given.get(name, [])).flatten().tolist()
+    fit = len(sides) == len(pictures) and all(
+        type(side) is int and side > 0 and h % side == w % side == 0
+        for side, (_, h, w) in zip(sides, pictures, strict=True)
+    )
+    if not fit:
+        raise DataError(
+            f"{name} must be a whole number for each picture, by which the height and the width of its grid "
+            f"can be divided; found {sides} for the grids {pictures}"
+        )
+    return sides
+
+
+def taken(keywords: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Remove the given names from the keywords and return those present."""
+    return {name: value for name in names if (value := keywords.pop(name, None)) is not None}
+
+
+def together(given: Mapping[str, Any], *names: str) -> bool:
+    """Return True if all are given, False if none; raise DataError if some are missing."""
+    there, missing = [n for n in names if n in given], [n for n in names if n not in given]
+    if there and missing:
+        raise DataError(
+            f"got {' and '.join(there)} without {' and '.join(missing)}: give all, as the processor does"
+        )
+    return bool(there)
