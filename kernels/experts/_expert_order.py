@@ -102,6 +102,38 @@ def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = Non
     return sorted_rows
 
 
+def split_tiles(order: ExpertOrder, first_tokens: int) -> tuple[ExpertOrder, ExpertOrder]:
+    """The same rows in two launches: the tiles with rows of the first tokens alone, and all other tiles.
+
+    Within an expert the rows of the first tokens come first, so both together are as many tiles as before.
+    """
+    most = order.tile_expert.numel()
+    if not most:
+        return order, order
+    num_experts = order.offsets.numel() - 1
+    block_experts = next_power_of_2(num_experts)
+    block_tiles = max(1, min(64, 8192 // block_experts))
+    parts = []
+    for rest in (False, True):
+        tiles = [torch.empty_like(t) for t in (order.tile_expert, order.tile_row, order.num_tiles)]
+        with on_device_of(order.order):
+            _split_tiles_kernel[(ceil_div(most, block_tiles),)](
+                order.order,
+                order.offsets,
+                *tiles,
+                first_tokens * order.top_k,
+                order.num_rows.bit_length(),
+                num_experts,
+                most,
+                REST=rest,
+                BLOCK=order.block,
+                BLOCK_TILES=block_tiles,
+                BLOCK_EXPERTS=block_experts,
+            )
+        parts.append(order._replace(tile_expert=tiles[0], tile_row=tiles[1], num_tiles=tiles[2]))
+    return parts[0], parts[1]
+
+
 def _block_rows(num_rows: int, num_experts: int) -> int:
     """128, or 64 if an even load would leave half of a tile empty."""
     return 64 if num_rows <= 64 * num_experts and not is_batch_invariant() else 128
@@ -178,6 +210,55 @@ def _tiles_kernel(
     mask = expert < num_experts
     start = tl.load(offsets + expert, mask, 0)
     end = tl.load(offsets + expert + 1, mask, 0)
+    _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
+
+
+@jit
+def _split_tiles_kernel(
+    order,
+    offsets,
+    tile_expert,
+    tile_row,
+    num_tiles,
+    first_slots,
+    steps,
+    num_experts,
+    most,
+    REST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    mask = expert < num_experts
+    start = tl.load(offsets + expert, mask, 0)
+    end = tl.load(offsets + expert + 1, mask, 0)
+    low, high = start, end  # by bisection: the first row of an expert that is of no first slot
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        before = tl.load(order + middle, low < high, first_slots) < first_slots
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
+    whole = tl.where(low == end, end - start, (low - start) // BLOCK * BLOCK)
+    if REST:
+        start += whole
+    else:
+        end = start + whole
+    _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
+
+
+@jit
+def _write_tiles(
+    start,
+    end,
+    expert,
+    tile_expert,
+    tile_row,
+    num_tiles,
+    most,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+):
+    """Write this program's tiles of the rows from `start` to `end` of each expert."""
     tiles = (end - start + BLOCK - 1) // BLOCK
     last = tl.cumsum(tiles, 0)
     first = last - tiles

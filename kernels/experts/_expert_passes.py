@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import as_rows
 from liger_models.kernels.activations.gated import Activation
 from liger_models.kernels.experts._expert_operands import Make
-from liger_models.kernels.experts._expert_order import ExpertOrder
+from liger_models.kernels.experts._expert_order import ExpertOrder, split_tiles
 from liger_models.kernels.experts._expert_paths import ExpertPath, pack_paths, path_gradients
 from liger_models.kernels.experts._expert_rows import (
     activated,
@@ -22,6 +22,25 @@ from liger_models.kernels.experts._expert_rows import (
     weighted_activation,
 )
 from liger_models.kernels.experts._grouped_products import rows_product, weight_product
+
+
+class Exchange(Protocol):
+    """Rows of tokens that ranks exchange while the experts' products run.
+
+    Attributes:
+        own: number of tokens of this rank. They are the first ones.
+        overlaps: set if the products take part: x, and the gradient of the result, may then still be
+            arriving when the other tokens' rows are given to them.
+    """
+
+    own: int
+    overlaps: bool
+
+    def arrive(self) -> None:
+        """Wait until the other tokens' rows are there."""
+
+    def leave(self, rows: Tensor) -> None:
+        """Start to return the other tokens' rows of a result [T, H]; those of its own are not there yet."""
 
 
 class Wanted(NamedTuple):
@@ -68,14 +87,17 @@ def activated_product(
     inputs: bool,
     first: Sequence[ExpertPath] = (),
     last: Sequence[ExpertPath] = (),
+    exchange: Exchange | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return the activation's output [R, I], its t of the last paths, h [R, 2 I], or [R, I], and t of the
     first paths.
     """
     bias = None if gate_up_bias is None else gate_up_bias.contiguous()
+    if exchange is not None and first:
+        exchange.arrive()
     path, first_t = _low_rank(as_rows(x), first, order, gather=True)
     options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
-    h = rows_product(as_rows(x), gate_up(), order, **options)
+    h = _product_of_arriving(as_rows(x), gate_up(), order, exchange, **options)
     product = weighted_activation(h, weights, order, activation) if inputs else activated(h, activation)
     return product, _low_rank(product, last, order)[1], h, first_t
 
@@ -89,12 +111,47 @@ def summed(
     order: ExpertOrder,
     inputs: bool,
     paths: Sequence[ExpertPath] = (),
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """Return the result [T, H]."""
     bias = None if down_bias is None else down_bias.contiguous()
     path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
-    rows = rows_product(product, down(), order, transposed=True, bias=bias, path=path)  # [R, H]
-    return sum_slots(rows, None if inputs else weights, order)
+    options: Any = {"transposed": True, "bias": bias, "path": path}
+    return _summed_product(product, down(), order, None if inputs else weights, exchange, **options)
+
+
+def _product_of_arriving(
+    x: Tensor, matrices: Tensor, order: ExpertOrder, exchange: Exchange | None, **options: Any
+) -> Tensor:
+    """Return `rows_product`, at first of this rank's tokens, while the others arrive."""
+    if exchange is None:
+        return rows_product(x, matrices, order, **options)
+    own, rest = split_tiles(order, exchange.own)
+    rows = rows_product(x, matrices, own, beside=True, **options)
+    exchange.arrive()
+    return rows_product(x, matrices, rest, out=rows, **options)
+
+
+def _summed_product(
+    a: Tensor,
+    matrices: Tensor,
+    order: ExpertOrder,
+    weights: Tensor | None,
+    exchange: Exchange | None,
+    **options: Any,
+) -> Tensor:
+    """Return `rows_product`, summed by token [T, H]. Those of other ranks come first, and leave while this
+    rank's own are computed.
+    """
+    if exchange is None:
+        return sum_slots(rows_product(a, matrices, order, **options), weights, order)
+    own, rest = split_tiles(order, exchange.own)
+    rows = rows_product(a, matrices, rest, **options)
+    y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
+    sum_slots(rows, weights, order, slice(exchange.own, None), y)
+    exchange.leave(y)
+    rows_product(a, matrices, own, out=rows, beside=True, **options)
+    return sum_slots(rows, weights, order, slice(exchange.own), y)
 
 
 def _low_rank(
@@ -123,6 +180,7 @@ def experts_backward(
     want: Wanted,
     first: LowRank = NO_PATHS,
     last: LowRank = NO_PATHS,
+    exchange: Exchange | None = None,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of those of the paths. Buffers
     are freed as soon as possible.
@@ -130,17 +188,28 @@ def experts_backward(
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
     biased, x, of_first, of_last = {}, as_rows(x), [], []
+    arriving = None
+    if exchange is not None:
+        if last.t is None and down_bias is None and (want_h or want.weights):
+            arriving = exchange
+        else:
+            exchange.arrive()
     if down_bias is not None and experts is not None and want.weights:
         # For all experts at once: reads dy once instead of once per slot.
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
-    dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
+    if arriving is not None and not gather:
+        arriving = _SpreadOnArrival(arriving, dy, order)
+        dy = arriving.rows
+    else:
+        dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
         packed = pack_paths(last.paths, order.offsets.numel() - 1, dy.dtype)
         u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
         path = u, packed.a
     if want_h or want.weights:  # [R, I]
-        dproduct = rows_product(dy, down(), order, transposed=False, gather=gather, path=path)
+        options: Any = {"transposed": False, "gather": gather, "path": path}
+        dproduct = _product_of_arriving(dy, down(), order, arriving, **options)
     dh: Any
     product: Any
     dh, dweights, product = activation_backward(  # None where not required
@@ -177,9 +246,25 @@ def experts_backward(
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        rows = rows_product(dh, gate_up(), order, transposed=False, path=path)
-        dx = sum_slots(rows, None, order)
+        dx = _summed_product(dh, gate_up(), order, None, exchange, transposed=False, path=path)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
+
+
+class _SpreadOnArrival:
+    """Rows [R, H] of a gradient dy [T, H] whose rows of other ranks' tokens are still arriving."""
+
+    def __init__(self, exchange: Exchange, dy: Tensor, order: ExpertOrder):
+        self.exchange, self.dy, self.order = exchange, dy, order
+        self.own, self.overlaps = exchange.own, exchange.overlaps
+        self.rows = dy.new_empty(order.num_rows, dy.shape[1])
+        spread_rows(dy, order, slice(self.own), self.rows)
+
+    def arrive(self) -> None:
+        self.exchange.arrive()
+        spread_rows(self.dy, self.order, slice(self.own, None), self.rows)
+
+    def leave(self, rows: Tensor) -> None:
+        self.exchange.leave(rows)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

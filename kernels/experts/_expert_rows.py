@@ -32,30 +32,48 @@ from liger_models.kernels.activations.gated import (
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
-def spread_rows(x: Tensor, order: ExpertOrder) -> Tensor:
-    """x [T, H] -> [R, H], each row a copy of its token. Reads each row of x once."""
-    x = as_rows(x)
+def spread_rows(
+    x: Tensor, order: ExpertOrder, tokens: slice = slice(None), out: Tensor | None = None
+) -> Tensor:
+    """x [T, H] -> [R, H], each row a copy of its token. Reads each row of x once. Of some tokens only, if
+    given, into `out`.
+    """
+    x = as_rows(x)[tokens]
     width = x.shape[1]
-    rows = x.new_empty(order.num_rows, width)
-    if rows.numel():
+    rows = x.new_empty(order.num_rows, width) if out is None else out
+    if rows.numel() and len(x):
         block = min(1024, next_power_of_2(width))
         with on_device_of(x):
             _spread_rows_kernel[(len(x), ceil_div(width, block))](
-                x, order.position, rows, x.stride(0), width, TOP_K=order.top_k, BLOCK=block
+                x,
+                order.position.view(-1, order.top_k)[tokens],
+                rows,
+                x.stride(0),
+                width,
+                TOP_K=order.top_k,
+                BLOCK=block,
             )
     return rows
 
 
-def sum_slots(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> Tensor:
-    """rows [R, H], weights [T, k] or None for ones -> y [T, H], summed in the order of slots."""
-    width = rows.shape[1]
-    y = rows.new_empty(order.position.numel() // order.top_k, width)
-    if y.numel():
+def sum_slots(
+    rows: Tensor,
+    weights: Tensor | None,
+    order: ExpertOrder,
+    tokens: slice = slice(None),
+    out: Tensor | None = None,
+) -> Tensor:
+    """rows [R, H], weights [T, k] or None for ones -> y [T, H], summed in the order of slots. Of some tokens
+    only, if given, into their rows of `out`.
+    """
+    width, position = rows.shape[1], order.position.view(-1, order.top_k)
+    y = rows.new_empty(len(position), width) if out is None else out
+    if (of_tokens := y[tokens]).numel():
         block = min(1024, next_power_of_2(width))
-        weights = None if weights is None else weights.contiguous()
+        weights = None if weights is None else weights.contiguous()[tokens]
         with on_device_of(y):
-            _sum_slots_kernel[(len(y), ceil_div(width, block))](
-                rows, weights, order.position, y, width, TOP_K=order.top_k, BLOCK=block
+            _sum_slots_kernel[(len(of_tokens), ceil_div(width, block))](
+                rows, weights, position[tokens], of_tokens, width, TOP_K=order.top_k, BLOCK=block
             )
     return y
 

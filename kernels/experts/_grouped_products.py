@@ -51,19 +51,24 @@ def rows_product(
     gather: bool = False,
     bias: Tensor | None = None,
     path: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    beside: bool = False,
 ) -> Tensor:
     """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)] + t[r] @ L[e(r)], accumulated in float32 and rounded once.
 
     a: [R, K] in row order; or [T, K] in token order, with `gather`. Inner stride one.
     b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
     path: t [R, P] and L [E, P, N]; contiguous, P a power of two of at least 16.
+    out: C, of which only the rows of the order's tiles are written.
+    beside: a collective holds some multiprocessors, so that programs must be many and short.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
-    c = a.new_empty(order.num_rows, width)
+    c = a.new_empty(order.num_rows, width) if out is None else out
     if not c.numel():
         return c
     block_m = order.block
     block_n, block_k, num_warps, num_stages, programs = _rows_config(block_m, inner, width, a)
+    programs *= _SHORT if beside else 1
     rank = 0 if path is None else path[0].shape[1]
     block_rank = min(32, max(16, rank))
     t, low = (None, None) if path is None else path
@@ -128,6 +133,9 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
             num_stages=num_stages,
         )
     return d
+
+
+_SHORT = 8  # times as many programs as run at once: a late one delays a launch by an eighth of it
 
 
 def _descriptor(x: Tensor, block: list[int]):

@@ -64,6 +64,7 @@ from liger_models.kernels.experts._expert_operands import (
 from liger_models.kernels.experts._expert_operators import experts_operator
 from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
 from liger_models.kernels.experts._expert_passes import (
+    Exchange,
     LowRank,
     Wanted,
     activated_product,
@@ -89,6 +90,7 @@ def moe_experts(
     num_rows: int | None = None,
     gate_up_paths: Sequence[ExpertPath] = (),
     down_paths: Sequence[ExpertPath] = (),
+    exchange: Exchange | None = None,
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)), or of down(act(up(x))).
 
@@ -107,6 +109,7 @@ def moe_experts(
             and gives the number of the other slots. Not checked on a GPU.
         gate_up_paths, down_paths: low-rank paths of the matrices, in any floating dtypes; their gradients are
             summed in float32, as if each matrix were W + scale * B A, which is never computed.
+        exchange: for expert parallelism, of rows between ranks while the products run.
 
     Under autocast, x, the matrices and their biases may have any dtypes and are cast to autocast's. Under
     torch.compile on a CPU, all experts compute all tokens; on any device, it computes W + scale * B A.
@@ -145,9 +148,14 @@ def moe_experts(
     if use_triton(*tensors, *of_paths):
         scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
         stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
-        plan = _Plan(sort_by_expert(experts, first.shape[0], num_rows), activation, inputs, stored, scales)
+        order = sort_by_expert(experts, first.shape[0], num_rows)
+        if exchange is not None:
+            exchange.overlaps = True
+        plan = _Plan(order, activation, inputs, stored, scales, exchange)
         product, t = _First.apply(plan, *tensors, *of_paths)
         return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
+    if exchange is not None:
+        exchange.arrive()
     first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
     return as_once_differentiable(
         moe_experts_plain(x, weights, experts, first, last, activation, *biases, weighted, num_rows, *paths)
@@ -241,6 +249,7 @@ class _Plan(NamedTuple):
     inputs: bool
     stored: _Matrices
     scales: tuple[list[float], list[float]]
+    exchange: Exchange | None
 
 
 class _First(torch.autograd.Function):
@@ -255,7 +264,8 @@ class _First(torch.autograd.Function):
         first, last = _paths(plan.scales, ab)
         make, _ = plan.stored.given(gate_up, down)
         product, last_t, *kept = activated_product(
-            x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last
+            *(x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last),
+            exchange=plan.exchange,
         )
         experts = None if down_bias is None else experts  # needed for the bias only
         operands = x, weights, experts, gate_up, down, down_bias
@@ -277,7 +287,8 @@ class _Last(torch.autograd.Function):
         _, make = plan.stored.given(gate_up, down)
         # Without the order's tensors, which are among the saved ones and are freed with them.
         ctx.plan, ctx.sizes, ctx.kept = plan._replace(order=None), plan.order[_TENSORS:], kept
-        return summed(product, last_t, weights, make, down_bias, plan.order, plan.inputs, last)
+        operands = product, last_t, weights, make, down_bias
+        return summed(*operands, plan.order, plan.inputs, last, plan.exchange)
 
     @staticmethod
     @once_differentiable
@@ -295,7 +306,9 @@ class _Last(torch.autograd.Function):
             del wanted[: len(paths)]
         operands = x, weights, experts, first, last, down_bias, h
         options = plan.activation, plan.inputs, Wanted.of(needed)
-        dx, dweights, *dexperts, dpaths = experts_backward(dy, *operands, order, *options, *low)
+        dx, dweights, *dexperts, dpaths = experts_backward(
+            dy, *operands, order, *options, low[0], low[1], plan.exchange
+        )
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 
 

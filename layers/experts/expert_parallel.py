@@ -9,7 +9,8 @@ Rank r of n holds the experts r E / n up to (r + 1) E / n. For each MoE layer:
 
 A token is sent once to each rank with any of its experts, not once per expert: with 8 experts per token and
 two ranks that is a quarter of the rows. The row counts are exchanged first, and the host waits for them once
-per layer; avoiding that with worst-case sizes would take n times the memory and communication time.
+per layer. If the ranks are no more than a token's experts, all tokens are sent to all ranks instead, while
+the products run (layers/experts/gathered_tokens.py).
 
     divide_experts(model, mesh["experts"])
 
@@ -30,6 +31,7 @@ from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.kernels import ExpertPath
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
+from liger_models.layers.experts.gathered_tokens import GatheredRoutes, TokenCounts
 from liger_models.layers.sequences.sequence_parallel import all_to_all
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def divide_experts(
     if not layers:
         raise ValueError("no layer of this model has experts: leave experts at 1")
     ranks, rank = mesh.size(), mesh.get_local_rank()
+    counts = None
     for name, layer in layers:
         num_experts = layer.spec.num_experts
         if num_experts % ranks:
@@ -73,7 +76,9 @@ def divide_experts(
             own = p.detach().chunk(ranks)[rank].clone()
             own = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
             setattr(layer, kind, nn.Parameter(own, p.requires_grad))
-        layer.exchange = ExpertExchange(mesh.get_group(), num_experts // ranks, compute_dtype)
+        group = mesh.get_group()
+        counts = counts or TokenCounts(group)
+        layer.exchange = ExpertExchange(group, num_experts // ranks, compute_dtype, counts)
     return [layer for _, layer in layers]
 
 
@@ -83,14 +88,19 @@ class ExpertExchange:
     Args:
         own: number of experts per rank.
         compute_dtype: of their parameters in computation; None: their own.
+        counts: of the ranks' tokens, shared by all layers.
     """
 
-    def __init__(self, group: Any, own: int, compute_dtype: torch.dtype | None = None):
-        self.group, self.own, self.compute_dtype = group, own, compute_dtype
+    def __init__(self, group: Any, own: int, compute_dtype: torch.dtype | None, counts: TokenCounts):
+        self.group, self.own, self.compute_dtype, self.counts = group, own, compute_dtype, counts
         self.ranks, self.rank = group.size(), group.rank()
 
-    def plan(self, experts: Tensor) -> Routes:
-        """Routes of all ranks' tokens, given the experts [T, k] of this rank's. Synchronises the device."""
+    def plan(self, experts: Tensor, batch: object | None = None) -> Routes | GatheredRoutes:
+        """Routes of all ranks' tokens, given the experts [T, k] of this rank's. For more ranks than experts
+        per token this synchronises the device. Ranks tell their numbers of tokens once per `batch`.
+        """
+        if self.ranks <= experts.shape[1]:
+            return GatheredRoutes(self, self.counts.of(len(experts), experts.device, batch))
         owner = (experts // self.own).long()
         needed = owner.new_zeros(len(owner), self.ranks, dtype=torch.bool).scatter_(1, owner, True)
         slots = owner.new_zeros(self.ranks).scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))
@@ -136,6 +146,8 @@ class Routes:
         sent, received: numbers of rows sent to, and received from, each rank.
         num_slots: number of local experts over all received rows.
     """
+
+    rows = None  # exchanged before and after the products
 
     def __init__(
         self, exchange: ExpertExchange, position: Tensor, sent: list[int], received: list[int], slots: int

@@ -26,6 +26,7 @@ from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.kernels import ExpertPath, StoredMatrices, moe_experts
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
+from liger_models.layers.experts.gathered_tokens import GatheredRoutes
 from liger_models.layers.experts.input_noise import InputNoise
 from liger_models.layers.experts.router import Router, SparseMixerRouter
 from liger_models.layers.parts.mlp import make_mlp
@@ -77,7 +78,8 @@ class MixtureOfExperts(nn.Module):
         logits, weights, experts = self.router(read, None if sequences is None else sequences.notes.routing)
         if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
             sequences.notes.router_logits.note(logits)
-        y = self.experts(x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), weights, experts)
+        latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
+        y = self.experts(latent, weights, experts, sequences)
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
         if self.shared_expert is None:
@@ -175,11 +177,19 @@ class Experts(nn.Module):
             return Cat((of_each("gate_proj", rows // 2), of_each("up_proj", rows // 2)), dim=1)
         return of_each(projection, rows)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, paths: Paths = NO_PATHS) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        sequences: Sequences | None = None,
+        paths: Paths = NO_PATHS,
+    ) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]. `paths` are low-rank paths of the matrices, by
-        their names, `first` and down_proj.
+        their names, `first` and down_proj. Ranks that share experts exchange their numbers of tokens once
+        per `sequences`.
         """
-        routes = None if self.exchange is None else self.exchange.plan(experts)
+        routes = None if self.exchange is None else self.exchange.plan(experts, sequences)
         if self._runs_again(x) and torch.is_grad_enabled():
             return recompute(self._forward, routes, paths, x, weights, experts, *self._made_matrices())
         return self._forward(routes, paths, x, weights, experts)
@@ -196,7 +206,7 @@ class Experts(nn.Module):
 
     def _forward(
         self,
-        routes: Routes | None,
+        routes: Routes | GatheredRoutes | None,
         paths: Paths,
         x: Tensor,
         weights: Tensor,
@@ -205,20 +215,21 @@ class Experts(nn.Module):
     ) -> Tensor:
         first, down = matrices or self._matrices(x)
         biases = as_wide_as(first, self.first_bias), as_wide_as(down, self.down_proj_bias)
-        spec, num_rows = self.spec, None
+        spec, num_rows, exchange = self.spec, None, None
         if routes is not None:
             own = routes.exchange.parameter
             first, down, biases = own(first), own(down), (own(biases[0]), own(biases[1]))
             x, weights, experts = routes.there(x, weights, experts)
             split = functools.partial(routes.exchange.path, num_experts=spec.num_experts)
             paths = {name: [*map(split, of_stack)] for name, of_stack in paths.items()}
-            num_rows = routes.num_slots
+            num_rows, exchange = routes.num_slots, routes.rows
         y = moe_experts(
             *(x, weights, experts, first, down, spec.activation, *biases),
             weighted=spec.weighted,
             num_rows=num_rows,
             gate_up_paths=paths.get(self.first, ()),
             down_paths=paths.get("down_proj", ()),
+            exchange=exchange,
         )
         return y if routes is None else routes.back(y)
 

@@ -1,0 +1,227 @@
+"""Expert parallelism for ranks that are no more than a token's experts: every rank gets all tokens.
+
+With n ranks and k >= n experts per token, nearly every token has some expert on every rank. Then sending all
+tokens to all ranks costs hardly more bytes than sending each to the ranks that need it, and nobody needs to
+know how many rows go where:
+
+    weights, experts of each token, then x   --to all ranks-->   rows of all tokens, this rank's first
+    y of each rank, by token                 --to its rank-->    summed in float32
+
+The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
+ranks' tokens travel while its second product does; in the backward pass likewise their gradients
+(kernels/experts/_expert_passes.py). The host learns two sizes: the ranks' numbers of tokens, once per batch
+(`TokenCounts`), and the number of rows of this rank's experts, once per layer. It waits for the latter alone,
+while x travels. Nothing is dropped, and memory is what these rows take.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import once_differentiable
+
+
+class TokenCounts:
+    """The numbers of tokens of a group's ranks, exchanged once per batch."""
+
+    def __init__(self, group: Any):
+        self._group = group
+        self._batch: weakref.ref[Any] | None = None
+        self._counts: list[int] = []
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, tokens: int, device: torch.device, batch: object | None) -> list[int]:
+        """Numbers of tokens of all ranks, given this rank's.
+
+        Args:
+            batch: the batch in which these numbers hold: the same one in all layers, or not, on all ranks.
+                None: exchange them anew.
+        """
+        if batch is None or self._batch is None or self._batch() is not batch:
+            self._counts = self._exchange(tokens, device)
+            self._batch = None if batch is None else weakref.ref(batch)
+        return self._counts
+
+    def _exchange(self, tokens: int, device: torch.device) -> list[int]:
+        if device.type != "cuda":
+            return self._gathered(torch.tensor([tokens]))
+        # On a stream of its own, which does not wait for the optimizer's step or the layers before.
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(self._stream):
+            return self._gathered(torch.tensor([tokens]).pin_memory().to(device, non_blocking=True))
+
+    def _gathered(self, own: Tensor) -> list[int]:
+        counts = [torch.empty_like(own) for _ in range(self._group.size())]
+        torch.distributed.all_gather(counts, own, group=self._group)
+        return torch.cat(counts).tolist()
+
+
+class TokenExchange:
+    """Rows of all tokens, this rank's first, and the sums of results on their way back.
+
+    Args:
+        counts: the ranks' numbers of tokens.
+    """
+
+    overlaps = False  # see `Exchange` in kernels/experts/_expert_passes.py
+
+    def __init__(self, group: Any, counts: Sequence[int]):
+        self.group, self.own = group, counts[group.rank()]
+        self.total, first = sum(counts), self.own
+        self._others: list[tuple[int, slice]] = []  # ranks with tokens, and their rows
+        for rank, count in enumerate(counts):
+            if rank != group.rank() and count:
+                self._others.append((rank, slice(first, first + count)))
+                first += count
+        self._senders = [rank for rank in range(len(counts)) if rank != group.rank() and self.own]
+        self._arriving: list[Any] = []  # and the tensors that it needs
+        self._leaving: tuple[Tensor, Tensor, list[Any]] | None = None
+
+    def gather(self, x: Tensor) -> Tensor:
+        """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
+        `arrive`.
+        """
+        rows = x.new_empty(self.total, *x.shape[1:])
+        rows[: self.own] = x
+        send = [(rank, rows[: self.own]) for rank in self._senders]
+        works = self._start(send, [(rank, rows[of_rank]) for rank, of_rank in self._others])
+        self._arriving = [works, rows]
+        return rows
+
+    def arrive(self) -> None:
+        """Wait until the rows of other ranks' tokens are there; on a GPU, its stream waits."""
+        if self._arriving:
+            for work in self._arriving[0]:
+                work.wait()
+            self._arriving = []
+
+    def leave(self, rows: Tensor) -> None:
+        """Start to return the other ranks' tokens' rows of a result [T, ...]."""
+        returned = rows.new_empty(len(self._senders), self.own, *rows.shape[1:])
+        receive = list(zip(self._senders, returned, strict=True))
+        works = self._start([(rank, rows[of_rank]) for rank, of_rank in self._others], receive)
+        self._leaving = rows, returned, works
+
+    def returned(self, rows: Tensor) -> Tensor:
+        """Results [T, ...] of this rank -> the sums over ranks for its own tokens [t, ...]."""
+        if self._leaving is not None and self._leaving[0].data_ptr() != rows.data_ptr():
+            self._wait_for_return()  # a hook has replaced the result
+        if self._leaving is None:
+            self.leave(rows)
+        parts, own = self._wait_for_return(), rows[: self.own]
+        if len(parts) <= 1:  # the sum of two numbers is rounded once in any case
+            return own + parts[0] if len(parts) else own.clone()
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return torch.sum(parts, 0, dtype=wide).add_(own).to(rows.dtype)
+
+    def _wait_for_return(self) -> Tensor:
+        assert self._leaving is not None
+        _, returned, works = self._leaving
+        for work in works:
+            work.wait()
+        self._leaving = None
+        return returned
+
+    def _start(self, send: list[tuple[int, Tensor]], receive: list[tuple[int, Tensor]]) -> list[Any]:
+        distributed: Any = torch.distributed
+        ops = [
+            distributed.P2POp(op, rows, group=self.group, group_peer=rank)
+            for op, pairs in ((distributed.isend, send), (distributed.irecv, receive))
+            for rank, rows in pairs
+        ]
+        return distributed.batch_isend_irecv(ops) if ops else []
+
+
+class GatheredRoutes:
+    """Routes of one layer's tokens to the experts of all ranks and back.
+
+    Attributes:
+        exchange: the experts' `ExpertExchange`.
+        num_slots: number of this rank's experts over all tokens, once `there` has been called.
+    """
+
+    num_slots: int
+
+    def __init__(self, exchange: Any, counts: Sequence[int]):
+        self.exchange, self.counts = exchange, counts
+        self.rows = TokenExchange(exchange.group, counts)
+
+    def there(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [t, H], weights and experts [t, k] of this rank's tokens -> those of all tokens, with local
+        expert indices from 0, and -1 for experts elsewhere. The rows of x are arriving.
+        """
+        group, exchange = self.exchange.group, self.exchange
+        of_experts, of_weights = TokenExchange(group, self.counts), TokenExchange(group, self.counts)
+        experts = of_experts.gather(experts)
+        of_experts.arrive()
+        own = experts - exchange.rank * exchange.own
+        own = torch.where((own >= 0) & (own < exchange.own), own, -1)
+        count = None if hasattr(self, "num_slots") else _OnHost((own >= 0).sum())
+        weights = _Gather.apply(weights, of_weights, True)
+        self.rows = TokenExchange(group, self.counts)  # of this run: another one's may be under way
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
+        x = _Gather.apply(x, self.rows, False)
+        if count is not None:
+            self.num_slots = count.value()
+        return x, weights, own
+
+    def back(self, y: Tensor) -> Tensor:
+        """Results y [T, H] of this rank's experts -> their sums for this rank's tokens [t, H]."""
+        return _Return.apply(y, self.rows)
+
+
+class _OnHost:
+    """A number on its way to the host, without waiting for work that is queued later."""
+
+    def __init__(self, number: Tensor):
+        self._event = None
+        self._number = number
+        if number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(number.device))
+
+    def value(self) -> int:
+        if self._event is not None:
+            self._event.synchronize()
+        return int(self._number)
+
+
+class _Gather(torch.autograd.Function):
+    """Rows of all tokens. Without `waits` those of other ranks are arriving when it returns."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange, waits: bool) -> Tensor:
+        ctx.exchange = exchange
+        rows = exchange.gather(x)
+        if waits:
+            exchange.arrive()
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.returned(gradient.contiguous()), None, None
+
+
+class _Return(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, exchange: TokenExchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.returned(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        rows = ctx.exchange.gather(gradient)
+        if not ctx.exchange.overlaps:
+            ctx.exchange.arrive()
+        return rows, None

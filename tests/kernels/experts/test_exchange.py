@@ -1,0 +1,104 @@
+"""Products that run while ranks exchange rows give the bits of products that begin afterwards."""
+
+import pytest
+import torch
+from moe_problem import CLAMPED, operands
+
+from liger_models.kernels import ExpertPath, moe_experts
+from liger_models.kernels._dispatch import interpret, interpreted
+from liger_models.kernels.experts import _expert_order
+from liger_models.kernels.experts._expert_order import sort_by_expert, split_tiles
+
+
+class Delayed:
+    """Stands for a rank with the first `own` tokens: rows of other tokens are wrong until they arrive."""
+
+    overlaps = False
+
+    def __init__(self, own: int):
+        self.own, self.left = own, []
+
+    def gather(self, x):
+        self.arriving, self.true = x.clone(), x
+        self.arriving[self.own :] = torch.nan
+        return self.arriving
+
+    def arrive(self):
+        self.arriving[self.own :] = self.true[self.own :]
+
+    def leave(self, rows):
+        self.left.append(rows[self.own :].clone())
+
+
+class Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, exchange):
+        return exchange.gather(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+class End(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, exchange):
+        ctx.exchange = exchange
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.exchange.gather(gradient), None
+
+
+@pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(("case", "own"), [("plain", 29), ("biases", 40), ("paths", 29), ("frozen", 29)])
+def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, own, monkeypatch):
+    # Experts with two tiles of rows, in which those of the first tokens end anywhere.
+    monkeypatch.setattr(_expert_order, "_block_rows", lambda *_: 16)
+    sizes = {"tokens": 40, "hidden": 20, "inner": 12, "num_experts": 3, "top_k": 2}
+    x, weights, experts, *matrices = operands(**sizes, biases=case == "biases")
+    experts = torch.where(experts == 2, -1, experts)  # on another rank
+    paths = {}
+    if case == "paths":
+        a, b = torch.randn(3 * 2, 20, requires_grad=True), torch.randn(24, 2 * 3, requires_grad=True)
+        paths = {"gate_up_paths": [ExpertPath(a, b, 0.1)]}
+    activation = CLAMPED if case == "biases" else "silu"
+    for matrix in matrices:
+        matrix.requires_grad_(case not in ("frozen", "paths"))
+    operand = weights, experts, *matrices[:2], activation, *matrices[2:]
+    leaves = [x, weights, *matrices, *(t for path in paths.values() for t in path[0][:2])]
+    leaves = [t for t in leaves if t.requires_grad]
+    upstream = torch.randn(40, 20)
+    options = {"num_rows": int((experts >= 0).sum()), **paths}
+    with interpret():
+        alone = moe_experts(x, *operand, **options)
+        expected = torch.autograd.grad(alone, leaves, upstream)
+        exchange = Delayed(own)
+        y = moe_experts(Start.apply(x, exchange), *operand, **options, exchange=exchange)
+        assert exchange.overlaps
+        (left,) = exchange.left
+        assert torch.equal(y, alone)
+        assert torch.equal(left, alone[own:])
+        gradients = torch.autograd.grad(End.apply(y, exchange), leaves, upstream)
+    assert torch.equal(exchange.left[1], expected[0][own:])
+    for gradient, true in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, true)
+
+
+@pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
+def test_tiles_of_the_first_tokens_are_whole_and_the_others_follow():
+    experts = torch.randint(-1, 3, (300, 2), generator=torch.Generator().manual_seed(0))
+    with interpret():
+        order = sort_by_expert(experts.int(), 3, int((experts >= 0).sum()))
+        own, rest = split_tiles(order, 170)
+    seen = torch.zeros(order.num_rows, dtype=torch.int64)
+    for part, first in ((own, True), (rest, False)):
+        for tile in range(int(part.num_tiles)):
+            expert, row = int(part.tile_expert[tile]), int(part.tile_row[tile])
+            rows = slice(row, min(row + order.block, int(order.offsets[expert + 1])))
+            seen[rows] += 1
+            if first:
+                assert (order.order[rows] // 2 < 170).all()
+    assert (seen == 1).all()
+    assert int(own.num_tiles) == sum((experts[:170] == e).sum() // order.block for e in range(3))
