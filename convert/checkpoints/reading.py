@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints import tensor_bytes
+from liger_models.convert.checkpoints.expressions import Expr
+from liger_models.convert.checkpoints.rows import slabs
 from liger_models.convert.checkpoints.safetensors_header import (
     MAX_HEADER_BYTES,
     FileHeader,
@@ -291,7 +293,8 @@ def load_parameters(
     *,
     progress: bool = False,
 ) -> None:
-    """Fills native tensors from a checkpoint, reading each byte once and in file order.
+    """Fills native tensors from a checkpoint, reading each byte once and in file order. Shards that lie in
+    many pieces are cut from whole rows (`slabs`).
 
     Args:
         parameters: the tensors to fill, by native name; on any device, of any dtype. For sharded tensors,
@@ -305,30 +308,39 @@ def load_parameters(
     """
     check_parameters(parameters, weight_map)
     weight_map = reader.as_stored(weight_map)
-    jobs: list[_ReadJob] = []
+    jobs: list[_ReadJob | _SlabJob] = []
+
+    def check(info: TensorInfo, dest: Tensor) -> None:
+        if dest.is_floating_point() and info.dtype not in (*WEIGHT_DTYPES, dest.dtype):
+            raise CheckpointError(
+                f"{reader.folder / info.file}: tensor {info.name!r} is in {info.dtype}, but weights must be "
+                f"in {', '.join(map(str, WEIGHT_DTYPES))}. Quantised weights are useless without their "
+                "scales: use the original checkpoint"
+            )
 
     def plan(name: str, dest: Tensor, start: int, stop: int) -> None:
         info = reader.tensors[name]
-        if dest.is_floating_point() and info.dtype not in (*WEIGHT_DTYPES, dest.dtype):
-            raise CheckpointError(
-                f"{reader.folder / info.file}: tensor {name!r} is in {info.dtype}, but weights must be in "
-                f"{', '.join(map(str, WEIGHT_DTYPES))}. Quantised weights are useless without their scales: "
-                "use the original checkpoint"
-            )
+        check(info, dest)
         for first, piece in pieces_of(dest, info.dtype.itemsize):
             begin, count = start + first, piece.numel()
             jobs.append(_ReadJob(info, count * info.dtype.itemsize, piece, begin, begin + count))
 
     for name, expr in weight_map.items():
         dest, part = local_part(parameters[name].detach(), expr)
-        part.read_into(dest, plan)
+        cut = slabs(part)
+        for row, (slab, dim, along) in enumerate(cut):
+            infos = [reader.tensors[ref.name] for ref in slab.refs()]
+            for info in infos:
+                check(info, dest)
+            nbytes = math.prod(slab.shape) * infos[0].dtype.itemsize
+            jobs.append(_SlabJob(infos[0], nbytes, dest[row : row + 1], row, slab, dim, along))
+        if not cut:
+            part.read_into(dest, plan)
     jobs.sort(key=lambda job: (job.info.file, job.info.offset, job.start))
 
     total = sum(job.nbytes for job in jobs)
     with _progress_bar(total, progress) as bar, ThreadPoolExecutor(READING_THREADS) as pool:
-        pending = {
-            pool.submit(reader.read_into, job.info.name, job.dest, job.start, job.stop): job for job in jobs
-        }
+        pending = {pool.submit(job.run, reader): job for job in jobs}
         try:
             for future in as_completed(pending):
                 future.result()
@@ -344,6 +356,26 @@ class _ReadJob(NamedTuple):
     dest: Tensor
     start: int
     stop: int
+
+    def run(self, reader: CheckpointReader) -> None:
+        reader.read_into(self.info.name, self.dest, self.start, self.stop)
+
+
+class _SlabJob(NamedTuple):
+    """A whole row, of which only `along` in a dimension is wanted."""
+
+    info: TensorInfo
+    nbytes: int
+    dest: Tensor
+    start: int
+    slab: Expr
+    dim: int
+    along: slice
+
+    def run(self, reader: CheckpointReader) -> None:
+        whole = torch.empty(self.slab.shape, dtype=self.dest.dtype, device="cpu")
+        self.slab.read_into(whole, reader.read_into)
+        self.dest.copy_(whole[(slice(None),) * self.dim + (self.along,)])
 
 
 def check_parameters(parameters: Mapping[str, Tensor], weight_map: WeightMap) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Rows, Shape, places_by_ref
+
+MOST_PIECES = 16  # of a row, that are read one by one
 
 
 def rows_of(expr: Expr, start: int, stop: int) -> Expr:
@@ -46,6 +50,22 @@ def rows_in_checkpoint(expr: Expr) -> dict[str, Tensor]:
             rows.append(view.reshape(-1))
         found[ref.name] = torch.cat(rows)
     return found
+
+
+def slabs(expr: Expr) -> list[tuple[Expr, int, slice]]:
+    """Rows of dimension 0 that are better read whole, as a shard by another dimension lies in many pieces
+    in the file: expressions of one whole row each, the shard's dimension, and its places there. Empty if the
+    shard is few pieces.
+
+    gpt-oss-20b's experts, divided by two ranks along their outputs, lie in 133 million pieces a layer.
+    """
+    if not isinstance(expr, Rows) or expr.dim == 0:
+        return []
+    places = expr.places(torch.empty(expr.shape, device="meta"))
+    if next(itertools.islice(places, MOST_PIECES * row_count(expr.shape), None), None) is None:
+        return []
+    along = slice(expr.start, expr.stop)
+    return [(Rows(expr.part, row, row + 1), expr.dim, along) for row in range(expr.shape[0])]
 
 
 def is_in_order(rows: Tensor) -> bool:

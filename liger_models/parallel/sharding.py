@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from liger_models.convert.checkpoints.expressions import Expr, Permute, Rows
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.layers.experts.expert_parallel import divide_experts
@@ -154,7 +156,10 @@ def _divide_experts(
     sums = _dtype_of_sums(others, model.dtype, policy.param_dtype)
     policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
     whole: set[nn.Parameter] = set()
-    for module in divide_experts(model, mesh["experts"]):
+    modules = divide_experts(model, mesh["experts"])
+    forms = model.weight_map()
+    cut = {p: _dimension(forms.get(name), others["shard"].size()) for name, p in model.named_parameters()}
+    for module in modules:
         # Scales of whole matrices have a single row: they are few, and stay with each rank of the experts.
         whole |= {p for p in _own(module) if p.dtype == torch.uint8 and p.shape[1] % others["shard"].size()}
         fully_shard(
@@ -162,10 +167,25 @@ def _divide_experts(
             mesh=others,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
-            shard_placement_fn=lambda p: Shard(1),  # dimension 0 indexes experts
+            shard_placement_fn=lambda p: Shard(cut[p]),  # dimension 0 indexes experts
             ignored_params=whole,
         )
     return whole
+
+
+def _dimension(form: Expr | None, ranks: int) -> int:
+    """The dimension by which a stack of experts is sharded: the outputs', or the inputs' if the checkpoint
+    has a transposed stack, in which outputs would lie in as many pieces as there are inputs.
+    """
+    if not isinstance(form, Permute) or len(form.shape) < 3 or form.shape[2] % ranks:
+        return 1
+
+    def pieces(dim: int) -> int:
+        shard = Rows(form, 0, form.shape[dim] // ranks, dim)
+        return sum(1 for _ in islice(shard.places(torch.empty(shard.shape, device="meta")), limit))
+
+    limit = 4 * form.shape[0]
+    return 1 if pieces(1) <= pieces(2) else 2
 
 
 def _give_back(model: nn.Module, args: object, output: object) -> None:

@@ -45,6 +45,8 @@ def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[s
         found[name]["norm before clipping"] = clip_grad_norm_(model.parameters(), 0.5 * norm.item())
         found[name]["clipped"] = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         found[name] |= {"read": count.nbytes, "held": sum(held.values())}
+        alternating = [p for n, p in model.named_parameters() if n.endswith("gate_up_proj_bias")]
+        found[name]["alternating"] = sum(held[p] for p in alternating)
         for bias in case["biases"]:
             model.get_buffer(bias).copy_(case["biases"][bias])
         model.save_pretrained(folder / name / "saved")
