@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, action="append", choices=(1, 2, 4), help="repeatable; only these"
     )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each process, and NCCL; leaves out those of more processes (%(default)s)",
+    )
     parser.add_argument("--case", type=_case, action="append", help="run this composition, as printed")
     parser.add_argument(
         "--fault", type=float, default=1.0, help="multiply the first process's losses, to see failures"
@@ -49,19 +55,23 @@ def run(args: argparse.Namespace) -> int:
         return 2
     cases = args.case or [draw(seed, families) for seed in range(args.seed, args.seed + args.cases)]
     cases = [case for case in cases if not args.ranks or case.ranks in args.ranks]
+    if args.device == "cuda":
+        cases = [case for case in cases if case.ranks <= torch.cuda.device_count()]
     begun, failures, refused = time.monotonic(), [], collections.Counter[str]()
     rows = []
-    for case, outcome in tqdm(run_cases(cases, args.fault), total=len(cases), desc="certify", unit="case"):
+    for case, outcome in tqdm(
+        run_cases(cases, args.fault, args.device), total=len(cases), desc="certify", unit="case"
+    ):
         rows.append({"case": case.text(), **outcome._asdict()})
         if outcome.refused:
             refused[outcome.refused] += 1
         if not outcome.holds:
-            failures.append(_report(case, outcome, args.fault))
+            failures.append(_report(case, outcome, args.fault, args.device))
     seconds = time.monotonic() - begun
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "certificate.json").write_text(json.dumps(rows, indent=1))
-    print(machine(torch.device("cpu")))
+    print(machine(torch.device(args.device)))
     for message, count in refused.most_common():
         print(f"refused {count} x: {message}")
     print(
@@ -71,8 +81,8 @@ def run(args: argparse.Namespace) -> int:
     return int(bool(failures))
 
 
-def _report(case: Case, outcome: Outcome, fault: float) -> str:
-    smallest, found = shrink(case, outcome, fault)
+def _report(case: Case, outcome: Outcome, fault: float, device: str) -> str:
+    smallest, found = shrink(case, outcome, fault, device)
     lines = f'FAILS --case "{case.text()}": {outcome.worst}'
     if smallest != case:
         lines += f'\n  smallest: --case "{smallest.text()}": {found.worst}'

@@ -100,9 +100,11 @@ def _large(args: argparse.Namespace, layers: int | None, seconds: float) -> Iter
 
 
 def _experts(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
-    """With 100 GiB for each GPU."""
+    """With 100 GiB for each GPU, and tokens spread evenly over the experts."""
     asked = ("ours:auto=100:4", f"ours:auto=100:4:experts={args.processes}")
-    yield from _steps(args, "qwen3-30b-a3b", layers or args.expert_layers, 4096, asked, seconds)
+    yield from _steps(
+        args, "qwen3-30b-a3b", layers or args.expert_layers, 4096, asked, seconds, balanced=True
+    )
 
 
 def _long(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
@@ -141,8 +143,9 @@ def _steps(
     seconds: float,
     warmup: int = 2,
     steps: int = 3,
+    balanced: bool = False,
 ) -> Iterator[Row]:
-    sizes = {"seq": seq, "warmup": warmup, "steps": steps}
+    sizes = {"seq": seq, "warmup": warmup, "steps": steps, "balanced": balanced}
     jobs = [parallel.configuration(text) | sizes for text in asked]
     yield from parallel.measure_all(jobs, config_of(model, layers, seq), args.processes, seconds)
 

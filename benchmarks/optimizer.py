@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.measure import Meter
 from benchmarks.report import machine, markdown_table, publish
-from benchmarks.train import MODELS
+from benchmarks.training.shapes import MODELS, config_of
 
 SUMMARY = (
     "a step of AdamW with clipping, with each representation of bfloat16 weights, against torch's fused AdamW"
@@ -41,6 +41,7 @@ MUON = ("muon", "muon_heads")  # bound by products: no bytes are counted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = [*MODES, ONE_BY_ONE, TORCH, *MUON]
     parser.add_argument("--model", action="append", choices=MODELS, help="repeatable; default: all but tiny")
+    parser.add_argument("--layers", type=int, help="use only this many layers of each model")
     parser.add_argument("--mode", action="append", choices=names, help="repeatable; default: all but Muon")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     rows = []
     for model in args.model or [name for name in MODELS if name != "tiny"]:
         for mode in args.mode or [*MODES, ONE_BY_ONE, TORCH]:
-            row = {"model": model, "mode": mode} | _measure(model, mode, meter, device, copy)
+            row = {"model": model, "mode": mode} | _measure(model, args.layers, mode, meter, device, copy)
             rows.append(row)
             print(" ".join(f"{value}" for value in row.values()), file=sys.stderr, flush=True)
             if device.type == "cuda":
@@ -74,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(model: str, mode: str, meter: Meter, device: torch.device, copy: float) -> dict[str, Any]:
-    trained = _on_meta(model).to_empty(device=device)
+def _measure(
+    model: str, layers: int | None, mode: str, meter: Meter, device: torch.device, copy: float
+) -> dict[str, Any]:
+    trained = _on_meta(model, layers).to_empty(device=device)
     parameters = list(trained.parameters())
     for parameter in parameters:
         nn.init.normal_(parameter, std=0.02)
@@ -129,7 +132,7 @@ def _calls_of_muon(mode: str, model: nn.Module) -> tuple[Callable[[], Any], ...]
     return lambda: optimizer.clip_grad_norm(1.0), optimizer.step
 
 
-def _on_meta(model: str) -> nn.Module:
+def _on_meta(model: str, layers: int | None) -> nn.Module:
     import liger_models
 
-    return liger_models.from_config(MODELS[model], dtype=torch.bfloat16, device="meta")
+    return liger_models.from_config(config_of(model, layers), dtype=torch.bfloat16, device="meta")

@@ -70,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq", type=int, default=8192, help="tokens per sequence (%(default)s)")
     parser.add_argument("--warmup", type=int, default=2, help="steps before the timed ones (%(default)s)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument(
+        "--balanced",
+        action="store_true",
+        help="ours: give every token random experts, so that ranks that share experts have equal work, as "
+        "with a trained router; fresh routers send most tokens to few experts",
+    )
     parser.add_argument("--profile", action="store_true", help="also profile a step's kernels by purpose")
     gpus = torch.cuda.device_count()
     parser.add_argument("--processes", type=int, default=gpus or 2, help="one per GPU (%(default)s)")
@@ -78,7 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     asked = args.configuration or map(configuration, CONFIGURATIONS)
-    options = {"seq": args.seq, "warmup": args.warmup, "steps": args.steps, "profile": args.profile}
+    options = {"seq": args.seq, "warmup": args.warmup, "steps": args.steps}
+    options |= {"profile": args.profile, "balanced": args.balanced}
     jobs, config = [chosen | options for chosen in asked], config_of(args.model, args.layers, args.seq)
     rows, end = [], time.monotonic() + args.time_limit
     for row in measure_all(jobs, config, args.processes, args.time_limit):
@@ -179,10 +186,10 @@ def _main(task: dict[str, Any], folder: Path) -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     options = task["job"]
-    sharing = options.pop("sharing")
+    sharing, balanced = options.pop("sharing"), options.pop("balanced", False)
     job = Job("", task["config"], **options)
     try:
-        found = _measure(job, sharing, device)
+        found = _measure(job, sharing, balanced, device)
     except NotImplementedError as lacking:  # of all processes
         found = {"note": in_one_line(lacking)}
     of_all: list[Any] = [None] * ranks
@@ -194,7 +201,7 @@ def _main(task: dict[str, Any], folder: Path) -> None:
         write(folder / "0.json", slowest)
 
 
-def _measure(job: Job, sharing: str, device: torch.device) -> Result:
+def _measure(job: Job, sharing: str, balanced: bool, device: torch.device) -> Result:
     """Measure a job in this process.
 
     Raises:
@@ -207,6 +214,8 @@ def _measure(job: Job, sharing: str, device: torch.device) -> Result:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     batch = step.make_job_batch(job, device)
+    if balanced and job.ours:
+        batch["routed_experts"] = _random_experts(model, job, device)
     times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
     rate = summary(times, step.count_job_tokens(job))
     # Processes of one sequence receive the same rows.
@@ -246,6 +255,18 @@ def _build(job: Job, sharing: str, device: torch.device) -> Any:
         return model
     model = step.build(job, job.config, device)
     return model if sharing == "alone" else divide_peer(model, device)
+
+
+def _random_experts(model: Any, job: Job, device: torch.device) -> torch.Tensor:
+    """[batch, seq, layers with experts, top_k], evenly distributed."""
+    specs = [m.spec for m in model.layers.modules() if hasattr(m, "exchange")]
+    draw = torch.Generator(device).manual_seed(0)
+    shape = job.batch, job.seq
+    chosen = [
+        torch.rand(*shape, spec.num_experts, generator=draw, device=device).topk(spec.experts_per_token)
+        for spec in specs
+    ]
+    return torch.stack([found.indices.int() for found in chosen], dim=2)
 
 
 def _sizes(sharing: str) -> dict[str, int]:

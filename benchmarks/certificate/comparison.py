@@ -55,16 +55,17 @@ class _Batch(NamedTuple):
         return sum(int((_labels(document)[1:] != -100).sum()) for document in self.documents())
 
 
-def compare(case: Case, rank: int = 0, fault: float = 1.0) -> Outcome:
+def compare(case: Case, rank: int = 0, fault: float = 1.0, device: str = "cpu") -> Outcome:
     """Run a composition on this process, one of `case.ranks` that all call this.
 
     Args:
         case: the composition.
         rank: of this process.
         fault: factor of the first process's losses, to see that errors are found.
+        device: of the model, and so of the processes' exchanges.
     """
-    model = _model(case)
-    truth = _run_alone(case, _model(case))
+    model = _model(case).to(device)
+    truth = _run_alone(case, _model(case).to(device))
     try:
         found = _run_divided(case, model, rank, fault)
     except (*REFUSALS, ValueError) as error:
@@ -168,12 +169,12 @@ def _inputs(batch: _Batch, layout: str) -> dict[str, Tensor]:
 def _run_alone(case: Case, model: Any) -> dict[str, Tensor]:
     """Losses, gradients of the first step and weights, of each document by itself."""
     _inner(model).set_activation_memory("all")
-    optimizer, results = _optimizer(case, model), {}
+    optimizer, results, device = _optimizer(case, model), {}, _inner(model).device
     for step in range(STEPS):
         batches = [batch for part in _batches(case, step) for batch in part]
         total = sum(batch.labels() for batch in batches)
-        loss = torch.zeros((), dtype=torch.float64)
-        for document in (document for batch in batches for document in batch.documents()):
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        for document in (row.to(device) for batch in batches for row in batch.documents()):
             labels = _labels(document)
             if bool((labels[1:] != -100).any()):
                 own = model(input_ids=document[None], labels=labels[None], num_items_in_batch=total).loss
@@ -195,16 +196,16 @@ def _run_divided(case: Case, model: Any, rank: int, fault: float) -> dict[str, T
     elif case.wrapper == "ddp":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer, results = _optimizer(case, model), {}
-    reader = rank // case.sequence
+    reader, device = rank // case.sequence, _inner(model).device
     for step in range(STEPS):
         batches = _batches(case, step)
         total = sum(batch.labels() for part in batches for batch in part)
-        loss = torch.zeros((), dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
         for number, part in enumerate(batches):
             last = number == len(batches) - 1
             waiting = contextlib.nullcontext() if case.wrapper != "ddp" or last else model.no_sync()
             with waiting:
-                inputs = _inputs(part[reader], case.layout)
+                inputs = {key: x.to(device) for key, x in _inputs(part[reader], case.layout).items()}
                 own = model(**inputs, num_items_in_batch=total / case.readers).loss
                 own = own * fault if rank == 0 else own
                 own.backward()
@@ -230,7 +231,9 @@ def _results(case: Case, model: Any, optimizer: Any, step: int, loss: Tensor) ->
     found = {f"loss of step {step + 1}": loss}
     if step == 0:
         found |= {
-            f"gradient of {name}": torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else _whole(p.grad)
+            f"gradient of {name}": torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            if p.grad is None
+            else _whole(p.grad)
             for name, p in named.items()
         }
     optimizer.step()

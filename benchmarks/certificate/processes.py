@@ -17,10 +17,12 @@ from benchmarks.certificate.comparison import Outcome
 SECONDS = 120.0  # for one composition
 
 
-def run_cases(cases: Sequence[Case], fault: float = 1.0) -> Iterator[tuple[Case, Outcome]]:
-    """Run compositions, grouped by their number of processes."""
+def run_cases(
+    cases: Sequence[Case], fault: float = 1.0, device: str = "cpu"
+) -> Iterator[tuple[Case, Outcome]]:
+    """Run compositions, grouped by their number of processes; on "cuda" each has a GPU of its own."""
     for ranks in sorted({case.ranks for case in cases}):
-        group = Group(ranks)
+        group = Group(ranks, device)
         try:
             for case in cases:
                 if case.ranks == ranks:
@@ -30,10 +32,10 @@ def run_cases(cases: Sequence[Case], fault: float = 1.0) -> Iterator[tuple[Case,
 
 
 class Group:
-    """`ranks` processes with a gloo process group, started when first needed."""
+    """`ranks` processes with a process group (gloo, or NCCL on "cuda"), started when first needed."""
 
-    def __init__(self, ranks: int):
-        self.ranks = ranks
+    def __init__(self, ranks: int, device: str = "cpu"):
+        self.ranks, self.device = ranks, device
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
             ["torch.distributed.fsdp", "liger_models.parallel", "benchmarks.certificate.comparison"]
@@ -79,7 +81,7 @@ class Group:
         for rank in range(self.ranks):
             own, other = self._context.Pipe()
             process = self._context.Process(
-                target=_serve, args=(rank, self.ranks, str(store), other), daemon=True
+                target=_serve, args=(rank, self.ranks, str(store), other, self.device), daemon=True
             )
             process.start()
             other.close()
@@ -87,7 +89,7 @@ class Group:
             self._pipes.append(own)
 
 
-def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
+def _serve(rank: int, ranks: int, store: str, pipe: Any, device: str) -> None:
     import warnings
 
     import torch
@@ -97,9 +99,11 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     if ranks > 1:
         torch.distributed.init_process_group(
-            "gloo",
+            "nccl" if device == "cuda" else "gloo",
             store=torch.distributed.FileStore(store, ranks),
             rank=rank,
             world_size=ranks,
@@ -111,7 +115,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Any) -> None:
         except EOFError:
             return
         try:
-            outcome = compare(case, rank, fault)
+            outcome = compare(case, rank, fault, device)
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(place.filename).name}:{place.lineno}"

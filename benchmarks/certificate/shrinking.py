@@ -9,7 +9,7 @@ from benchmarks.certificate.processes import run_cases
 TRIES = 40
 
 
-def shrink(case: Case, outcome: Outcome, fault: float = 1.0) -> tuple[Case, Outcome]:
+def shrink(case: Case, outcome: Outcome, fault: float = 1.0, device: str = "cpu") -> tuple[Case, Outcome]:
     """Simplify a failing composition in one respect after another, as long as it fails."""
     tries = 0
     again = True
@@ -17,7 +17,7 @@ def shrink(case: Case, outcome: Outcome, fault: float = 1.0) -> tuple[Case, Outc
         again = False
         for candidate in simpler(case):
             tries += 1
-            _, found = next(iter(run_cases([candidate], fault)))
+            _, found = next(iter(run_cases([candidate], fault, device)))
             if not found.holds:
                 case, outcome, again = candidate, found, True
                 break
