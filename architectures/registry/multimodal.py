@@ -106,6 +106,9 @@ _TOWERS = (
     "projector.",
     "mm_projector.",
     "visual_embeddings_table.",
+    "vision_encoder.",
+    "vision_projection.",
+    "aligner.",
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -184,6 +187,8 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
         for kind in ("aya_vision", "cohere2_vision")
     },
+    "deepseek_vl": Multimodal({"llama": "llama"}, _OWN_ROOT, tied=True),
+    "lighton_ocr": Multimodal({"qwen3": "qwen3"}, _OWN_ROOT, tied=True),
     "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
     **{
         kind: Multimodal(

@@ -79,12 +79,12 @@ MISSING |= {
     **dict.fromkeys(
         (
             *("blip", "blip-2", "chameleon", "cosmos3_edge"),
-            *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid"),
+            *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
             *("diffusion_gemma", "emu3", "ernie4_5_vl_moe", "evolla", "fast_vlm", "fuyu", "git"),
             *("glmga", "granite4_vision"),
             *("granite_docling", "hunyuan_vl", "hyperclovax_vision_v2", "idefics", "idefics2"),
             *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
-            *("kosmos-2", "kosmos-2.5", "lighton_ocr"),
+            *("kosmos-2", "kosmos-2.5"),
             *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2"),
             *("paddleocr_vl", "perception_lm", "pi0", "pp_chart2table"),
             *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava"),

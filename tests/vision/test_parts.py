@@ -30,7 +30,7 @@ def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     in_vision = {
         name
         for name in whole.gradients
-        if any(part in name for part in ("visual", "vision", "projector", "connector", "newline"))
+        if any(part in name for part in ("visual", "vision", "projector", "aligner", "connector", "newline"))
     }
     assert frozen <= in_vision if part != "language" else not frozen & in_vision
 
