@@ -28,6 +28,7 @@ written, moments read and written), 10 + 4 b with a residue. One launch for all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,16 +72,32 @@ def adamw(
     tensors = [one for one in tensors if one.parameter.numel()]
     if not tensors:
         return
-    for one in tensors:
-        _check(one, settings.weights)
-    operands = [operand for one in tensors for operand in one[:6]]
-    floating = [operand for operand in operands if operand is None or operand.is_floating_point()]
-    if use_triton(tensors[0].parameter, *floating, factor, found_inf):
-        _launch(tensors, settings, factor, found_inf)
+    launches = prepare_adamw(tensors, settings, factor, found_inf)
+    if launches is not None:
+        launches(settings, factor, found_inf)
     elif found_inf is None or not found_inf.item():
         buffers = Buffers()
         for one in tensors:
             adamw_plain(one, settings, factor, buffers)
+
+
+def prepare_adamw(
+    tensors: Sequence[AdamWTensors], settings: AdamWSettings, *scaling: Tensor | None
+) -> AdamWLaunches | None:
+    """The launches of `adamw` on these operands; None if the plain twin runs. Raises as `adamw`.
+
+    A step costs the host some microseconds a parameter to check and list its operands. While no operand
+    moves, the launches can be used again: with a step's other settings, but the same `weights` and `seed`.
+    They do not keep gradients and state alive.
+    """
+    tensors = [one for one in tensors if one.parameter.numel()]
+    for one in tensors:
+        _check(one, settings.weights)
+    operands = [operand for one in tensors for operand in one[:6]]
+    floating = [operand for operand in operands if operand is None or operand.is_floating_point()]
+    if not tensors or not use_triton(tensors[0].parameter, *floating, *scaling):
+        return None
+    return AdamWLaunches(tensors, settings)
 
 
 def _check(tensors: AdamWTensors, weights: str) -> None:
@@ -121,18 +138,29 @@ _CHUNK_BLOCKS = 4
 _NUM_WARPS = 4
 
 
-def _launch(
-    tensors: Sequence[AdamWTensors], settings: AdamWSettings, factor: Tensor | None, found_inf: Tensor | None
-) -> None:
-    kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[AdamWTensors]] = {}
-    for one in tensors:
-        kind = (one.parameter.dtype, one.gradient.dtype, one.exp_avg.dtype, _is_aligned(one))
-        kinds.setdefault(kind, []).append(one)
-    # Tell autograd about writes by the kernel, so that it detects a step between forward and backward pass.
-    torch.autograd.graph.increment_version([one.parameter for one in tensors])
-    with on_device_of(tensors[0].parameter):
-        for kind, alike in kinds.items():
-            _launch_alike(alike, kind, settings, factor, found_inf)
+class AdamWLaunches:
+    """One launch for all tensors of the same dtypes: see `prepare_adamw`."""
+
+    def __init__(self, tensors: Sequence[AdamWTensors], settings: AdamWSettings):
+        kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[AdamWTensors]] = {}
+        for one in tensors:
+            kind = (one.parameter.dtype, one.gradient.dtype, one.exp_avg.dtype, _is_aligned(one))
+            kinds.setdefault(kind, []).append(one)
+        self._parameters = [one.parameter for one in tensors]
+        with on_device_of(self._parameters[0]):
+            self._launches = [_prepared(alike, kind, settings) for kind, alike in kinds.items()]
+
+    def __call__(
+        self, settings: AdamWSettings, factor: Tensor | None = None, found_inf: Tensor | None = None
+    ) -> None:
+        """Take one step, as `adamw`."""
+        # Tell autograd about writes by the kernel, so that it detects a step between forward and backward.
+        torch.autograd.graph.increment_version(self._parameters)
+        # As Triton passes them to a compiled kernel; its interpreter would not round them.
+        rounded = torch.tensor(numbers_of(settings), dtype=torch.float32, device="cpu").tolist()
+        with on_device_of(self._parameters[0]):
+            for programs, operands, options in self._launches:
+                _adamw_kernel[(programs,)](*operands, factor, found_inf, *rounded, **options)
 
 
 def _is_aligned(tensors: AdamWTensors) -> bool:
@@ -142,7 +170,10 @@ def _is_aligned(tensors: AdamWTensors) -> bool:
     return not any(tensor is not None and tensor.data_ptr() % 16 for tensor in (*tensors[:4], tensors[5]))
 
 
-def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
+def _prepared(
+    tensors: Sequence[AdamWTensors], kind: tuple[Any, ...], settings: AdamWSettings
+) -> tuple[int, tuple[Tensor | None, ...], dict[str, Any]]:
+    """The number of programs, the first operands, and the constants of a launch."""
     rows: list[list[int]] = []
     counts: list[int] = []
     for one in tensors:
@@ -159,28 +190,22 @@ def _launch_alike(tensors, kind, settings, factor, found_inf) -> None:
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
     parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
     drawn = draws(tensors[0].parameter, tensors[0].exp_avg, settings.weights)
-    # As Triton passes them to a compiled kernel; its interpreter would not round them.
-    rounded = torch.tensor(numbers_of(settings), dtype=torch.float32, device="cpu").tolist()
-    _adamw_kernel[(sum(counts),)](
-        table,
-        tensor_of_chunk,
-        torch.arange(QUARTER, dtype=torch.int16, device=device) if drawn else None,
-        factor,
-        found_inf,
-        *rounded,
-        PARAMETER=_STORED[parameter_dtype],
-        GRADIENT=_STORED[gradient_dtype],
-        MOMENT=_STORED[moment_dtype],
-        WEIGHTS=settings.weights,
-        DRAWS=drawn,
-        ALIGNED=aligned,
-        COLUMNS=_COLUMNS + 1,
-        CHUNK_BLOCKS=_CHUNK_BLOCKS,
-        QUARTER=QUARTER,
-        PERIOD=PERIOD,
-        num_warps=_NUM_WARPS,
-        enable_fp_fusion=False,
-    )
+    lanes = torch.arange(QUARTER, dtype=torch.int16, device=device) if drawn else None
+    constants = {
+        "PARAMETER": _STORED[parameter_dtype],
+        "GRADIENT": _STORED[gradient_dtype],
+        "MOMENT": _STORED[moment_dtype],
+        "WEIGHTS": settings.weights,
+        "DRAWS": drawn,
+        "ALIGNED": aligned,
+        "COLUMNS": _COLUMNS + 1,
+        "CHUNK_BLOCKS": _CHUNK_BLOCKS,
+        "QUARTER": QUARTER,
+        "PERIOD": PERIOD,
+        "num_warps": _NUM_WARPS,
+        "enable_fp_fusion": False,
+    }
+    return sum(counts), (table, tensor_of_chunk, lanes), constants
 
 
 def _signed(seed: int) -> int:

@@ -20,17 +20,39 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     Args:
         tensors: at least one; of any floating dtypes and shapes, on one device.
     """
-    if not use_triton(*tensors):
-        return sum_of_squares_plain(tensors)
-    by_dtype: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            x = tensor.contiguous()
-            aligned = x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
-            by_dtype.setdefault((x.dtype, aligned), []).append(x)
-    with on_device_of(tensors[0]):
-        sums = [_launch(alike, aligned) for (_, aligned), alike in by_dtype.items()]
-    return torch.cat([torch.zeros(1, device=tensors[0].device), *sums]).double().sum()
+    return SumOfSquares(tensors)() if use_triton(*tensors) else sum_of_squares_plain(tensors)
+
+
+class SumOfSquares:
+    """The launches of `sum_of_squares` on these tensors, which can be used again while none of them moves.
+
+    Attributes:
+        copied: whether a tensor had to be copied first, so that the launches read this copy.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        by_dtype: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+        self._copies = []
+        for tensor in tensors:
+            if tensor.numel():
+                x = tensor.contiguous()
+                if x is not tensor:
+                    self._copies.append(x)
+                aligned = x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
+                by_dtype.setdefault((x.dtype, aligned), []).append(x)
+        self._nothing = torch.zeros(1, device=tensors[0].device)
+        with on_device_of(self._nothing):
+            self._launches = [_prepared(alike, aligned) for (_, aligned), alike in by_dtype.items()]
+
+    @property
+    def copied(self) -> bool:
+        return bool(self._copies)
+
+    def __call__(self) -> Tensor:
+        """The sum, as `sum_of_squares`."""
+        with on_device_of(self._nothing):
+            sums = [_launch(*launch) for launch in self._launches]
+        return torch.cat([self._nothing, *sums]).double().sum()
 
 
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
@@ -45,8 +67,8 @@ _CHUNK_BLOCKS = 16
 _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _launch(tensors: Sequence[Tensor], aligned: bool) -> Tensor:
-    """Sums of all chunks."""
+def _prepared(tensors: Sequence[Tensor], aligned: bool) -> tuple[int, Tensor, Tensor, str, bool]:
+    """The number of chunks, and the operands of a launch."""
     rows, chunks = [], 0
     for tensor in tensors:
         count = ceil_div(tensor.numel(), _BLOCK * _CHUNK_BLOCKS)
@@ -58,12 +80,17 @@ def _launch(tensors: Sequence[Tensor], aligned: bool) -> Tensor:
         table = table.pin_memory().to(device, non_blocking=True)
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, 3], output_size=chunks)
-    sums = torch.empty(chunks, dtype=torch.float32, device=device)
+    return chunks, table, tensor_of_chunk, _ELEMENT[tensors[0].dtype], aligned
+
+
+def _launch(chunks: int, table: Tensor, tensor_of_chunk: Tensor, element: str, aligned: bool) -> Tensor:
+    """Sums of all chunks."""
+    sums = torch.empty(chunks, dtype=torch.float32, device=table.device)
     _sum_of_squares_kernel[(chunks,)](
         table,
         tensor_of_chunk,
         sums,
-        ELEMENT=_ELEMENT[tensors[0].dtype],
+        ELEMENT=element,
         ALIGNED=aligned,
         CHUNK_BLOCKS=_CHUNK_BLOCKS,
         BLOCK=_BLOCK,

@@ -13,6 +13,7 @@ measurements.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -21,16 +22,19 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from liger_models.kernels._dispatch import use_triton
 from liger_models.kernels.optimizer.adamw import (
     RESIDUE_DTYPES,
     WEIGHTS,
     AdamWSettings,
     AdamWTensors,
     adamw,
+    prepare_adamw,
 )
-from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares
+from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares_plain
 from liger_models.optim.dtensors import is_dtensor, local
 from liger_models.optim.host_state import adamw_from_host, room_on_host, state_on_host
+from liger_models.optim.prepared import Prepared, Update, addresses_of
 
 MOMENTS = ("auto", "float32", "bfloat16")
 
@@ -92,6 +96,7 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError(f"state_device is {state_device!r}; expected 'cpu' or None")
         self.state_device = state_device
         self._factors: dict[torch.device, Tensor] = {}
+        self._prepared = Prepared()
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, settings | {"weights": weights, "moments": moments, "seed": seed})
 
@@ -126,23 +131,37 @@ class AdamW(torch.optim.Optimizer):
     def _step_group(
         self, group: dict[str, Any], places: Iterator[int], grad_scale: Any, found_inf: Any
     ) -> None:
-        by_device: dict[torch.device, list[AdamWTensors]] = {}
-        for parameter, place in zip(group["params"], places):  # noqa: B905 (the places go on)
-            if parameter.grad is not None:
-                tensors = self._tensors(parameter, group, place)
-                by_device.setdefault(tensors.parameter.device, []).append(tensors)
-        for device, updated in by_device.items():
+        for device, steps, run in self._updates(group, list(itertools.islice(places, len(group["params"])))):
             factor = self._factors.get(device)
             if grad_scale is not None:
                 unscaling = grad_scale.to(device, torch.float32, non_blocking=True).reciprocal()
                 factor = unscaling if factor is None else factor * unscaling
             skip = None if found_inf is None else found_inf.to(device, torch.float32, non_blocking=True)
-            steps = [one.step for one in updated]
             torch._foreach_add_(steps, 1.0)
-            make = adamw if self.state_device is None else adamw_from_host
-            make(updated, _settings(group), factor, skip)
+            run(_settings(group), factor, skip)
             if skip is not None:
                 torch._foreach_sub_(steps, [skip.reshape(()).sign()] * len(steps))
+
+    def _updates(self, group: dict[str, Any], places: list[int]) -> list[Update]:
+        """The updates of a group whose parameters have these places in the optimizer, one a device."""
+
+        def make() -> tuple[list[Update], bool]:
+            by_device: dict[torch.device, list[AdamWTensors]] = {}
+            for parameter, place in zip(group["params"], places, strict=True):
+                if parameter.grad is not None:
+                    tensors = self._tensors(parameter, group, place)
+                    by_device.setdefault(tensors.parameter.device, []).append(tensors)
+            updates, lasting = [], True
+            for device, updated in by_device.items():
+                launches = None if addresses is None else prepare_adamw(updated, _settings(group))
+                run = adamw if self.state_device is None else adamw_from_host
+                lasting &= launches is not None
+                steps = [one.step for one in updated]
+                updates.append(Update(device, steps, launches or functools.partial(run, updated)))
+            return updates, lasting
+
+        addresses = None if self.state_device else addresses_of(group, self.state, places)
+        return self._prepared.updates(places[0] if places else 0, addresses, make)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._factors = {}  # the factors belong to the old gradients
@@ -161,7 +180,7 @@ class AdamW(torch.optim.Optimizer):
             norm of the full gradients, on every rank: all ranks must call this.
         """
         parameters = list(itertools.chain.from_iterable(group["params"] for group in self.param_groups))
-        norm, self._factors = _norm_and_factors(parameters, max_norm)
+        norm, self._factors = _norm_and_factors(parameters, max_norm, self._prepared)
         return norm
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -186,7 +205,7 @@ class AdamW(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._factors = {}
+        self._factors, self._prepared = {}, Prepared()
         for group in self.param_groups:  # missing in a state of torch.optim.AdamW
             for name in ("weights", "moments", "seed"):
                 group.setdefault(name, self.defaults[name])
@@ -303,14 +322,16 @@ def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
     parameters = [p for p in parameters if p.grad is not None]
     if not parameters:
         return torch.zeros(())
-    norm, factors = _norm_and_factors(parameters, max_norm)
+    norm, factors = _norm_and_factors(parameters, max_norm, Prepared())
     for p in parameters:
         gradient = local(p.grad)
         gradient.mul_(factors[gradient.device])
     return norm
 
 
-def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor, dict[Any, Tensor]]:
+def _norm_and_factors(
+    parameters: list[Tensor], max_norm: float, prepared: Prepared
+) -> tuple[Tensor, dict[Any, Tensor]]:
     """Norm of the gradients on the first parameter's device, and each device's clipping factor."""
     shards: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
@@ -320,7 +341,7 @@ def _norm_and_factors(parameters: list[Tensor], max_norm: float) -> tuple[Tensor
     first = parameters[0].device
     total = torch.zeros((), dtype=torch.float64, device=first)
     for (_, *groups), gradients in shards.items():
-        square = sum_of_squares(gradients)
+        square = (prepared.sum_of_squares if use_triton(*gradients) else sum_of_squares_plain)(gradients)
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         total += square.to(first)
