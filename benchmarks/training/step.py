@@ -4,14 +4,15 @@ Random weights in bfloat16, random tokens, torch's fused AdamW in bfloat16. A st
 optimizer step and zero_grad; after untimed steps, steps are timed by device events without synchronisation
 between them. A provider is a library with options:
 
-    ours[+split|+compile][+WEIGHTS][+FLOAT8]
+    ours[+split|+compile|+graphs][+WEIGHTS][+FLOAT8]
     transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS][+FLOAT8]
 
-WEIGHTS uses our AdamW instead of torch's, with this weight mode (`liger_models.optim.AdamW`). FLOAT8 is a
-recipe of `set_float8`, or of torchao's `convert_to_float8_training`. ATTENTION and EXPERTS are values of
-transformers' `attn_implementation` and `experts_implementation` (`loop` is its eager); the default is its own
-choice. With an EXPERTS, liger-kernel leaves the experts to transformers. `varlen` is
-torch's FlashAttention 2 over documents, in place of flash_attention_2, and `kernels` is `use_kernels=True`.
+`graphs` records the layers (`set_cuda_graphs`). WEIGHTS uses our AdamW instead of torch's, with this weight
+mode (`liger_models.optim.AdamW`). FLOAT8 is a recipe of `set_float8`, or of torchao's
+`convert_to_float8_training`. ATTENTION and EXPERTS are values of transformers' `attn_implementation` and
+`experts_implementation` (`loop` is its eager); the default is its own choice. With an EXPERTS, liger-kernel
+leaves the experts to transformers. `varlen` is torch's FlashAttention 2 over documents, in place of
+flash_attention_2, and `kernels` is `use_kernels=True`.
 `peer.py` builds and times peers.
 """
 
@@ -43,7 +44,7 @@ from liger_models.optim.adamw import AdamW, state_bytes
 from liger_models.training.observing.profiling import by_class
 
 LIBRARIES: Mapping[str, Set[str]] = {
-    "ours": {"split", "compile", *WEIGHTS, *RECIPES},
+    "ours": {"split", "compile", "graphs", *WEIGHTS, *RECIPES},
     "transformers": OPTIONS,
 }
 
@@ -233,6 +234,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             projections="split" if "split" in job.options else "fused",
             float8=job.float8,
         )
+        model.set_cuda_graphs("graphs" in job.options)
         if job.memory.startswith("auto"):
             gib = job.memory.partition("=")[2]
             model.set_activation_memory("auto", f"{gib}GiB" if gib else None, job.state_bytes)

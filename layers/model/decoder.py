@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.errors import ConfigError
 from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.blocks import (
@@ -31,6 +32,7 @@ from liger_models.layers.memory import offloaded_bytes
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
 from liger_models.layers.model.mtp import make_mtp
+from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
 from liger_models.layers.parts.norm import make_norm
@@ -48,11 +50,13 @@ class Decoder(ActivationLevels, WeightsMemory):
 
     Attributes:
         gathered_once: whether sharded layers stay gathered after the forward pass.
+        recorded: the layers' CUDA graphs, if they were asked for: `set_cuda_graphs`.
     """
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
     gathered_once = False
+    recorded: RecordedLayers | None = None
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by torch.nn.DataParallel on each module that it copies.
@@ -184,10 +188,36 @@ class Decoder(ActivationLevels, WeightsMemory):
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
 
-        if self.shared is not None:
-            layer_inputs[EMBEDDINGS] = inputs_embeds
-        x, residual = inputs_embeds, None
+        run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=vision_inputs)
+        first = [inputs_embeds]
         del inputs_embeds  # frozen embeddings are freed after layer 0
+        if self.recorded is not None and torch.is_grad_enabled() and sequences.cache is None:
+            if inputs_of_layers is not None or getattr(vision_inputs, "deep", None):
+                raise ConfigError(_NOT_RECORDED)
+            out = self.recorded(first, sequences, layer_inputs, run)
+        else:
+            out = run(first, sequences, layer_inputs)
+        if self.vision is not None and self.training:
+            parts = [self.vision.encoder, *self.vision.ways_out()]
+            parts += [layer for layer in self.layers if IMAGES in layer.reads]
+            with_images = vision_inputs is not None and vision_inputs.pictures is not None
+            self.image_gradients.watch(out, parts, with_images)
+        return out
+
+    def _run_blocks(
+        self,
+        first: list[Tensor],
+        sequences: Sequences,
+        layer_inputs: dict[str, Tensor],
+        inputs_of_layers: list[Tensor] | None,
+        vision_inputs: Any,
+    ) -> Tensor:
+        """The layers and the final norm of `run_layers`. Takes the input of layer 0, [T, H], out of `first`,
+        so that nothing else holds it.
+        """
+        x, residual = first.pop(), None
+        if self.shared is not None:
+            layer_inputs[EMBEDDINGS] = x
         offload = Offload(self._offloaded_bytes(x, sequences))
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:
@@ -204,13 +234,19 @@ class Decoder(ActivationLevels, WeightsMemory):
                 x = sequences.pack(inputs_of_layers[-1])
             if self.vision is not None and vision_inputs is not None:
                 x = self.vision.add(vision_inputs, number, x)
-        out = add_and_norm(self.norm, x, residual)[0]
-        if self.vision is not None and self.training:
-            parts = [self.vision.encoder, *self.vision.ways_out()]
-            parts += [layer for layer in self.layers if IMAGES in layer.reads]
-            with_images = vision_inputs is not None and vision_inputs.pictures is not None
-            self.image_gradients.watch(out, parts, with_images)
-        return out
+        return add_and_norm(self.norm, x, residual)[0]
+
+    def set_cuda_graphs(self, enabled: bool = True) -> None:
+        """Record the layers of training steps as CUDA graphs, and replay them where the shapes of a batch
+        repeat: layers/model/recorded_layers.py. For small batches, whose kernels a host launches more slowly
+        than a GPU runs them. Results have the same bits.
+
+        The first training call with new shapes runs as usual, the second records. Calls without gradients are
+        not recorded. Each recording needs the memory of a step's activations, in a pool of their own, and
+        gradients keep their place in it: copy those that you keep beyond a step. What cannot be recorded
+        raises ConfigError in the call: layers with hooks, sharded or on the host, several processes.
+        """
+        self.recorded = RecordedLayers(self) if enabled else None
 
     def _offloaded_bytes(self, x: Tensor, sequences: Sequences) -> int | None:
         """Host memory of this call's layers at the level `offload`; None without such layers."""
@@ -267,6 +303,11 @@ class Decoder(ActivationLevels, WeightsMemory):
         """Whether embeddings alone are insufficient, because layers have per-id inputs."""
         return self.per_layer_inputs is not None
 
+
+_NOT_RECORDED = (
+    "CUDA graphs were asked for, and a call with output_hidden_states, or with images whose features are "
+    "added in several layers, cannot be recorded: leave these out, or call model.set_cuda_graphs(False)"
+)
 
 _OF_LANGUAGE = (
     "embed_tokens",

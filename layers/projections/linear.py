@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks_everywhere
+from torch.nn.modules import module as _of_all_modules
 
 from liger_models.kernels import StoredMatrices
 from liger_models.layers.projections.float8 import Float8Settings, float8_linear
@@ -72,16 +72,24 @@ def float8_of(module: nn.Module) -> Float8Settings | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a module's forward is replaced, or hooks observe its inputs, outputs or gradients."""
-    own = (
+    return "forward" in vars(module) or any(hooks_of(module)) or any(hooks_everywhere())
+
+
+def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
+    """The module's hooks, by kind; the dictionaries are those that registration changes."""
+    return (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    everywhere = (
-        hooks_everywhere._global_forward_hooks,
-        hooks_everywhere._global_forward_pre_hooks,
-        hooks_everywhere._global_backward_hooks,
-        hooks_everywhere._global_backward_pre_hooks,
+
+
+def hooks_everywhere() -> tuple[dict[int, Any], ...]:
+    """Hooks of all modules of the process, by kind."""
+    return (
+        _of_all_modules._global_forward_hooks,
+        _of_all_modules._global_forward_pre_hooks,
+        _of_all_modules._global_backward_hooks,
+        _of_all_modules._global_backward_pre_hooks,
     )
-    return "forward" in vars(module) or any(own) or any(everywhere)

@@ -263,7 +263,14 @@ def run_again(function: Callable[..., Any], *args: Any) -> Any:
     needs them, such as the one before attention during the MLP's and attention's backward passes.
     """
     options: dict[str, Any] = {} if torch.compiler.is_compiling() else {"context_fn": _two_runs}
+    if not torch.compiler.is_compiling() and is_being_recorded():
+        options["preserve_rng_state"] = False  # it cannot be read; layers that draw are not recorded
     return checkpoint(as_in_this_pass(function), *args, use_reentrant=False, **options)
+
+
+def is_being_recorded() -> bool:
+    """Whether the kernels that are launched now become a CUDA graph: layers/model/recorded_layers.py."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _two_runs() -> tuple[_AboveTheHooks, _AboveTheHooks]:

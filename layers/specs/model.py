@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
@@ -73,7 +74,7 @@ class ModelSpec:
         """Number of ids with embeddings."""
         return self.vocab_size + self.extra_ids
 
-    @property
+    @functools.cached_property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Distinct rotary settings of the layers, in the order of first use."""
         blocks = self.blocks if self.mtp is None else (*self.blocks, *self.mtp.blocks)

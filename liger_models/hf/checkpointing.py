@@ -27,6 +27,10 @@ class CheckpointingSwitches:
         """`layers.Decoder.set_activation_memory`."""
         Decoder.set_activation_memory(self.base_decoder, levels, memory_budget)
 
+    def set_cuda_graphs(self, enabled: bool = True) -> None:
+        """`layers.Decoder.set_cuda_graphs`."""
+        Decoder.set_cuda_graphs(self.base_decoder, enabled)
+
     def activation_checkpointing_enable(
         self,
         activation_checkpointing_kwargs: Mapping[str, Any] | None = None,

@@ -118,6 +118,7 @@ class TrainConfig:
     keep_quantised     with lora: keep the weights of a quantised checkpoint in its own bits
     float8             run linear layers in float8, on GPUs that can: "rowwise", "tensorwise" or
                        "rowwise_with_gw_hp" (docs/float8.md)
+    cuda_graphs        record the layers of steps as CUDA graphs and replay them (docs/training.md)
     merge              with lora: also write the merged model to output/merged
     eval_every, save_every  in steps; 0: evaluate only at both ends, save only when interrupted
     keep               number of checkpoint-N folders to keep; 0: all
@@ -132,9 +133,8 @@ class TrainConfig:
     log_every          steps between lines on stderr, where it is no terminal
     profile            number of steps to profile, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a shard of it), "hybrid" (each
-                       node has all of it) or "none" (each has all of it); default: full, and none with lora;
-                       adapters are whole in each process
-                       or optimizer_memory host
+                       node has all of it) or "none" (each has all of it); default: full, and none with lora
+                       or optimizer_memory host; adapters are whole in each process
     sequence_parallel  number of processes that share each row, with a slice of its tokens each, and exchange
                        heads for attention, for very long rows (layers/sequences/sequence_parallel.py)
     expert_parallel    number of processes that share the experts of each layer; requires shard full or
@@ -195,6 +195,7 @@ class TrainConfig:
     quantize: str | None = None
     keep_quantised: bool = False
     float8: str | None = None
+    cuda_graphs: bool = False
     merge: bool = False
     eval_every: int = 0
     save_every: int = 500
@@ -308,12 +309,11 @@ class TrainConfig:
                 "with keep_quantised, freeze and train_only do not choose the layers that get adapters; use "
                 "lora's targets"
             )
+        if self.cuda_graphs and (self.weights_memory == "host" or self.activation_memory == "offload"):
+            raise ConfigError("cuda_graphs needs weights_memory 'device', and another level than 'offload'")
         check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
-        check(
-            "keep_best",
-            self.keep_best in (None, *HIGHER_IS_BETTER),
-            f"one of {', '.join(HIGHER_IS_BETTER)}",
-        )
+        best = f"one of {', '.join(HIGHER_IS_BETTER)}"
+        check("keep_best", self.keep_best in (None, *HIGHER_IS_BETTER), best)
         if self.keep_best or self.patience:
             judged = "eval_data or eval_fraction" if not (self.eval_data or self.eval_fraction) else ""
             judged = judged or ("eval_every" if self.patience and not self.eval_every else "")

@@ -219,9 +219,9 @@ def load_model(
     if config.activation_memory == "auto":
         trained = torch.float32 if adapters else model.dtype
         per_element, _ = optimizer_memory(model, config.optimizer, trained, config.weights, config.moments)
-        if config.optimizer_memory == "host":
-            per_element = 0
+        per_element = 0 if config.optimizer_memory == "host" else per_element
         model.set_activation_memory("auto", config.memory_budget, per_element, world.say)
+    model.set_cuda_graphs(config.cuda_graphs)
     return LoadedModel(model.train(), adapters, flops, size)
 
 

@@ -371,20 +371,12 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         help="how torchrun's processes share the model: each holds a part (FSDP2), each node all of it, or "
         "each process (DDP); a resumed run may choose another (default: full; with --lora none)",
     )
-    add(
-        "--sequence-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that share each row, for rows that are too long for one (default: %(default)s)",
-    )
-    add(
-        "--expert-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="processes that share the experts of each layer (default: %(default)s)",
-    )
+    for name, shared in (
+        ("--sequence-parallel", "each row, for rows that are too long for one"),
+        ("--expert-parallel", "the experts of each layer"),
+    ):
+        text = f"processes that share {shared} (default: %(default)s)"
+        add(name, type=int, default=1, metavar="N", help=text)
     add(
         "--hang-timeout",
         type=float,
@@ -396,5 +388,10 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         "--float8",
         choices=("rowwise", "tensorwise", "rowwise_with_gw_hp"),
         help="run linear layers in float8, with weights in --dtype (docs/float8.md)",
+    )
+    add(
+        "--cuda-graphs",
+        action="store_true",
+        help="record the layers of steps as CUDA graphs, for small steps (docs/training.md)",
     )
     add("--attention", default="auto", help="attention backend (default: %(default)s)")

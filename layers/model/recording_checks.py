@@ -1,0 +1,128 @@
+"""Which layers and calls can be recorded as CUDA graphs, and errors for the others."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.checkpoints.shards import is_sharded, is_zero3
+from liger_models.convert.errors import ConfigError
+from liger_models.kernels.invariant.mode import is_batch_invariant
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.experts.router import SparseMixerRouter
+from liger_models.layers.projections.in_place import child_table
+from liger_models.layers.projections.linear import has_hooks, hooks_everywhere, hooks_of
+from liger_models.layers.recompute.activation_memory import RERUN
+from liger_models.layers.sequences.agreement import is_of_several_processes
+from liger_models.layers.sequences.sequences import Sequences
+
+
+class RecordedModules:
+    """The modules of a model whose work is recorded, as they are now.
+
+    Attributes:
+        modules: the layers, the final norm, and what they contain.
+        parameters: theirs, each once.
+    """
+
+    def __init__(self, model: Any):
+        shared = () if model.shared is None else tuple(model.shared.values())
+        parts = (*model.layers, model.norm, *shared)
+        self.modules: list[nn.Module] = list(dict.fromkeys(m for part in parts for m in part.modules()))
+        held = [d for m in self.modules for d in (child_table(m), m._parameters)]
+        self._held = [(d, [*map(id, d.values())]) for d in held if d]
+        self._empty = [d for d in held if not d]
+        self._hooks = [d for m in self.modules for d in hooks_of(m)]
+        self._attributes = [vars(m) for m in self.modules]
+        found = (p for m in self.modules for p in m._parameters.values() if p is not None)
+        self.parameters = list({id(p): p for p in found}.values())
+
+    def unchanged(self) -> bool:
+        """Whether no module or parameter has been added, removed or replaced since. Costs the host little, as
+        does `check_hooks`, in a model of many modules.
+        """
+        return not any(self._empty) and all([*map(id, d.values())] == ids for d, ids in self._held)
+
+    def check_hooks(self) -> None:
+        """Refuse modules with hooks, or another forward: neither would run.
+
+        Raises:
+            ConfigError: the message names the module's class.
+        """
+        replaced = any(map(operator.contains, self._attributes, itertools.repeat("forward")))
+        if replaced or any(self._hooks) or any(hooks_everywhere()):
+            found = next(type(module).__name__ for module in self.modules if has_hooks(module))
+            _refuse(f"a {found} with hooks, or a replaced forward", "remove them")
+
+    def addresses(self) -> tuple[tuple[int, bool], ...]:
+        """Where the parameters are, and which of them are trained."""
+        return tuple((p.data_ptr(), p.requires_grad) for p in self.parameters)
+
+
+def _refuse(found: str, remedy: str) -> None:
+    raise ConfigError(
+        f"CUDA graphs were asked for, and {found} cannot be recorded: {remedy}, or call "
+        "model.set_cuda_graphs(False) (leave out --cuda-graphs)"
+    )
+
+
+def check_call(x: Tensor, sequences: Sequences) -> None:
+    """Refuse calls that cannot be recorded.
+
+    Raises:
+        ConfigError: the message names what was found.
+    """
+    notes = sequences.notes
+    if not runs_graphs(x.device):
+        _refuse(f"a model on {x.device}", "move it to an NVIDIA GPU")
+    if sequences.documents.tree is not None:
+        _refuse("documents that continue others (parents)", "repeat the prompts")
+    if sequences.slice is not None or is_of_several_processes():
+        _refuse("a step of several processes", "train in one process")
+    if notes.routing.given or notes.routing.seen is not None or notes.router_logits.asked_for:
+        _refuse("a call with routed_experts or output_router_logits", "leave these out")
+    if sequences.visibility.tiles is not None:
+        _refuse("attention to tiles of images", "leave out the images")
+    if is_batch_invariant():
+        _refuse("a call within batch_invariant()", "leave that context")
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        _refuse("a call within saved_tensors_hooks (save_on_cpu, checkpoint)", "leave that context")
+
+
+def check_layers(model: Any, of: RecordedModules) -> None:
+    """Refuse layers that cannot be recorded.
+
+    Raises:
+        ConfigError: the message names what was found.
+    """
+    if model.host_weights is not None:
+        _refuse("weights in host memory", "use weights_memory='device'")
+    levels = set(model.activation_memory)
+    if "offload" in levels:
+        _refuse("activation_memory='offload'", "use 'tiled'")
+    devices = {p.device for p in of.parameters}
+    if len(devices) > 1:
+        _refuse(f"a model on several devices ({', '.join(sorted(map(str, devices)))})", "place it on one")
+    for p in of.parameters:
+        if is_sharded(p) or is_zero3(p):
+            _refuse("a sharded model", "train in one process")
+    draws = False
+    for module in of.modules:
+        if isinstance(module, Experts) and module.exchange is not None:
+            _refuse("expert parallelism", "train in one process")
+        drops = isinstance(module, nn.Dropout) and module.p > 0 and module.training
+        draws |= drops or isinstance(module, SparseMixerRouter)
+    if draws and levels & set(RERUN):
+        _refuse(
+            "dropout, or a router that draws, in layers that run again in the backward pass",
+            "use activation_memory='lean', or dropout 0",
+        )
+
+
+def runs_graphs(device: torch.device) -> bool:
+    """Whether a device has CUDA graphs."""
+    return device.type == "cuda" and torch.version.hip is None
