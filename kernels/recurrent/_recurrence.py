@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,21 +12,27 @@ from liger_models.kernels._dispatch import at_least_float32
 L2_EPS = 1e-6
 
 
-def recurrence(
-    step: Callable[..., tuple[Tensor, Tensor]],
-    tokens: tuple[Tensor, ...],
+def delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor,
+    beta: Tensor,
     cu_seqlens: Tensor | None,
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Run a recurrence; return the outputs of all tokens and the final states of all documents.
+    """Run the recurrence; return the outputs of all tokens and the final states of all documents.
 
     Args:
-        step: `step(*operands, state)` returns a token's output and the next state.
-        tokens: q, k, v and the gates, each [T, ...].
+        q, k, v: [T, heads, dk or dv].
+        decay: [T, heads, dk or 1], not a logarithm.
+        beta: [T, heads].
         cu_seqlens: [documents + 1], or None for one document.
         state: [documents, heads, dk, dv], or None for zeros.
     """
-    q, _, v, *_ = tokens
+    # Each `split` has one backward pass; a slice of each token would add to gradients of all tokens.
+    queries, keys = _queries_and_keys(q, k, v)
+    tokens = list(zip(*(x.split(1) for x in (queries, keys, v, decay, beta)), strict=True))
     bounds = [0, len(q)] if cu_seqlens is None else cu_seqlens.tolist()
     outputs, finals = [v[:0]], []
     for document, (first, end) in enumerate(itertools.pairwise(bounds)):
@@ -35,8 +40,8 @@ def recurrence(
             s = at_least_float32(v.new_zeros(1, v.shape[1], q.shape[2], v.shape[2]))
         else:
             s = at_least_float32(state[document : document + 1])
-        for t in range(first, end):
-            o, s = step(*(x[t : t + 1] for x in tokens), s)
+        for token in tokens[first:end]:
+            o, s = _step(s, *token)
             outputs.append(o)
         finals.append(s)
     return torch.cat(outputs), torch.cat(finals)
@@ -46,12 +51,23 @@ def delta_step(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Process one token of every sequence. decay: [sequences, heads, dk or 1], not a logarithm."""
+    return _step(state, *_queries_and_keys(q, k, v), v, decay, beta)
+
+
+def _queries_and_keys(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return normalised queries and keys of every head of values."""
     repeats = v.shape[1] // q.shape[1]
     queries, keys = (_normalised(x).repeat_interleave(repeats, 1) for x in (q, k))
+    return queries, keys
+
+
+def _step(
+    state: Tensor, queries: Tensor, keys: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
     state = state * decay[..., None]
     read = (state * keys[..., None]).sum(2)
     state = state + keys[..., None] * (beta[..., None] * (at_least_float32(v) - read))[:, :, None]
-    o = (state * queries[..., None]).sum(2) * q.shape[2] ** -0.5
+    o = (state * queries[..., None]).sum(2) * queries.shape[2] ** -0.5
     return o.to(v.dtype), state
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
 from liger_models.kernels.recurrent._channel_chunks import ChannelDeltaRule
 from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
-from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_step, recurrence
+from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_rule, delta_step
 
 
 def channel_delta_rule(
@@ -93,14 +93,7 @@ def channel_delta_rule_plain(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain twin of `channel_delta_rule`, token by token."""
-    return recurrence(
-        lambda q, k, v, f, b, s: channel_delta_rule_step(
-            q, k, v, f, b, A_log, dt_bias, s, lower_bound=lower_bound, beta_scale=beta_scale
-        ),
-        (q, k, v, f, b),
-        cu_seqlens,
-        state,
-    )
+    return delta_rule(q, k, v, *_gates(f, b, A_log, dt_bias, lower_bound, beta_scale), cu_seqlens, state)
 
 
 def channel_delta_rule_step(
@@ -126,11 +119,17 @@ def channel_delta_rule_step(
     Returns:
         o [sequences, heads, dv] in v's dtype, and the new state, a new tensor.
     """
+    return delta_step(q, k, v, *_gates(f, b, A_log, dt_bias, lower_bound, beta_scale), state)
+
+
+def _gates(
+    f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, beta_scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return decay [T, heads, dk] and beta [T, heads]."""
     raw = at_least_float32(f) + dt_bias
     rate = at_least_float32(A_log).exp()[:, None]
     g = -rate * F.softplus(raw) if lower_bound is None else lower_bound * torch.sigmoid(rate * raw)
-    beta = beta_scale * torch.sigmoid(at_least_float32(b))
-    return delta_step(q, k, v, g.exp(), beta, state)
+    return g.exp(), beta_scale * torch.sigmoid(at_least_float32(b))
 
 
 def _check(

@@ -26,7 +26,7 @@ from torch import Tensor
 from liger_models.kernels._dispatch import as_once_differentiable, at_least_float32
 from liger_models.kernels.recurrent._chunk_table import chunk_table, use_chunks
 from liger_models.kernels.recurrent._delta_chunks import GatedDeltaRule
-from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_step, recurrence
+from liger_models.kernels.recurrent._recurrence import L2_EPS, check_heads, delta_rule, delta_step
 
 
 def gated_delta_rule(
@@ -84,14 +84,7 @@ def gated_delta_rule_plain(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Plain twin of `gated_delta_rule`, token by token."""
-    return recurrence(
-        lambda q, k, v, a, b, s: gated_delta_rule_step(
-            q, k, v, a, b, A_log, dt_bias, s, beta_scale=beta_scale
-        ),
-        (q, k, v, a, b),
-        cu_seqlens,
-        state,
-    )
+    return delta_rule(q, k, v, *_gates(a, b, A_log, dt_bias, beta_scale), cu_seqlens, state)
 
 
 def gated_delta_rule_step(
@@ -116,9 +109,13 @@ def gated_delta_rule_step(
     Returns:
         o [sequences, value_heads, dv] in v's dtype, and the new state, a new tensor.
     """
+    return delta_step(q, k, v, *_gates(a, b, A_log, dt_bias, beta_scale), state)
+
+
+def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, beta_scale: float) -> tuple[Tensor, Tensor]:
+    """Return decay [T, heads, 1] and beta [T, heads]."""
     decay = torch.exp(-at_least_float32(A_log).exp() * F.softplus(at_least_float32(a) + dt_bias))
-    beta = beta_scale * torch.sigmoid(at_least_float32(b))
-    return delta_step(q, k, v, decay[..., None], beta, state)
+    return decay[..., None], beta_scale * torch.sigmoid(at_least_float32(b))
 
 
 def _check(
