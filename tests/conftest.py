@@ -19,6 +19,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others in this folder
 
 import interpreter
+from nightly import leave_to_the_night
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -37,7 +38,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-families",
         action="store_true",
-        help="run the tests marked `of_layers` for all families, not only for some that have every part",
+        help="run the tests marked `of_layers` for all families, and the cases that nightly.py leaves out",
     )
     parser.addoption("--notebooks", action="store_true", help="run all notebooks, not only two")
     parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")
@@ -50,7 +51,9 @@ def pytest_configure(config):
         config.pluginmanager.register(TableWriter())
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-k` and markers leave out cases
 def pytest_collection_modifyitems(config, items):
+    leave_to_the_night(config, items)
     if not config.getoption("--real-model"):
         left_out = [item for item in items if item.get_closest_marker("real")]
         config.hook.pytest_deselected(items=left_out)
@@ -93,6 +96,14 @@ def one_thread():
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_disks():
+    """No test cuts the power, so files need not have reached a disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

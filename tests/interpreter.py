@@ -16,6 +16,7 @@ def prepare():
         compute_no_unused_checks()
         look_up_dtypes_once()
         describe_shapes_once()
+        pass_operands_quickly()
         keep_splatted_masks_boolean()
         take_scalars_as_indices()
 
@@ -95,6 +96,33 @@ def describe_shapes_once():
 
     core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
     TritonSemantic.broadcast_impl_value = broadcast_if_needed
+
+
+def pass_operands_quickly():
+    """Shorten the ways of operands into and out of operations: calls with the interpreter's semantics,
+    operands that are no constants, types compared with themselves, and checks of its own arrays.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    unwrap, equal, semantic = core._unwrap_if_constexpr, core.dtype.__eq__, interpreter.interpreter_semantic
+    plain = {core.tensor, int, float, bool, str, type(None), core.dtype}
+
+    def unwrap_quickly(value):
+        kind = type(value)
+        return value.value if kind is core.constexpr else value if kind in plain else unwrap(value)
+
+    def patch(obj, name, member, builder, scope):
+        def call(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(obj, name, call)
+
+    core._unwrap_if_constexpr = unwrap_quickly
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
+    interpreter._patch_attr = patch
+    interpreter.TensorHandle.__post_init__ = lambda self: None
 
 
 def keep_splatted_masks_boolean():

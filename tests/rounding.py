@@ -46,14 +46,17 @@ def beyond_rounding(
 
     Args:
         again: returns the distances of the truth from itself with sums in another order, given a seed. Called
-            only if the bound is missed.
+            only if the bound is missed, and until rounding explains all distances.
     """
     missed = {name: distance for name, distance in distances.items() if not distance <= bound}
-    if missed:
-        others = [again(seed) for seed in range(ORDERS)]
+    rounding = dict.fromkeys(missed, 0.0)
+    for seed in range(ORDERS):
+        if not missed:
+            break
+        other = again(seed)
         for name, distance in list(missed.items()):
-            rounding = max(other[name] for other in others)
-            if distance <= FACTOR * rounding <= FACTOR * LARGEST_ROUNDING:
+            rounding[name] = max(rounding[name], other[name])
+            if distance <= FACTOR * rounding[name] <= FACTOR * LARGEST_ROUNDING:
                 del missed[name]
     return missed
 

@@ -160,11 +160,13 @@ def unnoticed_fields(
     of_images: bool = False,
     skip: Set[str] = frozenset(),
     tried: Set[Any] | None = None,
+    by_others: Set[Any] = frozenset(),
 ) -> dict[str, str]:
     """List the changes that the comparison does not notice, as "path: value -> other", by "Class.field".
     Tries all fields in all layers, or the `wanted` ones, each in the first layer that has it with a value
     other than the given ones. Equal parts at the same place of their layers are tried once. With `tried`, so
     are fields of one form (`form_at`), and none of these forms. `of_images`: only fields that concern images.
+    `by_others`: forms that are left to other families.
     """
     missed = {}
     elsewhere: dict[str, list[Any]] = {}  # the values of a field in all layers
@@ -177,6 +179,8 @@ def unnoticed_fields(
             if part in done:
                 continue
             done.add(part)
+        if by_others and form_at(pair.ours.spec, path) in by_others:
+            continue
         if (field in OF_IMAGES or path[0] == "vision") != of_images or field in skip | WITHOUT_EFFECT.keys():
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:

@@ -106,7 +106,7 @@ def test_verify_notices_the_gradient_of_a_single_expert(stack, name, written_by_
     assert {name.rpartition("mlp.")[2] for name in far} == stacks
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_verify_accepts_a_checkpoint_of_the_reference(family, written_by_reference, capsys):
     assert main(["verify", str(written_by_reference(family)), "--transformers"]) == 0
     shown = capsys.readouterr().out
@@ -163,7 +163,7 @@ def same(found, expected):
     return found.dtype == expected.dtype and torch.equal(found, expected)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
     write_mixed(tmp_path / "in", family, find_architecture(family).layouts[0])
     models = [liger_models.from_hub(tmp_path / "in", dtype=dtype).eval() for dtype in ("float32", "auto")]

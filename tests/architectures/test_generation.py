@@ -82,7 +82,7 @@ def test_greedy_tokens_under_autocast_are_the_likeliest_up_to_rounding(pair):
     assert (logits.amax(-1) - chosen).max() < 3 * 20 * 2**-9
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_greedy_decoding_of_padded_prompts_gives_the_text_of_the_reference(family, pair):
     if skipped(family, "positions", "given"):
         pytest.skip(find_architecture(family).skip["positions:given"])

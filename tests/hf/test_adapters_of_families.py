@@ -79,7 +79,7 @@ def test_adapters_of_every_family_match_the_reference(family, make_both, tmp_pat
     assert all(torch.equal(second[name], tensor) for name, tensor in first.items())
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("family", list_architectures())
 def test_adapters_on_packed_projections_match_the_reference(family, make_both, hf, tmp_path):
     """With DoRA, except on experts: PEFT would map their old names to the stacks, and with them a gate of

@@ -108,7 +108,7 @@ def assert_copy(found, model, batch):
 
 
 @pytest.mark.supports("bitsandbytes", "every dense family in 4 bits", "saving and loading 4 bits")
-@pytest.mark.of_layers("names")
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("family", DENSE)
 def test_dense_families_in_four_bits_match_the_reference(family, make_quantised, batch, hf):
     # transformers cannot run this family with a quantised dt_proj: it multiplies by the packed weight.

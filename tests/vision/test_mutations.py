@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 
 import pytest
-from mutations import is_noticed, unnoticed_fields
+from mutations import OF_IMAGES, form_at, is_noticed, spec_fields, unnoticed_fields
+from pairs import spec_of
+from representatives import vision_representatives
 
+from liger_models.architectures import find_architecture
 from liger_models.layers.specs import RopeSpec
 
 
 @pytest.mark.of_layers
-def test_another_value_of_any_field_is_detected(pair):
+def test_another_value_of_any_field_is_detected(family, pair, request):
+    """Fields that an earlier family has in the same form, at the same place, are left to that one."""
     assert not is_noticed(pair)
+    all_families = request.config.getoption("--all-families")
+    by_others = frozenset() if all_families else forms_of_earlier(family)
     skip = {field.removeprefix("field:") for field in pair.architecture.skip} | OF_OTHER_ROPES
     if getattr(pair.vision, "window", None) is None:
         skip |= {"VisionSpec.window", "VisionSpec.windowed"}
@@ -28,13 +35,29 @@ def test_another_value_of_any_field_is_detected(pair):
         }
     if not any(rope.axes for block in pair.ours.spec.blocks for rope in block.ropes):
         skip |= {"VisionSpec.positions"}  # axes that nothing reads
-    faults = list(unnoticed_fields(pair, of_images=True, skip=skip))
+    faults = list(unnoticed_fields(pair, of_images=True, skip=skip, by_others=by_others))
     if getattr(pair.vision, "positions", None) is None:  # then text positions have one axis
         faults = [fault for fault in faults if not re.match(r"blocks\..*\.(axes|frequencies|halves):", fault)]
     # Angles of a single layer matter little with few patches: they must be detected in some layer.
     layers = Counter(re.sub(r"^vision\.blocks\.\d+", "a layer", fault) for fault in faults)
     most = len(set(pair.vision.blocks)) - 1
     assert not [fault for fault, count in layers.items() if not fault.startswith("a layer") or count > most]
+
+
+def forms_of_earlier(family):
+    """The forms of the fields of earlier families' encoders, except of those that depend on the images."""
+    names = vision_representatives()
+    return frozenset().union(*(forms_of(name) for name in names[: names.index(family)]))
+
+
+@functools.cache
+def forms_of(family):
+    spec, skip = spec_of(family), find_architecture(family).skip
+    return {
+        form_at(spec, path)
+        for path, field, *_ in spec_fields(spec)
+        if path[0] == "vision" and f"field:{field}" not in skip and not field.startswith("VisionSpec.")
+    } - {form_at(spec, path) for path, field, *_ in spec_fields(spec) if field in OF_IMAGES}
 
 
 # Rotary settings that an encoder does not use.

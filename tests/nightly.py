@@ -1,0 +1,165 @@
+"""Cases that `make test` leaves to the nightly run, `make test FAMILIES=all`.
+
+They show again, with another family, setting or size, what a case that stays shows of the same code. Each
+entry names a test and the cases of it that always run; none means that the whole test waits for the night. A
+case that is asked for by its name (`pytest FILE::TEST[CASE]`) always runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+HF, LAYERS, VISION = "tests/hf", "tests/layers", "tests/vision"
+BENCHMARKS = "tests/benchmarks"
+TRAINING, MODELS = "tests/liger_models/training", "tests/liger_models"
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    # Adapters of fused projections, with a magnitude, of experts with and without biases, and with options.
+    f"{TRAINING}/test_lora.py::test_a_run_matches_transformers_and_peft": (
+        "llama-r=3,dora",
+        "phi3-r=4",
+        "gemma2-r=4,alpha=4,targets=q_proj+down_proj,rslora",
+        "deepseek_v3-r=4,experts",
+        "gpt_oss-r=3,targets=q_proj,experts",
+    ),
+    f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (
+        "r=4,dropout=0.2-checkpoint",
+    ),
+    f"{TRAINING}/test_lora.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": ("nf4",),
+    f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("0-2", "2-15"),
+    f"{TRAINING}/test_objectives.py::test_a_resumed_run_gives_the_same_bits": ("kto",),
+    f"{TRAINING}/test_objectives.py::test_trained_rewards_match_transformers": ("r=4",),
+    f"{TRAINING}/test_added_tokens.py::test_a_run_learns_new_tokens_and_exports_them": ("True",),
+    f"{TRAINING}/test_added_tokens.py::test_adapters_carry_new_tokens": ("False",),
+    f"{TRAINING}/test_learned_ends.py::test_learned_tokens_with_frozen_rows_near_zero_raise_a_warning": (
+        "True",
+    ),
+    f"{TRAINING}/test_run_folder.py::test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used": (
+        ".written.json",
+        "training_state/tensors.safetensors",
+    ),
+    f"{TRAINING}/test_images_in_answers.py::"
+    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": ("dpo", "kto"),
+    f"{MODELS}/parallel/test_sequences.py::test_two_ranks_equal_one_process": (
+        "GQA, documents",
+        "one head of keys, padding",
+        "three heads of keys for two ranks",
+        "sinks, experts, windows",
+        "learned positions, documents",
+        "scores by distance, documents",
+        "a router's loss",
+        "latents, correction bias",
+        "keys of other layers, own inputs",
+        "chunks, queries that grow",
+        "states, documents",
+        "decays by channel",
+        "gated convolutions, gates of heads",
+        "attention and state space, padding",
+        "selective scan, padding",
+        "states passed, groups that do not divide",
+        "states passed, parallelize",
+        "level mlp",
+        "level tiled",
+        "level auto",
+        "experts, offload",
+        "DDP",
+        "adapters, documents",
+        "parallelize",
+        "parallelize, weights that layers share",
+        "parallelize, checkpoint",
+    ),
+    f"{MODELS}/quantised/test_sharded.py::test_ranks_read_and_save_the_bytes_of_the_whole_model": ("3",),
+    # A level keeps and plans the same whatever the adapters, which are counted at one level each.
+    "tests/test_live_bytes.py::test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned": (
+        *(f"full, dense-{level}" for level in ("all", "mlp", "lean", "tiled", "checkpoint", "offload")),
+        *(f"full, experts-{level}" for level in ("lean", "tiled")),
+        "full, latent experts-lean",
+        *(f"full, latent attention-{level}" for level in ("lean", "tiled")),
+        "full, norms of heads-lean",
+        *(f"full, gated attention-{level}" for level in ("all", "lean", "tiled")),
+        *(f"full, gated delta rule-{level}" for level in ("all", "lean", "tiled", "offload")),
+        *(f"full, gated convolution-{level}" for level in ("all", "lean", "mlp", "tiled")),
+        *(f"full, selective scan-{level}" for level in ("all", "lean")),
+        *(f"full, channel delta rule-{level}" for level in ("all", "lean")),
+        "full, latent attention, gates of heads-all",
+        *(f"full, gates of heads-{level}" for level in ("all", "lean")),
+        *(f"full, differential attention-{level}" for level in ("lean", "tiled")),
+        *(f"LoRA, dense-{level}" for level in ("lean", "tiled", "offload")),
+        "LoRA of experts-lean",
+        "LoRA with a bias-lean",
+        "DoRA-lean",
+        "QLoRA-checkpoint",
+        "LoRA on 8 bits-lean",
+        "LoRA on torchao's 8 bits-lean",
+        "IA3-lean",
+    ),
+    "tests/test_live_bytes_of_trainers.py::test_a_trainers_step_keeps_what_its_level_promises": (
+        "sft-offload",
+        "dpo-checkpoint",
+        "trainer-lean",
+    ),
+    f"{LAYERS}/memory/test_adapter_costs.py::"
+    "test_a_plan_with_adapters_is_what_a_step_of_real_widths_allocates": (
+        *(f"LoRA-{level}-65536" for level in ("all", "lean", "mlp", "checkpoint")),
+        "LoRA-tiled-131072",
+        "DoRA-lean-65536",
+        "DoRA-checkpoint-8192",
+        "LoRA with a bias-all-65536",
+        "IA3-lean-65536",
+    ),
+    f"{LAYERS}/memory/test_memory_plan.py::test_a_plan_counts_the_modules_for_multi_token_prediction": ("1",),
+    f"{HF}/test_trl.py::test_training_of_other_families_matches_the_reference_too": (
+        "qwen3_moe-grpo",
+        "gemma2-dpo",
+    ),
+    f"{HF}/test_trl.py::test_training_with_shared_prompts_equals_trls_own": ("grpo-True", "dpo-False"),
+    f"{VISION}/test_trainers_in_transformers.py::test_trl_trains_with_images": (
+        "DPO-gemma3",
+        "SFT-qwen2_5_vl",
+    ),
+    # Every kind of given positions for two families, and counted ones for each.
+    f"{VISION}/test_given_positions.py::test_given_positions_are_used_as_in_the_reference": (
+        *(f"qwen2_5_vl-{kind}" for kind in ("counted", "of one row", "on axes", "counted and on axes")),
+        *(f"glm4v-{kind}" for kind in ("counted", "of one row", "on axes", "counted and on axes")),
+        *(f"{family}-counted" for family in ("glm46v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen3_5")),
+        *(f"{family}-counted" for family in ("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
+    ),
+    f"{HF}/test_trainer.py::test_training_equals_training_of_transformers_own_model": (
+        *(f"llama-{way}" for way in ("accumulation", "one_batch", "label_smoothing", "neftune", "own_loss")),
+        "llama-adamw",
+        "llama-checkpointing",
+        "qwen3_moe-accumulation",
+        "gemma4_text-checkpointing",
+        "gpt_oss-checkpointing",
+    ),
+    # The commands below run in the same way in the tests that stay, for other benchmarks.
+    f"{BENCHMARKS}/test_lengths.py::"
+    "test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours": (),
+    f"{BENCHMARKS}/test_training.py::test_a_peer_is_measured_again_in_a_process_without_ours": (),
+}
+
+
+UNKNOWN = pytest.StashKey[dict[str, set[str]]]()
+
+
+def leave_to_the_night(config: pytest.Config, items: list[Any]) -> None:
+    """Deselect the cases that are not among those that always run, unless `--all-families`. Names of cases
+    that their test does not have are kept in the config for test_nightly.py.
+    """
+    if config.getoption("--all-families") or any("[" in argument for argument in config.args):
+        return
+    found: dict[str, set[str]] = {}
+    left_out = []
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if test in ALWAYS:
+            found.setdefault(test, set()).add(case[:-1])
+            if case[:-1] not in ALWAYS[test]:
+                left_out.append(item)
+    config.stash[UNKNOWN] = {test: set(ALWAYS[test]) - cases for test, cases in found.items()}
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        ids = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in ids]
