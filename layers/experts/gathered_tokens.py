@@ -157,17 +157,14 @@ class GatheredRoutes:
         expert indices from 0, and -1 for experts elsewhere. The rows of x are arriving.
         """
         group, exchange = self.exchange.group, self.exchange
-        of_experts, of_weights = TokenExchange(group, self.counts), TokenExchange(group, self.counts)
-        experts = of_experts.gather(experts)
-        of_experts.arrive()
+        weights, experts = _GatherChoice.apply(weights, experts, TokenExchange(group, self.counts))
         own = experts - exchange.rank * exchange.own
         own = torch.where((own >= 0) & (own < exchange.own), own, -1)
         count = None if hasattr(self, "num_slots") else _OnHost((own >= 0).sum())
-        weights = _Gather.apply(weights, of_weights, True)
         self.rows = TokenExchange(group, self.counts)  # of this run: another one's may be under way
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
-        x = _Gather.apply(x, self.rows, False)
+        x = _Gather.apply(x, self.rows)
         if count is not None:
             self.num_slots = count.value()
         return x, weights, own
@@ -196,19 +193,36 @@ class _OnHost:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all tokens. Without `waits` those of other ranks are arriving when it returns."""
+    """Rows of all tokens. Those of other ranks are still arriving when it returns."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, exchange: TokenExchange, waits: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:
         ctx.exchange = exchange
-        rows = exchange.gather(x)
-        if waits:
-            exchange.arrive()
-        return rows
+        return exchange.gather(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.returned(gradient.contiguous()), None
+
+
+class _GatherChoice(torch.autograd.Function):
+    """Weights and experts [t, k] of all tokens, in one message."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, experts: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
+        ctx.exchange = exchange
+        integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize]
+        choice = exchange.gather(torch.cat([weights.view(integers), experts.to(integers)], 1))
+        exchange.arrive()
+        all_weights, all_experts = (half.contiguous() for half in choice.chunk(2, 1))
+        all_experts = all_experts.to(experts.dtype)
+        ctx.mark_non_differentiable(all_experts)
+        return all_weights.view(weights.dtype), all_experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
         return ctx.exchange.returned(gradient.contiguous()), None, None
 
 
