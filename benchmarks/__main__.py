@@ -13,7 +13,7 @@
     python -m benchmarks stream   a stream of weights to an inference engine, against copying its bytes
     python -m benchmarks parallel  a training step of a model sharded over several GPUs
     python -m benchmarks resume    a checkpoint written by many processes and resumed by half of them
-    python -m benchmarks node      everything on a machine with several GPUs, in under eight minutes
+    python -m benchmarks node      everything on a machine with several GPUs, in under ten minutes
     python -m benchmarks generate  generation against transformers
     python -m benchmarks data     tokenizing and reading large data sets in little memory
     python -m benchmarks load     loading a checkpoint against transformers

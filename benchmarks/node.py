@@ -1,4 +1,4 @@
-"""All benchmarks of a machine with several GPUs, in separate processes with time limits, in less than eight
+"""All benchmarks of a machine with several GPUs, in separate processes with time limits, in less than ten
 minutes.
 
 | part         | what is measured                                                                         |
@@ -6,6 +6,8 @@ minutes.
 | 8B           | Llama-3-8B, 4 x 8192 per GPU, FSDP2: transformers with liger-kernel, checkpointed; ours  |
 |              | at the planner's levels; the same work on all GPUs, and unsharded on each                |
 | experts      | Qwen3-30B-A3B, 4 x 4096 per GPU: FSDP2 only, and expert parallelism over all GPUs        |
+| hybrid       | 4 layers of Qwen3-Next-80B-A3B, three of them with the gated delta rule: the same        |
+| float8       | 8B as above, with its linear layers' products in float8                                  |
 | long context | one step of 8B on one row of the length that takes LONGEST seconds or less, its sequence |
 |              | split over all GPUs; its peak against the plan                                           |
 | checkpoint   | written by all GPUs, resumed on half of them, exported: see resume.py                    |
@@ -30,7 +32,8 @@ from benchmarks.report import bars, machine, markdown_table, publish, renew
 from benchmarks.training.shapes import config_of
 
 SUMMARY = (
-    "all of a machine with several GPUs: 8B, experts, long contexts, a checkpoint; in under eight minutes"
+    "all of a machine with several GPUs: 8B, experts, a hybrid, float8, long contexts, a checkpoint; in "
+    "under ten minutes"
 )
 MARKS = "<!-- several GPUs: python -m benchmarks node -->", "<!-- end of several GPUs -->"
 TITLE, PICTURE = "A machine with several GPUs", "node.png"
@@ -46,7 +49,7 @@ class Part(NamedTuple):
     """Results that are measured together.
 
     Attributes:
-        seconds: time limit; all together less than eight minutes.
+        seconds: time limit; all together less than ten minutes.
         layers: for `--smallest`.
         rows: creates its rows, given the arguments, a number of layers (None: all), and the seconds.
     """
@@ -107,6 +110,15 @@ def _experts(args: argparse.Namespace, layers: int | None, seconds: float) -> It
     )
 
 
+def _hybrid(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    asked = ("ours:lean:4", f"ours:lean:4:experts={args.processes}")
+    yield from _steps(args, "qwen3-next-4", layers, 4096, asked, seconds, balanced=True)
+
+
+def _float8(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
+    yield from _steps(args, "llama-3-8b", layers, 8192, ("ours+rowwise:auto:4",), seconds)
+
+
 def _long(args: argparse.Namespace, layers: int | None, seconds: float) -> Iterator[Row]:
     """The longest row; if it does not fit, half of it, and a quarter."""
     config, end = config_of("llama-3-8b", layers), time.monotonic() + seconds
@@ -129,6 +141,8 @@ def _checkpoint(args: argparse.Namespace, layers: int | None, seconds: float) ->
 PARTS = (
     Part("8B", 125, 4, _large),
     Part("experts", 85, 12, _experts),
+    Part("hybrid", 50, 4, _hybrid),
+    Part("float8", 40, 4, _float8),
     Part("long context", 175, 4, _long),
     Part("checkpoint", 85, 2, _checkpoint),
 )

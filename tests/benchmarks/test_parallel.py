@@ -96,11 +96,11 @@ def test_failed_parts_of_a_node_get_a_line_and_the_same_command_continues(
     assert asked == [("auto=100", "shard", 4096), ("auto=100", "experts=2", 4096)]
     assert benchmarks.__main__.main(["node", *arguments]) == 1
     assert asked[-2:] == [("offload", "sequence=2", 262144), ("offload", "sequence=2", 131072)]
-    assert len(asked) == 8  # none ran twice
+    assert len(asked) == 11  # none ran twice
     text = page.read_text()
     for expected in ("out of memory", "failed: disk", "2 (experts=2)", "transformers+liger"):
         assert expected in text
-    assert sum(part.seconds for part in node.PARTS) < 480
+    assert sum(part.seconds for part in node.PARTS) < 600
 
 
 def test_the_longest_row_uses_the_allowed_time(benchmarks):
