@@ -43,6 +43,18 @@ class Exchange(Protocol):
         """Start to return the other tokens' rows of a result [T, H]; those of its own are not there yet."""
 
 
+class Overlap(NamedTuple):
+    """An exchange, and the tiles of this rank's own tokens and all others (`split_tiles`)."""
+
+    exchange: Exchange
+    own: ExpertOrder
+    rest: ExpertOrder
+
+    @classmethod
+    def of(cls, exchange: Exchange, order: ExpertOrder) -> Overlap:
+        return cls(exchange, *split_tiles(order, exchange.own))
+
+
 class Wanted(NamedTuple):
     """Which inputs require gradients."""
 
@@ -87,17 +99,17 @@ def activated_product(
     inputs: bool,
     first: Sequence[ExpertPath] = (),
     last: Sequence[ExpertPath] = (),
-    exchange: Exchange | None = None,
+    overlap: Overlap | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return the activation's output [R, I], its t of the last paths, h [R, 2 I], or [R, I], and t of the
     first paths.
     """
     bias = None if gate_up_bias is None else gate_up_bias.contiguous()
-    if exchange is not None and first:
-        exchange.arrive()
+    if overlap is not None and first:
+        overlap.exchange.arrive()
     path, first_t = _low_rank(as_rows(x), first, order, gather=True)
     options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
-    h = _product_of_arriving(as_rows(x), gate_up(), order, exchange, **options)
+    h = _product_of_arriving(as_rows(x), gate_up(), order, overlap, **options)
     product = weighted_activation(h, weights, order, activation) if inputs else activated(h, activation)
     return product, _low_rank(product, last, order)[1], h, first_t
 
@@ -111,25 +123,24 @@ def summed(
     order: ExpertOrder,
     inputs: bool,
     paths: Sequence[ExpertPath] = (),
-    exchange: Exchange | None = None,
+    overlap: Overlap | None = None,
 ) -> Tensor:
     """Return the result [T, H]."""
     bias = None if down_bias is None else down_bias.contiguous()
     path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
     options: Any = {"transposed": True, "bias": bias, "path": path}
-    return _summed_product(product, down(), order, None if inputs else weights, exchange, **options)
+    return _summed_product(product, down(), order, None if inputs else weights, overlap, **options)
 
 
 def _product_of_arriving(
-    x: Tensor, matrices: Tensor, order: ExpertOrder, exchange: Exchange | None, **options: Any
+    x: Tensor, matrices: Tensor, order: ExpertOrder, overlap: Overlap | None, **options: Any
 ) -> Tensor:
     """Return `rows_product`, at first of this rank's tokens, while the others arrive."""
-    if exchange is None:
+    if overlap is None:
         return rows_product(x, matrices, order, **options)
-    own, rest = split_tiles(order, exchange.own)
-    rows = rows_product(x, matrices, own, beside=True, **options)
-    exchange.arrive()
-    return rows_product(x, matrices, rest, out=rows, **options)
+    rows = rows_product(x, matrices, overlap.own, beside=True, **options)
+    overlap.exchange.arrive()
+    return rows_product(x, matrices, overlap.rest, out=rows, **options)
 
 
 def _summed_product(
@@ -137,20 +148,20 @@ def _summed_product(
     matrices: Tensor,
     order: ExpertOrder,
     weights: Tensor | None,
-    exchange: Exchange | None,
+    overlap: Overlap | None,
     **options: Any,
 ) -> Tensor:
     """Return `rows_product`, summed by token [T, H]. Those of other ranks come first, and leave while this
     rank's own are computed.
     """
-    if exchange is None:
+    if overlap is None:
         return sum_slots(rows_product(a, matrices, order, **options), weights, order)
-    own, rest = split_tiles(order, exchange.own)
-    rows = rows_product(a, matrices, rest, **options)
+    exchange = overlap.exchange
+    rows = rows_product(a, matrices, overlap.rest, **options)
     y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
     sum_slots(rows, weights, order, slice(exchange.own, None), y)
     exchange.leave(y)
-    rows_product(a, matrices, own, out=rows, beside=True, **options)
+    rows_product(a, matrices, overlap.own, out=rows, beside=True, **options)
     return sum_slots(rows, weights, order, slice(exchange.own), y)
 
 
@@ -188,19 +199,17 @@ def experts_backward(
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
     biased, x, of_first, of_last = {}, as_rows(x), [], []
-    arriving = None
-    if exchange is not None:
-        if last.t is None and down_bias is None and (want_h or want.weights):
-            arriving = exchange
-        else:
-            exchange.arrive()
+    overlap = arriving = None if exchange is None else Overlap.of(exchange, order)
+    if exchange is not None and not (last.t is None and down_bias is None and (want_h or want.weights)):
+        exchange.arrive()
+        arriving = None
     if down_bias is not None and experts is not None and want.weights:
         # For all experts at once: reads dy once instead of once per slot.
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
     if arriving is not None and not gather:
-        arriving = _SpreadOnArrival(arriving, dy, order)
-        dy = arriving.rows
+        spread = _SpreadOnArrival(arriving.exchange, dy, order)
+        arriving, dy = arriving._replace(exchange=spread), spread.rows
     else:
         dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
@@ -246,7 +255,7 @@ def experts_backward(
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        dx = _summed_product(dh, gate_up(), order, None, exchange, transposed=False, path=path)
+        dx = _summed_product(dh, gate_up(), order, None, overlap, transposed=False, path=path)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
 

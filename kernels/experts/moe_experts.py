@@ -66,6 +66,7 @@ from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expe
 from liger_models.kernels.experts._expert_passes import (
     Exchange,
     LowRank,
+    Overlap,
     Wanted,
     activated_product,
     experts_backward,
@@ -149,9 +150,10 @@ def moe_experts(
         scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
         stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
         order = sort_by_expert(experts, first.shape[0], num_rows)
+        overlap = None
         if exchange is not None:
-            exchange.overlaps = True
-        plan = _Plan(order, activation, inputs, stored, scales, exchange)
+            exchange.overlaps, overlap = True, Overlap.of(exchange, order)
+        plan = _Plan(order, activation, inputs, stored, scales, overlap)
         product, t = _First.apply(plan, *tensors, *of_paths)
         return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
     if exchange is not None:
@@ -249,7 +251,7 @@ class _Plan(NamedTuple):
     inputs: bool
     stored: _Matrices
     scales: tuple[list[float], list[float]]
-    exchange: Exchange | None
+    overlap: Overlap | None
 
 
 class _First(torch.autograd.Function):
@@ -265,7 +267,7 @@ class _First(torch.autograd.Function):
         make, _ = plan.stored.given(gate_up, down)
         product, last_t, *kept = activated_product(
             *(x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last),
-            exchange=plan.exchange,
+            overlap=plan.overlap,
         )
         experts = None if down_bias is None else experts  # needed for the bias only
         operands = x, weights, experts, gate_up, down, down_bias
@@ -286,9 +288,11 @@ class _Last(torch.autograd.Function):
         _, last = _paths(plan.scales, ab)
         _, make = plan.stored.given(gate_up, down)
         # Without the order's tensors, which are among the saved ones and are freed with them.
-        ctx.plan, ctx.sizes, ctx.kept = plan._replace(order=None), plan.order[_TENSORS:], kept
+        ctx.plan = plan._replace(order=None, overlap=None)
+        ctx.sizes, ctx.kept = plan.order[_TENSORS:], kept
+        ctx.exchange = None if plan.overlap is None else plan.overlap.exchange
         operands = product, last_t, weights, make, down_bias
-        return summed(*operands, plan.order, plan.inputs, last, plan.exchange)
+        return summed(*operands, plan.order, plan.inputs, last, plan.overlap)
 
     @staticmethod
     @once_differentiable
@@ -307,7 +311,7 @@ class _Last(torch.autograd.Function):
         operands = x, weights, experts, first, last, down_bias, h
         options = plan.activation, plan.inputs, Wanted.of(needed)
         dx, dweights, *dexperts, dpaths = experts_backward(
-            dy, *operands, order, *options, low[0], low[1], plan.exchange
+            dy, *operands, order, *options, low[0], low[1], ctx.exchange
         )
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 

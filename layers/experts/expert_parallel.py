@@ -148,6 +148,7 @@ class Routes:
     """
 
     rows = None  # exchanged before and after the products
+    meanwhile: Any = None  # not called
 
     def __init__(
         self, exchange: ExpertExchange, position: Tensor, sent: list[int], received: list[int], slots: int

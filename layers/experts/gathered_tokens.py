@@ -11,13 +11,13 @@ The rows of x travel while the experts' first product runs over this rank's own 
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
 (kernels/experts/_expert_passes.py). The host learns two sizes: the ranks' numbers of tokens, once per batch
 (`TokenCounts`), and the number of rows of this rank's experts, once per layer. It waits for the latter alone,
-while x travels. Nothing is dropped, and memory is what these rows take.
+while x travels and the shared expert runs. Nothing is dropped, and memory is what these rows take.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -143,10 +143,12 @@ class GatheredRoutes:
 
     Attributes:
         exchange: the experts' `ExpertExchange`.
+        meanwhile: called while x travels, or None.
         num_slots: number of this rank's experts over all tokens, once `there` has been called.
     """
 
     num_slots: int
+    meanwhile: Callable[[], object] | None = None
 
     def __init__(self, exchange: Any, counts: Sequence[int]):
         self.exchange, self.counts = exchange, counts
@@ -165,6 +167,8 @@ class GatheredRoutes:
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
         x = _Gather.apply(x, self.rows)
+        if self.meanwhile is not None:
+            self.meanwhile()
         if count is not None:
             self.num_slots = count.value()
         return x, weights, own

@@ -15,7 +15,7 @@ layers/experts/router.py chooses experts and their weights. Native weights are s
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -79,15 +79,19 @@ class MixtureOfExperts(nn.Module):
         if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
             sequences.notes.router_logits.note(logits)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        y = self.experts(latent, weights, experts, sequences)
+        shared = None if self.shared_expert is None else functools.cache(functools.partial(self._shared, x))
+        y = self.experts(latent, weights, experts, sequences, shared)
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
-        if self.shared_expert is None:
-            return y
-        shared = self.shared_expert(x)
+        return y if shared is None else torch.add(y, shared(), alpha=self.spec.shared_scale)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """The shared expert's output [T, H]."""
+        assert self.shared_expert is not None
+        shared: Tensor = self.shared_expert(x)
         if self.shared_expert_gate is not None:
             shared = self.shared_expert_gate(x).sigmoid() * shared
-        return torch.add(y, shared, alpha=self.spec.shared_scale)
+        return shared
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: those of its parts, the latent experts' input and output, both factors of a
@@ -183,13 +187,16 @@ class Experts(nn.Module):
         weights: Tensor,
         experts: Tensor,
         sequences: Sequences | None = None,
+        meanwhile: Callable[[], object] | None = None,
         paths: Paths = NO_PATHS,
     ) -> Tensor:
         """x [T, H], weights [T, k], experts [T, k] -> [T, H]. `paths` are low-rank paths of the matrices, by
         their names, `first` and down_proj. Ranks that share experts exchange their numbers of tokens once
-        per `sequences`.
+        per `sequences`, and may call `meanwhile` while tokens travel.
         """
         routes = None if self.exchange is None else self.exchange.plan(experts, sequences)
+        if routes is not None and not self._runs_again(x):
+            routes.meanwhile = meanwhile
         if self._runs_again(x) and torch.is_grad_enabled():
             return recompute(self._forward, routes, paths, x, weights, experts, *self._made_matrices())
         return self._forward(routes, paths, x, weights, experts)

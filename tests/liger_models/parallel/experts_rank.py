@@ -8,6 +8,7 @@ write NAME/saved.
 
 import contextlib
 import functools
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ import liger_models
 from liger_models import ParallelDims, parallelize, update_correction_bias
 from liger_models.kernels import ClampedSwiGLU, ExpertPath
 from liger_models.kernels._dispatch import interpret, interpreted
+from liger_models.layers.experts import moe
 from liger_models.layers.experts.expert_parallel import divide_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
-from liger_models.layers.specs import MoESpec
+from liger_models.layers.specs import MLPSpec, MoESpec
 from liger_models.optim.adamw import AdamW, clip_grad_norm_
 
 
@@ -55,8 +57,13 @@ def results(folder: Path, rank: int, ranks: int) -> tuple[dict[str, Any], dict[s
     return found, {form: with_tokens_on_the_last(rank, ranks, forms[form]) for form in forms}
 
 
+def _noted(begun: list[str], function: Any, *args: Any, **options: Any) -> torch.Tensor:
+    begun.append("experts")
+    return function(*args, **options)
+
+
 def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    spec = MoESpec(8, 2, 12, activation=ClampedSwiGLU(1.7, 7.0), bias=True)
+    spec = MoESpec(8, 2, 12, ClampedSwiGLU(1.7, 7.0), bias=True, shared_expert=MLPSpec(8))
     torch.manual_seed(0)
     alone, layer = (MixtureOfExperts(20, spec) for _ in range(2))
     with torch.no_grad():
@@ -65,20 +72,26 @@ def with_tokens_on_the_last(rank: int, ranks: int, form: Any) -> dict[str, tuple
     layer.load_state_dict(alone.state_dict())
     ab = [torch.randn(8 * 3, 20), torch.randn(24, 3 * 8), torch.randn(8 * 2, 12), torch.randn(20, 2 * 8)]
     true_ab, own_ab = ([x.clone().requires_grad_() for x in ab] for _ in range(2))
-    for moe, (a, b, c, d) in ((alone, true_ab), (layer, own_ab)):
+    for mixture, (a, b, c, d) in ((alone, true_ab), (layer, own_ab)):
         paths = {"gate_up_proj": [ExpertPath(a, b, 0.1)], "down_proj": [ExpertPath(c, d, 0.2)]}
-        moe.experts.forward = functools.partial(moe.experts.forward, paths=paths)
+        mixture.experts.forward = functools.partial(mixture.experts.forward, paths=paths)
     divide_experts(layer, init_device_mesh("cpu", (ranks,)))
     x = torch.randn(7, 20)
     true_x, own_x = x.clone().requires_grad_(), x[: 7 * (rank == ranks - 1)].clone().requires_grad_()
     true = alone(true_x)
     (true.square().sum() / ranks).backward()
-    with form():
+    begun: list[str] = []
+    layer.shared_expert.register_forward_pre_hook(lambda *_: begun.append("shared"))
+    products = functools.partial(_noted, begun, moe.moe_experts)
+    with form(), unittest.mock.patch.object(moe, "moe_experts", products):
         y = layer(own_x)
         y.square().sum().backward()
+    # Two ranks are no more than a token's experts: then the shared expert runs while tokens travel.
+    first = torch.tensor(begun == ["shared", "experts"]), torch.tensor(ranks <= 2)
     found = {"y": (y.detach(), true.detach()), "dx": (own_x.grad / ranks, true_x.grad)} if len(y) else {}
     for (name, p), q in zip(layer.experts.named_parameters(), alone.experts.parameters(), strict=True):
         found[name] = p.grad.full_tensor(), q.grad
+    found["shared expert first"] = first[0].float(), first[1].float()
     for i, (of_path, true_path) in enumerate(zip(own_ab, true_ab, strict=True)):
         torch.distributed.all_reduce(of_path.grad)
         found[f"path {i}"] = of_path.grad / ranks, true_path.grad
