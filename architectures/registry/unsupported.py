@@ -86,7 +86,7 @@ MISSING |= {
             *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
             *("kosmos-2", "kosmos-2.5"),
             *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "molmo2"),
-            *("paddleocr_vl", "perception_lm", "pi0", "pp_chart2table"),
+            *("perception_lm", "pi0", "pp_chart2table"),
             *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava"),
         ),
         _SEES,

@@ -21,6 +21,17 @@ from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, To
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs.projectors import (
+    AdapterSpec,
+    DownsamplingProjectorSpec,
+    GatedProjectorSpec,
+    LinearProjectorSpec,
+    MistralMergerSpec,
+    MLPProjectorSpec,
+    PatchMergerSpec,
+    PoolProjectorSpec,
+    ProjectorSpec,
+)
 from liger_models.layers.specs.recurrent import (
     ChannelDeltaSpec,
     GatedConvSpec,
@@ -31,29 +42,21 @@ from liger_models.layers.specs.recurrent import (
 )
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
 from liger_models.layers.specs.vision import (
-    AdapterSpec,
     AntialiasedTable,
     AnyresPictures,
     AxesTable,
     BicubicTable,
+    BilinearTable,
     ClipTable,
     CubicTable,
-    DownsamplingProjectorSpec,
     FadingTable,
     FixedTable,
     FractionTable,
-    GatedProjectorSpec,
     GridPictures,
-    LinearProjectorSpec,
-    MistralMergerSpec,
-    MLPProjectorSpec,
     PaddedPictures,
-    PatchMergerSpec,
     PatchSpec,
     PlacedPictures,
     PooledGrids,
-    PoolProjectorSpec,
-    ProjectorSpec,
     ShapedPictures,
     SquarePictures,
     StretchedTable,
@@ -70,6 +73,7 @@ __all__ = [
     "AttentionSpec",
     "AxesTable",
     "BicubicTable",
+    "BilinearTable",
     "BlockSpec",
     "ChannelDeltaSpec",
     "ClampedSwiGLU",

@@ -1,4 +1,4 @@
-"""Vision-language models: processor outputs, patch encoders, and projectors into the language model."""
+"""Vision-language models: processor outputs and patch encoders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from liger_models.layers.specs.block import BlockSpec
-from liger_models.layers.specs.mlp import Activation
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+from liger_models.layers.specs.projectors import PatchMergerSpec, ProjectorSpec
 
 
 @dataclass(frozen=True)
@@ -27,116 +27,6 @@ class PatchSpec:
 
 
 @dataclass(frozen=True)
-class PatchMergerSpec:
-    """Projector: `norm`, concatenation of `merge` times `merge` adjacent patches, and two linear layers with
-    an exact GELU between them (Qwen2-VL). `norm_merged` normalises the concatenated patches instead of each
-    patch.
-    """
-
-    merge: int
-    norm: NormSpec | LayerNormSpec
-    norm_merged: bool = False
-
-
-@dataclass(frozen=True)
-class MistralMergerSpec:
-    """Projector: `norm`, one linear layer over `merge` times `merge` adjacent patches, and two more with an
-    activation between them (Mistral Small 3.1).
-    """
-
-    merge: int
-    norm: NormSpec | LayerNormSpec
-    activation: Activation = "gelu"
-    bias: bool = False
-
-
-@dataclass(frozen=True)
-class LinearProjectorSpec:
-    """Projector: the mean of `merge` times `merge` adjacent patches (Gemma 3, PaliGemma), or all of them if
-    `concatenated` (Idefics 3), an optional `norm` of a patch, and one linear layer.
-    """
-
-    merge: int = 1
-    norm: NormSpec | LayerNormSpec | None = None
-    bias: bool = False
-    concatenated: bool = False
-
-
-@dataclass(frozen=True)
-class MLPProjectorSpec:
-    """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, and
-    two linear layers with an activation between them, of width `size` or the language model's (LLaVA,
-    InternVL).
-    """
-
-    activation: Activation = "gelu"
-    bias: bool = True
-    merge: int = 1
-    norm: NormSpec | LayerNormSpec | None = None
-    size: int | None = None
-
-
-@dataclass(frozen=True)
-class AdapterSpec:
-    """Projector: concatenation of `merge` times `merge` adjacent patches, two linear layers of width `size`,
-    each followed by an exact GELU, one more (Llama 4), and an optional `norm`. If `interleaved`, the patches
-    take turns in each channel (Muse Glimmer).
-    """
-
-    merge: int
-    size: int
-    norm: NormSpec | None = None
-    interleaved: bool = False
-
-
-@dataclass(frozen=True)
-class PoolProjectorSpec:
-    """Projector: the mean of `merge` times `merge` adjacent patches, times the root of their width; if
-    `standardized`, minus a bias and times a scale that are stored and not trained; an RMSNorm without a
-    weight, and one linear layer (Gemma 4).
-    """
-
-    merge: int
-    eps: float
-    standardized: bool = False
-
-
-@dataclass(frozen=True)
-class DownsamplingProjectorSpec:
-    """Projector: one linear layer with a bias over `merge` times `merge` adjacent patches, one without, a
-    LayerNorm, an exact GELU, and a gated MLP of intermediate width `size` (GLM-4.1V).
-    """
-
-    merge: int
-    size: int
-    activation: Activation = "silu"
-
-
-@dataclass(frozen=True)
-class GatedProjectorSpec:
-    """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, a
-    linear layer of width `size`, whose second half passes through a SiLU and multiplies the first, and one
-    more linear layer (Aya Vision).
-    """
-
-    merge: int
-    size: int
-    norm: NormSpec | LayerNormSpec | None = None
-
-
-ProjectorSpec = (
-    PoolProjectorSpec
-    | GatedProjectorSpec
-    | DownsamplingProjectorSpec
-    | AdapterSpec
-    | PatchMergerSpec
-    | MistralMergerSpec
-    | LinearProjectorSpec
-    | MLPProjectorSpec
-)
-
-
-@dataclass(frozen=True)
 class StretchedTable:
     """A table of `side` times `side` positions, interpolated to the size of each image (Qwen3-VL)."""
 
@@ -148,6 +38,13 @@ class AntialiasedTable:
     """A table of `side` times `side` positions, interpolated bilinearly to the size of each image, with
     antialiasing where that is smaller (SigLIP 2).
     """
+
+    side: int
+
+
+@dataclass(frozen=True)
+class BilinearTable:
+    """The same without antialiasing (PaddleOCR-VL)."""
 
     side: int
 
@@ -331,6 +228,7 @@ class VisionSpec:
     position_table: (
         StretchedTable
         | AntialiasedTable
+        | BilinearTable
         | BicubicTable
         | ClipTable
         | FadingTable

@@ -28,6 +28,7 @@ from liger_models.layers.specs import (
     AntialiasedTable,
     AxesTable,
     BicubicTable,
+    BilinearTable,
     ClipTable,
     CubicTable,
     FadingTable,
@@ -45,6 +46,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
         case StretchedTable(side):
             return StretchedPositions(side**2, spec.hidden_size, side)
         case AntialiasedTable(side):
+            return ResizedPositions(side**2, spec.hidden_size, side, "antialiased")
+        case BilinearTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "bilinear")
         case BicubicTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
@@ -130,7 +133,8 @@ class StretchedPositions(PositionTable):
 
 class ResizedPositions(PositionTable):
     """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
-    "bilinear", with antialiasing, "bicubic", or "fading", linear with zeros around the table.
+    "bilinear", "antialiased" for the same with antialiasing, "bicubic", or "fading", linear with zeros around
+    the table.
     """
 
     def __init__(self, rows: int, width: int, side: int, mode: str):
@@ -234,7 +238,8 @@ def _resizing(size: int, side: int, mode: str) -> Tensor:
         rows = torch.arange(side, dtype=torch.float64, device="cpu")
         return (1 - (at[:, None] - rows).abs()).clamp(min=0)
     columns = torch.eye(side, dtype=torch.float64, device="cpu")[None, None]
-    antialias = mode == "bilinear"
+    antialias = mode == "antialiased"
+    mode = "bilinear" if antialias else mode
     return F.interpolate(columns, (size, side), mode=mode, align_corners=False, antialias=antialias)[0, 0]
 
 

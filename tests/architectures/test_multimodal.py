@@ -248,6 +248,18 @@ def test_an_older_flat_config_gives_the_same_model(tmp_path):
     assert text_spec(flat) == text_spec(config)
 
 
+def test_a_flat_config_with_keys_of_other_names_gives_the_same_model():
+    """As of PaddleOCR-VL's released files."""
+    path = Path(__file__).parent / "published" / "PaddleOCR-VL.json"
+    config = json.loads(path.read_text())["config"]
+    for bias in (False, True):
+        config["text_config"]["use_bias"] = bias
+        spec = text_spec(config)
+        assert (spec.blocks[0].mixer.o_bias, spec.blocks[0].mlp.bias) == (bias, bias)
+        rest = {key: value for key, value in config.items() if key != "text_config"}
+        assert text_spec({**config["text_config"], **rest}) == spec
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_missing_keys_of_a_text_config_have_the_references_defaults(case):
     """Published text configs state little more than the differences from a class's defaults."""

@@ -1,0 +1,360 @@
+"""Multimodal families with a supported language model: the location of the text part in their checkpoints. A
+family is listed only if pure text goes through exactly the computation of the text family. Families with
+supported encoders are registered, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from liger_models.convert.errors import ConfigError, abbreviate
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """A family of multimodal models.
+
+    texts: the possible `model_type`s of its text part, each with the text family's.
+    prefixes: (with, without): name prefixes of the text part here and in a text-only checkpoint; the first
+        match counts.
+    tied: whether the head is tied to the embedding by default.
+    tied_by_text: whether the text part's own `tie_word_embeddings` counts, too.
+    without: keys of the text part that the text family would read but the multimodal model does not.
+    renamed: keys of the text part, each with the text family's names of it.
+    axes: positions have several axes, which are equal for text.
+    settings: of the text part, regardless of its config.
+    defaults: the reference's defaults for the text part, in addition to the text family's.
+    cross_attention: key of the text part that lists cross-attention layers to images. They are skipped
+        without images, and are not part of the text model.
+    extra_ids: embedding rows after the vocabulary, unused by text.
+    within: where the language model lies in a model with others: the key of its config, and the prefix of its
+        tensors' names. Tensors without it belong to the others.
+    missing: what its images and sounds need and liger_models does not have, for errors.
+    """
+
+    texts: Mapping[str, str]
+    prefixes: tuple[tuple[str, str], ...] = (("model.language_model.", "model."), ("language_model.", ""))
+    tied: bool = False
+    tied_by_text: bool = False
+    without: tuple[str, ...] = ()
+    renamed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    axes: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    cross_attention: str | None = None
+    extra_ids: int = 0
+    within: tuple[str, str] | None = None
+    missing: str = ""
+
+    def name_in_text(self, name: str, raw: Mapping[str, Any]) -> str | None:
+        """Name of a tensor in a text-only checkpoint; None for tensors of the towers and of cross-attention
+        layers.
+
+        Args:
+            name: in a checkpoint whose config.json holds `raw`.
+        """
+        if self.within is not None:
+            if not name.startswith(self.within[1]):
+                return None
+            name = name.removeprefix(self.within[1])
+        if name.removeprefix("model.").startswith(_TOWERS):
+            return None
+        for here, there in self.prefixes:
+            if name.startswith(here):
+                name = there + name.removeprefix(here)
+                break
+        if self.cross_attention is None or not name.startswith("model.layers."):
+            return name
+        number, _, own = name.removeprefix("model.layers.").partition(".")
+        layers = self.cross_attention_layers(raw["text_config"])
+        if not number.isdecimal() or int(number) in layers:
+            return None if number.isdecimal() else name
+        return f"model.layers.{int(number) - sum(layer < int(number) for layer in layers)}.{own}"
+
+    def cross_attention_layers(self, text: Mapping[str, Any]) -> list[int]:
+        """Cross-attention layers to image features, from a text part's config.
+
+        Raises:
+            ConfigError: not a list of numbers.
+        """
+        if self.cross_attention is None:
+            return []
+        found = text.get(self.cross_attention)
+        found = self.defaults[self.cross_attention] if found is None else found
+        if not isinstance(found, list) or not all(type(layer) is int and layer >= 0 for layer in found):
+            raise ConfigError(f"{self.cross_attention} must be a list of layers, found {abbreviate(found)}")
+        return sorted(set(found))
+
+
+# Name prefixes of the towers' tensors, also after "model.".
+_TOWERS = (
+    "vision_tower.",
+    "vision_model.",
+    "audio_tower.",
+    "embed_vision.",
+    "embed_audio.",
+    "multi_modal_projector.",
+    "visual.",
+    "vision_embedder.",
+    "image_newline",
+    *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
+    "connector.",
+    "projector.",
+    "mm_projector.",
+    "visual_embeddings_table.",
+    "vision_encoder.",
+    "vision_projection.",
+    "aligner.",
+    "mlp_AR.",
+)
+
+_OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
+
+_QWEN2: dict[str, Any] = {
+    "prefixes": (("model.language_model.", "model."),),
+    "tied_by_text": True,
+    "axes": True,
+    "defaults": {
+        "rope_theta": 1e6,
+        "rms_norm_eps": 1e-5,
+        "num_key_value_heads": 8,
+        "max_window_layers": 80,
+    },
+}
+
+_THINKERS: dict[str, Multimodal] = {
+    "qwen2_5_omni_thinker": Multimodal(
+        {"qwen2_5_omni_text": "qwen2"},
+        _OWN_ROOT,
+        axes=True,
+        defaults={
+            **{"vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944},
+            **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
+            **{"rope_theta": 1e6, "max_window_layers": 28},
+        },
+        missing="an encoder of sound",
+    ),
+    "qwen3_omni_moe_thinker": Multimodal(
+        {"qwen3_omni_moe_text": "qwen3_moe"},
+        _OWN_ROOT,
+        without=("use_sliding_window", "layer_types"),
+        axes=True,
+        defaults={
+            **{"vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944},
+            **{"num_hidden_layers": 28, "num_attention_heads": 28, "rope_theta": 1e6, "norm_topk_prob": True},
+        },
+        missing="an encoder of sound",
+    ),
+}
+
+MULTIMODAL: dict[str, Multimodal] = {
+    **_THINKERS,
+    # The whole models, which also speak.
+    **{
+        kind.removesuffix("_thinker"): replace(family, within=("thinker_config", "thinker."))
+        for kind, family in _THINKERS.items()
+    },
+    "aria": Multimodal({"aria_text": "aria_text"}, missing="learned queries that attend to patches"),
+    "cohere_compass": Multimodal(
+        {"cohere_compass_text": "cohere_compass_text"},
+        _OWN_ROOT,
+        missing="positions on three axes in layers of two types",
+    ),
+    "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True, missing="convolutions over grids of patches"),
+    "got_ocr2": Multimodal(
+        {"qwen2": "qwen2"},
+        tied=True,
+        missing="SAM's encoder: windows with learned relative positions, and convolutions",
+    ),
+    "qwen2_audio": Multimodal(
+        {"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}, missing="an encoder of sound"
+    ),
+    "voxtral": Multimodal(
+        {"llama": "llama"},
+        settings={"tie_word_embeddings": False},
+        defaults={
+            **{"vocab_size": 131072, "hidden_size": 3072, "intermediate_size": 8192, "head_dim": 128},
+            **{"num_hidden_layers": 30, "num_key_value_heads": 8, "max_position_embeddings": 131072},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 1e8},
+        },
+        missing="an encoder of sound",
+    ),
+    # The whole model does not scale its logits, though Command R's own does.
+    **{
+        kind: Multimodal({"cohere2": "cohere2"}, tied=True, settings={"logit_scale": 1.0})
+        for kind in ("aya_vision", "cohere2_vision")
+    },
+    "deepseek_vl": Multimodal({"llama": "llama"}, _OWN_ROOT, tied=True),
+    "lighton_ocr": Multimodal({"qwen3": "qwen3"}, _OWN_ROOT, tied=True),
+    "exaone4_5": Multimodal({"exaone4": "exaone4", "exaone4_5_text": "exaone4"}, _OWN_ROOT),
+    **{
+        kind: Multimodal(
+            {"llama": "llama"},
+            (("model.text_model.", "model."),),
+            without=("perceiver_config", "pixel_shuffle_factor"),
+        )
+        for kind in ("idefics3", "smolvlm")
+    },
+    **{
+        kind: Multimodal(
+            {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
+            tied_by_text=True,
+            missing=missing,
+        )
+        for kind, missing in (("llava_next", ""), ("llava_next_video", "pooled frames"))
+    },
+    "kimi_k25": Multimodal(
+        {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
+        (
+            ("language_model.model.blocks.", "model.layers."),  # as transformers saves it
+            ("model.language_model.", "model."),
+            ("language_model.", ""),
+        ),
+        tied=True,
+        defaults={"max_position_embeddings": 4096},
+    ),
+    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
+    "video_llama_3": Multimodal(
+        {"qwen2": "qwen2"},
+        _OWN_ROOT,
+        tied_by_text=True,
+    ),
+    **{
+        kind: Multimodal(
+            {"glm4v_text": "glm4"},
+            _OWN_ROOT,
+            tied_by_text=True,
+            axes=True,
+            settings={"attention_bias": True},
+            defaults={
+                **{"head_dim": None, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5},
+                **{"max_position_embeddings": 32768, "pad_token_id": None},
+            },
+        )
+        for kind in ("glm4v", "glm46v")
+    },
+    "glm4v_moe": Multimodal(
+        {"glm4v_moe_text": "glm4_moe"},
+        _OWN_ROOT,
+        tied_by_text=True,
+        axes=True,
+        without=("router_aux_loss_coef",),  # of a loss that is refused where it is asked for
+        defaults={
+            **{"head_dim": None, "attention_bias": True, "max_position_embeddings": 65536},
+            **{"num_experts_per_tok": 8, "routed_scaling_factor": 1.0, "pad_token_id": None},
+        },
+    ),
+    "glm_ocr": Multimodal(
+        {"glm_ocr_text": "glm4"},
+        _OWN_ROOT,
+        tied_by_text=True,
+        axes=True,
+        settings={"attention_bias": False},
+        defaults={
+            **{"vocab_size": 59392, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16},
+            **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": None, "rms_norm_eps": 1e-5},
+            **{"partial_rotary_factor": 1.0, "pad_token_id": None},
+        },
+    ),
+    "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
+    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
+    "gemma4_unified": Multimodal(
+        {"gemma4_unified_text": "gemma4_text"},
+        _OWN_ROOT,
+        tied=True,
+        defaults={
+            "hidden_size_per_layer_input": 0,
+            "max_position_embeddings": 262144,
+            "sliding_window": 1024,
+        },
+        missing="patches that are embedded without an encoder",
+    ),
+    "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
+    "lfm2_vl": Multimodal({"lfm2": "lfm2"}, tied=True, without=("tie_embedding",)),
+    "llama4": Multimodal({"llama4_text": "llama4_text"}, tied_by_text=True),
+    "llava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True),
+    "llava_onevision": Multimodal({"qwen2": "qwen2"}, tied_by_text=True),
+    "vipllava": Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}),
+    "mllama": Multimodal(
+        {"mllama_text_model": "llama"},
+        settings={"tie_word_embeddings": False},
+        defaults={
+            "vocab_size": 128256,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rope_theta": 500000.0,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 128004,
+            "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+        },
+        cross_attention="cross_attention_layers",
+        extra_ids=8,
+    ),
+    "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "muse_glimmer": Multimodal(
+        {"muse_glimmer_text": "muse_glimmer_text"},
+        _OWN_ROOT,
+        defaults={
+            **{"vocab_size": 202048, "hidden_size": 6656, "intermediate_size": 19968},
+            **{"num_hidden_layers": 52, "num_attention_heads": 32, "num_key_value_heads": 2},
+            **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
+        },
+    ),
+    "nemotron_h_omni": Multimodal(
+        {"nemotron_h": "nemotron_h"},
+        missing="RADIO's encoder: several tokens before the patches of each image, positions cropped from a "
+        "resized square, and scales that checkpoints leave out",
+    ),
+    "paddleocr_vl": Multimodal(
+        {"paddleocr_vl_text": "llama"},
+        (("model.language_model.", "model."),),
+        tied=True,
+        tied_by_text=True,
+        without=(
+            *("compression_ratio", "ignored_index", "max_sequence_length", "use_flash_attention"),
+            *("attention_probs_dropout_prob", "hidden_dropout_prob", "use_3d_rope", "rope_is_neox_style"),
+        ),
+        renamed={"use_bias": ("attention_bias", "mlp_bias")},
+        axes=True,
+        defaults={
+            **{"vocab_size": 103424, "hidden_size": 1024, "intermediate_size": 3072, "head_dim": 128},
+            **{"num_hidden_layers": 18, "num_attention_heads": 16, "num_key_value_heads": 2},
+            **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "pad_token_id": 0},
+        },
+    ),
+    "paligemma": Multimodal(
+        {"gemma": "gemma", "gemma2": "gemma2"},
+        tied=True,
+        without=("num_image_tokens", "use_bidirectional_attention"),
+    ),
+    "qwen2_vl": Multimodal({"qwen2_vl_text": "qwen2"}, **_QWEN2),
+    "qwen2_5_vl": Multimodal({"qwen2_5_vl_text": "qwen2"}, **_QWEN2),
+    "qwen3_5": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
+    "qwen3_5_moe": Multimodal({"qwen3_5_moe_text": "qwen3_5_moe_text"}, _OWN_ROOT, axes=True),
+    "qwen3_vl": Multimodal(
+        {"qwen3_vl_text": "qwen3"},
+        _OWN_ROOT,
+        without=("use_sliding_window", "layer_types"),
+        axes=True,
+        defaults={"rope_theta": 5e5, "max_position_embeddings": 128000},
+    ),
+    "qwen3_vl_moe": Multimodal(
+        {"qwen3_vl_moe_text": "qwen3_moe"},
+        _OWN_ROOT,
+        without=("use_sliding_window", "layer_types", "norm_topk_prob"),
+        axes=True,
+        defaults={
+            "rope_theta": 5e5,
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 16,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 4,
+        },
+        settings={"norm_topk_prob": True},
+    ),
+}
+"""By `model_type`."""
