@@ -134,12 +134,51 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "gemma4_text-checkpointing",
         "gpt_oss-checkpointing",
     ),
-    # The commands below run in the same way in the tests that stay, for other benchmarks.
+    # The first programs below run in the same way in the tests that stay, for other benchmarks.
+    f"{BENCHMARKS}/test_devices.py::test_kernels_fit_four_gpus_at_real_sizes": ("norms",),
+    f"{BENCHMARKS}/test_parallel.py::test_two_processes_measure_a_model_and_report_what_is_missing": (),
+    f"{BENCHMARKS}/test_compiling_ahead.py::test_jobs_run_in_processes_that_end_and_report_failures": (),
+    f"{HF}/test_examples.py::test_the_example_for_several_gpus_trains_on_two_processes": (),
     f"{BENCHMARKS}/test_lengths.py::"
     "test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours": (),
     f"{BENCHMARKS}/test_training.py::test_a_peer_is_measured_again_in_a_process_without_ours": (),
 }
 
+
+# Operations of kernel_operations.py that run the code of others with another option. Their results, and how
+# they read their operands, are always tested.
+OPTIONS = (
+    "moe_experts",
+    "moe_experts_biased",
+    "moe_experts_of_weighted",
+    "attention_narrow_values",
+    "cross_entropy_capped",
+    "gated_rms_norm_gate_first",
+    "gated_rms_norm_sigmoid",
+    "linear_cross_entropy_summed",
+    "linear_kl",
+    "linear_log_probs_weighted",
+    "short_conv_linear",
+    "split_norm_rotary_qkv",
+    "split_norm_rotary_qkv_norm_last",
+    "split_rotary_qkv_inplace",
+    "split_rotary_qkv_interleaved",
+)
+WITH_ONE_OPTION = {
+    *(
+        f"tests/kernels/test_contract.py::test_{name}"
+        for name in (
+            "a_row_may_be_one_element",
+            "autocast_changes_no_bit",
+            "autocast_sets_the_dtype_of_products_and_gradients_keep_their_operands_dtypes",
+            "it_may_run_again_under_checkpointing",
+            "it_traces_without_a_graph_break",
+            "second_runs_and_backward_passes_give_the_same_bits_add_up_and_modify_nothing",
+            "the_plain_twin_passes_gradcheck_in_float64",
+        )
+    ),
+    "tests/kernels/test_unwritten_memory.py::test_no_operation_reads_unwritten_memory",
+}
 
 UNKNOWN = pytest.StashKey[dict[str, set[str]]]()
 
@@ -158,6 +197,8 @@ def leave_to_the_night(config: pytest.Config, items: list[Any]) -> None:
             found.setdefault(test, set()).add(case[:-1])
             if case[:-1] not in ALWAYS[test]:
                 left_out.append(item)
+        elif test in WITH_ONE_OPTION and set(OPTIONS) & set(case[:-1].split("-")):
+            left_out.append(item)
     config.stash[UNKNOWN] = {test: set(ALWAYS[test]) - cases for test, cases in found.items()}
     if left_out:
         config.hook.pytest_deselected(items=left_out)

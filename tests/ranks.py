@@ -138,6 +138,8 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         environment, output, task, *arguments = json.loads(line)
+        if _needs_transformers(task, arguments):
+            _import_transformers()
         number = os.fork()
         if number == 0:
             os.setsid()
@@ -149,6 +151,21 @@ def _serve() -> None:
             {"ranks": _be_all_ranks, "code": _be_code, "launch": _launch}[task](*arguments)
         print(number, file=answers, flush=True)
         print(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]), file=answers, flush=True)
+
+
+@functools.cache
+def _import_transformers() -> None:
+    """Import it with the classes of all families, which takes longer than most programs."""
+    import liger_models.hf
+
+    liger_models.hf.register()
+    liger_models.hf.unregister()
+
+
+def _needs_transformers(task: str, arguments: list[Any]) -> bool:
+    if task == "launch":
+        return "sharded_rank" in arguments[0]  # in tests/hf
+    return task == "ranks" and "liger_models.hf" in Path(arguments[1]).read_text()
 
 
 def _be_all_ranks(end: float, program: str, backend: str, folder: str, *arguments: str) -> NoReturn:

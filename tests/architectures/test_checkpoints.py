@@ -61,6 +61,7 @@ def test_a_checkpoint_of_the_reference_gives_its_logits_and_is_saved_again_byte_
     assert files(tmp_path / "out") == files(folder)
 
 
+@pytest.mark.of_layers("names")
 def test_the_reference_reads_our_checkpoints(family, written_by_reference, failures, tmp_path):
     """The values differ from those loaded, as after training."""
     model = liger_models.from_hub(written_by_reference(family)).eval()

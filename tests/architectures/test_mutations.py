@@ -28,6 +28,7 @@ from variants import ROPE_FIELDS, first_that_rotates_like, rope_types, skipped, 
 from liger_models.architectures import find_architecture
 
 
+@pytest.mark.of_layers
 def test_without_a_fault_the_comparison_passes(pair):
     assert not is_noticed(pair)
 

@@ -14,16 +14,19 @@ GOOD |= {"registers": 32, "spilled": 0, "starts_too_early": False, "plain_produc
 
 
 @pytest.mark.slow
-def test_kernels_fit_four_gpus_at_real_sizes(tmp_path):
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        pytest.param(["norms, 4096"], ["sm_80", "sm_90", "gfx942"], id="norms"),
+        # The larger operations for the GPU with the least shared memory.
+        pytest.param(["attention, heads of 96", "cross entropy, Gemma 2"], ["sm_120"], id="products"),
+    ],
+)
+def test_kernels_fit_four_gpus_at_real_sizes(words, gpus, tmp_path):
     """A few operations; `python -m benchmarks devices` compiles all for twelve GPUs."""
-    # The larger operations for the GPU with the least shared memory.
-    for words, gpus in (
-        (["norms, 4096"], ["sm_80", "sm_90", "gfx942"]),
-        (["attention, heads of 96", "cross entropy, Gemma 2"], ["sm_120"]),
-    ):
-        options = {"only": words, "gpu": gpus, "cache": str(tmp_path / "cache")}
-        args = argparse.Namespace(spills=64, jobs=2, verbose=False, out=str(tmp_path), **options)
-        assert devices.run(args) == 0
+    options = {"only": words, "gpu": gpus, "cache": str(tmp_path / "cache")}
+    args = argparse.Namespace(spills=64, jobs=2, verbose=False, out=str(tmp_path), **options)
+    assert devices.run(args) == 0
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,6 @@ def make(kind: str, config: Any, folder: Path) -> Any:
         return liger_models.from_config(config)
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from liger_models.hf import register
-
-    register()
     return AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(folder)).train()
 
 
@@ -36,6 +33,10 @@ def divide(model: Any) -> Any:
 
 def results(folder: Path, rank: int, ranks: int, kind: str) -> dict[str, Any]:
     task, found = torch.load(folder / "task.pt", weights_only=False), {}
+    if kind == "transformers":
+        import liger_models.hf
+
+        liger_models.hf.register()
     for family, (config, checkpoint, right, faults) in task.items():
         for wrapper in ("ddp", "fsdp"):
             for fault, wrong in faults.items():

@@ -50,6 +50,7 @@ def test_a_checkpoint_of_the_reference_is_saved_byte_for_byte_and_gives_its_logi
     assert not beyond_bound({"logits": relative_distance(found, logits)})
 
 
+@pytest.mark.of_layers
 def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     """The model is trained first, so that values differ from the loaded ones."""
     model = liger_models.from_hub(written(pair))

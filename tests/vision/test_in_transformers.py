@@ -73,6 +73,7 @@ def run(model, **call) -> Run:
 
 
 @pytest.mark.supports("vision-language models", "loss and gradients")
+@pytest.mark.of_layers
 def test_logits_loss_and_every_gradient_match_the_reference(pair, ours):
     """The batch has images of several sizes, videos, padding, and another divisor of the loss."""
     assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
