@@ -164,3 +164,12 @@ def _within_a_second():
         signal.signal(signal.SIGALRM, handler)
     assert time.process_time() - started < 1
     assert peak() - before < 200
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item):
+    """Return the GPU memory that a test's process no longer uses: several processes may share the GPU."""
+    yield
+    if "gpu" in item.keywords and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
