@@ -75,7 +75,8 @@ def wide_config(family: str) -> dict[str, Any]:
     # The reference's plain form of a state space makes products for all pairs of a chunk's tokens and for all
     # pairs of chunks. Chunks of 64, which change no result, take the least memory.
     text |= {key: 64 for key in ("chunk_size", "mamba_chunk_size") if key in text}
-    for most, keys in ((WINDOW, ["sliding_window"]), (EXPERTS, NUMBERS_OF_EXPERTS)):
+    experts = max(EXPERTS, text.get("num_experts_per_tok") or 0)
+    for most, keys in ((WINDOW, ["sliding_window"]), (experts, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
     fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # so that routers have a choice
     for key in NUMBERS_OF_EXPERTS:
@@ -278,7 +279,7 @@ def _needs_eager(spec: ModelSpec) -> bool:
 def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.dtype, kind: str) -> Any:
     made = reference_class(architecture)
     settings = made.config_class(**copy.deepcopy(config))
-    settings._attn_implementation = kind
+    settings._attn_implementation = kind if getattr(made, f"_supports_{kind}", True) else "eager"
     if dtype == torch.bfloat16 and hasattr(settings, "vision_config"):  # as in a loaded model
         settings.vision_config._attn_implementation = "sdpa"
     with torch.device(DEVICE):
