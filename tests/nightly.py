@@ -70,7 +70,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "parallelize, weights that layers share",
         "parallelize, checkpoint",
     ),
-    f"{MODELS}/quantised/test_sharded.py::test_ranks_read_and_save_the_bytes_of_the_whole_model": ("3",),
+    f"{MODELS}/quantised/test_shards.py::test_ranks_read_and_save_the_bytes_of_the_whole_model": ("3",),
     # A level keeps and plans the same whatever the adapters, which are counted at one level each.
     "tests/test_live_bytes.py::test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned": (
         *(f"full, dense-{level}" for level in ("all", "mlp", "lean", "tiled", "checkpoint", "offload")),
