@@ -45,14 +45,20 @@ class ExpertOrder(NamedTuple):
     def num_rows(self) -> int:
         return self.order.numel()
 
+    def with_rows(self, num_rows: int) -> ExpertOrder:
+        """The same order, which was made for at least `num_rows` before their number was known."""
+        return self._replace(order=self.order[:num_rows])
 
-def sort_by_expert(experts: Tensor, num_experts: int, num_rows: int | None = None) -> ExpertOrder:
+
+def sort_by_expert(
+    experts: Tensor, num_experts: int, num_rows: int | None = None, expected: int | None = None
+) -> ExpertOrder:
     """Sort the assignments `experts` [T, k], integers in [0, num_experts), or -1 for empty slots. `num_rows`
-    is the number of the others. Nothing is checked.
+    is the number of the others, or more (`with_rows`), and `expected` an estimate. Nothing is checked.
     """
     slots, top_k = experts.numel(), experts.shape[1]
     num_rows = slots if num_rows is None else num_rows
-    block = _block_rows(num_rows, num_experts)
+    block = _block_rows(num_rows if expected is None else expected, num_experts)
     most = min(num_rows, num_rows // block + num_experts)
     order, position, offsets, tile_expert, tile_row, num_tiles = (
         torch.empty(size, dtype=torch.int32, device=experts.device)

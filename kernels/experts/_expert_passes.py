@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -36,6 +36,9 @@ class Exchange(Protocol):
     own: int
     overlaps: bool
 
+    def num_rows(self) -> int:
+        """Number of slots with an expert. Waits until it is known to the host."""
+
     def arrive(self) -> None:
         """Wait until the other tokens' rows are there."""
 
@@ -44,15 +47,23 @@ class Exchange(Protocol):
 
 
 class Overlap(NamedTuple):
-    """An exchange, and the tiles of this rank's own tokens and all others (`split_tiles`)."""
+    """An exchange: `arrive` and `leave`, the number of this rank's tokens, and the tiles of these alone and
+    all others (`split_tiles`).
+    """
 
-    exchange: Exchange
+    arrive: Callable[[], None]
+    leave: Callable[[Tensor], None]
+    tokens: int
     own: ExpertOrder
     rest: ExpertOrder
 
     @classmethod
     def of(cls, exchange: Exchange, order: ExpertOrder) -> Overlap:
-        return cls(exchange, *split_tiles(order, exchange.own))
+        parts = split_tiles(order, exchange.own)
+        return cls(exchange.arrive, exchange.leave, exchange.own, *parts)
+
+    def with_rows(self, num_rows: int) -> Overlap:
+        return self._replace(own=self.own.with_rows(num_rows), rest=self.rest.with_rows(num_rows))
 
 
 class Wanted(NamedTuple):
@@ -106,7 +117,7 @@ def activated_product(
     """
     bias = None if gate_up_bias is None else gate_up_bias.contiguous()
     if overlap is not None and first:
-        overlap.exchange.arrive()
+        overlap.arrive()
     path, first_t = _low_rank(as_rows(x), first, order, gather=True)
     options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
     h = _product_of_arriving(as_rows(x), gate_up(), order, overlap, **options)
@@ -139,7 +150,7 @@ def _product_of_arriving(
     if overlap is None:
         return rows_product(x, matrices, order, **options)
     rows = rows_product(x, matrices, overlap.own, beside=True, **options)
-    overlap.exchange.arrive()
+    overlap.arrive()
     return rows_product(x, matrices, overlap.rest, out=rows, **options)
 
 
@@ -156,13 +167,12 @@ def _summed_product(
     """
     if overlap is None:
         return sum_slots(rows_product(a, matrices, order, **options), weights, order)
-    exchange = overlap.exchange
     rows = rows_product(a, matrices, overlap.rest, **options)
     y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
-    sum_slots(rows, weights, order, slice(exchange.own, None), y)
-    exchange.leave(y)
+    sum_slots(rows, weights, order, slice(overlap.tokens, None), y)
+    overlap.leave(y)
     rows_product(a, matrices, overlap.own, out=rows, beside=True, **options)
-    return sum_slots(rows, weights, order, slice(exchange.own), y)
+    return sum_slots(rows, weights, order, slice(overlap.tokens), y)
 
 
 def _low_rank(
@@ -208,8 +218,7 @@ def experts_backward(
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
     if arriving is not None and not gather:
-        spread = _SpreadOnArrival(arriving.exchange, dy, order)
-        arriving, dy = arriving._replace(exchange=spread), spread.rows
+        dy, arriving = _spread_on_arrival(dy, order, arriving)
     else:
         dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
@@ -259,21 +268,16 @@ def experts_backward(
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
 
-class _SpreadOnArrival:
-    """Rows [R, H] of a gradient dy [T, H] whose rows of other ranks' tokens are still arriving."""
+def _spread_on_arrival(dy: Tensor, order: ExpertOrder, overlap: Overlap) -> tuple[Tensor, Overlap]:
+    """Return rows [R, H] of a gradient dy [T, H] whose rows of other ranks' tokens are still arriving."""
+    rows = dy.new_empty(order.num_rows, dy.shape[1])
+    spread_rows(dy, order, slice(overlap.tokens), rows)
 
-    def __init__(self, exchange: Exchange, dy: Tensor, order: ExpertOrder):
-        self.exchange, self.dy, self.order = exchange, dy, order
-        self.own, self.overlaps = exchange.own, exchange.overlaps
-        self.rows = dy.new_empty(order.num_rows, dy.shape[1])
-        spread_rows(dy, order, slice(self.own), self.rows)
+    def arrive() -> None:
+        overlap.arrive()
+        spread_rows(dy, order, slice(overlap.tokens, None), rows)
 
-    def arrive(self) -> None:
-        self.exchange.arrive()
-        spread_rows(self.dy, self.order, slice(self.own, None), self.rows)
-
-    def leave(self, rows: Tensor) -> None:
-        self.exchange.leave(rows)
+    return rows, overlap._replace(arrive=arrive)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def moe_experts(
         down_bias: [E, H], in x's dtype, or None. It is weighted like the rest of an expert's output.
         weighted: whether the weights multiply the experts' "outputs", or their "inputs" (without biases).
         num_rows: for expert parallelism: allows empty slots (expert -1), which cost no work and no memory,
-            and gives the number of the other slots. Not checked on a GPU.
+            and gives the number of the other slots. Not checked on a GPU. With `exchange`, its own number.
         gate_up_paths, down_paths: low-rank paths of the matrices, in any floating dtypes; their gradients are
             summed in float32, as if each matrix were W + scale * B A, which is never computed.
         exchange: for expert parallelism, of rows between ranks while the products run.
@@ -134,7 +134,7 @@ def moe_experts(
     check_paths("down_paths", down_paths, last)
     biases = gate_up_bias, down_bias
     if torch.compiler.is_compiling():
-        if num_rows is not None:
+        if num_rows is not None or exchange is not None:
             raise ValueError(
                 "num_rows was given: empty slots are not supported under torch.compile; run this eagerly"
             )
@@ -149,14 +149,12 @@ def moe_experts(
     if use_triton(*tensors, *of_paths):
         scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
         stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
-        order = sort_by_expert(experts, first.shape[0], num_rows)
-        overlap = None
-        if exchange is not None:
-            exchange.overlaps, overlap = True, Overlap.of(exchange, order)
-        plan = _Plan(order, activation, inputs, stored, scales, overlap)
+        order, overlap = _ordered(experts, first.shape[0], num_rows, exchange)
+        plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap)
         product, t = _First.apply(plan, *tensors, *of_paths)
         return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
     if exchange is not None:
+        num_rows = exchange.num_rows()
         exchange.arrive()
     first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
     return as_once_differentiable(
@@ -228,6 +226,18 @@ def _dense(
     return torch.einsum("te,teh->th", share, rows).to(x.dtype)
 
 
+def _ordered(
+    experts: Tensor, num_experts: int, num_rows: int | None, exchange: Exchange | None
+) -> tuple[ExpertOrder, Overlap | None]:
+    """The order of the rows. With an exchange it is made before the host knows their number."""
+    if exchange is None:
+        return sort_by_expert(experts, num_experts, num_rows), None
+    exchange.overlaps = True
+    order = sort_by_expert(experts, num_experts, expected=exchange.own * experts.shape[1])
+    overlap, num_rows = Overlap.of(exchange, order), exchange.num_rows()
+    return order.with_rows(num_rows), overlap.with_rows(num_rows)
+
+
 class _Matrices(NamedTuple):
     """Stored form of the matrices that are not tensors."""
 
@@ -251,6 +261,7 @@ class _Plan(NamedTuple):
     inputs: bool
     stored: _Matrices
     scales: tuple[list[float], list[float]]
+    exchange: Exchange | None
     overlap: Overlap | None
 
 
@@ -290,7 +301,6 @@ class _Last(torch.autograd.Function):
         # Without the order's tensors, which are among the saved ones and are freed with them.
         ctx.plan = plan._replace(order=None, overlap=None)
         ctx.sizes, ctx.kept = plan.order[_TENSORS:], kept
-        ctx.exchange = None if plan.overlap is None else plan.overlap.exchange
         operands = product, last_t, weights, make, down_bias
         return summed(*operands, plan.order, plan.inputs, last, plan.overlap)
 
@@ -311,7 +321,7 @@ class _Last(torch.autograd.Function):
         operands = x, weights, experts, first, last, down_bias, h
         options = plan.activation, plan.inputs, Wanted.of(needed)
         dx, dweights, *dexperts, dpaths = experts_backward(
-            dy, *operands, order, *options, low[0], low[1], ctx.exchange
+            dy, *operands, order, *options, low[0], low[1], plan.exchange
         )
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 

@@ -82,6 +82,12 @@ class TokenExchange:
         self._senders = [rank for rank in range(len(counts)) if rank != group.rank() and self.own]
         self._arriving: list[Any] = []  # and the tensors that it needs
         self._leaving: tuple[Tensor, Tensor, list[Any]] | None = None
+        self.count: _OnHost | None = None  # of slots with an expert of this rank
+
+    def num_rows(self) -> int:
+        """Number of slots with an expert of this rank. Waits until the host knows it."""
+        assert self.count is not None
+        return self.count.value()
 
     def gather(self, x: Tensor) -> Tensor:
         """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
@@ -144,15 +150,15 @@ class GatheredRoutes:
     Attributes:
         exchange: the experts' `ExpertExchange`.
         meanwhile: called while x travels, or None.
-        num_slots: number of this rank's experts over all tokens, once `there` has been called.
     """
 
-    num_slots: int
+    num_slots = None  # known to `rows`
     meanwhile: Callable[[], object] | None = None
 
     def __init__(self, exchange: Any, counts: Sequence[int]):
         self.exchange, self.counts = exchange, counts
         self.rows = TokenExchange(exchange.group, counts)
+        self._count: _OnHost | None = None
 
     def there(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, H], weights and experts [t, k] of this rank's tokens -> those of all tokens, with local
@@ -162,15 +168,15 @@ class GatheredRoutes:
         weights, experts = _GatherChoice.apply(weights, experts, TokenExchange(group, self.counts))
         own = experts - exchange.rank * exchange.own
         own = torch.where((own >= 0) & (own < exchange.own), own, -1)
-        count = None if hasattr(self, "num_slots") else _OnHost((own >= 0).sum())
+        if self._count is None:
+            self._count = _OnHost((own >= 0).sum())
         self.rows = TokenExchange(group, self.counts)  # of this run: another one's may be under way
+        self.rows.count = self._count
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
         x = _Gather.apply(x, self.rows)
         if self.meanwhile is not None:
             self.meanwhile()
-        if count is not None:
-            self.num_slots = count.value()
         return x, weights, own
 
     def back(self, y: Tensor) -> Tensor:

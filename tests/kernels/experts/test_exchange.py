@@ -15,8 +15,11 @@ class Delayed:
 
     overlaps = False
 
-    def __init__(self, own: int):
-        self.own, self.left = own, []
+    def __init__(self, own: int, num_rows: int):
+        self.own, self.left, self.rows = own, [], num_rows
+
+    def num_rows(self) -> int:
+        return self.rows
 
     def gather(self, x):
         self.arriving, self.true = x.clone(), x
@@ -70,12 +73,12 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
     leaves = [x, weights, *matrices, *(t for path in paths.values() for t in path[0][:2])]
     leaves = [t for t in leaves if t.requires_grad]
     upstream = torch.randn(40, 20)
-    options = {"num_rows": int((experts >= 0).sum()), **paths}
+    num_rows = int((experts >= 0).sum())
     with interpret():
-        alone = moe_experts(x, *operand, **options)
+        alone = moe_experts(x, *operand, num_rows=num_rows, **paths)
         expected = torch.autograd.grad(alone, leaves, upstream)
-        exchange = Delayed(own)
-        y = moe_experts(Start.apply(x, exchange), *operand, **options, exchange=exchange)
+        exchange = Delayed(own, num_rows)
+        y = moe_experts(Start.apply(x, exchange), *operand, **paths, exchange=exchange)
         assert exchange.overlaps
         (left,) = exchange.left
         assert torch.equal(y, alone)
