@@ -92,7 +92,11 @@ def run(args: argparse.Namespace) -> int:
         rows.append(row)
         _write(args, rows, show=False)
     _write(args, rows, True, *check_divided(rows, args.model, config, args.processes, end))
-    return int(any(row["provider"] == "ours" and "tokens_per_second" not in row for row in rows))
+    return int(any(_is_ours(row) and "tokens_per_second" not in row for row in rows))
+
+
+def _is_ours(row: Mapping[str, Any]) -> bool:
+    return row["provider"].partition("+")[0] == "ours"
 
 
 def _write(args: argparse.Namespace, rows: Sequence[dict[str, Any]], show: bool, *checks: str) -> None:
@@ -153,7 +157,7 @@ def check_divided(
     """Return a sentence comparing the first peer with its time in processes that never import this package.
     Empty if no peer was measured.
     """
-    row = next((row for row in rows if row["provider"] != "ours" and "step_ms" in row), None)
+    row = next((row for row in rows if not _is_ours(row) and "step_ms" in row), None)
     if row is None:
         return []
     sizes = {name: row[name] for name in ("provider", "memory", "batch", "seq", "warmup", "steps")}

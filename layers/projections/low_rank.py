@@ -21,6 +21,7 @@ after the sum.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import cast
 
 import torch
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.projections.float8 import check_float8, float8_linear
+from liger_models.layers.projections.gathered import GatheredWeight
 from liger_models.layers.projections.linear import Linear, as_wide_as, has_hooks
 from liger_models.layers.projections.low_rank_autograd import run_low_rank
 from liger_models.layers.projections.low_rank_plan import Adapter, Projection, product_dtype
@@ -114,9 +116,14 @@ def projection_of(layer: nn.Module) -> Projection | None:
     if type(layer).forward not in (nn.Linear.forward, Linear.forward):
         return None
     weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if type(weight) is not nn.Parameter or not (bias is None or type(bias) is nn.Parameter):
+    rows = None
+    if isinstance(weight, GatheredWeight) and not weight.one_scale:
+        rows = attrgetter("rows")
+    elif type(weight) is not nn.Parameter:
         return None  # sharded, quantised, parametrized
-    return Projection(weight, bias, float8=getattr(layer, "float8", None))
+    if not (bias is None or type(bias) is nn.Parameter):
+        return None
+    return Projection(weight, bias, float8=getattr(layer, "float8", None), rows=rows)
 
 
 def _plain_path(x: Tensor, adapter: Adapter, dtype: torch.dtype) -> Tensor:

@@ -341,7 +341,7 @@ def _matrix(plan: Plan, i: int, weights: list[Tensor]) -> Tensor:
 
 def _one_matrix(plan: Plan, weights: list[Tensor]) -> Tensor | None:
     """Return the weights as one matrix if they are contiguous in memory."""
-    if plan.autocast or any(plan.dense) or weights[0] is None:
+    if plan.autocast or any(plan.dense) or any(plan.rows) or weights[0] is None:
         return None
     return one_below_another([weight.detach() for weight in weights])
 

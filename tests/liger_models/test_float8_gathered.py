@@ -12,7 +12,11 @@ from test_float8 import CONFIG
 from torch import nn
 
 from liger_models.kernels import quantize
+from liger_models.layers.projections.float8 import Float8Settings
 from liger_models.layers.projections.gathered import GatheredWeight
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
+from liger_models.layers.projections.low_rank_plan import Adapter
 
 RANK = Path(__file__).parent / "float8_gather_rank.py"
 
@@ -67,6 +71,27 @@ def test_columns_of_a_gathered_weight_are_its_own(one_scale):
     # Rounded to 4 bits by its row's scale, and again, if subnormal, by its column's.
     smallest = gathered.columns().scales * 2.0**-10 + gathered.rows.scales.T * 2.0**-10
     assert ((columns - weight.T.float()).abs() <= weight.T.float().abs() * 2.0**-4 + smallest).all()
+
+
+def test_adapters_and_gathered_layers_run_as_one_operation():
+    torch.manual_seed(0)
+    x, dy = torch.randn(21, 32).bfloat16().requires_grad_(), torch.randn(21, 96).bfloat16()
+    results = []
+    for gathered in (False, True):
+        torch.manual_seed(1)
+        layers = [Linear(32, 48, bias=False).bfloat16().requires_grad_(False) for _ in range(2)]
+        adapter = Adapter(torch.randn(4, 32), torch.randn(48, 4), 0.5)
+        for layer in layers:
+            layer.float8 = Float8Settings("rowwise", emulate=True)
+            if gathered:
+                layer.weight = gathered_weight(layer.weight, False)
+        projections = [projection_of(layer)._replace(adapters=(adapter,)) for layer in layers]
+        y = low_rank_linear(x, *projections)
+        results.append((y.detach(), torch.autograd.grad(y, x, dy)[0]))
+    (y, dx), (of_gathered, dx_of_gathered) = results
+    assert torch.equal(of_gathered, y)
+    # Numbers that become subnormal under the scale of their column are rounded twice.
+    torch.testing.assert_close(dx_of_gathered, dx, rtol=2**-6, atol=2**-5)
 
 
 def test_only_float8_products_read_a_gathered_weight():
