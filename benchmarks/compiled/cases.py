@@ -13,8 +13,10 @@ from torch import Tensor
 
 import liger_models.kernels as kernels
 from liger_models.kernels.attention.visible_keys import KeyRanges
+from liger_models.kernels.experts._expert_float8 import float8_rows_product
+from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
-from liger_models.kernels.float8.quantize import quantize_columns, turned
+from liger_models.kernels.float8.quantize import casts_to_float8, quantize_columns, turned
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS, VOCAB = 4096, 128256
@@ -211,6 +213,21 @@ def experts(
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest, **how))
 
 
+def float8_experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
+    """The products of quantised operands, forward and for the gradients of their inputs."""
+    order = sort_by_expert(torch.rand(tokens, num_experts).topk(top_k).indices.int(), num_experts)
+    gate_up = torch.empty(num_experts, 2 * intermediate_size, hidden_size, dtype=BF16)
+    down = torch.empty(num_experts, hidden_size, intermediate_size, dtype=BF16)
+    x = torch.empty(tokens, hidden_size, dtype=BF16)
+    if not casts_to_float8(x):
+        return
+    rows = [torch.empty(tokens * top_k, n, dtype=BF16) for n in (intermediate_size, 2 * intermediate_size)]
+    float8_rows_product(x, gate_up, order, transposed=True, gather=True)
+    float8_rows_product(rows[0], down, order, transposed=True)
+    float8_rows_product(x, down, order, transposed=False, gather=True)
+    float8_rows_product(rows[1], gate_up, order, transposed=False)
+
+
 def optimizer(weights, moments, dtype=BF16, size=1 << 16):
     residue = {"compensated": torch.empty(size, dtype=BF16), "master": torch.empty(size, dtype=torch.int16)}
     state = torch.empty(size, dtype=moments), torch.empty(size, dtype=moments), torch.ones(())
@@ -319,6 +336,7 @@ CASES: dict[str, Callable[[], None]] = {
     "AdamW, master, float32 moments": lambda: optimizer("master", F32),
     "AdamW, float32": lambda: optimizer("plain", F32, F32),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
+    "experts in float8, Qwen 3 30B": lambda: float8_experts(16384, 2048, 768, 128, 8),
     "experts with paths of rank 16, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8, rank=16),
     "experts with paths of rank 128, gpt-oss 20B": lambda: experts(512, 2880, 2880, 32, 4, rank=128),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),

@@ -1,4 +1,4 @@
 """Mixture of experts: routing and the experts' matrix products.
 
-May import the folder above and `activations`.
+May import the folder above, `activations` and `float8`.
 """

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows
 from liger_models.kernels.activations.gated import Activation
+from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_operands import Make
 from liger_models.kernels.experts._expert_order import ExpertOrder, split_tiles
 from liger_models.kernels.experts._expert_paths import ExpertPath, pack_paths, path_gradients
@@ -111,6 +112,7 @@ def activated_product(
     first: Sequence[ExpertPath] = (),
     last: Sequence[ExpertPath] = (),
     overlap: Overlap | None = None,
+    float8: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Return the activation's output [R, I], its t of the last paths, h [R, 2 I], or [R, I], and t of the
     first paths.
@@ -120,7 +122,7 @@ def activated_product(
         overlap.arrive()
     path, first_t = _low_rank(as_rows(x), first, order, gather=True)
     options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
-    h = _product_of_arriving(as_rows(x), gate_up(), order, overlap, **options)
+    h = _product_of_arriving(as_rows(x), gate_up(), order, overlap, float8, **options)
     product = weighted_activation(h, weights, order, activation) if inputs else activated(h, activation)
     return product, _low_rank(product, last, order)[1], h, first_t
 
@@ -135,18 +137,26 @@ def summed(
     inputs: bool,
     paths: Sequence[ExpertPath] = (),
     overlap: Overlap | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """Return the result [T, H]."""
     bias = None if down_bias is None else down_bias.contiguous()
     path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
     options: Any = {"transposed": True, "bias": bias, "path": path}
-    return _summed_product(product, down(), order, None if inputs else weights, overlap, **options)
+    of_sum = None if inputs else weights
+    return _summed_product(product, down(), order, of_sum, overlap, float8, **options)
 
 
 def _product_of_arriving(
-    x: Tensor, matrices: Tensor, order: ExpertOrder, overlap: Overlap | None, **options: Any
+    x: Tensor, matrices: Tensor, order: ExpertOrder, overlap: Overlap | None, float8: bool, **options: Any
 ) -> Tensor:
-    """Return `rows_product`, at first of this rank's tokens, while the others arrive."""
+    """Return `rows_product`, at first of this rank's tokens, while the others arrive; in float8 of all, as
+    they are quantised first.
+    """
+    if float8:
+        if overlap is not None:
+            overlap.arrive()
+        return float8_rows_product(x, matrices, order, **options)
     if overlap is None:
         return rows_product(x, matrices, order, **options)
     rows = rows_product(x, matrices, overlap.own, beside=True, **options)
@@ -160,11 +170,14 @@ def _summed_product(
     order: ExpertOrder,
     weights: Tensor | None,
     overlap: Overlap | None,
+    float8: bool,
     **options: Any,
 ) -> Tensor:
     """Return `rows_product`, summed by token [T, H]. Those of other ranks come first, and leave while this
-    rank's own are computed.
+    rank's own are computed; in float8 all are computed at once.
     """
+    if float8:
+        return sum_slots(float8_rows_product(a, matrices, order, **options), weights, order)
     if overlap is None:
         return sum_slots(rows_product(a, matrices, order, **options), weights, order)
     rows = rows_product(a, matrices, overlap.rest, **options)
@@ -202,6 +215,7 @@ def experts_backward(
     first: LowRank = NO_PATHS,
     last: LowRank = NO_PATHS,
     exchange: Exchange | None = None,
+    float8: bool = False,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of those of the paths. Buffers
     are freed as soon as possible.
@@ -210,24 +224,29 @@ def experts_backward(
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
     biased, x, of_first, of_last = {}, as_rows(x), [], []
     overlap = arriving = None if exchange is None else Overlap.of(exchange, order)
-    if exchange is not None and not (last.t is None and down_bias is None and (want_h or want.weights)):
+    waits = float8 or last.t is not None or down_bias is not None or not (want_h or want.weights)
+    if exchange is not None and waits:
         exchange.arrive()
         arriving = None
     if down_bias is not None and experts is not None and want.weights:
         # For all experts at once: reads dy once instead of once per slot.
         biased = {"of_bias": _wide_product(dy, down_bias.T), "experts": experts.contiguous()}
     gather = not (want.down or want.down_bias)
+    by_token = as_rows(dy)  # [T, H]; float8 numbers are gathered in the product, and quantised once a token
     if arriving is not None and not gather:
         dy, arriving = _spread_on_arrival(dy, order, arriving)
     else:
-        dy = as_rows(dy) if gather else spread_rows(dy, order)  # [T, H] or [R, H]
+        dy = by_token if gather else spread_rows(dy, order)  # [T, H] or [R, H]
     if last.t is not None:
         packed = pack_paths(last.paths, order.offsets.numel() - 1, dy.dtype)
         u = rows_product(dy, packed.b, order, transposed=True, gather=gather)
         path = u, packed.a
     if want_h or want.weights:  # [R, I]
-        options: Any = {"transposed": False, "gather": gather, "path": path}
-        dproduct = _product_of_arriving(dy, down(), order, arriving, **options)
+        read, of_tokens = (by_token, True) if float8 else (dy, gather)
+        options: Any = {"transposed": False, "gather": of_tokens, "path": path}
+        dproduct = _product_of_arriving(read, down(), order, arriving, float8, **options)
+        del read
+    del by_token
     dh: Any
     product: Any
     dh, dweights, product = activation_backward(  # None where not required
@@ -241,6 +260,7 @@ def experts_backward(
         want.down or last.wants_a,
         inputs,
         **biased,
+        float8=float8 and want.x,
     )
     del dproduct
     if last.t is not None:
@@ -264,7 +284,7 @@ def experts_backward(
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        dx = _summed_product(dh, gate_up(), order, None, overlap, transposed=False, path=path)
+        dx = _summed_product(dh, gate_up(), order, None, overlap, float8, transposed=False, path=path)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
 

@@ -30,6 +30,8 @@ from liger_models.kernels.activations.gated import (
     swiglu,
 )
 from liger_models.kernels.experts._expert_order import ExpertOrder
+from liger_models.kernels.float8.copies import carry_rows
+from liger_models.kernels.float8.quantize import as_magnitude, casts_to_float8, empty_rows, scale_for
 
 
 def spread_rows(
@@ -131,6 +133,7 @@ def activation_backward(
     inputs: bool = False,
     of_bias: Tensor | None = None,
     experts: Tensor | None = None,
+    float8: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the requested ones of dh, dweights [T, k] and weights * a [R, I].
 
@@ -138,7 +141,8 @@ def activation_backward(
     only the last result can be computed without it. dweights includes the gradient through the last
     product's bias, of_bias [T, E] float32 at experts [T, k], if given.
 
-    With `inputs` the weights multiply h instead of a, and the last result is a.
+    With `inputs` the weights multiply h instead of a, and the last result is a. With `float8` dh carries its
+    copy in e4m3 by rows (kernels/float8/copies.py).
     """
     gated = has_gate(activation)
     num_rows, width = h.shape[0], h.shape[1] // (2 if gated else 1)
@@ -148,6 +152,7 @@ def activation_backward(
     memory = torch.empty_like if num_rows == weights.numel() else torch.zeros_like
     dweights = memory(weights) if want_weights else None
     product = h.new_empty(num_rows, width) if want_product else None
+    rows = empty_rows(dh) if float8 and dh is not None and casts_to_float8(dh) else None
     if num_rows:
         block = min(256, next_power_of_2(max(width, 1)))
         block_rows = 1024 // block
@@ -160,6 +165,7 @@ def activation_backward(
                 of_bias,
                 experts,
                 dh,
+                *(rows or (None, None)),
                 dweights,
                 product,
                 num_rows,
@@ -172,6 +178,8 @@ def activation_backward(
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
             )
+    if dh is not None and rows is not None:
+        carry_rows(dh, rows)
     return dh, dweights, product
 
 
@@ -240,6 +248,8 @@ def _activation_backward_kernel(
     of_bias,
     experts,
     dh,
+    values,
+    scales,
     dweights,
     product,
     num_rows,
@@ -259,6 +269,7 @@ def _activation_backward_kernel(
     assignment = tl.load(order + row, row_mask, 0)
     weight = tl.load(weights + assignment, row_mask, 0.0).to(tl.float32)[:, None]
     dweight = tl.zeros((BLOCK_ROWS,), tl.float32)
+    largest = tl.zeros((BLOCK_ROWS, BLOCK), tl.int32)
     start = row.to(tl.int64)[:, None] * width
     for first in range(0, width, BLOCK):
         column = first + tl.arange(0, BLOCK)[None, :]
@@ -285,17 +296,38 @@ def _activation_backward_kernel(
             else:
                 dweight += tl.sum(gradient * activated * factor, 1)
             if dh is not None:
-                dgate *= weight
-                tl.store(dh + gate_at, dgate.to(dh.dtype.element_ty), mask)
+                dgate = (dgate * weight).to(dh.dtype.element_ty)
+                tl.store(dh + gate_at, dgate, mask)
+                if values is not None:
+                    largest = tl.maximum(largest, _bits(dgate, mask))
                 if GATED:
-                    dup *= weight
-                    tl.store(dh + up_at, dup.to(dh.dtype.element_ty), mask)
+                    dup = (dup * weight).to(dh.dtype.element_ty)
+                    tl.store(dh + up_at, dup, mask)
+                    if values is not None:
+                        largest = tl.maximum(largest, _bits(dup, mask))
     if dweights is not None:
         if of_bias is not None:
             expert = tl.load(experts + assignment, row_mask, 0).to(tl.int64)
             token = (assignment // TOP_K).to(tl.int64)
             dweight += tl.load(of_bias + token * num_experts + expert, row_mask, 0.0)
         tl.store(dweights + assignment, dweight.to(dweights.dtype.element_ty), row_mask)
+    if values is not None:
+        tl.debug_barrier()  # other threads wrote what this one reads
+        scale = scale_for(as_magnitude(tl.max(largest, 1)), 448.0)
+        tl.store(scales + row, scale, row_mask)
+        whole = 2 * width if GATED else width
+        start = row.to(tl.int64)[:, None] * whole
+        for first in range(0, whole, BLOCK):
+            column = first + tl.arange(0, BLOCK)[None, :]
+            mask = row_mask[:, None] & (column < whole)
+            value = tl.load(dh + start + column, mask, 0.0).to(tl.float32) * (1.0 / scale)[:, None]
+            tl.store(values + start + column, value.to(values.dtype.element_ty), mask)
+
+
+@jit
+def _bits(x, mask):
+    """The bits of magnitudes in float32, which are ordered as these are."""
+    return tl.where(mask, tl.abs(x.to(tl.float32)).to(tl.int32, bitcast=True), 0)
 
 
 @jit

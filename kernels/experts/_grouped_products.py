@@ -53,6 +53,7 @@ def rows_product(
     path: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     beside: bool = False,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)] + t[r] @ L[e(r)], accumulated in float32 and rounded once.
 
@@ -61,9 +62,13 @@ def rows_product(
     path: t [R, P] and L [E, P, N]; contiguous, P a power of two of at least 16.
     out: C, of which only the rows of the order's tiles are written.
     beside: a collective holds some multiprocessors, so that programs must be many and short.
+    scales: of a and b in e4m3, float32: [R, 1], or [T, 1] with `gather`, and [E, N]; contiguous. C is then
+        in bfloat16, and sums have the precision of the GPU's float8 units.
     """
     inner, width = (b.shape[2], b.shape[1]) if transposed else (b.shape[1], b.shape[2])
-    c = a.new_empty(order.num_rows, width) if out is None else out
+    a_scales, b_scales = scales or (None, None)
+    dtype = a.dtype if scales is None else torch.bfloat16
+    c = a.new_empty(order.num_rows, width, dtype=dtype) if out is None else out
     if not c.numel():
         return c
     block_m = order.block
@@ -80,6 +85,8 @@ def rows_product(
             bias,
             None if t is None else _descriptor(t, [block_m, block_rank]),
             None if low is None else _descriptor(low, [1, block_rank, block_n]),
+            a_scales,
+            b_scales,
             c,
             order.tile_expert,
             order.tile_row,
@@ -151,6 +158,10 @@ def _descriptor(x: Tensor, block: list[int]):
 
 def _rows_config(block_m: int, inner: int, width: int, a: Tensor) -> tuple[int, int, int, int, int]:
     """Block of columns, block of the inner dimension, warps, stages, programs per multiprocessor."""
+    if a.dtype == torch.float8_e4m3fn:
+        if not _has_data_centre_memory(a):
+            return 128, 64, 8, 3, 1
+        return (256, 128, 8, 4, 1) if block_m == 128 else (128, 128, 4, 3, 2)
     if a.dtype == torch.float32:
         # Exact products run outside the tensor cores: larger tiles would not fit the registers.
         return (64, 32, 4, 2, 2) if precision_of(a.dtype) == "tf32" else (64, 16, 8, 2, 2)
@@ -227,6 +238,8 @@ def _rows_kernel(
     bias,
     t,
     low,
+    a_scales,
+    b_scales,
     c,
     tile_expert,
     tile_row,
@@ -277,6 +290,13 @@ def _rows_kernel(
             low_block = low.load([expert, i, column]).reshape(BLOCK_RANK, BLOCK_N)
             total = tl.dot(t.load([first_row, i]), low_block, total, input_precision=PRECISION)
         columns = column + tl.arange(0, BLOCK_N)
+        if a_scales is not None:
+            if TOKENS:
+                factor = tl.load(a_scales + source)
+            else:
+                factor = tl.load(a_scales + row, row_mask, 0.0)
+            of_columns = tl.load(b_scales + expert.to(tl.int64) * width + columns, columns < width, 0.0)
+            total = total * factor[:, None] * of_columns[None, :]
         if bias is not None:
             shift = tl.load(bias + expert.to(tl.int64) * width + columns, columns < width, 0.0)
             total += shift.to(tl.float32)[None, :]

@@ -53,6 +53,7 @@ from liger_models.kernels._dispatch import (
     use_triton,
 )
 from liger_models.kernels.activations.gated import Activation, activation_constants
+from liger_models.kernels.experts._expert_float8 import check_float8, float8_linear_plain
 from liger_models.kernels.experts._expert_operands import (
     Make,
     StoredMatrices,
@@ -74,6 +75,7 @@ from liger_models.kernels.experts._expert_passes import (
 )
 from liger_models.kernels.experts._expert_paths import ExpertPath, add_path_plain, folded
 from liger_models.kernels.experts._expert_rows import activated
+from liger_models.kernels.float8.product import has_float8_products
 
 Weighted = Literal["outputs", "inputs"]
 
@@ -92,6 +94,7 @@ def moe_experts(
     gate_up_paths: Sequence[ExpertPath] = (),
     down_paths: Sequence[ExpertPath] = (),
     exchange: Exchange | None = None,
+    float8: bool = False,
 ) -> Tensor:
     """Weighted sum over a token's experts of down(act(gate(x)) * up(x)), or of down(act(up(x))).
 
@@ -111,6 +114,10 @@ def moe_experts(
         gate_up_paths, down_paths: low-rank paths of the matrices, in any floating dtypes; their gradients are
             summed in float32, as if each matrix were W + scale * B A, which is never computed.
         exchange: for expert parallelism, of rows between ranks while the products run.
+        float8: compute the products with the matrices, forward and for the gradients of their inputs, from
+            operands quantised to e4m3 by rows (`_expert_float8.py`), on GPUs that can; elsewhere emulate
+            it. In bfloat16 without low-rank paths, all widths multiples of 16. Gradients of the matrices
+            are not quantised. Not under torch.compile, which computes in bfloat16.
 
     Under autocast, x, the matrices and their biases may have any dtypes and are cast to autocast's. Under
     torch.compile on a CPU, all experts compute all tokens; on any device, it computes W + scale * B A.
@@ -121,7 +128,7 @@ def moe_experts(
 
     Raises:
         ValueError: incompatible shapes, an unknown activation, weighted inputs with biases, tensors on
-            different devices; empty slots under torch.compile.
+            different devices; empty slots under torch.compile; widths or paths that float8 does not take.
         TypeError: incompatible dtypes.
         IndexError: an expert outside [0, E), on a CPU.
     """
@@ -132,6 +139,8 @@ def moe_experts(
     x, first, last, gate_up_bias, down_bias = cast_operands(x, gate_up, down, gate_up_bias, down_bias)
     check_paths("gate_up_paths", gate_up_paths, first)
     check_paths("down_paths", down_paths, last)
+    if float8:
+        check_float8(x, first, down, (*gate_up_paths, *down_paths))
     biases = gate_up_bias, down_bias
     if torch.compiler.is_compiling():
         if num_rows is not None or exchange is not None:
@@ -146,20 +155,19 @@ def moe_experts(
     of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]
     matrices: list[Any] = [None if isinstance(m, StoredMatrices) else m for m in (first, last)]
     tensors: Any = x, weights, experts, *matrices, *biases
-    if use_triton(*tensors, *of_paths):
+    if use_triton(*tensors, *of_paths) and (not float8 or has_float8_products(x.device)):
         scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
         stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
         order, overlap = _ordered(experts, first.shape[0], num_rows, exchange)
-        plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap)
+        plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap, float8)
         product, t = _First.apply(plan, *tensors, *of_paths)
         return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
     if exchange is not None:
         num_rows = exchange.num_rows()
         exchange.arrive()
     first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
-    return as_once_differentiable(
-        moe_experts_plain(x, weights, experts, first, last, activation, *biases, weighted, num_rows, *paths)
-    )
+    options = activation, *biases, weighted, num_rows, *paths, float8
+    return as_once_differentiable(moe_experts_plain(x, weights, experts, first, last, *options))
 
 
 def moe_experts_plain(
@@ -175,6 +183,7 @@ def moe_experts_plain(
     num_rows: int | None = None,
     gate_up_paths: Sequence[ExpertPath] = (),
     down_paths: Sequence[ExpertPath] = (),
+    float8: bool = False,
 ) -> Tensor:
     """Plain twin of `moe_experts`."""
     least = 0 if num_rows is None else -1
@@ -184,21 +193,26 @@ def moe_experts_plain(
     if num_rows is not None and (found_rows := int((experts >= 0).sum())) != num_rows:
         raise ValueError(f"num_rows is {num_rows}, but {found_rows} slots have an expert")
     y = torch.zeros_like(at_least_float32(x))
+    linear = float8_linear_plain if float8 else F.linear
     for e in range(len(gate_up)):
         token, slot = torch.where(experts == e)
-        h = F.linear(
-            x[token], gate_up[e], None if gate_up_bias is None else gate_up_bias[e]
-        )  # [n, 2 I] or [n, I]
+        bias = None if gate_up_bias is None else gate_up_bias[e]
+        h = linear(x[token], gate_up[e], bias)  # [n, 2 I] or [n, I]
         for path in gate_up_paths:
             h = add_path_plain(h, x[token], path, e, len(gate_up))
         weight = at_least_float32(weights[token, slot]).unsqueeze(-1)
         if weighted == "inputs":
             h, weight = weight * at_least_float32(h), torch.ones_like(weight)
         a = activated(h, activation).to(x.dtype)
-        rows = F.linear(a, down[e], None if down_bias is None else down_bias[e])  # [n, H]
-        for path in down_paths:
-            rows = add_path_plain(rows, a, path, e, len(down))
-        y = y.index_add(0, token, (weight * at_least_float32(rows)).to(y.dtype))
+        bias = None if down_bias is None else down_bias[e]
+        if float8:
+            rows = float8_linear_plain(a, down[e], bias, weight)
+        else:
+            rows = F.linear(a, down[e], bias)  # [n, H]
+            for path in down_paths:
+                rows = add_path_plain(rows, a, path, e, len(down))
+            rows = weight * at_least_float32(rows)
+        y = y.index_add(0, token, rows.to(y.dtype))
     return y.to(x.dtype)
 
 
@@ -263,6 +277,7 @@ class _Plan(NamedTuple):
     scales: tuple[list[float], list[float]]
     exchange: Exchange | None
     overlap: Overlap | None
+    float8: bool
 
 
 class _First(torch.autograd.Function):
@@ -279,6 +294,7 @@ class _First(torch.autograd.Function):
         product, last_t, *kept = activated_product(
             *(x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last),
             overlap=plan.overlap,
+            float8=plan.float8,
         )
         experts = None if down_bias is None else experts  # needed for the bias only
         operands = x, weights, experts, gate_up, down, down_bias
@@ -302,7 +318,7 @@ class _Last(torch.autograd.Function):
         ctx.plan = plan._replace(order=None, overlap=None)
         ctx.sizes, ctx.kept = plan.order[_TENSORS:], kept
         operands = product, last_t, weights, make, down_bias
-        return summed(*operands, plan.order, plan.inputs, last, plan.overlap)
+        return summed(*operands, plan.order, plan.inputs, last, plan.overlap, plan.float8)
 
     @staticmethod
     @once_differentiable
@@ -312,17 +328,15 @@ class _Last(torch.autograd.Function):
         ts, ab = rest[:2], rest[2 + _TENSORS :]
         order = ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes)
         first, last = plan.stored.given(gate_up, down)
-        low: list[LowRank] = []
+        low: list[Any] = []
         needed = ctx.needs_input_grad[4:]
         wanted = list(zip(*[iter(needed[7:])] * 2, strict=True))
         for paths, t in zip(_paths(plan.scales, ab), ts, strict=True):
             low.append(LowRank(paths, t, wanted[: len(paths)]))
             del wanted[: len(paths)]
         operands = x, weights, experts, first, last, down_bias, h
-        options = plan.activation, plan.inputs, Wanted.of(needed)
-        dx, dweights, *dexperts, dpaths = experts_backward(
-            dy, *operands, order, *options, low[0], low[1], plan.exchange
-        )
+        options: Any = plan.activation, plan.inputs, Wanted.of(needed), *low, plan.exchange, plan.float8
+        dx, dweights, *dexperts, dpaths = experts_backward(dy, *operands, order, *options)
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 
 

@@ -238,7 +238,8 @@ class _Moments:
         decoded = decoded_bytes(layer, itemsize)
         if experts:
             last = max(last, last - first + decoded["last"])
-            front = max(front, rows + first + stream + decoded["front"])
+            copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
+            front = max(front, rows + first + stream + decoded["front"] + copied)
         else:
             last, front = last + decoded["last"], front + decoded["front"]
         tile = None if tile is None else tile + max(decoded["last"], decoded["front"])

@@ -49,14 +49,17 @@ def linear_matrices(modules: Iterable[nn.Module]) -> list[tuple[Tensor, tuple[in
 
 
 def decoded_bytes(layer: nn.Module, itemsize: int) -> dict[str, int]:
-    """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, by
-    its place in the layer.
+    """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, or of
+    a stack's copy in float8, by its place in the layer.
     """
     places, most = places_of(layer), dict.fromkeys(PLACES, 0)
     for module in layer.modules():
         for name, kept in kept_weights(module).items():
             place = places.get(id(module.get_parameter(name)), "mixer")
             most[place] = max(most[place], itemsize * math.prod(kept.shape))
+        for name, copied in getattr(module, "float8_copies", {}).items():
+            place = places.get(id(module.get_parameter(name)), "mixer")
+            most[place] = max(most[place], copied)
     return most
 
 

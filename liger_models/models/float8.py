@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
+from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import has_float8_products
+from liger_models.layers.experts.moe import Experts
+from liger_models.layers.experts.stored_experts import StoredExperts
 from liger_models.layers.parts.norm import LigerRMSNorm
 from liger_models.layers.projections.float8 import (
     RECIPES,
@@ -42,9 +44,10 @@ def set_float8(
     dtype again.
 
     Chosen by shape (`gains_from_float8`): layers that are too small to gain, and everything that is no linear
-    layer (embeddings, the head, norms, routers, stacked experts, attention), keep their dtype. Weights that
-    are kept in quantised bits are decoded, and quantised to float8 for the product. May be called at any
-    time, also between steps.
+    layer (embeddings, the head, norms, routers, attention), keep their dtype. Stacked experts run in float8
+    forward and for the gradients of their inputs, with scales for each row, while they have enough rows to
+    gain; gradients of their weights are not quantised. Weights that are kept in quantised bits are decoded,
+    and quantised to float8 for the product. May be called at any time, also between steps.
 
     Args:
         model: a model of this package, or a part of one.
@@ -53,7 +56,7 @@ def set_float8(
         all_sizes: also choose layers that are too small to gain.
 
     Returns:
-        The paths of the model's linear layers, with "float8" or the reason why a layer was not chosen.
+        The paths of the model's linear layers and stacked experts, with "float8" or the reason why not.
 
     Raises:
         ValueError: unknown recipe; or weights are gathered in float8, and the recipe has other scales.
@@ -70,6 +73,17 @@ def set_float8(
         else:
             found[path] = "float8" if settings else "not asked for"
         layer.float8 = settings if found[path] == "float8" else None
+    for path, experts in _experts(model):
+        _, hidden, inner = shape_of(experts.down_proj)
+        if isinstance(experts, StoredExperts):
+            found[path] = "its weights are kept in quantised bits"
+        elif settings is not None and settings.one_scale:
+            found[path] = "experts have a scale for each row, and tensorwise one for each matrix"
+        elif not fits_float8(hidden, inner):
+            found[path] = f"{hidden} to {inner} is not a multiple of 16"
+        else:
+            found[path] = "float8" if settings else "not asked for"
+        experts.float8 = settings if found[path] == "float8" else None
     _let_norms_quantize(model)
     return found
 
@@ -107,12 +121,13 @@ def gather_in_float8(model: nn.Module) -> list[str]:
             )
     for layer in layers.values():
         gather_rows_in_float8(layer)
-    model.register_forward_pre_hook(functools.partial(_find_largest, paths=[*layers]), prepend=True)
+    if any(layer.float8.one_scale for layer in layers.values() if layer.float8 is not None):
+        model.register_forward_pre_hook(_find_largest, prepend=True)  # before FSDP2's, which gathers
     return [*layers]
 
 
-def _find_largest(model: nn.Module, args: object, *, paths: list[str]) -> None:
-    find_largest([model.get_submodule(path) for path in paths])
+def _find_largest(model: nn.Module, args: object) -> None:
+    find_largest([layer for _, layer in _linears(model) if gathers_in_float8(layer.weight)])
 
 
 def _check_gathered(model: nn.Module, settings: Float8Settings | None) -> None:
@@ -134,6 +149,8 @@ def _let_norms_quantize(model: nn.Module) -> None:
     blocks = list(_blocks(model))
     chosen = [layer for block in blocks for layer in block.modules() if _in_rows(layer)]
     inputs, outputs = {layer.in_features for layer in chosen}, {layer.out_features for layer in chosen}
+    experts = [part for block in blocks for part in block.modules() if isinstance(part, Experts)]
+    inputs |= {shape_of(part.down_proj)[1] for part in experts if part.float8 is not None}
     for norm in (part for block in blocks for part in block.modules() if isinstance(part, LigerRMSNorm)):
         norm.float8_copy = norm.hidden_size in inputs
         norm.float8_gradient = norm.hidden_size in outputs
@@ -185,6 +202,13 @@ def _linears(model: nn.Module) -> Iterator[tuple[str, Linear | StoredLinear]]:
     for part, layers in _layer_lists(model):
         for path, module in layers.named_modules(prefix=part):
             if type(module).forward in (Linear.forward, StoredLinear.forward):
+                yield path, module
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, Experts]]:
+    for part, layers in _layer_lists(model):
+        for path, module in layers.named_modules(prefix=part):
+            if isinstance(module, Experts):
                 yield path, module
 
 

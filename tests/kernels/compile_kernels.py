@@ -18,6 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import liger_models.kernels as kernels
+from liger_models.kernels.experts._expert_float8 import float8_rows_product
+from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import quantize_columns
@@ -102,6 +104,10 @@ def run_everything() -> None:
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *plain, "relu2"))
     biases = kernels.ClampedSwiGLU(), operand(8, 2 * 128), operand(8, 64)
     backward(kernels.moe_experts(operand(64, 64), router.values, router.indices.int(), *experts, *biases))
+    order = sort_by_expert(router.indices.int(), 8)
+    for gather, by_rows in ((True, True), (True, False), (False, True)):
+        rows = torch.randn(64 if gather else 128, 64 if by_rows else 256).bfloat16()
+        float8_rows_product(rows, experts[0].detach(), order, transposed=by_rows, gather=gather)
     elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)
     counted = {"num_rows": int((elsewhere >= 0).sum())}
     backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
