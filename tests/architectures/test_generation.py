@@ -31,7 +31,7 @@ def prompts(pair, rows=3, length=9):
     return torch.randint(0, pair.vocab_size, (rows, length))
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_greedy_decoding_gives_the_text_of_the_reference(pair):
     ids = prompts(pair)
     assert torch.equal(generate(pair.ours, ids, NEW), reference_text(pair, ids, pad_token_id=0))

@@ -17,7 +17,8 @@ GOOD |= {"registers": 32, "spilled": 0, "starts_too_early": False, "plain_produc
 @pytest.mark.parametrize(
     ("words", "gpus"),
     [
-        pytest.param(["norms, 4096"], ["sm_80", "sm_90", "gfx942"], id="norms"),
+        pytest.param(["norms, 4096"], ["sm_90"], id="norms"),
+        pytest.param(["norms, 4096"], ["sm_80", "gfx942"], id="norms elsewhere"),
         # The larger operations for the GPU with the least shared memory.
         pytest.param(["attention, heads of 96", "cross entropy, Gemma 2"], ["sm_120"], id="products"),
     ],

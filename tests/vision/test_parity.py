@@ -27,7 +27,7 @@ def compare(pair, call, positions=None):
     return beyond_bound(ours.distances(expected, positions))
 
 
-@pytest.mark.parametrize("padding", ["right", "left"])
+@pytest.mark.parametrize("padding", [pytest.param("right", marks=pytest.mark.of_layers), "left"])
 def test_a_batch_may_mix_images_of_several_sizes_videos_and_text(pair, padding):
     call = pair.scene(*DOCUMENTS.values(), padding=padding)
     assert not compare(pair, call, call["attention_mask"].bool())
@@ -44,6 +44,7 @@ def test_text_only_batches_train_the_language_model_only(pair):
     assert not any("vis" in name for name in ours.gradients)
 
 
+@pytest.mark.of_layers
 def test_packed_documents_equal_separate_documents(pair):
     """Each document has its own positions and images, in one row, and in rows that end within a document."""
     documents = list(DOCUMENTS.values())
