@@ -32,6 +32,7 @@ SUMMARY = "random compositions of parallelism, packing, recomputation and the re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cases", type=int, default=200, help="number of compositions (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first; others follow (%(default)s)")
+    parser.add_argument("--seconds", type=float, help="begin no composition after this time")
     parser.add_argument("--family", action="append", metavar="NAME", help="repeatable; all text families")
     parser.add_argument(
         "--ranks", type=int, action="append", choices=(1, 2, 4), help="repeatable; only these"
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
             refused[outcome.refused] += 1
         if not outcome.holds:
             failures.append(_report(case, outcome, args.fault, args.device))
+        if args.seconds and time.monotonic() - begun > args.seconds:
+            break
     seconds = time.monotonic() - begun
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -75,19 +78,21 @@ def run(args: argparse.Namespace) -> int:
     for message, count in refused.most_common():
         print(f"refused {count} x: {message}")
     print(
-        f"{len(cases) - len(failures)} of {len(cases)} compositions hold ({sum(refused.values())} of them "
+        f"{len(rows) - len(failures)} of {len(rows)} compositions hold ({sum(refused.values())} of them "
         f"refused), within {BOUND:.0e} of one process in float64, in {seconds:.0f} s"
     )
     return int(bool(failures))
 
 
 def _report(case: Case, outcome: Outcome, fault: float, device: str) -> str:
+    first = f'FAILS --case "{case.text()}": {outcome.worst}'
+    tqdm.write(first)
     smallest, found = shrink(case, outcome, fault, device)
-    lines = f'FAILS --case "{case.text()}": {outcome.worst}'
-    if smallest != case:
-        lines += f'\n  smallest: --case "{smallest.text()}": {found.worst}'
-    tqdm.write(lines)
-    return lines
+    if smallest == case:
+        return first
+    second = f'  smallest: --case "{smallest.text()}": {found.worst}'
+    tqdm.write(second)
+    return f"{first}\n{second}"
 
 
 def _case(text: str) -> Case:
