@@ -34,6 +34,8 @@ class Indexer(nn.Module):
         layer: the index of the layer.
     """
 
+    untrained = True  # `freeze` leaves it frozen
+
     def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
         super().__init__()
         if spec.indexer is None or spec.q_lora_rank is None:

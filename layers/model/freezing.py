@@ -34,7 +34,7 @@ def freeze(
     tied: str | None = None,
 ) -> None:
     """Freeze the parameters that match a pattern, and train all others; with `train_only`, only those that
-    match one of these.
+    match one of these. Modules with `untrained`, which no loss reaches, stay frozen.
 
     Args:
         weight_map: the checkpoint names of the model's parameters. Others have their own names.
@@ -52,6 +52,9 @@ def freeze(
             raise ValueError(_partly(model, native, names[native], chosen))
     for native, parameter in model.named_parameters():
         parameter.requires_grad_(names[native][0] in trained)
+    for module in model.modules():
+        if getattr(module, "untrained", False):
+            module.requires_grad_(False)
 
 
 def divides_projections(
