@@ -1,6 +1,7 @@
 """The benchmarks' command line.
 
     python -m benchmarks [ops]    kernels against liger-kernel, torch.compile and eager PyTorch
+    python -m benchmarks recurrent  scans of recurrent mixers against flash-linear-attention and mamba_ssm
     python -m benchmarks tune     alternative tile sizes of our kernels
     python -m benchmarks train    a training step against transformers, and transformers with liger-kernel
     python -m benchmarks vision   a training step of vision-language models, against the same
@@ -46,6 +47,7 @@ from benchmarks import (
     optimizer,
     parallel,
     prompt,
+    recurrent,
     resume,
     stream,
     train,
@@ -55,6 +57,7 @@ from benchmarks import (
 
 COMMANDS = {
     "ops": ops,
+    "recurrent": recurrent,
     "tune": tune,
     "train": train,
     "vision": vision,
