@@ -38,7 +38,7 @@ from liger_models.layers.model.call_checks import (
 )
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.projections.in_place import child_table
-from liger_models.layers.projections.packed_linear import name_layers
+from liger_models.layers.projections.packed_linear import name_layers, stored_as_one
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions, split_axes
@@ -59,6 +59,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
     forms: dict[str, Expr]  # by native name
     names: dict[str, str]  # native name -> name here
     ambiguous: set[str]
+    several: dict[str, list[str]]  # layers that are several in transformers' own model, and their names
     own_layout: Layout  # layout of the modules of transformers' own model, and of ours
     # Unused tensors carried along, by their names here, which are transformers' names.
     unread: dict[str, Ref]
@@ -79,6 +80,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
         weight_map = self.weight_map(self.own_layout)
+        self.several = stored_as_one(self, self.weight_map(), weight_map)
         hide_matrices(self, weight_map)
         name_layers(self, weight_map)
         LanguageModel.within(self)

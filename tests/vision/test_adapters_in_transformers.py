@@ -14,6 +14,8 @@ from pairs import beyond_bound, relative_distance
 from randomised import randomise_trained
 from scenes import DOCUMENTS
 
+from liger_models.convert.errors import CheckpointError
+
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 
@@ -64,6 +66,24 @@ def test_adapters_match_transformers_own_model(family, part, pair, both, tmp_pat
     ours.save_pretrained(tmp_path / "again")
     for name in ("adapter_model.safetensors",):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["kimi_k25"])
+def test_layers_that_are_several_in_transformers_have_no_adapters(family, pair, both, tmp_path):
+    """Others match: queries, keys and values of Kimi K2.5's encoder are one layer in files and here."""
+    theirs, ours = both
+    call = pair.scene(*DOCUMENTS.values())
+    settings = {"r": 3, "target_modules": "all-linear"}
+    with pytest.raises(ValueError, match=r"q_proj, k_proj, v_proj: .* exclude_modules=r'\.\*\\\.qkv_proj'"):
+        peft.get_peft_model(copy.deepcopy(ours), peft.LoraConfig(**settings))
+    whole = peft.get_peft_model(copy.deepcopy(theirs), peft.LoraConfig(**settings))
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"q_proj, k_proj, v_proj are one layer, qkv_proj: merge"):
+        peft.PeftModel.from_pretrained(copy.deepcopy(ours), tmp_path / "whole")
+    rest = peft.LoraConfig(**settings, exclude_modules=r".*(patch_embed|vision_tower.*(qkv|q|k|v)_proj).*")
+    theirs = randomise_trained(peft.get_peft_model(theirs, rest))
+    theirs.save_pretrained(tmp_path / "rest")
+    compare(theirs, peft.PeftModel.from_pretrained(ours, tmp_path / "rest", is_trainable=True).train(), call)
 
 
 @pytest.mark.parametrize(

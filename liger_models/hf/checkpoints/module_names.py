@@ -120,8 +120,15 @@ def refuse_ambiguous(decoder: Any) -> None:
     """Refuse PEFT layers at ambiguous names.
 
     Raises:
-        ValueError: PEFT has wrapped a module whose name means another one in transformers.
+        ValueError: PEFT has wrapped a module whose name means another one, or none, in transformers.
     """
+    for path, parts in decoder.several.items():
+        if hasattr(decoder.get_submodule(path), "base_layer"):
+            raise ValueError(
+                f"{path} is one layer in files and here, and in transformers' own model {', '.join(parts)}: "
+                "it would pass over an adapter of the one. Leave it out, as by exclude_modules=r'.*\\."
+                f"{path.rpartition('.')[2]}'"
+            )
     for path in decoder.ambiguous:
         module = decoder.get_submodule(path)
         if hasattr(module, "base_layer") or hasattr(module, "original_module"):

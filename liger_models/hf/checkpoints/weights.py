@@ -316,7 +316,20 @@ def refuse_lost_adapters(model: nn.Module, state_dict: Mapping[str, Any], prefix
             raise CheckpointError(
                 f"{name}: the adapter has it, but this model does not"
                 + (", whose experts are stacked; liger_models.hf.load_adapter reads it" if single else "")
+                + _where_it_is_one(model, name)
             )
+
+
+def _where_it_is_one(model: Any, name: str) -> str:
+    """Why the model lacks a layer that is part of another one here."""
+    for path, parts in getattr(model, "base_decoder", model).several.items():
+        owner, _, one = path.rpartition(".")
+        if any(f"{owner}.{part}." in name for part in parts):
+            return (
+                f", where {', '.join(parts)} are one layer, {one}: merge the adapter with transformers' own "
+                "model, and load that"
+            )
+    return ""
 
 
 def _in_order(named: Mapping[str, Any]) -> dict[str, Any]:
