@@ -16,7 +16,7 @@ from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.on_host import on_host, streamed_bytes
-from liger_models.layers.memory.own_parts import linear_matrices, own_bytes, own_elements
+from liger_models.layers.memory.own_parts import largest_part, linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import LADDERS, Plan, Step
@@ -299,12 +299,15 @@ class StepMemory:
     def _adapter_elements(self) -> int:
         return adapters.elements(self.step, self.model.layers, self._matrices)
 
+    @property
+    def _quantisable(self) -> list[Any]:
+        """Modules whose linear layers are quantised and adapted."""
+        vision, modules = self.model.vision, list(self.model.layers)
+        return modules if vision is None else [*modules, *vision.encoder.layers, *vision.ways_out()]
+
     @cached_property
     def _matrices(self) -> list[tuple[Tensor, tuple[int, ...]]]:
-        vision, modules = self.model.vision, list(self.model.layers)
-        if vision is not None:
-            modules += [*vision.encoder.layers, *vision.ways_out()]
-        return linear_matrices(modules)
+        return linear_matrices(self._quantisable)
 
     @cached_property
     def _headless(self) -> int:
@@ -374,10 +377,10 @@ class StepMemory:
 
     @cached_property
     def _dequantised(self) -> int:
-        """A quantised matrix, dequantised for its product."""
+        """The largest quantised matrix, dequantised for its product."""
         if self.step.weight_bytes is None:
             return 0
-        return max(p.nbytes for p, _ in self._matrices)
+        return largest_part(self._quantisable)
 
     @cached_property
     def _head_work(self) -> int:

@@ -48,6 +48,17 @@ def linear_matrices(modules: Iterable[nn.Module]) -> list[tuple[Tensor, tuple[in
     return list(found.values())
 
 
+def largest_part(modules: Iterable[nn.Module]) -> int:
+    """Bytes of the largest matrix of linear layers, once packed projections are split."""
+    found = [0]
+    for owner, name, p in (item for module in modules for item in matrices(module)):
+        rows, *columns = dense_shape(owner, name)
+        if len(columns) == 1:
+            height = max(getattr(owner, "parts", {}).values(), default=rows)
+            found.append(p.itemsize * height * columns[0])
+    return max(found)
+
+
 def decoded_bytes(layer: nn.Module, itemsize: int) -> dict[str, int]:
     """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, or of
     a stack's copy in float8, by its place in the layer.
