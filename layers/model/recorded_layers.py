@@ -93,15 +93,16 @@ class RecordedLayers:
         mixers = (mixer for block in model.spec.blocks for mixer in block.mixers)
         chooses = any(getattr(mixer, "indexer", None) is not None for mixer in mixers)
         inputs = RecordedInputs.of(first[0], sequences, further, lengths_decide=chooses)
-        key = inputs.key(), _state_of(model)
+        key = inputs.key()
         if key not in self._recordings:
             check_layers(model, self._recorded)
-        self._recorded.check_hooks()
         if key not in self._recordings:
             self._recordings[key] = None
             while len(self._recordings) > MOST:
                 self._recordings.popitem(last=False)
             return layers(first, sequences, further)
+        if not any(x.requires_grad for x in (*inputs.differentiable, *self._trained)):
+            return layers(first, sequences, further)  # all layers are frozen
         self._recordings.move_to_end(key)
         self._set_gradients_aside()
         recording = self._recordings[key] or self._record(inputs, layers)
@@ -121,7 +122,8 @@ class RecordedLayers:
             self._pool = new_pool()
         lasting = inputs.lasting()
         recording = _Recording(self._recorded, self._trained, lasting, layers, self._pool, self._gradients)
-        self._gradients = recording.gradients
+        found = zip(self._gradients or recording.gradients, recording.gradients, strict=True)
+        self._gradients = [own if place is None else place for place, own in found]
         self._places = {g.data_ptr() for g in self._gradients if g is not None}
         return recording
 
@@ -164,15 +166,19 @@ class _Recording:
         gradients: list[Tensor | None],
     ):
         self.inputs, self._recorded, self._layers = inputs, modules.modules, layers
-        self._places = gradients
         self._live: list[Tensor] = []
         # Leaves of this recording's own graph: those of earlier steps may live on, and belong to no capture.
         aliases = [nn.Parameter(p.detach()) for p in trained]
+        for alias, place in zip(aliases, gradients, strict=False):  # none in the first recording
+            if place is not None:
+                alias.register_post_accumulate_grad_hook(_move_gradient_to(place))
         self._aliases = {id(p): alias for p, alias in zip(trained, aliases, strict=True)}
         try:
             self.replay_forward, self.outputs = capture(self._forward, pool)
             self.upstream = [torch.empty_like(out) for out in self.outputs]
             self.replay_backward, made = capture(self._backward, pool)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ConfigError(
                 f"the layers could not be recorded as CUDA graphs ({error}): a layer, or an adapter, reads a "
@@ -183,7 +189,7 @@ class _Recording:
         self._live = []
         split = len(inputs.differentiable)
         self.input_gradients: list[Tensor | None] = made[:split]
-        self.gradients: list[Tensor | None] = gradients or made[split:]
+        self.gradients: list[Tensor | None] = made[split:]
 
     def _forward(self) -> list[Tensor]:
         inputs, sequences = self.inputs, self.inputs.batch()
@@ -193,23 +199,17 @@ class _Recording:
         return [live.detach() for live in self._live]
 
     def _backward(self) -> list[Tensor | None]:
-        """The gradients of the inputs, then of the parameters, at the addresses of earlier recordings."""
+        """The gradients of the inputs, then of the parameters."""
         leaves = [*self.inputs.differentiable, *self._aliases.values()]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
         pairs = [(out, up) for out, up in zip(self._live, self.upstream, strict=True) if out.requires_grad]
         outputs, upstream = zip(*pairs, strict=True)
         device = self.inputs.x.device.type
         with self._with_aliases(), torch.autocast(device, enabled=False):
-            found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
-        made: list[Tensor | None] = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        if self._places:
-            split = len(self.inputs.differentiable)
-            found_places = zip(self._places, made[split:], strict=True)
-            both = [(place, own) for place, own in found_places if place is not None and own is not None]
-            if both:
-                places, own = zip(*both, strict=True)
-                torch._foreach_copy_(list(places), list(own))
-            made = made[:split]
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            torch.autograd.backward(outputs, upstream, inputs=trained)
+        made = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
         return made
 
     @contextmanager
@@ -227,6 +227,17 @@ class _Recording:
         finally:
             for held, name, p in changed:
                 held[name] = p
+
+
+def _move_gradient_to(place: Tensor) -> Callable[[Tensor], None]:
+    """A hook that copies a leaf's gradient to its place, and frees its own memory for the next one."""
+
+    def move(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        place.copy_(leaf.grad)
+        leaf.grad = place
+
+    return move
 
 
 class _Replay(torch.autograd.Function):
@@ -277,8 +288,3 @@ def capture(function: Callable[[], list[Any]], pool: Any) -> tuple[Callable[[], 
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = function()
     return graph.replay, result
-
-
-def _state_of(model: Any) -> Hashable:
-    """All that decides which kernels run, as far as it belongs to the model."""
-    return model.activation_memory, model.training

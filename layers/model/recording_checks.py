@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 from typing import Any
 
@@ -14,8 +13,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.experts.router import SparseMixerRouter
-from liger_models.layers.projections.in_place import child_table
-from liger_models.layers.projections.linear import has_hooks, hooks_everywhere, hooks_of
+from liger_models.layers.projections.linear import has_hooks, hooks_everywhere
 from liger_models.layers.recompute.activation_memory import RERUN
 from liger_models.layers.sequences.agreement import is_of_several_processes
 from liger_models.layers.sequences.sequences import Sequences
@@ -33,30 +31,22 @@ class RecordedModules:
         shared = () if model.shared is None else tuple(model.shared.values())
         parts = (*model.layers, model.norm, *shared)
         self.modules: list[nn.Module] = list(dict.fromkeys(m for part in parts for m in part.modules()))
-        held = [d for m in self.modules for d in (child_table(m), m._parameters)]
-        self._held = [(d, [*map(id, d.values())]) for d in held if d]
-        self._empty = [d for d in held if not d]
-        self._hooks = [d for m in self.modules for d in hooks_of(m)]
-        self._attributes = [vars(m) for m in self.modules]
         found = (p for m in self.modules for p in m._parameters.values() if p is not None)
         self.parameters = list({id(p): p for p in found}.values())
+        # Attributes, and what is in those that are tables: children, parameters, hooks, settings of adapters.
+        tables: list[dict[str, Any]] = [vars(m) for m in self.modules]
+        tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
+        self._empty = [table for table in tables if not table]
+        self._held = [(table, [*table.values()]) for table in tables if table]
 
     def unchanged(self) -> bool:
-        """Whether no module or parameter has been added, removed or replaced since. Costs the host little, as
-        does `check_hooks`, in a model of many modules.
+        """Whether each attribute of each module is still the same object, and each table has the same
+        entries. Runs in every step, so it must cost the host little.
         """
-        return not any(self._empty) and all([*map(id, d.values())] == ids for d, ids in self._held)
-
-    def check_hooks(self) -> None:
-        """Refuse modules with hooks, or another forward: neither would run.
-
-        Raises:
-            ConfigError: the message names the module's class.
-        """
-        replaced = any(map(operator.contains, self._attributes, itertools.repeat("forward")))
-        if replaced or any(self._hooks) or any(hooks_everywhere()):
-            found = next(type(module).__name__ for module in self.modules if has_hooks(module))
-            _refuse(f"a {found} with hooks, or a replaced forward", "remove them")
+        return not any(self._empty) and all(
+            len(table) == len(held) and all(map(operator.is_, table.values(), held))
+            for table, held in self._held
+        )
 
     def addresses(self) -> tuple[tuple[int, bool], ...]:
         """Where the parameters are, and which of them are trained."""
@@ -77,6 +67,8 @@ def check_call(x: Tensor, sequences: Sequences) -> None:
         ConfigError: the message names what was found.
     """
     notes = sequences.notes
+    if any(hooks_everywhere()):
+        _refuse("hooks of all modules (register_module_forward_hook)", "remove them")
     if not runs_graphs(x.device):
         _refuse(f"a model on {x.device}", "move it to an NVIDIA GPU")
     if sequences.documents.tree is not None:
@@ -112,6 +104,8 @@ def check_layers(model: Any, of: RecordedModules) -> None:
             _refuse("a sharded model", "train in one process")
     draws = False
     for module in of.modules:
+        if has_hooks(module):
+            _refuse(f"a {type(module).__name__} with hooks, or a replaced forward", "remove them")
         if isinstance(module, Experts) and module.exchange is not None:
             _refuse("expert parallelism", "train in one process")
         drops = isinstance(module, nn.Dropout) and module.p > 0 and module.training

@@ -72,17 +72,13 @@ def float8_of(module: nn.Module) -> Float8Settings | None:
 
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a module's forward is replaced, or hooks observe its inputs, outputs or gradients."""
-    return "forward" in vars(module) or any(hooks_of(module)) or any(hooks_everywhere())
-
-
-def hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
-    """The module's hooks, by kind; the dictionaries are those that registration changes."""
-    return (
+    own = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
+    return "forward" in vars(module) or any(own) or any(hooks_everywhere())
 
 
 def hooks_everywhere() -> tuple[dict[int, Any], ...]:

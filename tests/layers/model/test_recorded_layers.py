@@ -1,22 +1,20 @@
-"""Layers recorded as CUDA graphs: what is recorded, replayed and refused, with graphs that a CPU can run.
-
-The stand-in of a graph runs the recorded function again and writes its results over the first ones, which is
-what a replay does, so inputs or gradients at wrong addresses fail here too.
-"""
+"""Layers recorded as CUDA graphs: what is recorded, replayed and refused, with graphs that a CPU can run."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
+from graph_stand_in import record_on_a_cpu
 from randomised import randomise
 
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.model import recorded_layers, recording_checks
+from liger_models.layers.model import recorded_layers
 
 TOKENS = 24
 
@@ -24,23 +22,7 @@ TOKENS = 24
 @pytest.fixture
 def captured(monkeypatch):
     """The functions that were recorded so far, two for each recording."""
-    functions = []
-
-    def capture(function, pool):
-        functions.append(function)
-        results = function()
-
-        def replay():
-            for place, again in zip(results, function(), strict=True):
-                if place is not None:
-                    place.detach().copy_(again.detach())
-
-        return replay, results
-
-    monkeypatch.setattr(recorded_layers, "capture", capture)
-    monkeypatch.setattr(recorded_layers, "new_pool", lambda: None)
-    monkeypatch.setattr(recording_checks, "runs_graphs", lambda device: True)
-    return functions
+    return record_on_a_cpu(monkeypatch)
 
 
 def make(family="llama", **options):
@@ -116,6 +98,23 @@ def test_one_recording_serves_different_numbers_of_documents(captured):
     assert len(captured) == 2
 
 
+def test_two_recordings_share_the_places_of_gradients(captured):
+    documents = (None, None, (5, 24), (20, 24), None, (24,), (2, 24), None)
+    model = make()
+    model.set_cuda_graphs()
+    assert_alike(train(model, documents), train(make(), documents))
+    assert len(captured) == 4
+
+
+def test_frozen_layers_run_unrecorded(captured):
+    model = make()
+    model.freeze(train_only=["lm_head"])
+    model.set_cuda_graphs()
+    for number in range(2):
+        model(**batch(model, number)).loss.backward()
+    assert not captured
+
+
 def test_a_call_runs_unrecorded_while_a_recorded_one_waits_for_its_backward_pass(captured):
     def both(model):
         train(model, documents=(None, None))
@@ -159,7 +158,15 @@ def move(model):
     model.layers[1].mlp.down_proj.weight.data = model.layers[1].mlp.down_proj.weight.data.clone()
 
 
-@pytest.mark.parametrize("change", [freeze, exchange, move])
+def scale(model):
+    model.layers[0].spec = dataclasses.replace(model.layers[0].spec, residual_scale=0.5)
+
+
+def recompute(model):
+    model.set_activation_memory("checkpoint")
+
+
+@pytest.mark.parametrize("change", [freeze, exchange, move, scale, recompute])
 def test_layers_are_recorded_anew_after_a_change(captured, change):
     def steps(model):
         train(model, documents=(None, None))

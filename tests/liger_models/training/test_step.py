@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from graph_stand_in import record_on_a_cpu
 
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.router import Router
@@ -232,3 +233,33 @@ def test_a_step_synchronises_with_the_gpu_once(start):
                 torch.cuda.set_sync_debug_mode("default")
         assert len([w for w in caught if "synchronizing CUDA operation" in str(w.message)]) == 1
     run.steps.close()
+
+
+def steps_of(start, **settings):
+    run = start(**settings)
+    outcomes = [run.step(1e-3, loop.Signals()) for _ in range(2)]
+    run.steps.close()
+    return [(o.loss, o.norm, o.metrics) for o in outcomes], state_of(run)
+
+
+def test_recorded_steps_of_a_run_have_the_same_bits(start, monkeypatch):
+    recorded = record_on_a_cpu(monkeypatch)
+    ours, state = steps_of(start, cuda_graphs=True)
+    expected, other = steps_of(start)
+    assert ours == expected
+    assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+    assert recorded
+
+
+@pytest.mark.gpu
+def test_recorded_steps_of_a_run_have_the_same_bits_on_a_gpu(start):
+    ours, state = steps_of(start, device="cuda", cuda_graphs=True)
+    expected, other = steps_of(start, device="cuda")
+    assert ours == expected
+    assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
+
+
+def test_weights_and_activations_on_the_host_are_refused_with_cuda_graphs(settings):
+    for changes in ({"activation_memory": "offload"}, {"weights_memory": "host", "lora": ""}):
+        with pytest.raises(ConfigError, match="cuda_graphs needs weights_memory 'device'"):
+            settings(cuda_graphs=True, **changes)
