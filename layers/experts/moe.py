@@ -81,11 +81,15 @@ class MixtureOfExperts(nn.Module):
         if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
             sequences.notes.router_logits.note(logits)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        shared = None if self.shared_expert is None else functools.cache(functools.partial(self._shared, x))
+        shared = None
+        if self.shared_expert is not None and getattr(unwrapped(self.experts), "exchange", None) is not None:
+            shared = functools.cache(functools.partial(self._shared, x))
         y = self.experts(latent, weights, experts, sequences, shared)
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
-        return y if shared is None else torch.add(y, shared(), alpha=self.spec.shared_scale)
+        if self.shared_expert is None:
+            return y
+        return torch.add(y, self._shared(x) if shared is None else shared(), alpha=self.spec.shared_scale)
 
     def _shared(self, x: Tensor) -> Tensor:
         """The shared expert's output [T, H]."""
@@ -205,9 +209,34 @@ class Experts(nn.Module):
         their names, `first` and down_proj. Ranks that share experts exchange their numbers of tokens once
         per `sequences`, and may call `meanwhile` while tokens travel.
         """
-        routes = None if self.exchange is None else self.exchange.plan(experts, sequences)
-        if routes is not None and not self._runs_again(x):
+        if self.exchange is not None:
+            return self._exchanged(x, weights, experts, sequences, meanwhile, paths)
+        return self._run(None, paths, x, weights, experts)
+
+    @torch.compiler.disable
+    def _exchanged(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+        sequences: Sequences | None,
+        meanwhile: Callable[[], object] | None,
+        paths: Paths,
+    ) -> Tensor:
+        assert self.exchange is not None
+        routes = self.exchange.plan(experts, sequences)
+        if not self._runs_again(x):
             routes.meanwhile = meanwhile
+        return self._run(routes, paths, x, weights, experts)
+
+    def _run(
+        self,
+        routes: Routes | GatheredRoutes | None,
+        paths: Paths,
+        x: Tensor,
+        weights: Tensor,
+        experts: Tensor,
+    ) -> Tensor:
         if self._runs_again(x) and torch.is_grad_enabled():
             return recompute(self._forward, routes, paths, x, weights, experts, *self._made_matrices())
         return self._forward(routes, paths, x, weights, experts)

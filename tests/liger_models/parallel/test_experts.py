@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 
 import liger_models
 from liger_models import update_correction_bias
 from liger_models.architectures import find_architecture
 from liger_models.layers.experts.expert_parallel import divide_experts
+from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.specs import MLPSpec, MoESpec
 
 RANK = Path(__file__).with_name("experts_rank.py")
 
@@ -164,3 +167,15 @@ def test_the_error_names_experts_that_ranks_cannot_share(family, ranks, match):
     mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)
     with pytest.raises(ValueError, match=match):
         divide_experts(liger_models.from_config(find_architecture(family).tiny), mesh)
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
+def test_divided_experts_run_eagerly_in_a_compiled_layer():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layer = MixtureOfExperts(16, MoESpec(4, 2, 8, shared_expert=MLPSpec(8)))
+        divide_experts(layer, init_device_mesh("cpu", (1,)))
+        x = torch.randn(5, 16)
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+    finally:
+        torch.distributed.destroy_process_group()
