@@ -9,7 +9,7 @@ IR; `python -m benchmarks devices` runs the code generators on kernels at real s
 import importlib
 import pkgutil
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ def run_everything() -> None:
     elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)
     counted = {"num_rows": int((elsewhere >= 0).sum())}
     backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
+    own = {"own": 29, "overlaps": False, "num_rows": lambda: counted["num_rows"]}
+    exchange = SimpleNamespace(**own, arrive=lambda: None, leave=lambda rows: None)
+    backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, exchange=exchange))
     for dtype in (BF16, torch.float32):
         copies = copy_tokens(operand(64, 64, dtype=dtype), elsewhere, 128)
         backward(sum_copies(copies, elsewhere))

@@ -8,6 +8,7 @@ it.
 
 import functools
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -24,6 +25,7 @@ from liger_models.kernels import (
     decode_codes,
     document_bounds,
     gated_delta_rule,
+    moe_experts,
     quantize,
     ssd,
     sum_of_squares,
@@ -52,6 +54,7 @@ def run_everything(device: str) -> None:
     keep_eight_bits(device)
     attend_to_chosen_keys(device)
     decode_bits(device)
+    exchange_rows(device)
 
 
 def pass_a_state(device: str, key: int, value: int) -> None:
@@ -92,6 +95,23 @@ def attend_to_chosen_keys(device: str) -> None:
     weights = torch.randn(67, 2, device=device)
     chosen = choose_keys(q, k[:, 0], weights, 5, scale=1.0, longest=66, bounds=bounds)
     attention(q, k, v, bounds=bounds, chosen=chosen).sum().backward()
+
+
+def exchange_rows(device: str) -> None:
+    """Run the experts' products in two launches, one for the first tokens."""
+    x, gate_up, down = (
+        torch.randn(shape, device=device).requires_grad_() for shape in ((67, 12), (3, 40, 12), (3, 12, 20))
+    )
+    experts = torch.randint(3, (67, 2), dtype=torch.int32, device=device)
+    exchange = SimpleNamespace(
+        own=29,
+        overlaps=False,
+        num_rows=experts.numel,
+        arrive=lambda: None,
+        leave=lambda rows: None,
+    )
+    weights = torch.rand(67, 2, device=device)
+    moe_experts(x, weights, experts, gate_up, down, exchange=exchange).sum().backward()
 
 
 def take_a_step(device: str) -> None:
