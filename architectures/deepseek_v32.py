@@ -67,6 +67,7 @@ for_tests(
     variants={
         "biases": {"attention_bias": True},
         "no key is left out": {"index_topk": 2048},
+        "older name of the layers": {"layer_types": ["deepseek_sparse_attention"] * 3},
         "experts by a list": {"first_k_dense_replace": ..., "mlp_layer_types": ["sparse", "dense", "sparse"]},
     },
     skip={**SKIP_LATENT, **SKIP_EXPERTS, **SKIP_INDEXER},

@@ -12,6 +12,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec
 
 LAYERS = [-2, -5, -8, -11, 6]
+OLDER = ("vision_feature_layers",)  # of the released configs
 
 
 def encoder(c: HFConfig) -> HFConfig:
@@ -25,7 +26,7 @@ def encoder(c: HFConfig) -> HFConfig:
     vision=True,
     layouts=clip.layouts((("norm.", "projector_layernorm."),)),
     defaults={"vision_feature_layer": LAYERS},
-    carried=lambda c: clip.unread_tensors(c, encoder(c), LAYERS),
+    carried=lambda c: clip.unread_tensors(c, encoder(c), LAYERS, OLDER),
 )
 def vipllava(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), encoder(c)
@@ -33,7 +34,7 @@ def vipllava(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(c.take_number("projector_layernorm_eps", 1e-5))
     projector = MLPProjectorSpec(projector_activation(c), norm=norm)
     image_id = c.take_count(("image_token_index", "image_token_id"), 32000, least=0)
-    states = states_read(c, v, LAYERS)
+    states = states_read(c, v, LAYERS, OLDER)
     return replace(text, vision=clip.vision(v, projector, image_id, states))
 
 
@@ -46,9 +47,9 @@ for_tests(
         "vision_config": clip.TINY_CLIP,
         "image_token_index": 3,
         "projector_layernorm_eps": 2e-3,
-        "vision_feature_layer": [-2, 1],
+        "vision_feature_layers": [-2, 1],
         "tie_word_embeddings": False,
     },
-    variants={"one layer": {"vision_feature_layer": -1}},
+    variants={"one layer": {"vision_feature_layers": -1}},
     skip={"published:config": "no copy was at hand"},
 )

@@ -119,11 +119,13 @@ def vision(
     )
 
 
-def unread_tensors(c: HFConfig, v: HFConfig, default: int | list[int]) -> tuple[str, ...]:
+def unread_tensors(
+    c: HFConfig, v: HFConfig, default: int | list[int], older: tuple[str, ...] = ()
+) -> tuple[str, ...]:
     """Patterns of the encoder's unused tensors: of layers after those in use (see `states_read`), and of the
     final norm.
     """
-    read, depth = max(states_read(c, v, default)), v.take_count("num_hidden_layers")
+    read, depth = max(states_read(c, v, default, older)), v.take_count("num_hidden_layers")
     layers = tuple(f"*vision_tower.*layers.{i}.*" for i in range(read, depth))
     return (*layers, "*vision_tower.*post_layernorm.*", *HEAD)
 

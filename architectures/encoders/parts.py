@@ -108,14 +108,18 @@ def mlp_projector(c: HFConfig) -> MLPProjectorSpec:
     return MLPProjectorSpec(projector_activation(c), c.take_flag("multimodal_projector_bias", True))
 
 
-def states_read(c: HFConfig, v: HFConfig, default: int | list[int]) -> tuple[int, ...]:
+def states_read(
+    c: HFConfig, v: HFConfig, default: int | list[int], older: tuple[str, ...] = ()
+) -> tuple[int, ...]:
     """Encoder states selected by the config's `vision_feature_layer`, one or a list: 0 is the input of the
-    first layer, i the output of layer i, counting from 1; negative ones count from the end.
+    first layer, i the output of layer i, counting from 1; negative ones count from the end. `older` are older
+    names of the key.
 
     Raises:
         ConfigError: there is no such state.
     """
-    depth, named = v.take_count("num_hidden_layers"), c.take("vision_feature_layer", default)
+    depth = v.take_count("num_hidden_layers")
+    named = c.take_one_of("vision_feature_layer", *older, default=default)
     states = named if isinstance(named, list) else [named]
     if not states or not all(type(i) is int and -depth - 1 <= i <= depth for i in states):
         raise ConfigError(

@@ -19,8 +19,9 @@ _ASIDE_NAMES = """
     image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
     boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index
     mm_tokens_per_image vision_token_id vision_soft_tokens_per_image
-    vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_select_strategy
-    projector_hidden_act multimodal_projector_bias spatial_merge_size projection_dim
+    vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_layers
+    vision_feature_select_strategy projector_hidden_act multimodal_projector_bias spatial_merge_size
+    projection_dim
     downsample_ratio video_token_index vision_aspect_ratio use_image_newline_parameter
     downsample_factor projector_hidden_size projector_bias projector_use_layernorm tie_embedding
     do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles
