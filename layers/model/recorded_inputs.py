@@ -93,13 +93,12 @@ class RecordedInputs:
             assert documents.cu_seqlens is not None
             cu_seqlens = documents.cu_seqlens.new_zeros(self.room + 1)
             shape = (1, documents.num_tokens)
-            documents = Documents(shape, documents.device, self.longest, cu_seqlens)
+            documents = Documents(shape, documents.device, self.longest, cu_seqlens=cu_seqlens)
         visibility = Visibility(
             documents,
-            _empty_or_none(visibility.spans),
-            _empty_or_none(visibility.padding),
-            None,
-            visibility.with_images,
+            spans=_empty_or_none(visibility.spans),
+            padding=_empty_or_none(visibility.padding),
+            with_images=visibility.with_images,
         )
         rotary = {rope: (_empty(cos), _empty(sin)) for rope, (cos, sin) in positions.rotary.items()}
         ids = _empty(positions.ids)

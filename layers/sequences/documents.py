@@ -75,7 +75,7 @@ class Documents(Part):
         on_device = cu_seqlens.to(torch.int32).to(device, non_blocking=True)
         tree = None if parents is None else Tree.of(bounds, parents, device)
         longest = max(lengths) if tree is None else tree.longest
-        return cls(shape, device, longest, on_device, host_cu_seqlens=bounds, tree=tree)
+        return cls(shape, device, longest, cu_seqlens=on_device, host_cu_seqlens=bounds, tree=tree)
 
     @classmethod
     def of_mask(cls, mask: Tensor, device: torch.device) -> Documents:
@@ -94,7 +94,8 @@ class Documents(Part):
         cu = torch.zeros(shape[0] + 1, dtype=torch.int32, device=device)
         cu[1:] = lengths.cumsum(0)
         gapped = (extent for extent, count in zip(extents, counts, strict=True) if extent > count)
-        return cls(shape, device, max(counts), cu, kept=kept, gapped_extent=max(gapped, default=0))
+        longest_gapped = max(gapped, default=0)
+        return cls(shape, device, max(counts), cu_seqlens=cu, kept=kept, gapped_extent=longest_gapped)
 
     @property
     def num_tokens(self) -> int:
@@ -157,8 +158,8 @@ class Documents(Part):
         if self.cu_seqlens is None and self.shape[1] % size == 0:
             return Documents((total // size, size), self.device, size)
         cut = _with_cuts(self.boundaries(), size, total)
-        # torch.compile of torch 2.11 takes a field that may be None by its name only.
-        return Documents(self.shape, self.device, size, cut, kept=self.kept)
+        # torch.compile of torch 2.11 takes fields that have a default by their names only.
+        return Documents(self.shape, self.device, size, cu_seqlens=cut, kept=self.kept)
 
     def pack(self, tensor: Tensor) -> Tensor:
         """[batch, seq, ...] -> the T tokens, [T, ...]."""

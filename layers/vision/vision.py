@@ -191,7 +191,7 @@ class Vision(nn.Module):
         with_images = vision_inputs.pictures is not None
         vision_inputs.kinds, sequences.visibility = (
             found,
-            Visibility(documents, spans, with_images=with_images),
+            Visibility(documents, spans=spans, with_images=with_images),
         )
         if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
