@@ -68,8 +68,9 @@ def parallelize(
     Raises:
         TypeError: the model is not from `from_hub` or `from_config`, or is wrapped.
         ConfigError: sizes that do not fit the processes, or there is no process group.
-        UnsupportedModelError: the model is already sharded, has weights quantised by bitsandbytes, or mixes
-            dtypes among the trainable parameters of one layer itself, outside its modules.
+        UnsupportedModelError: the model is already sharded, has weights quantised by bitsandbytes, keeps
+            quantised bits and torch is older than 2.12, or mixes dtypes among the trainable parameters of
+            one layer itself, outside its modules.
         ValueError: the processes of a sequence cannot share a layer's heads.
     """
     if not isinstance(model, LigerCausalLM):
@@ -87,6 +88,11 @@ def parallelize(
                 f"{name} is quantised ({p.dtype}, {type(p.data).__name__}), and cannot be sharded by rows; "
                 "train with the whole model in each process (DistributedDataParallel), or load a quantised "
                 "checkpoint with keep_quantised"
+            )
+        if not p.is_floating_point() and torch.__version__ < "2.12":
+            raise UnsupportedModelError(
+                f"{name} is kept in its quantised bits ({p.dtype}), which FSDP2 of torch {torch.__version__} "
+                "cannot shard; install torch 2.12 or later, or load the checkpoint without keep_quantised"
             )
     meshes = meshes_of(mesh, _device_type(model))
     if meshes.sequence is not None:

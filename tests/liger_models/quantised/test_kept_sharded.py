@@ -12,12 +12,24 @@ pytest.importorskip("peft")
 from kept_rank import ROWS, adapted, load, step
 from published import CASES
 from ranks import run_ranks
+from torch.torch_version import TorchVersion
+
+from liger_models.convert.errors import UnsupportedModelError
+from liger_models.parallel import parallelize
 
 RANK = Path(__file__).with_name("kept_rank.py")
 NAMES = ["float8 blocks, experts one by one", "mxfp4", "nf4, nested, experts"]
 
 
+def test_a_torch_that_shards_no_bits_is_refused(tmp_path, monkeypatch):
+    CASES["nf4, nested, experts"](tmp_path)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0+cpu"))
+    with pytest.raises(UnsupportedModelError, match=r"uint8.*FSDP2 of torch 2\.11\.0.*install torch 2\.12"):
+        load(tmp_path, shard=parallelize)
+
+
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch before 2.12 cannot shard integers")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 def test_two_ranks_take_the_step_of_one_process(tmp_path):
     for name in NAMES:

@@ -53,6 +53,7 @@ def adapter(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="FSDP2 of torch before 2.12 cannot shard integers")
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch was built without distributed")
 class TestTwoRanks:
     @pytest.mark.parametrize("other", ["two", "experts"])
