@@ -11,7 +11,6 @@ import pytest
 sys.path.append(str(Path(__file__).parent))  # for pairs, variants and others in this folder
 
 import pairs
-from older import skip_older
 from representatives import leave_layers_to, representatives
 
 from liger_models.architectures import list_architectures
@@ -41,7 +40,6 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
 
 def pytest_collection_modifyitems(config, items):
     leave_layers_to(representatives, config, items, Path(__file__).parent)
-    skip_older(items)
 
 
 @pytest.fixture(params=list_architectures())

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from older import class_of_transformers
 from rounding import BOUND as BOUND
 from rounding import OtherOrder, beyond_rounding
 from rounding import relative_distance as relative_distance
@@ -277,9 +278,7 @@ def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
 
 def reference_class(architecture: Architecture) -> Any:
     transformers = pytest.importorskip("transformers")
-    found = getattr(transformers, architecture.reference, None)
-    if found is None:
-        pytest.skip(f"transformers {transformers.__version__} does not have {architecture.reference}")
+    found = class_of_transformers(architecture.reference)
     if architecture.reference_of and architecture.model_type not in transformers.CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} does not have {architecture.model_type}")
     return found

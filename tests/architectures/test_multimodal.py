@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from older import class_of_transformers
 from pairs import randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
 from text_parts import CASES, TEXT
@@ -44,9 +45,8 @@ def written(request, written_once):
 
 
 def write(case, tmp_path_factory):
-    transformers = pytest.importorskip("transformers")
     name, config = CASES[case]
-    model_class = getattr(transformers, name)
+    model_class = class_of_transformers(name)
     reference_config = model_class.config_class(**copy.deepcopy(config))
     reference_config._attn_implementation = "eager"
     torch.manual_seed(0)
@@ -274,7 +274,7 @@ def test_missing_keys_of_a_text_config_have_the_references_defaults(case):
         kept["rope_parameters"] = {"full_attention": {"rope_type": "default", "rope_theta": 5e4}}
     towers = {key: config[key] for key in ("vision_config", "audio_config") if key in config}
     raw = {"model_type": config["model_type"], "text_config": kept, **towers}
-    config_class = getattr(pytest.importorskip("transformers"), name).config_class
+    config_class = class_of_transformers(name).config_class
     assert text_spec(raw) == text_spec(config_class(**copy.deepcopy(raw)).to_dict())
 
 

@@ -21,6 +21,7 @@ from liger_models.architectures import find_architecture
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "architectures")]
 
 from hf_pairs import Both
+from pairs import reference_class, skip_groups_normalised_together
 from representatives import leave_layers_to, representatives
 
 
@@ -70,12 +71,13 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
         hf.unregister()
         auto = theirs = getattr(transformers, f"AutoModelFor{task}" if task else "AutoModel")
         if task == "CausalLM":  # by name: the Auto class does not know every family
-            theirs = getattr(transformers, find_architecture(family).reference)
+            theirs = reference_class(find_architecture(family))  # or skip
         tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
         config = transformers.AutoConfig.for_model(**tiny)
         # Its other implementations of attention ignore softcap in some versions.
         make_theirs = theirs.from_config if theirs is auto else theirs._from_config
         reference = make_theirs(config, attn_implementation="eager")
+        skip_groups_normalised_together(reference, config)
         generator = torch.Generator().manual_seed(7)
         with torch.no_grad():
             for name, p in reference.named_parameters():

@@ -1,0 +1,82 @@
+"""Releases of transformers before 5.23 that differ from later ones, which the tests follow: patterns of tests
+that are skipped there, and models that other code has under the same name, each with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+FIRST = (5, 23)
+QUARTER = "(stablelm|qwen3_next|qwen3_5_text|qwen3_5_moe_text)"
+TWO_QUARTERS = (
+    "writes the default of partial_rotary_factor beside the value in rope_parameters, and from_hub refuses "
+    "contradictions"
+)
+LOADS = "(adapters_of_families|checkpoints|checkpoint_tensors|generation|models|quantization)"
+ROUTED = "(granitemoe(_swa|shared)?|dbrx)"
+READS_CHECKPOINTS = "(a_checkpoint_of_the_reference|the_reference_reads|verify_accepts|configs_spelled)"
+READS_A_TEXT_PART = "(the_|newer_|a_head|an_unknown_tensor)"
+OTHERWISE = {
+    rf"\[{ROUTED}-output_router_logits=True|router_loss\w*\[{ROUTED}\]": "fails to add the loss of routers",
+    rf"test_checkpoints\.py::test_{READS_CHECKPOINTS}\w*\[{QUARTER}\]": TWO_QUARTERS,
+    rf"tests/hf/test_{LOADS}\.py.*\[{QUARTER}[-\]]": TWO_QUARTERS,
+    r"tests/vision/test_(checkpoints|in_transformers)\.py.*\[qwen3_5(_moe)?[-\]]": TWO_QUARTERS,
+    r"override_the_checkpoints\w*\[glm-": "adds the default of partial_rotary_factor to given settings",
+    r"\[gemma-hidden_act\]": "has another form of gelu",
+    r"\[minimax_m2-rotary_dim\]": "does not read rotary_dim",
+    r"\[mimo_v2_flash-as released\]": "does not read sliding_window_size",
+    r"test_dropout\.py::test_the_same_random\w*\[opt\]": "draws a number for layerdrop of 0, too",
+    r"four_bits\w*\[aria_text\]": "has a linear layer as router, which bitsandbytes quantises",
+    r"embeddings_in_place_of_ids_agree\[gemma4_text\]": "has another signature for inputs per layer",
+    r"norms_round_where\w*\[nemotron_h\]": "rounds elsewhere",
+    r"\[granitemoehybrid-older_names\]|null_key\w*\[granitemoehybrid\]": "refuses older names of layer types",
+    r"(every_key|another_value)\w*\[gpt_oss\]": "has constants for swiglu_alpha and swiglu_limit",
+    r"\[IQuest-Coder|a_class_that_several_families_share": "does not have the family",
+    r"test_beams\w*\[qwen2_5_vl\]": "counts images by the tokens that begin them, which the prompt lacks",
+    rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[(qwen2_audio|voxtral)\]": "writes the text part "
+    "under language_model.model.model",
+}
+ANOTHER_MODEL = {
+    r"CohereCompass\w+": "orders the rotary frequencies of the released model otherwise",
+}
+
+
+def skip_older(items: Iterable[Any]) -> None:
+    """Mark the cases that differ in the installed release."""
+    if not _is_older():
+        return
+    for item in items:
+        for pattern, reason in OTHERWISE.items():
+            if re.search(pattern, item.nodeid):
+                item.add_marker(pytest.mark.skip(reason=_of_release(reason)))
+
+
+def class_of_transformers(name: str) -> Any:
+    """The class of this name, or skip where the installed release does not have it, or has another model
+    under its name.
+    """
+    found = getattr(pytest.importorskip("transformers"), name, None)
+    if found is None:
+        pytest.skip(_of_release(f"does not have {name}"))
+    for pattern, reason in ANOTHER_MODEL.items():
+        if _is_older() and re.fullmatch(pattern, name):
+            pytest.skip(_of_release(reason))
+    return found
+
+
+def _is_older() -> bool:
+    try:
+        from transformers import __version__
+    except ImportError:
+        return False
+    return tuple(map(int, re.findall(r"\d+", __version__)[:2])) < FIRST
+
+
+def _of_release(reason: str) -> str:
+    from transformers import __version__
+
+    return f"transformers {__version__} {reason}"
