@@ -191,9 +191,9 @@ def test_a_model_of_mixed_dtypes_is_trained_and_saved(family, tmp_path):
 
 def ids_clear_of_ties(model: CausalLM) -> torch.Tensor:
     """Ids with which roundings to bfloat16 change no token's experts, or are least likely to."""
-    for margin in (2**-6, 2**-9):
+    for margin, tokens in ((2**-6, 5), (2**-9, 5), (2**-9, 3)):  # of few tokens, all are clear more often
         for seed in range(200):
-            ids = torch.randint(0, 100, (1, 5), generator=torch.Generator().manual_seed(seed))
+            ids = torch.randint(0, 100, (1, tokens), generator=torch.Generator().manual_seed(seed))
             with contextlib.suppress(TieError), torch.no_grad(), clear_of_ties(margin):
                 model(ids)
                 return ids
