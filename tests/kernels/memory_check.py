@@ -30,6 +30,7 @@ from liger_models.kernels import (
     ssd,
     sum_of_squares,
 )
+from liger_models.kernels.experts._expert_float8 import stack_by_columns
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import turned
 from liger_models.kernels.recurrent import _chunk_table
@@ -80,11 +81,14 @@ def decode_bits(device: str) -> None:
 
 
 def keep_eight_bits(device: str) -> None:
-    """Run the gated product that keeps 8 bits, and turn copies by rows, at widths that fill no tile."""
+    """Run the gated product that keeps 8 bits, and turn copies by rows, stacks by columns, at
+    widths that fill no tile.
+    """
     gate_up = torch.randn(5, 2 * 80, device=device, dtype=torch.bfloat16).requires_grad_()
     product, codes, scales = gated_eight_bits(gate_up, "silu", float8=True, float8_gradient=True)
     product.backward(torch.randn_like(product))
     gated_from_eight_bits(codes, scales, "silu", torch.bfloat16, float8=True)
+    stack_by_columns(torch.randn(3, 21, 48, device=device, dtype=torch.bfloat16))
     turned(quantize(torch.randn(21, 48, device=device, dtype=torch.bfloat16))[0])
 
 
