@@ -230,14 +230,6 @@ def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict
     return {path: layers for path, layers in found.items() if not _is_one_layer(layers)}
 
 
-def stored_as_one(model: nn.Module, weight_map: WeightMap, other: WeightMap) -> dict[str, list[str]]:
-    """Map paths of packed projections that one checkpoint holds as one layer, and the `other` as several, to
-    the names of these.
-    """
-    several = packed_here_alone(model, other)
-    return {path: [*several[path]] for path in several.keys() - packed_here_alone(model, weight_map).keys()}
-
-
 def name_layers(model: nn.Module, weight_map: WeightMap) -> None:
     """Make the checkpoint's layer names resolve to placeholders, for tools that look for layers by name."""
     packed = packed_projections(model)

@@ -26,7 +26,7 @@ from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import TransformersCache, UnfilledCache, given_cache, tokens_in
-from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices
+from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices, stored_as_one
 from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.kernels import load_balancing_loss
@@ -38,7 +38,7 @@ from liger_models.layers.model.call_checks import (
 )
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.projections.in_place import child_table
-from liger_models.layers.projections.packed_linear import name_layers, stored_as_one
+from liger_models.layers.projections.packed_linear import name_layers
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.positions import Positions, split_axes

@@ -25,9 +25,14 @@ from torch import nn
 
 from liger_models.convert.checkpoints.expressions import Expr, Stack
 from liger_models.convert.checkpoints.rows import is_one_tensor
+from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.layers.projections.in_place import change_class, child_table
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.projections.packed_linear import PackedLinear, name_parts_as_stored
+from liger_models.layers.projections.packed_linear import (
+    PackedLinear,
+    name_parts_as_stored,
+    packed_here_alone,
+)
 
 
 def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[str, str], set[str]]:
@@ -114,6 +119,14 @@ class Matrix(nn.Module):
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise as `Linear` does."""
         nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+def stored_as_one(model: nn.Module, weight_map: WeightMap, other: WeightMap) -> dict[str, list[str]]:
+    """Map paths of packed projections that one checkpoint holds as one layer, and the `other` as several, to
+    the names of these.
+    """
+    several = packed_here_alone(model, other)
+    return {path: [*several[path]] for path in several.keys() - packed_here_alone(model, weight_map).keys()}
 
 
 def refuse_ambiguous(decoder: Any) -> None:
