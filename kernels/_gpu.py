@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -62,9 +63,18 @@ INTERPRETED = Gpu("sm_90", (9, 0), 227 * 1024, 2)
 """For the interpreter on a CPU: two multiprocessors, so that tests run more than one program."""
 
 
+imagined: ContextVar[Gpu | None] = ContextVar("imagined", default=None)
+"""The GPU on which tensors of the meta device are imagined to be (`_ahead.py`). Launches only compile."""
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether x is on a GPU, or imagined there."""
+    return x.is_cuda or (x.is_meta and imagined.get() is not None)
+
+
 def gpu_of(x: Tensor) -> Gpu:
     """The record of x's GPU; on a CPU, `INTERPRETED`."""
-    return gpu(x.device.index) if x.is_cuda else INTERPRETED
+    return gpu(x.device.index) if x.is_cuda else imagined.get() or INTERPRETED
 
 
 @functools.cache

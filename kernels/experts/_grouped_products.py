@@ -38,7 +38,7 @@ from liger_models.kernels._dispatch import (
     shared_memory,
     tl,
 )
-from liger_models.kernels._gpu import gpu_of
+from liger_models.kernels._gpu import gpu_of, on_gpu
 from liger_models.kernels.experts._expert_order import ExpertOrder
 
 
@@ -192,9 +192,14 @@ def _weight_config(width: int, num_experts: int, p: Tensor) -> tuple[int, int, i
     return 128, 256, 64, 8, 3
 
 
+def rows_class(num_rows: int, num_experts: int) -> int:
+    """A number that decides, with the shapes of the matrices, which kernels run for so many rows."""
+    return sum(num_rows > each * num_experts for each in (0, 64, _FEW))
+
+
 def _few_rows(p: Tensor, num_experts: int) -> bool:
     """Whether writing D takes as long as the product."""
-    return len(p) <= 768 * num_experts
+    return len(p) <= _FEW * num_experts
 
 
 def _library_is_faster(p: Tensor, q: Tensor, num_experts: int) -> bool:
@@ -203,7 +208,7 @@ def _library_is_faster(p: Tensor, q: Tensor, num_experts: int) -> bool:
     It takes fewer than 1,024 groups, and memory whose start and strides are multiples of 16 bytes, to which
     it pads D's rows.
     """
-    if not p.is_cuda or p.dtype != torch.bfloat16 or gpu_of(p).capability != (9, 0):
+    if not on_gpu(p) or p.dtype != torch.bfloat16 or gpu_of(p).capability != (9, 0):
         return False
     aligned = all(x.data_ptr() % 16 == x.stride(0) % 8 == x.shape[1] % 8 == 0 for x in (p, q))
     return aligned and num_experts < 1024 and not _few_rows(p, num_experts)
@@ -220,6 +225,9 @@ def precision_of(dtype: torch.dtype) -> str:
     """
     rounded = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if rounded and not ROCM else "ieee"
+
+
+_FEW = 768  # rows of an expert
 
 
 @jit

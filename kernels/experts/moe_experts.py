@@ -45,6 +45,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.kernels._ahead import compile_ahead
 from liger_models.kernels._dispatch import (
     as_once_differentiable,
     at_least_float32,
@@ -75,7 +76,9 @@ from liger_models.kernels.experts._expert_passes import (
 )
 from liger_models.kernels.experts._expert_paths import ExpertPath, add_path_plain, folded
 from liger_models.kernels.experts._expert_rows import activated
+from liger_models.kernels.experts._grouped_products import rows_class
 from liger_models.kernels.float8.product import has_float8_products
+from liger_models.kernels.invariant.mode import is_batch_invariant
 
 Weighted = Literal["outputs", "inputs"]
 
@@ -153,21 +156,58 @@ def moe_experts(
             return experts_operator(x, weights, experts, first, last, *biases, *constants, inputs)[0]
         return _dense(x, weights, experts, first, last, *biases, activation, inputs)
     of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]
-    matrices: list[Any] = [None if isinstance(m, StoredMatrices) else m for m in (first, last)]
-    tensors: Any = x, weights, experts, *matrices, *biases
-    if use_triton(*tensors, *of_paths) and (not float8 or has_float8_products(x.device)):
-        scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
-        stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (first, last)))
-        order, overlap = _ordered(experts, first.shape[0], num_rows, exchange)
-        plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap, float8)
-        product, t = _First.apply(plan, *tensors, *of_paths)
-        return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
+    matrices = [m for m in (first, last) if not isinstance(m, StoredMatrices)]
+    by_kernels = use_triton(x, weights, experts, *matrices, *biases, *of_paths)
+    if by_kernels and (not float8 or has_float8_products(x.device)):
+        operands = x, weights, experts, first, last, *biases, activation, inputs, num_rows
+        plain = len(matrices) == 2 and exchange is None and not float8
+        if plain and torch.is_grad_enabled():
+            _compile_first(*operands, gate_up_paths, down_paths)
+        return _by_kernels(*operands, gate_up_paths, down_paths, exchange, float8)
     if exchange is not None:
         num_rows = exchange.num_rows()
         exchange.arrive()
     first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
     options = activation, *biases, weighted, num_rows, *paths, float8
     return as_once_differentiable(moe_experts_plain(x, weights, experts, first, last, *options))
+
+
+def _by_kernels(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor | StoredMatrices,
+    down: Tensor | StoredMatrices,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    inputs: bool,
+    num_rows: int | None,
+    gate_up_paths: Sequence[ExpertPath],
+    down_paths: Sequence[ExpertPath],
+    exchange: Exchange | None = None,
+    float8: bool = False,
+) -> Tensor:
+    of_paths = [tensor for path in (*gate_up_paths, *down_paths) for tensor in path[:2]]
+    scales = [path.scale for path in gate_up_paths], [path.scale for path in down_paths]
+    stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (gate_up, down)))
+    matrices: list[Any] = [None if isinstance(m, StoredMatrices) else m for m in (gate_up, down)]
+    tensors: Any = x, weights, experts, *matrices, gate_up_bias, down_bias
+    order, overlap = _ordered(experts, gate_up.shape[0], num_rows, exchange)
+    plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap, float8)
+    product, t = _First.apply(plan, *tensors, *of_paths)
+    return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
+
+
+def _compile_first(x: Tensor, weights: Tensor, experts: Tensor, gate_up: Tensor, *others: Any) -> None:
+    """Compile the kernels of both passes side by side, before the first call of its kind."""
+    *_, num_rows, gate_up_paths, down_paths = others
+    rows = rows_class(experts.numel() if num_rows is None else num_rows, len(gate_up))
+    parts = (part for path in (*gate_up_paths, *down_paths) for part in path[:2])
+    tensors = [x, weights, experts, gate_up, *others[:3], *parts]
+    kinds = (None if t is None else (t.dtype, t.requires_grad, t.shape[1:], t.stride()) for t in tensors)
+    key = (*kinds, *others[3:5], len(gate_up), len(gate_up_paths), rows, is_batch_invariant())
+    compile_ahead(_by_kernels, key, x, weights, experts, gate_up, *others)
 
 
 def moe_experts_plain(

@@ -24,6 +24,11 @@ def test_batches_of_other_lengths_compile_nothing_new():
     assert not [found for found in others if found["kernels"]]
 
 
+@pytest.mark.slow
+def test_kernels_of_experts_are_compiled_before_they_run():
+    assert "gpt-oss" in run("list_launches.py")
+
+
 def run(program: str) -> str:
     # In a process of its own: in this one Triton runs its interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -5,6 +5,7 @@ import torch
 from moe_problem import operands, run, weighing_inputs, with_biases, without_gates
 
 from liger_models.kernels import moe_experts
+from liger_models.kernels._gpu import imagined
 from liger_models.kernels.experts.moe_experts import moe_experts_plain
 
 FORMS = {
@@ -13,6 +14,24 @@ FORMS = {
     "weighted inputs": weighing_inputs,
     "without gates": without_gates,
 }
+
+
+@pytest.mark.gpu
+def test_no_kernel_is_compiled_at_its_first_launch(monkeypatch):
+    """With sizes of its own, for which nothing was compiled before."""
+    from triton.runtime.jit import JITFunction
+
+    late, compile = [], JITFunction._do_compile
+
+    def noted(kernel, *args, **options):
+        if imagined.get() is None:
+            late.append(kernel.fn.__name__)
+        return compile(kernel, *args, **options)
+
+    monkeypatch.setattr(JITFunction, "_do_compile", noted)
+    inputs = operands(300, 208, 56, 6, 3, None, torch.bfloat16, "cuda")
+    run(moe_experts, inputs, torch.randn(300, 208, device="cuda").bfloat16())
+    assert not late
 
 
 @pytest.mark.gpu

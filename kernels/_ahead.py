@@ -1,0 +1,77 @@
+"""Compilation of an operation's kernels side by side, before it first runs.
+
+The operation runs forward and backward once on tensors of the meta device, which have shapes and no data. Its
+launches compile, in the threads of a pool, and launch nothing. Then it runs on the GPU, and waits for each
+kernel when it launches it. Otherwise each kernel is compiled at its first launch, after the one before it.
+
+The first step of two layers of Qwen3-30B-A3B with adapters on all experts, with nothing compiled before, took
+13.3 s on a machine with an H100 and busy cores, and 20.9 s with one kernel after another (12 s of them for 32
+kernels, the slowest 1.3 s).
+"""
+
+from __future__ import annotations
+
+import contextvars
+import os
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from liger_models.kernels._dispatch import interpreted, triton
+from liger_models.kernels._gpu import gpu_of, imagined
+
+MOST_THREADS = 16
+
+_compiled: set[Hashable] = set()
+
+
+def compile_ahead(operation: Callable[..., Tensor], key: Hashable, *operands: Any) -> None:
+    """Begin to compile what `operation(*operands)` and its backward pass launch on their GPU.
+
+    Args:
+        operation: returns a tensor; reads no values of its operands.
+        key: of all that decides which kernels run. The second call with the same key does nothing.
+        operands: tensors, sequences and named tuples of them, and anything else; the first is a tensor.
+    """
+    first: Tensor = operands[0]
+    key = operation, key, first.device
+    if key in _compiled or interpreted or imagined.get() is not None or not first.is_cuda:
+        return
+    _compiled.add(key)
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        return
+
+    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compilation")
+
+    def run() -> None:
+        mode(pool).__enter__()  # and never left, which would wait for the compilations
+        imagined.set(gpu_of(first))
+        # Hooks of the caller, such as a checkpoint's, see nothing of this.
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same), torch.cuda.device(first.device):
+            out = operation(*map(_imagine, operands))
+            if out.requires_grad:
+                out.backward(torch.empty_like(out))
+
+    with suppress(Exception):  # an error appears when the operation runs, which then compiles what is left
+        contextvars.copy_context().run(run)
+    pool.shutdown(wait=False)  # its threads end with their work
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _imagine(x: Any) -> Any:
+    """The same on the meta device."""
+    if isinstance(x, Tensor):
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        return like.requires_grad_(x.requires_grad)
+    if isinstance(x, tuple) and hasattr(x, "_fields"):
+        return type(x)(*map(_imagine, x))
+    return [*map(_imagine, x)] if isinstance(x, list | tuple) else x
