@@ -11,7 +11,7 @@ The first layers of a model, in bfloat16 with random weights, random tokens, `li
     METHOD   `full`; `lora`, or `nf4` or `int8` for LoRA on quantised weights: adapters in float32 on all
              linear layers, --rank; with `+host` the frozen weights are in host memory
     CAP      a card's memory, such as 24GiB: torch gets 0.5 GiB less after the model is loaded, and the plan
-             0.95 of it, as by default
+             0.95 of that, as by default
 
 Rows are separate documents: two rows of half the tokens take the memory of one, and half the time in
 attention. Run it with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
@@ -194,7 +194,7 @@ def _longest(case: Case, args: argparse.Namespace) -> Case:
     if case.cap is None:
         sys.exit(f"{case.name}: tokens 'max' need a cap")
     counted = _counted(case._replace(seq=1), args)
-    levels, budget = [case.level] * (case.all_layers or case.layers), int(0.95 * case.cap)
+    levels, budget = [case.level] * (case.all_layers or case.layers), int(0.95 * (case.cap - CONTEXT))
     return case._replace(seq=largest(lambda n: counted.resized(case.rows, n).plan(levels, budget).fits))
 
 
