@@ -67,8 +67,8 @@ class WeightStream:
     Tensors are views of the model's where dtype and strides allow it: use them before the model trains on.
     """
 
-    def __init__(self, pairs: Callable[[], Pairs], token: WeightToken | None, held: Set[int]):
-        self._pairs, self._token, self._held = pairs, token, held
+    def __init__(self, pairs: Callable[[], Pairs], token: WeightToken | None):
+        self._pairs, self._token = pairs, token
 
     def __iter__(self) -> Pairs:
         return self._pairs()
@@ -89,60 +89,19 @@ class WeightStream:
         Each is newly allocated: delete one before taking the next, so that only one exists at a time.
         """
         limit = parse_size(size)
-        filled: _Filling | None = None
+        filled, tensors, used = None, dict[str, Tensor](), 0
         for name, tensor in self:
-            if filled is not None and not filled.takes(tensor):
-                yield filled.bucket()
-                filled = None  # so that no reference remains here
+            start = -(-used // _ALIGNMENT) * _ALIGNMENT
+            if filled is not None and start + tensor.nbytes > len(filled):
+                yield Bucket(filled[:used], tensors)
+                filled, tensors, start = None, {}, 0
             if filled is None:
-                filled = _Filling(max(limit, tensor.nbytes), tensor.device, self._held)
-            filled.add(name, tensor)
+                room = max(limit, tensor.nbytes)
+                filled = torch.empty(room, dtype=torch.uint8, device=tensor.device)
+            used = start + tensor.nbytes
+            tensors[name] = filled[start:used].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         if filled is not None:
-            yield filled.bucket()
-
-
-class _Filling:
-    """A bucket that is being filled.
-
-    Views of the model's weights are copied together at the end, which costs the host a fraction of copying
-    one by one; other tensors at once, so that no more than one of them exists.
-
-    Args:
-        size: of the buffer, bytes.
-        held: data pointers of the storages of the model's weights.
-    """
-
-    def __init__(self, size: int, device: torch.device, held: Set[int]):
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self.tensors: dict[str, Tensor] = {}
-        self._size, self._used, self._held = size, 0, held
-        self._as = dict[torch.dtype, Tensor]()  # the buffer in other dtypes
-        self._places, self._views = list[Tensor](), list[Tensor]()
-
-    def takes(self, tensor: Tensor) -> bool:
-        """Whether a tensor fits behind those that are there."""
-        return self._start() + tensor.nbytes <= self._size
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        start, dtype = self._start(), tensor.dtype
-        if dtype not in self._as:
-            whole_items = self._size // dtype.itemsize * dtype.itemsize
-            self._as[dtype] = self.buffer[:whole_items].view(dtype)
-        place = self._as[dtype].narrow(0, start // dtype.itemsize, tensor.numel()).view(tensor.shape)
-        if tensor.untyped_storage().data_ptr() in self._held:
-            self._places.append(place)
-            self._views.append(tensor)
-        else:
-            place.copy_(tensor)
-        self.tensors[name], self._used = place, start + tensor.nbytes
-
-    def bucket(self) -> Bucket:
-        if self._views:
-            torch._foreach_copy_(self._places, self._views)
-        return Bucket(self.buffer[: self._used], self.tensors)
-
-    def _start(self) -> int:
-        return -(-self._used // _ALIGNMENT) * _ALIGNMENT
+            yield Bucket(filled[:used], tensors)
 
 
 def stream_weights(
@@ -209,8 +168,7 @@ def stream_weights(
     if since is not None:
         assert token is not None
         changed = _changed(since, token, any(map(is_sharded, weights.sources.values()))) | weights.always
-    held = {local_tensor(tensor).untyped_storage().data_ptr() for tensor in weights.sources.values()}
-    return WeightStream(lambda: weights.pairs(changed), token, held - {0})  # 0: of empty tensors
+    return WeightStream(lambda: weights.pairs(changed), token)
 
 
 @dataclass(frozen=True)
