@@ -213,7 +213,7 @@ class Experts(nn.Module):
             return self._exchanged(x, weights, experts, sequences, meanwhile, paths)
         return self._run(None, paths, x, weights, experts)
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # the public decorator imports the compiler, which takes seconds
     def _exchanged(
         self,
         x: Tensor,
