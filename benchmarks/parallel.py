@@ -73,8 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--balanced",
         action="store_true",
-        help="ours: give every token random experts, so that ranks that share experts have equal work, as "
-        "with a trained router; fresh routers send most tokens to few experts",
+        help="ours: give every token random experts, so that ranks that share experts have equal work",
     )
     parser.add_argument("--profile", action="store_true", help="also profile a step's kernels by purpose")
     gpus = torch.cuda.device_count()

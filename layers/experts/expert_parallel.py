@@ -9,8 +9,8 @@ Rank r of n holds the experts r E / n up to (r + 1) E / n. For each MoE layer:
 
 A token is sent once to each rank with any of its experts, not once per expert: with 8 experts per token and
 two ranks that is a quarter of the rows. The row counts are exchanged first, and the host waits for them once
-per layer. If the ranks are no more than a token's experts, all tokens are sent to all ranks instead, while
-the products run (layers/experts/gathered_tokens.py).
+per layer. If the ranks are no more than a token's experts and have many tokens, all tokens are sent to all
+ranks instead, while the products run (layers/experts/gathered_tokens.py).
 
     divide_experts(model, mesh["experts"])
 
@@ -36,6 +36,11 @@ from liger_models.layers.sequences.sequence_parallel import all_to_all
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
+
+
+# Bytes of a rank's tokens from which they are sent while products run, which takes more launches. On two
+# H100 a step with 67 MB took 328 ms with it and 306 ms without.
+LEAST_BYTES = 128 << 20
 
 
 def divide_experts(
@@ -95,12 +100,14 @@ class ExpertExchange:
         self.group, self.own, self.compute_dtype, self.counts = group, own, compute_dtype, counts
         self.ranks, self.rank = group.size(), group.rank()
 
-    def plan(self, experts: Tensor, batch: object | None = None) -> Routes | GatheredRoutes:
-        """Routes of all ranks' tokens, given the experts [T, k] of this rank's. For more ranks than experts
-        per token this synchronises the device. Ranks tell their numbers of tokens once per `batch`.
+    def plan(self, x: Tensor, experts: Tensor, batch: object | None = None) -> Routes | GatheredRoutes:
+        """Routes of all ranks' tokens, given this rank's x [T, H] and experts [T, k]. Unless all tokens go to
+        all ranks this synchronises the device. Ranks tell their numbers of tokens once per `batch`.
         """
         if self.ranks <= experts.shape[1]:
-            return GatheredRoutes(self, self.counts.of(len(experts), experts.device, batch))
+            counts = self.counts.of(len(experts), experts.device, batch)
+            if max(counts) * x.shape[1] * x.itemsize >= LEAST_BYTES:
+                return GatheredRoutes(self, counts)
         owner = (experts // self.own).long()
         needed = owner.new_zeros(len(owner), self.ranks, dtype=torch.bool).scatter_(1, owner, True)
         slots = owner.new_zeros(self.ranks).scatter_add_(0, owner.flatten(), torch.ones_like(owner.flatten()))

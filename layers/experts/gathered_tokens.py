@@ -1,4 +1,5 @@
-"""Expert parallelism for ranks that are no more than a token's experts: every rank gets all tokens.
+"""Expert parallelism of large batches, for ranks that are no more than a token's experts: every rank gets all
+tokens.
 
 With n ranks and k >= n experts per token, nearly every token has some expert on every rank. Then sending all
 tokens to all ranks costs hardly more bytes than sending each to the ranks that need it, and nobody needs to

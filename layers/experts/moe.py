@@ -224,7 +224,7 @@ class Experts(nn.Module):
         paths: Paths,
     ) -> Tensor:
         assert self.exchange is not None
-        routes = self.exchange.plan(experts, sequences)
+        routes = self.exchange.plan(x, experts, sequences)
         if not self._runs_again(x):
             routes.meanwhile = meanwhile
         return self._run(routes, paths, x, weights, experts)
