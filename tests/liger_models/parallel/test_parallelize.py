@@ -166,7 +166,8 @@ def test_after_an_evaluation_the_model_is_sharded_and_steps_take_effect(found):
 def test_all_ranks_choose_the_same_levels(found):
     levels = [of_rank["fitted"] for of_rank in found]
     assert levels[0] == levels[1]
-    assert set(levels[0]) <= {"checkpoint", "tiled", "offload"}, levels  # the levels that keep the least
+    # Nothing fits, so the peak is the least, which some layers reach without repeating all of their work.
+    assert set(levels[0]) & {"checkpoint", "tiled", "offload"}, levels
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ NOT_RUN = {
     r"liger-models (train|generate|plan) .*(Qwen2.5-VL|--image ).*": "needs images: test_images.py",
     r"liger-models .*--keep-quantised.*": "needs a quantised checkpoint: tests/liger_models/quantised",
     r"liger-models export .* --quantization .*": "needs a quantised checkpoint: tests/liger_models/quantised",
+    r"liger-models train .* --cuda-graphs": "needs a GPU: tests/liger_models/training/test_step.py",
     r"liger-models train .* --weights-memory host .*": "needs a GPU: tests/liger_models/test_host_weights.py",
     r"liger-models train .* --mtp .*": "needs modules for multi-token prediction: test_mtp.py",
     r"liger-models train .* --log tensorboard.*": "needs tensorboard: test_observing.py",
