@@ -92,13 +92,19 @@ def _model(case: Case) -> Any:
     generator = torch.Generator().manual_seed(case.seed)
     randomise(model, generator)
     if case.freeze:
-        first = {name: expr for name, expr in model.weight_map().items() if name.startswith("layers.0.")}
-        model.freeze(*{ref.name for expr in first.values() for ref in expr.refs()})
+        names = [name for name, _ in model.named_parameters() if name.startswith("layers.0.")]
+        weight_map = model.weight_map()
+        model.freeze(*{ref.name for name in names for ref in weight_map[name].refs()})
     if case.lora:
         import peft
 
-        names = [path for path, layer in model.layers.named_modules() if isinstance(layer, nn.Linear)]
-        targets = sorted({path.rpartition(".")[2] for path in names})
+        layers = dict(model.layers.named_modules())
+        untrained = tuple(f"{path}." for path, layer in layers.items() if getattr(layer, "untrained", False))
+        linear = [path for path, layer in layers.items() if isinstance(layer, nn.Linear)]
+        names = {path.rpartition(".")[2] for path in linear if not path.startswith(untrained)}
+        if any(hasattr(layer, "A_log") for layer in layers.values()):
+            names -= {"out_proj"}  # PEFT refuses it in models with Mamba layers
+        targets = sorted(names)
         model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets))
         for _, parameter in sorted(model.named_parameters()):
             if parameter.requires_grad:

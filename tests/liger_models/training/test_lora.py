@@ -174,6 +174,15 @@ def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
     assert {f"1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")} <= adapted
 
 
+def test_indexers_which_no_loss_reaches_get_no_adapter(checkpoints, settings):
+    folder = str(checkpoints("deepseek_v32"))
+    run = Run(settings(model=folder, lora="r=4"), World("cpu"))
+    assert any(".indexer." in name for name, _ in run.model.named_parameters())
+    assert not any(".indexer." in name for name in run.adapters.names)
+    with pytest.raises(ConfigError, match="no linear layer is called 'weights_proj'"):
+        Run(settings(model=folder, lora="r=4,targets=weights_proj"), World("cpu"))
+
+
 @pytest.mark.parametrize(
     ("family", "lora", "error"),
     [
