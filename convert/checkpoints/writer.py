@@ -31,10 +31,8 @@ class Writer:
         written = {}
         for ref, pieces in self._pieces:
             views = [tensors[number].as_strided(*view) for number, *view in pieces]
-            if len(views) == 1:
-                written[ref.name] = views[0] if views[0].shape == ref.shape else views[0].reshape(ref.shape)
-            else:
-                written[ref.name] = torch.cat([view.reshape(-1) for view in views]).view(ref.shape)
+            one = views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+            written[ref.name] = one.reshape(ref.shape)
         return written
 
     def _find(self, tensors: Sequence[Tensor]) -> list[tuple[Ref, list[tuple[Any, ...]]]]:

@@ -240,11 +240,6 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
                     written = writer([whole(natives[name]()) for name in writer.group])
                 for name in list(written):
                     tensor = written.pop(name)  # so that no reference remains here
-                    if encoder is None:
-                        tensor = cast(name, tensor)
-                        yield name, tensor
-                        yield from ((copy, tensor) for copy in copies.get(name, ()))
-                        continue
                     for stored, values in encoded(encoder, name, tensor):
                         yield from ((same, values) for same in (stored, *copies.get(stored, ())))
             if changed is None and source is not None:
@@ -292,7 +287,7 @@ def _plan_of(model: LigerCausalLM, layout: Layout, sources: Mapping[str, Tensor]
 
 
 def _itself(tensor: Tensor, adapters: object) -> Tensor:
-    return tensor
+    return tensor.detach()
 
 
 def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
