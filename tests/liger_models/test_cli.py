@@ -254,8 +254,10 @@ def test_verify_skips_a_missing_transformers_unless_requested(checkpoint, capsys
 
 
 def test_export_repeats_an_untrained_checkpoint_byte_for_byte(checkpoint, tmp_path):
+    (tmp_path / ".out.tmp-0123456789ab").mkdir()  # left by an export that was killed
     assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 0
     assert files(tmp_path / "out") == files(checkpoint)
+    assert os.listdir(tmp_path) == ["out"]
 
 
 def test_export_changes_dtype_and_shards_on_request(checkpoint, tmp_path):
