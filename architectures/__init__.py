@@ -1,7 +1,6 @@
-"""One file per family: its spec and its checkpoint names. Importing this package imports every module in this
-folder, which registers it.
+"""Families, one file each: specs and checkpoint names. Importing this package registers all of them.
 
-Imports the packages below it in this folder, the specs and the conversion package; it computes nothing.
+May import the packages in this folder, the specs and the conversion package; it computes nothing.
 """
 
 import importlib

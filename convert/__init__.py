@@ -1,5 +1,5 @@
-"""From Hugging Face files to tensors and back: config.json, weight maps, checkpoint files, and the hub.
+"""Conversion between Hugging Face files and tensors: config.json, weight maps, checkpoint files, the hub.
 
-Errors and JSON files are here, for the rooms `config` and `checkpoints`. May import torch, safetensors and
-huggingface_hub, and no other part of the package.
+May import torch, safetensors and huggingface_hub, and no other part of the package; errors and JSON files are
+defined here, for the rooms.
 """

@@ -1,7 +1,7 @@
 """Triton operations, each with its plain PyTorch twin.
 
-May import torch and triton, and no other part of the package. The rooms import what is in this folder itself,
-such as the choice between an operation and its twin; one room imports another where it fuses its operation.
+May import torch and triton, and no other part of the package. Rooms import the modules of this folder, and
+another room if they fuse its operation.
 """
 
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu

@@ -1,4 +1,4 @@
-"""The parts that models are made of. The names below can be used alone, in anybody's model.
+"""The parts that models are made of. Those listed here can be used alone, in any model.
 
 Imports `parts` and `sequences`; the rooms below do not import this package's names.
 """

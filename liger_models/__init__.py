@@ -2,7 +2,6 @@
 
 model = liger_models.from_hub("meta-llama/Llama-3.2-1B", device="cuda")
 model(input_ids, labels=input_ids).loss.backward()
-model.save_pretrained("out")
 """
 
 import importlib

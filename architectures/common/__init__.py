@@ -1,7 +1,6 @@
 """Readers of config keys that many families share, from rotary settings to whole decoders.
 
-`deepseek` is shared by the families with DeepSeek's layers. May import the registry, the specs and the
-conversion package; the families import it.
+May import the registry, the specs and the conversion package; the families import it.
 """
 
 from liger_models.architectures.common.alibi import alibi_slopes

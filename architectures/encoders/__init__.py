@@ -1,5 +1,4 @@
-"""Image encoders, one file per kind.
+"""Image encoders, one file per kind: `vision` (config to spec), `NAMES` (in checkpoints), `TINY` (for tests).
 
-`vision` makes the spec from a config, `NAMES` are the checkpoint names, and `TINY` is a config for the tests
-of the families that use the encoder. May import `common`, the specs and the conversion package.
+May import `common`, the specs and the conversion package; vision-language families import it.
 """

@@ -1,5 +1,4 @@
-"""The registry of families: `register` adds one, `for_tests` adds its test configs, and `find_architecture`
-looks up the family of a config.
+"""Registry of families: `register` adds one, `for_tests` its test configs, `find_architecture` looks it up.
 
 May import convert and the specs; every family's file imports it.
 """

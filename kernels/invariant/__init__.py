@@ -1,4 +1,4 @@
 """Results of a token that do not depend on the rest of the batch.
 
-May import nothing but torch and the modules of this room, which the other rooms import.
+May import only torch and modules of this room; the other rooms import it.
 """

@@ -1,1 +1,4 @@
-"""Decoding of quantised weights in memory. May import the folder above."""
+"""Decoding of quantised weights in memory.
+
+May import the folder above.
+"""

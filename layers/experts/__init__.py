@@ -1,5 +1,4 @@
 """Mixture of experts: routers, experts on one or many devices, and load balancing.
 
-May import parts, projections, recomputation, the batch (`sequences`), specs and kernels; the blocks import
-it.
+May import parts, projections, recomputation, the batch (`sequences`), specs and kernels. Blocks import it.
 """

@@ -1,19 +1,5 @@
 """GPU memory of a training step, and the activation memory levels with which it fits.
 
-Memory peaks at one of these moments:
-
-| moment               | in addition to the weights and the optimizer's state                              |
-|----------------------|-----------------------------------------------------------------------------------|
-| the loss             | activations of all layers, a chunk of logits, the head's gradient                 |
-| backward of a layer  | activations of it and of earlier layers, recomputed ones, gradients computed so far |
-| the embedding's      | all gradients, and a second one of a weight shared with the head                  |
-| the optimizer's step | all gradients, and the part of a state on the host that is being updated          |
-
-`choose_levels` starts by keeping everything. While the peak exceeds the budget, it lowers the level of one
-layer at a time, by the least recomputation per byte saved: down to `checkpoint`, `tiled` or `offload`,
-whichever recomputes the least in total. Copies to the host count as recomputation. For long sequences
-`offload` recomputes less than `checkpoint`, since attention's output is on the host, too.
-
 May import the blocks and everything below them; only the model imports it.
 """
 

@@ -1,8 +1,4 @@
-"""Models as data: small frozen dataclasses that families fill in and layers read.
-
-Specs hold sizes and settings, never wiring: the connection of parts is a block's `forward`. There is one
-`BlockSpec` per layer, so a pattern over layers (a sliding window on some, full attention on others) is a
-tuple, not a flag.
+"""Models as data: small frozen dataclasses of sizes and settings, which families fill in and layers read.
 
 May import only dataclasses of the kernels; everything else may import the specs.
 """

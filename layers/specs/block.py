@@ -1,4 +1,8 @@
-"""One layer."""
+"""One layer: its parts and topology.
+
+Each layer of a model has its own `BlockSpec`, so a pattern over layers (a sliding window on some, full
+attention on others) is a tuple, not a flag.
+"""
 
 from __future__ import annotations
 

@@ -1,13 +1,7 @@
-"""`liger-models`: the command line.
+"""`liger-models`, the command line: a module per command, with `add_parser(subparsers)` and `run(args)`.
 
-Each command is a module of this package with `add_parser(subparsers)`, which declares its arguments, and
-`run(args)`, which does the work and returns an exit code (None is 0). Command modules import nothing heavy
-before `run`, so that `--help` is fast.
-
-Exit codes: 0 success, 1 the command ran and its check failed, 2 the command could not run (one line on stderr
-says why; `--debug` shows the traceback), 130 interrupted.
-
-May import everything; nothing imports it.
+May import everything, but command modules import nothing heavy before `run`, so that `--help` is fast.
+Nothing imports it.
 """
 
 import argparse
@@ -56,8 +50,15 @@ OF_OTHERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; `argv` excludes the program's name (default:
-    `sys.argv[1:]`)."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: the arguments without the program's name; default: `sys.argv[1:]`.
+
+    Returns:
+        0 for success, 1 if the command ran and its check failed, 2 if it could not run (one line on stderr
+        says why; `--debug` shows the traceback), 130 if it was interrupted.
+    """
     parser = build_parser()
     args, others = parser.parse_known_args(argv)
     if others and args.command != "bench":

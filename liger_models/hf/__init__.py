@@ -1,10 +1,7 @@
-"""Integration with transformers: after one call its loaders and trainers use our models.
+"""Integration with transformers: after `register()`, its loaders and trainers use our models.
 
-    import liger_models.hf
-    liger_models.hf.register()
-    model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")  # a LigerLlamaForCausalLM
-
-Only this package imports transformers; its modules are imported on first use.
+Only this package imports transformers, and it may import everything else; its modules are imported on first
+use.
 """
 
 from __future__ import annotations

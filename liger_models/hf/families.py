@@ -39,6 +39,9 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
     """Make transformers' Auto classes return our models for every family that both libraries have. This
     includes `AutoModelForImageTextToText` and the other Auto classes for vision-language models.
 
+        liger_models.hf.register()
+        model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B")  # a LigerLlamaForCausalLM
+
     The class names in `transformers` itself are replaced too, because TRL looks up models given as strings
     and reference models there: `transformers.LlamaForCausalLM` is then ours. Classes imported earlier do not
     change, and transformers' own stay in their modules, such as `transformers.models.llama.modeling_llama`.

@@ -1,6 +1,4 @@
-"""Images in training data: references, pictures, and processing by the family's own processor.
-
-a reference (path, bytes, data URL) -> picture -> the processor of transformers -> ids, marks, pixels
+"""Images in training data: from a reference (path, bytes, data URL) to what the family's processor returns.
 
 May import the vision layers and specs; the tokenizer, training data and models import it.
 """

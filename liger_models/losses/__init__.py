@@ -1,12 +1,5 @@
 """Post-training losses: functions of the scores of `model.score`, each with its formula and source.
 
-    scores = model.score(input_ids, labels, attention_mask=mask)                  # rows [chosen, rejected]
-    chosen, rejected = sequence_log_probs(scores.log_probs).chunk(2)
-    loss = dpo_loss(chosen, rejected, *reference, beta=0.1).loss
-
-Their inputs are float32 tensors; reference scores and other inputs that are not trained have no gradient.
-losses/rows.py defines the means.
-
 May import only kernels, the batch (`layers.sequences`) and the specs; training objectives import it.
 """
 

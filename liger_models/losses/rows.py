@@ -1,5 +1,11 @@
 """Conversion of token scores to sequence scores, the inputs of preference losses.
 
+    scores = model.score(input_ids, labels, attention_mask=mask)                  # rows [chosen, rejected]
+    chosen, rejected = sequence_log_probs(scores.log_probs).chunk(2)
+    loss = dpo_loss(chosen, rejected, *reference, beta=0.1).loss
+
+All inputs are float32. Reference scores, and other inputs that are not trained, have no gradient.
+
 Scores [batch, seq] are zero where there is no label, so a sequence's log-probability is its row's sum. Packed
 documents are converted to rows first. Losses are means over this process's items (data parallelism then
 averages over processes), or, with `num_items`, sums divided by that count. For the exact mean over a step

@@ -43,6 +43,9 @@ def parallelize(
 ) -> LigerCausalLM:
     """Shard a model over processes, in place, with `fully_shard` of torch.distributed.fsdp (FSDP2).
 
+        torch.distributed.init_process_group("nccl")
+        model = liger_models.from_hub("meta-llama/Llama-3.1-8B", shard=liger_models.parallelize)
+
     All processes call, train and save the model together, each with its own rows; if `mesh` has a sequence
     dimension, the processes of a sequence receive the same rows (layers/sequences/sequence_parallel.py) and
     count as one process below. Gradients are means over the processes, accumulated in float32 (or in a dtype

@@ -1,4 +1,4 @@
 """State spaces: the scans of Mamba (`selective_scan`) and of Mamba 2 (`ssd`).
 
-Import operations from `liger_models.kernels`.
+May import the folder above; the operations are exported by `liger_models.kernels`.
 """

@@ -1,9 +1,7 @@
-"""Data pipeline to packed rows of tokens: no token is lost, and the seed fixes every random choice.
+"""Data pipeline: sources -> records -> corpus -> documents -> units in a random order -> rows -> batches.
 
-sources -> records -> corpus (tokens and their loss marks, on disk) -> documents
-        -> units in a random order -> rows of seq_len inputs -> batches
-
-May import `corpora`, `reading`, the text package and images; knows no model, objective or loop.
+No token is lost, and the seed fixes every random choice. May import `corpora`, `reading`, the text package
+and images; knows no model, objective or loop.
 """
 
 from liger_models.training.data.ahead import ahead
