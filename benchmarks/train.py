@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH[:DATA]",
         help="repeatable. PROVIDER: ours[+split|+compile|+graphs][+WEIGHTS][+FLOAT8], or transformers[+liger]"
-        f"[+kernels][+compile][+ATTENTION][+EXPERTS][+FLOAT8]. WEIGHTS: our AdamW, {', '.join(WEIGHTS)}. "
-        f"FLOAT8: {', '.join(RECIPES)}. MEMORY: for ours a "
+        f"[+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+FLOAT8]. WEIGHTS: our AdamW, "
+        f"{', '.join(WEIGHTS)}. FLOAT8: {', '.join(RECIPES)}. MEMORY: for ours a "
         "level of activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); "
         f"for the others none or checkpoint. DATA: {', '.join(DATA)}. "
         f"Default: {' '.join(CONFIGURATIONS)}",

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from liger_models.models.base_model import LigerBaseModel
     from liger_models.models.causal_lm import LigerCausalLM
     from liger_models.models.classifier import LigerSequenceClassifier
-    from liger_models.models.float8 import gather_in_float8, set_float8
+    from liger_models.models.float8 import gather_in_float8, keep_float8_weights, set_float8
     from liger_models.models.loading import from_config, from_hub, from_pretrained
     from liger_models.models.streaming import stream_weights
     from liger_models.parallel.dims import ParallelDims
@@ -70,6 +70,7 @@ __all__ = [
     "from_hub",
     "from_pretrained",
     "gather_in_float8",
+    "keep_float8_weights",
     "list_architectures",
     "parallelize",
     "preset",
@@ -97,6 +98,7 @@ _HOMES = {
     "from_hub": "models.loading",
     "from_pretrained": "models.loading",
     "gather_in_float8": "models.float8",
+    "keep_float8_weights": "models.float8",
     "list_architectures": "architectures",
     "parallelize": "parallel.sharding",
     "preset": "presets",

@@ -18,7 +18,7 @@ import torch
 ATTENTION = ("sdpa", "flex_attention", "eager", "varlen")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager", "sonicmoe": "sonicmoe"}
 FLOAT8 = ("rowwise", "tensorwise", "rowwise_with_gw_hp")  # of torchao
-OPTIONS = {"liger", "compile", "kernels", *ATTENTION, *EXPERTS, *FLOAT8}
+OPTIONS = {"liger", "compile", "regional", "kernels", *ATTENTION, *EXPERTS, *FLOAT8}
 
 
 def build_peer(
@@ -71,6 +71,11 @@ def build_peer(
     recipe = next((name for name in FLOAT8 if name in options), None)
     if recipe is not None:
         _use_float8(model, recipe)
+    if "regional" in options:
+        for path, layers in model.named_modules():
+            if isinstance(layers, torch.nn.ModuleList) and path.rpartition(".")[2] == "layers":
+                for layer in layers:
+                    layer.compile()  # one compilation serves all
     return torch.compile(model) if "compile" in options else model
 
 

@@ -5,10 +5,11 @@ optimizer step and zero_grad; after untimed steps, steps are timed by device eve
 between them. A provider is a library with options:
 
     ours[+split|+compile|+graphs][+WEIGHTS][+FLOAT8]
-    transformers[+liger][+kernels][+compile][+ATTENTION][+EXPERTS][+FLOAT8]
+    transformers[+liger][+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+FLOAT8]
 
-`graphs` records the layers (`set_cuda_graphs`). WEIGHTS uses our AdamW instead of torch's, with this weight
-mode (`liger_models.optim.AdamW`). FLOAT8 is a recipe of `set_float8`, or of torchao's
+`graphs` records the layers (`set_cuda_graphs`). `compile` is torch.compile of the model, and `regional` of
+each of its layers, which compiles one of them for all. WEIGHTS uses our AdamW instead of torch's, with this
+weight mode (`liger_models.optim.AdamW`). FLOAT8 is a recipe of `set_float8`, or of torchao's
 `convert_to_float8_training`. ATTENTION and EXPERTS are values of transformers' `attn_implementation` and
 `experts_implementation` (`loop` is its eager); the default is its own choice. With an EXPERTS, liger-kernel
 leaves the experts to transformers. `varlen` is torch's FlashAttention 2 over documents, in place of
@@ -92,7 +93,7 @@ class Job:
 
     @property
     def under_compile(self) -> bool:
-        return "compile" in self.options
+        return bool(self.options & {"compile", "regional"})
 
     @property
     def weights(self) -> str | None:
@@ -151,7 +152,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
 
     inductor.compile_threads = 1  # as many jobs as cores run at once
     fewest = layers_of_every_kind(job.config)
-    config = job.config if job.under_compile else with_layers(job.config, fewest)
+    config = job.config if "compile" in job.options else with_layers(job.config, fewest)
     try:
         if job.memory.startswith("auto"):  # with so few layers nothing would be recomputed
             job = replace(job, memory="lean")
@@ -238,7 +239,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
         if job.memory.startswith("auto"):
             gib = job.memory.partition("=")[2]
             model.set_activation_memory("auto", f"{gib}GiB" if gib else None, job.state_bytes)
-        return torch.compile(model) if job.under_compile else model
+        return torch.compile(model) if "compile" in job.options else model
     reference = find_architecture(config["model_type"]).reference
     return build_peer(config, reference, job.options, job.memory, device)
 

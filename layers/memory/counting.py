@@ -169,7 +169,7 @@ class StepMemory:
         work = self.step.optimizer_work
         if self.step.optimizer_on_host:
             work = min(work, self._state)  # the part of the state that is streamed
-        return "the optimizer's step", self._parts(0, work, self.gradients)
+        return "the optimizer's step", self._parts(0, work - self.step.float8_copies, self.gradients)
 
     def _parts(self, activations: int, transient: int, gradients: int, streamed: int = 0) -> dict[str, int]:
         return {
@@ -177,7 +177,7 @@ class StepMemory:
             "optimizer": 0 if self.step.optimizer_on_host else self._state,
             "gradients": gradients,
             "activations": activations,
-            "at work": transient + self._tables + self._dequantised,
+            "at work": transient + self._tables + self._dequantised + self.step.float8_copies,
         }
 
     # -- what they are made of

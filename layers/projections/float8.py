@@ -24,7 +24,8 @@ The names are torchao's. Scales are powers of two (kernels/float8/quantize.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -35,6 +36,7 @@ from liger_models.kernels.float8.copies import carried_rows
 from liger_models.kernels.float8.product import float8_product, has_float8_products
 from liger_models.kernels.float8.quantize import ALIGNMENT, Float8, quantize, quantize_columns, turned
 from liger_models.layers.projections.gathered import GatheredWeight
+from liger_models.layers.projections.weight_copies import WeightCopies
 
 Float8Recipe = Literal["rowwise", "tensorwise", "rowwise_with_gw_hp"]
 RECIPES: tuple[Float8Recipe, ...] = get_args(Float8Recipe)
@@ -47,10 +49,12 @@ class Float8Settings:
     Attributes:
         recipe: one of `RECIPES`.
         emulate: compute the products of quantised operands in float32, on any device, for tests.
+        copies: the weights' copies, while they are kept between micro-batches (`keep_float8_weights`).
     """
 
     recipe: Float8Recipe
     emulate: bool = False
+    copies: WeightCopies = field(default_factory=WeightCopies, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -88,7 +92,10 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, settings: Floa
     device = x.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
+        x, weight = (
+            x.to(dtype),
+            weight.to(dtype),
+        )  # a cast weight is no parameter, and its copies are not kept
     check_float8(device, x.dtype, weight.dtype, settings)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     with torch.autocast(device.type, enabled=False):
@@ -147,19 +154,28 @@ class _Float8Linear(torch.autograd.Function):
         return gradient.input_product(weight) if want_x else None, dw, None
 
 
-def forward_product(x: Tensor, weight: Tensor | Float8, settings: Float8Settings) -> Tensor:
-    """x [T, in] @ weight^T, [T, out] in x's dtype. A weight in e4m3 has a scale for each row."""
+def forward_product(
+    x: Tensor, weight: Tensor | Float8, settings: Float8Settings, of: Sequence[Tensor] = ()
+) -> Tensor:
+    """x [T, in] @ weight^T, [T, out] in x's dtype. A weight in e4m3 has a scale for each row. `of`: the
+    parameters of which a weight that is no parameter itself is a view.
+    """
     rows = _carried(x, settings) or _by_rows(x, settings.one_scale)
     if isinstance(weight, GatheredWeight):
         of_weight = weight.rows
+    elif isinstance(weight, Float8):
+        of_weight = weight
     else:
-        of_weight = weight if isinstance(weight, Float8) else _by_rows(weight, settings.one_scale)
+        matrix = weight
+        of_weight = settings.copies.get("rows", of or (weight,), lambda: _by_rows(matrix, settings.one_scale))
     return float8_product(rows, of_weight, x.dtype)
 
 
-def input_gradient(dy: Tensor, weight: Tensor | Float8, settings: Float8Settings) -> Tensor:
+def input_gradient(
+    dy: Tensor, weight: Tensor | Float8, settings: Float8Settings, of: Sequence[Tensor] = ()
+) -> Tensor:
     """dy [T, out] @ weight, [T, in] in dy's dtype."""
-    return Gradient(dy, settings, True, False).input_product(weight)
+    return Gradient(dy, settings, True, False).input_product(weight, of)
 
 
 def weight_gradient(dy: Tensor, x: Tensor, settings: Float8Settings) -> Tensor:
@@ -196,15 +212,18 @@ class Gradient:
         columns = quantize_columns(self.rows.values, self.rows.scales * x8.scales)
         return float8_product(columns, turned(x8), dtype)
 
-    def input_product(self, weight: Tensor | Float8) -> Tensor:
-        """dy @ weight [out, in], [T, in] in dy's dtype."""
+    def input_product(self, weight: Tensor | Float8, of: Sequence[Tensor] = ()) -> Tensor:
+        """dy @ weight [out, in], [T, in] in dy's dtype. `of`: as for `forward_product`."""
         assert self.rows is not None
         if isinstance(weight, GatheredWeight):
             columns = weight.columns()
         elif isinstance(weight, Float8):
             columns = quantize_columns(weight.values, weight.scales)
         else:
-            columns = _by_columns(weight, self.settings.one_scale)
+            matrix, one_scale = weight, self.settings.one_scale
+            columns = self.settings.copies.get(
+                "columns", of or (weight,), lambda: _by_columns(matrix, one_scale)
+            )
         return float8_product(self.rows, columns, self.dy.dtype)
 
 

@@ -175,9 +175,9 @@ def _float8_outputs(
 ) -> Tensor:
     """The same if a product runs in float8, which cannot add to what is there: it comes first."""
     products = []
-    for _, matrix, settings in _products(plan, weights):
+    for _, matrix, settings, of in _products(plan, weights):
         if settings is not None:
-            products.append(forward_product(x, matrix, settings))
+            products.append(forward_product(x, matrix, settings, of))
         elif isinstance(matrix, Tensor):
             products.append(x @ matrix.T)
         del matrix
@@ -193,24 +193,25 @@ def _float8_outputs(
 
 def _products(
     plan: Plan, weights: list[Tensor]
-) -> Iterator[tuple[slice, Tensor | Float8, Float8Settings | None]]:
-    """The outputs, the matrix and the precision of each product: of all layers at once where possible.
-    Weights that are decoded anyway are joined, and so are those stored in e4m3.
+) -> Iterator[tuple[slice, Tensor | Float8, Float8Settings | None, Sequence[Tensor]]]:
+    """The outputs, the matrix and the precision of each product, and the weights of which the matrix is a
+    view, if it is one of several: of all layers at once where possible. Weights that are decoded anyway are
+    joined, and so are those stored in e4m3.
     """
     one = plan.float8[0] if len({*plan.float8}) == 1 else None
     if one is not None and all(plan.rows) and not one.one_scale:
         stored = [rows(weight) for rows, weight in zip(plan.rows, weights, strict=True) if rows is not None]
-        yield slice(None), stored[0] if len(stored) == 1 else _joined(stored), one
+        yield slice(None), stored[0] if len(stored) == 1 else _joined(stored), one, ()
         return
     if one is not None:
-        matrix = _one_matrix(plan, weights)
+        matrix, of = _one_matrix(plan, weights), weights
         if matrix is None and any(plan.dense):
-            matrix = torch.cat([_matrix(plan, i, weights) for i in range(len(weights))])
+            matrix, of = torch.cat([_matrix(plan, i, weights) for i in range(len(weights))]), []
         if matrix is not None:
-            yield slice(None), matrix, one
+            yield slice(None), matrix, one, of
             return
     for i, out in enumerate(plan.outs):
-        yield out, _matrix(plan, i, weights), plan.float8[i]
+        yield out, _matrix(plan, i, weights), plan.float8[i], ()
 
 
 def _joined(parts: Sequence[Float8]) -> Float8:
@@ -269,11 +270,11 @@ def _input_grad(ctx: Any, small: _Small, dy: Tensor, u: Tensor, tensors: list[Te
     dx: Tensor | None = None
     in_float8 = any(plan.float8)
     if in_float8:
-        for out, factor, settings in _products(plan, weights):
+        for out, factor, settings, of in _products(plan, weights):
             whole = out == slice(None)
             part = dy if whole else dy[:, out]
             if settings is not None:
-                product = input_gradient(part, factor, settings)
+                product = input_gradient(part, factor, settings, of)
             elif isinstance(factor, Tensor):
                 product = part @ factor
             dx = product if dx is None else dx.add_(product)

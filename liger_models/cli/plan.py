@@ -29,7 +29,7 @@ OF_TRAIN = (
     *("model", "base", "tokenizer", "text_only", "freeze", "train_only", "seq_len", "batch_size"),
     *("gradient_accumulation", "lora", "quantize", "dtype", "optimizer", "weights", "moments"),
     *("keep_quantised", "optimizer_memory", "weights_memory", "activation_memory", "memory_budget", "shard"),
-    *("sequence_parallel", "mtp"),
+    *("sequence_parallel", "mtp", "float8"),
 )
 
 
@@ -53,20 +53,10 @@ def add_parser(subparsers) -> None:
         metavar="N",
         help="number of GPUs, which share the parameters as --shard says (default: %(default)s)",
     )
-    add(
-        "--labels",
-        type=_share,
-        default=1.0,
-        metavar="SHARE",
-        help="fraction of the tokens with a label (%(default)s)",
-    )
-    add(
-        "--images",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="images per row; their tokens count towards --seq-len",
-    )
+    text = "fraction of the tokens with a label (%(default)s)"
+    add("--labels", type=_share, default=1.0, metavar="SHARE", help=text)
+    text = "images per row; their tokens count towards --seq-len"
+    add("--images", type=_count, default=0, metavar="N", help=text)
     add(
         "--image-size",
         type=_size_of_image,
@@ -198,6 +188,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     import liger_models
     from liger_models.cli.headers import keep_quantised
     from liger_models.convert.errors import ConfigError
+    from liger_models.models.float8 import set_float8
     from liger_models.training.trained_part import freeze, split_patterns
 
     config = _config(args)
@@ -221,6 +212,8 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
     if args.keep_quantised:
         keep_quantised(args, model)
     freeze(model, split_patterns(args.freeze), split_patterns(args.train_only))
+    if args.float8:
+        set_float8(model, args.float8)
     return model
 
 
@@ -277,6 +270,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     import torch
 
     from liger_models.layers.memory import Step, StepMemory
+    from liger_models.models.float8 import copied_bytes
     from liger_models.optim.host_state import lane_bytes
     from liger_models.training.adapters.lora_settings import LoraSettings
     from liger_models.training.optimizer import optimizer_memory
@@ -291,6 +285,8 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
     of_optimizer = args.optimizer, dtype, args.weights or "master", moments, rank
     per_element, work = optimizer_memory(model, *of_optimizer)
     on_host = args.optimizer_memory == "host"
+    whole = shard == "none" or args.gpus == 1
+    casts_once = args.gradient_accumulation > 1 and whole and args.activation_memory != "auto"
     return StepMemory(
         model,
         Step(
@@ -308,6 +304,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             optimizer_on_host=on_host,
             optimizer_work=lane_bytes(per_element) if on_host else work,
             weights_on_host=args.weights_memory == "host",
+            float8_copies=copied_bytes(model) if casts_once else 0,
         ),
     )
 

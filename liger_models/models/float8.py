@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.errors import ConfigError
@@ -29,6 +30,7 @@ from liger_models.layers.projections.gathered import (
 )
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.weight_copies import WeightCopies
 
 # A layer gains if the time that its products save exceeds the time of the casts. Per token, three products
 # save 6 in out (1/690 - 1/1400) ps on a Hopper GPU (TFLOP/s in bfloat16 and float8), and casts move about 6
@@ -86,6 +88,41 @@ def set_float8(
         experts.float8 = settings if found[path] == "float8" else None
     _let_norms_quantize(model)
     return found
+
+
+@contextmanager
+def keep_float8_weights(model: nn.Module) -> Iterator[None]:
+    """Quantise each weight once in this context, instead of in each forward and backward pass, for the
+    micro-batches of a step:
+
+        with keep_float8_weights(model):
+            for batch in micro_batches:
+                model(**batch).loss.backward()
+        optimizer.step()
+
+    The bits are the same. The copies by rows and by columns take two bytes for each element of the linear
+    layers in float8 until the context ends. A weight that is modified meanwhile is quantised again, unless it
+    is modified through `.data`. Experts, weights stored in quantised bits, and weights that FSDP2 gathers are
+    quantised as without it, and so are those of layers recorded as CUDA graphs.
+    """
+    found: dict[WeightCopies, list[Tensor]] = {}
+    for settings, weight in _copied(model):
+        found.setdefault(settings.copies, []).append(weight)
+    with ExitStack() as stack:
+        for copies, weights in found.items():
+            stack.enter_context(copies.kept(weights))
+        yield
+
+
+def copied_bytes(model: nn.Module) -> int:
+    """Bytes of the copies that `keep_float8_weights` keeps, by rows and by columns."""
+    return 2 * sum(weight.numel() for _, weight in _copied(model))
+
+
+def _copied(model: nn.Module) -> Iterator[tuple[Float8Settings, Tensor]]:
+    for _, layer in _linears(model):
+        if isinstance(layer, Linear) and layer.float8 is not None and type(layer.weight) is nn.Parameter:
+            yield layer.float8, layer.weight
 
 
 def gather_in_float8(model: nn.Module) -> list[str]:

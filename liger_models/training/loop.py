@@ -26,6 +26,7 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.convert.errors import ConfigError, TrainingError
 from liger_models.layers.experts.load_balance import forget_load, update_correction_bias
+from liger_models.models.float8 import keep_float8_weights
 from liger_models.models.loading import from_hub
 from liger_models.training.best import BEST_FILE
 from liger_models.training.callbacks import Callback
@@ -145,19 +146,20 @@ class Run(RunParts):
         data, put_back = next(self.steps), random_states(world.device)
         sums = self.tally.zeros()
         self.objective.begin_step(self.model, ((batch, True) for batch in data.batches), world.device)
-        for k, batch in enumerate(data.batches):
-            if signals.received is not None and world.size == 1:  # ranks agree at the end of a step
-                self.optimizer.zero_grad()
-                put_back()
-                return None
-            last = k == config.gradient_accumulation - 1
-            self.watch.mark(f"step {number}, micro-batch {k + 1}")
-            with world.micro_batch(self.wrapped, last):
-                # Ranks' gradients are averaged, but the sum of their shares is wanted. Ranks that share a row
-                # have one share, whose gradient is their mean.
-                share = self.objective.share(self.wrapped, batch.to(world.device), data.counts)
-                (share.loss * world.data_size).backward()
-            sums += self.tally.of(share)
+        with keep_float8_weights(self.model) if self.keeps_float8_weights else contextlib.nullcontext():
+            for k, batch in enumerate(data.batches):
+                if signals.received is not None and world.size == 1:  # ranks agree at the end of a step
+                    self.optimizer.zero_grad()
+                    put_back()
+                    return None
+                last = k == config.gradient_accumulation - 1
+                self.watch.mark(f"step {number}, micro-batch {k + 1}")
+                with world.micro_batch(self.wrapped, last):
+                    # Ranks' gradients are averaged, but the sum of their shares is wanted. Ranks that share a
+                    # row have one share, whose gradient is their mean.
+                    share = self.objective.share(self.wrapped, batch.to(world.device), data.counts)
+                    (share.loss * world.data_size).backward()
+                sums += self.tally.of(share)
         stop = sums.new_full((1,), float(signals.received is not None or self.saver.failed))
         sums = world.sum(torch.cat([sums, stop]))
         norm = self.optimizer.clip_grad_norm(config.clip or math.inf)

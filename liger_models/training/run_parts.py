@@ -18,7 +18,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
-from liger_models.models.float8 import float8_summary
+from liger_models.models.float8 import copied_bytes, float8_summary
 from liger_models.models.rounding import describe_rounding
 from liger_models.training.best import Best, check_best
 from liger_models.training.callbacks import Callback, Callbacks
@@ -164,6 +164,15 @@ class RunParts:
         if self.objective.needs_reference:
             self._add_reference(checkpoint)
 
+    @property
+    def keeps_float8_weights(self) -> bool:
+        """Whether weights are cast to float8 once a step: for several micro-batches, and if their copies take
+        no memory that the run was asked to save.
+        """
+        config = self.config
+        saves = config.activation_memory == "auto" or config.weights_memory == "host"
+        return bool(config.float8) and config.gradient_accumulation > 1 and not (saves or config.cuda_graphs)
+
     def _make_optimizer(self) -> None:
         config = self.config
         self.optimizer = build_optimizer(
@@ -292,7 +301,9 @@ class RunParts:
             f"{self.config.seq_len} tokens"
         )
         if self.config.float8:
-            self.world.say(f"float8: {self.config.float8} in {float8_summary(self.model)}")
+            copies = copied_bytes(self.model) if self.keeps_float8_weights else 0
+            kept = f"; {copies / 2**30:.1f} GiB for weights cast once a step" if copies else ""
+            self.world.say(f"float8: {self.config.float8} in {float8_summary(self.model)}{kept}")
         if self.config.epochs and self.total < FEW_STEPS:
             self.world.say(
                 f"only {self.total} steps, which hardly train a model: more --epochs, a shorter --seq-len or "

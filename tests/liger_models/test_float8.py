@@ -9,7 +9,7 @@ from live_bytes import LiveBytes, as_on_a_gpu
 from torch.nn import functional as F
 
 import liger_models
-from liger_models import set_float8
+from liger_models import keep_float8_weights, set_float8
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import quantize
 from liger_models.kernels.float8 import copies
@@ -358,3 +358,64 @@ def test_on_a_gpu_gradients_are_those_of_emulated_products(recipe):
     distance = float((emulated - exact).norm())
     assert float((found - emulated).norm()) < 0.5 * distance
     assert 0.9 * distance < float((found - exact).norm()) < 1.1 * distance
+
+
+@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+def test_weights_are_cast_once_for_all_micro_batches(recipe, monkeypatch):
+    """With the bits of casting them each time; one that is modified in between is cast again."""
+    model = make_model(recipe, activation_memory="checkpoint")  # which runs layers again
+    weights = [p for p in model.layers.parameters() if p.dim() == 2]
+    casts = Counter()
+
+    def counted(x, **options):
+        casts.update(name for name in weights_of if name is not None and x.data_ptr() == name)
+        return quantize(x, **options)
+
+    weights_of = [p.data_ptr() for p in weights]
+    monkeypatch.setattr("liger_models.layers.projections.float8.quantize", counted)
+
+    def micro_batches():
+        model.zero_grad()
+        for start in (0, 10, 20):
+            model(IDS[:, start : start + 10], labels=IDS[:, start : start + 10]).loss.backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = micro_batches()
+    assert set(casts.values()) == {9}  # twice by rows, and by columns
+    casts.clear()
+    with keep_float8_weights(model):
+        found = micro_batches()
+        assert casts == dict.fromkeys(weights_of, 2)
+        with torch.no_grad():
+            weights[0].mul_(2)
+        changed = micro_batches()
+    assert casts == dict.fromkeys(weights_of, 2) | {weights_of[0]: 4}
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, changed, micro_batches()))
+    assert not all(map(torch.equal, changed, found))
+
+
+def test_frozen_weights_below_adapters_are_cast_once(monkeypatch):
+    peft = pytest.importorskip("peft")
+    casts = []
+    monkeypatch.setattr(
+        "liger_models.layers.projections.float8.quantize",
+        lambda x, **options: casts.append(x.shape) or quantize(x, **options),
+    )
+    config = peft.LoraConfig(r=4, target_modules=ALL, init_lora_weights=False)
+    adapted = peft.get_peft_model(make_model("rowwise", projections="split"), config)
+
+    def micro_batches():
+        casts.clear()
+        adapted.zero_grad()
+        for start in (0, 10, 20):
+            adapted(IDS[:, start : start + 10], labels=IDS[:, start : start + 10]).loss.backward()
+        return [p.grad.clone() for p in adapted.parameters() if p.requires_grad], len(casts)
+
+    expected, each_time = micro_batches()
+    with keep_float8_weights(adapted):
+        found, once = micro_batches()
+    assert all(map(torch.equal, found, expected))
+    # Four matrices a layer (query, key and value are one), each by rows and by columns; the input of the
+    # first needs no gradient.
+    assert each_time - once == 2 * (2 * 4 * CONFIG["num_hidden_layers"] - 1)
