@@ -9,7 +9,7 @@ A family only declares how its checkpoints differ, as `Layout`s:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -226,17 +226,28 @@ def plain_path(path: str) -> str:
 WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod")
 
 
-def _saved(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+def _saved(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
+    found: list[tuple[str, nn.Module, str, Tensor]] = []
     seen: set[int] = set()
-    for path, module in model.named_modules():
-        # The tables themselves: their iterators take ten times as long, which streams of weights notice.
-        fixed = module._non_persistent_buffers_set
-        own: list[tuple[str, Tensor | None]] = [*module._parameters.items()]
-        own += [(name, buffer) for name, buffer in module._buffers.items() if name not in fixed]
-        for name, tensor in own:
-            if tensor is not None and id(tensor) not in seen:
+
+    def visit(path: str, module: nn.Module) -> None:
+        # The tables themselves: torch's iterators take ten times as long, which streams of weights notice.
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
+                if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
+                    continue
                 seen.add(id(tensor))
-                yield plain_path(path), module, name, tensor
+                found.append((path, module, name, tensor))
+        stem = f"{path}." if path else ""
+        for name, child in module._modules.items():
+            if child is not None:
+                visit(path if name in WRAPPERS else stem + name, child)
+
+    visit("", model)
+    return found
 
 
 def _axes(form: Expr) -> Mapping[str, int]:

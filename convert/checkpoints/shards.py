@@ -63,9 +63,9 @@ def whole(tensor: Tensor) -> Tensor:
 
         with deepspeed.zero.GatheredParameters([tensor]):
             return tensor.detach().clone()
-    sharded: Any = tensor.detach()
     if not is_sharded(tensor):
-        return sharded
+        return tensor.detach()
+    sharded: Any = tensor.detach()
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # shards may be offloaded to the host
 
 

@@ -13,9 +13,9 @@ At most one bucket, and one tensor in addition, exists on top of the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import torch
@@ -35,6 +35,8 @@ from liger_models.models.causal_lm import LigerCausalLM, check_savable, parse_dt
 from liger_models.models.quantised_export import AS_LOADED, encoder_of
 
 Pairs = Iterator[tuple[str, Tensor]]
+Entries = Iterator[tuple[str, Tensor, torch.dtype]]
+"""Names, values, and the dtype in which each is sent."""
 _ALIGNMENT = 256  # bytes, between tensors of a bucket: more than any dtype or vector load needs
 
 
@@ -67,11 +69,12 @@ class WeightStream:
     Tensors are views of the model's where dtype and strides allow it: use them before the model trains on.
     """
 
-    def __init__(self, pairs: Callable[[], Pairs], token: WeightToken | None):
-        self._pairs, self._token = pairs, token
+    def __init__(self, entries: Callable[[], Entries], token: WeightToken | None):
+        self._entries, self._token = entries, token
 
     def __iter__(self) -> Pairs:
-        return self._pairs()
+        for name, tensor, dtype in self._entries():
+            yield name, tensor.to(dtype)
 
     @property
     def token(self) -> WeightToken:
@@ -89,19 +92,32 @@ class WeightStream:
         Each is newly allocated: delete one before taking the next, so that only one exists at a time.
         """
         limit = parse_size(size)
-        filled, tensors, used = None, dict[str, Tensor](), 0
-        for name, tensor in self:
+        filled, tensors, used, room = None, dict[str, Tensor](), 0, 0
+        flat = dict[torch.dtype, Tensor]()  # the bucket's memory as a row of each dtype
+        for name, tensor, dtype in self._entries():
+            count, width = tensor.numel(), dtype.itemsize
             start = -(-used // _ALIGNMENT) * _ALIGNMENT
-            if filled is not None and start + tensor.nbytes > len(filled):
+            if filled is not None and start + count * width > room:
                 yield Bucket(filled[:used], tensors)
                 filled, tensors, start = None, {}, 0
+                flat.clear()
             if filled is None:
-                room = max(limit, tensor.nbytes)
+                room = max(limit, count * width)
                 filled = torch.empty(room, dtype=torch.uint8, device=tensor.device)
-            used = start + tensor.nbytes
-            tensors[name] = filled[start:used].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            if dtype not in flat:
+                flat[dtype] = filled[: room - room % width].view(dtype)
+            used = start + count * width
+            place = start // width
+            tensors[name] = flat[dtype].as_strided(tensor.shape, _steps(tensor.shape), place).copy_(tensor)
+        flat.clear()
         if filled is not None:
             yield Bucket(filled[:used], tensors)
+
+
+@lru_cache(maxsize=1024)
+def _steps(shape: torch.Size) -> tuple[int, ...]:
+    """Strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
 
 
 def stream_weights(
@@ -168,7 +184,7 @@ def stream_weights(
     if since is not None:
         assert token is not None
         changed = _changed(since, token, any(map(is_sharded, weights.sources.values()))) | weights.always
-    return WeightStream(lambda: weights.pairs(changed), token)
+    return WeightStream(lambda: weights.entries(changed), token)
 
 
 @dataclass(frozen=True)
@@ -178,12 +194,12 @@ class _Weights:
     Attributes:
         sources: the model's tensors, by native name.
         always: names of those that count as changed in any case.
-        pairs: the stream of those whose native names are given, or of everything.
+        entries: the stream of those whose native names are given, or of everything.
     """
 
     sources: Mapping[str, Tensor]
     always: frozenset[str]
-    pairs: Callable[[Set[str] | None], Pairs]
+    entries: Callable[[Set[str] | None], Entries]
 
 
 def _changed(old: WeightToken, new: WeightToken, sharded: bool) -> Set[str]:
@@ -226,34 +242,39 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
     for name, original in (source.tied if source else {}).items():
         copies.setdefault(original, []).append(name)
 
-    def cast(name: str, tensor: Tensor) -> Tensor:
+    def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
         if isinstance(dtype, torch.dtype) and tensor.is_floating_point() and name not in fixed:
-            return tensor.to(dtype)
-        return tensor.to(stated[name].dtype) if name in stated else tensor
+            return dtype
+        return stated[name].dtype if name in stated else tensor.dtype
 
-    def pairs(changed: Set[str] | None) -> Pairs:
+    def entries(changed: Set[str] | None) -> Entries:
         with encoder_of(model, quantization, weight_map) as encoder:
             for writer in plan.writers:
                 if changed is not None and not changed & writer.group.keys():
                     continue
-                with torch.no_grad():
-                    written = writer([whole(natives[name]()) for name in writer.group])
+                written = writer([whole(natives[name]()) for name in writer.group])
                 for name in list(written):
-                    tensor = written.pop(name)  # so that no reference remains here
-                    for stored, values in encoded(encoder, name, tensor):
-                        yield from ((same, values) for same in (stored, *copies.get(stored, ())))
+                    for stored, values, form in encoded(encoder, name, written.pop(name)):
+                        yield stored, values, form
+                        if stored in copies:
+                            yield from ((same, values, form) for same in copies[stored])
             if changed is None and source is not None:
                 for name, tensor in source.carried.items():
                     yield from encoded(encoder, name, tensor)
             if changed is None and encoder is not None:
-                yield from encoder.extras.items()
+                yield from ((name, tensor, tensor.dtype) for name, tensor in encoder.extras.items())
 
-    def encoded(encoder: Any, name: str, tensor: Tensor) -> Pairs:
-        for stored, values in [(name, tensor)] if encoder is None else encoder.encode(name, tensor):
-            yield stored, cast(name, tensor) if values is tensor else values
+    def encoded(encoder: Any, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor, torch.dtype]]:
+        form = dtype_of(name, tensor)
+        if encoder is None:
+            return ((name, tensor, form),)
+        return (
+            (stored, values, form if values is tensor else values.dtype)
+            for stored, values in encoder.encode(name, tensor)
+        )
 
     adapted = frozenset(name for name, get in natives.items() if get.args[1])
-    return _Weights(sources, adapted, pairs)
+    return _Weights(sources, adapted, entries)
 
 
 @dataclass(frozen=True)
@@ -287,7 +308,7 @@ def _plan_of(model: LigerCausalLM, layout: Layout, sources: Mapping[str, Tensor]
 
 
 def _itself(tensor: Tensor, adapters: object) -> Tensor:
-    return tensor.detach()
+    return tensor
 
 
 def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
@@ -312,11 +333,10 @@ def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
             f"{left[0]} is trained, too, but is no part of the adapter; stream with adapter='merged'"
         )
 
-    @torch.no_grad()
-    def pairs(changed: Set[str] | None) -> Pairs:
+    def entries(changed: Set[str] | None) -> Entries:
         for name, tensor in sources.items():
             if changed is None or name in changed:
                 value = whole(tensor)
-                yield name, value.to(dtype) if isinstance(dtype, torch.dtype) else value
+                yield name, value, dtype if isinstance(dtype, torch.dtype) else value.dtype
 
-    return _Weights(sources, frozenset(), pairs)
+    return _Weights(sources, frozenset(), entries)
