@@ -39,7 +39,7 @@ QUANTISED = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
-        choices=[name for name in MODELS if "gpt-oss" in name or "a3b" in name],
+        choices=[name for name in MODELS if "gpt-oss" in name or "a3b" in name or name == "llama-3-8b"],
         default="gpt-oss-20b",
     )
     parser.add_argument("--batch", type=int, default=1, help="(%(default)s)")
@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["decode", "load", "bits", "dense"],
         help="fits: steps under the cap over random bits, without a checkpoint, and the plan",
     )
+    parser.add_argument(
+        "--bases", nargs="+", choices=["bits", "dense"], default=["bits"], help="of `fits` (%(default)s)"
+    )
+    parser.add_argument(
+        "--form", choices=["nf4", "fp8"], default="nf4", help="of the bits of `fits`, but of gpt-oss's"
+    )
     parser.add_argument("--rank", type=int, default=16, help="of the adapters of `fits` (%(default)s)")
     parser.add_argument("--experts", action="store_true", help="in `fits`, adapters on experts, too")
     parser.add_argument("--optimizer-memory", choices=["device", "host"], default="device", help="of `fits`")
@@ -78,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(found), flush=True)
         table = [[r["what"], f"{r['seconds']:.4f}", f"{r['GiB']:.2f}", r["note"]] for r in rows]
         text = f"{machine(device, 'peft')}. {args.model}.\n\n{markdown_table(HEADER, table)}"
-        publish(args.out, f"kept-{args.model}", text, rows, show=False)
+        publish(args.out, f"kept-{args.model}{'-fp8' if args.form == 'fp8' else ''}", text, rows, show=False)
     return 0
 
 

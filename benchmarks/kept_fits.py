@@ -6,6 +6,7 @@ The bits are random and made on the device (`random_bits.py`), so no checkpoint 
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.random_bits import fill, skeleton
+from benchmarks.random_bits import dense_skeleton, fill, skeleton
 from liger_models.layers.memory import Step, StepMemory, largest
 from liger_models.optim import AdamW
 from liger_models.optim.host_state import lane_bytes
@@ -27,8 +28,20 @@ STATE_BYTES = 8  # AdamW's moments of float32 adapters, per element
 def fitting(
     config: dict[str, Any], args: argparse.Namespace, device: torch.device
 ) -> Iterator[dict[str, Any]]:
-    """Yield the plan, the weights and the steps of a model at each level of activation memory."""
-    model = skeleton(config)
+    """Yield the plan, the weights and the steps of a model at each level of activation memory, over each
+    base.
+    """
+    for base in args.bases:
+        yield from _fitting(config, args, device, base)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _fitting(
+    config: dict[str, Any], args: argparse.Namespace, device: torch.device, base: str
+) -> Iterator[dict[str, Any]]:
+    model = dense_skeleton(config) if base == "dense" else skeleton(config, args.form)
     model.requires_grad_(False)
     on_host = args.optimizer_memory == "host"
     step = Step(
@@ -53,7 +66,10 @@ def fitting(
         Adapters(model, LoraSettings(r=args.rank, experts=args.experts), "random", seed=0)
     trained = [p for p in model.parameters() if p.requires_grad]
     yield row(
-        "the model with its adapters", time.perf_counter() - began, allocated(device), f"rank {args.rank}"
+        f"the model with its adapters, {base}",
+        time.perf_counter() - began,
+        allocated(device),
+        f"rank {args.rank}",
     )
     optimizer = AdamW(trained, lr=1e-4, state_device="cpu" if on_host else None)
 
@@ -79,7 +95,7 @@ def fitting(
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError as error:
             optimizer.zero_grad(set_to_none=True)
-            yield row(f"a step of {seq}, {level}", 0.0, 0.0, f"plan {planned:.2f} GiB; {str(error)[:160]}")
+            yield row(f"a step of {seq}, {level}, {base}", 0.0, 0.0, f"plan {planned:.2f} GiB; {str(error)[:160]}")
             continue
         peak, reserved = 0.0, 0.0
         if device.type == "cuda":
@@ -92,7 +108,7 @@ def fitting(
             f"plan {planned:.2f} GiB ({planned / peak - 1:+.1%}), " if peak else f"plan {planned:.2f} GiB, "
         )
         note += f"reserved {reserved:.2f}, {args.batch * seq / median:.0f} tokens/s, "
-        yield row(f"a step of {seq}, {level}", median, peak, f"{note}loss {loss.item():.4f}")
+        yield row(f"a step of {seq}, {level}, {base}", median, peak, f"{note}loss {loss.item():.4f}")
 
 
 def longest(memory: StepMemory, level: str, args: argparse.Namespace) -> int:

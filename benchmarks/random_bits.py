@@ -17,6 +17,7 @@ import liger_models
 from liger_models.convert.checkpoints.expressions import Permute, Ref
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.quantised.bitsandbytes import MAP, NESTED_MAP, OFFSET
+from liger_models.convert.quantised.codes import FLOAT8 as FLOAT8_CODES
 from liger_models.convert.quantised.formats import SCALE, Blocks
 from liger_models.convert.quantised.kept import Kept
 from liger_models.convert.quantised.reader import dense_tensors
@@ -26,29 +27,40 @@ from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.stored_weights import keep_stored
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+FLOAT8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _STATE = ".quant_state.bitsandbytes__nf4"
 _BLOCK, _NESTED = 64, 256  # of nf4
 
 
-def skeleton(config: Mapping[str, Any]) -> LigerCausalLM:
-    """A model on the meta device that keeps the bits of its experts: MXFP4 where the checkpoint has stacks of
-    inputs by outputs (gpt-oss), elsewhere nf4 with double quantisation, expert by expert.
+def skeleton(config: Mapping[str, Any], form: str = "nf4") -> LigerCausalLM:
+    """A model on the meta device that keeps the bits of its experts, or, without experts, of its layers'
+    projections: MXFP4 where the checkpoint has stacks of inputs by outputs (gpt-oss), elsewhere `form`.
+
+    Args:
+        form: "nf4", with double quantisation, or "fp8", in blocks of 128 x 128.
     """
-    dense = {key: value for key, value in config.items() if key != "quantization_config"}
-    model = liger_models.from_config({**dense, "dtype": "bfloat16"}, device="meta")
-    model.split_projections()
+    model = dense_skeleton(config)
     weight_map = model.weight_map()
     stacked = any(_is_of_experts(native) and isinstance(x, Permute) for native, x in weight_map.items())
-    settings = MXFP4 if stacked else NF4
+    settings = MXFP4 if stacked else {"nf4": NF4, "fp8": FLOAT8}[form]
+    is_quantised = _is_of_experts if any(map(_is_of_experts, weight_map)) else _is_projection
     tensors: dict[str, TensorInfo] = {}
     for native, expr in weight_map.items():
         for ref in expr.refs():
-            tensors |= _parts(ref, settings if _is_of_experts(native) else None)
+            tensors |= _parts(ref, settings if is_quantised(native) else None)
     folder = Path("random bits")
     found = recognise(folder, {"quantization_config": settings}, tensors, _state_of(model))
     assert found is not None
-    keep_stored(model, dense_tensors(tensors, found, dense), folder)
+    keep_stored(model, dense_tensors(tensors, found, config), folder)
+    return model
+
+
+def dense_skeleton(config: Mapping[str, Any]) -> LigerCausalLM:
+    """The same model on the meta device, with all weights in bfloat16."""
+    dense = {key: value for key, value in config.items() if key != "quantization_config"}
+    model = liger_models.from_config({**dense, "dtype": "bfloat16"}, device="meta")
+    model.split_projections()
     return model
 
 
@@ -80,6 +92,10 @@ def _is_of_experts(native: str) -> bool:
     return native.endswith(("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"))
 
 
+def _is_projection(native: str) -> bool:
+    return native.startswith("layers.") and native.endswith("_proj.weight")
+
+
 def _parts(ref: Ref, settings: Mapping[str, Any] | None) -> dict[str, TensorInfo]:
     def tensor(ending: str, dtype: torch.dtype, *shape: int) -> TensorInfo:
         nbytes = math.prod(shape) * dtype.itemsize
@@ -91,6 +107,9 @@ def _parts(ref: Ref, settings: Mapping[str, Any] | None) -> dict[str, TensorInfo
         experts, inputs, outputs = ref.shape
         grid = experts, outputs, inputs // 32
         found = [tensor("_blocks", torch.uint8, *grid, 16), tensor("_scales", torch.uint8, *grid)]
+    elif settings is FLOAT8:
+        grid = tuple(-(-size // 128) for size in ref.shape)
+        found = [tensor("", torch.float8_e4m3fn, *ref.shape), tensor("_scale_inv", torch.float32, *grid)]
     else:
         rows, columns = ref.shape
         blocks = rows * columns // _BLOCK
@@ -120,7 +139,12 @@ def _state_of(model: LigerCausalLM) -> Any:
 
 def _draw(part: Tensor, role: str, kept: Kept) -> None:
     """Random bytes of a part: of codes any, of scales such as a quantiser writes."""
-    if kept.dtypes[role] == torch.float32:  # of nf4: scales are 0.02 to 0.04
+    is_float8 = isinstance(kept.format, Blocks) and kept.format.codes is FLOAT8_CODES
+    if is_float8 and role == SCALE:
+        part.view(torch.float32).uniform_(1e-4, 2e-4)
+    elif is_float8:
+        part.random_(0, 120).bitwise_or_(torch.randint_like(part, 2).mul_(128))  # no NaN
+    elif kept.dtypes[role] == torch.float32:  # of nf4: scales are 0.02 to 0.04
         numbers = {
             MAP: (-1.0, 1.0),
             NESTED_MAP: (-0.01, 0.01),

@@ -18,7 +18,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import jit, on_device_of, tl, triton, use_triton
+from liger_models.kernels._dispatch import (
+    ceil_div,
+    jit,
+    next_power_of_2,
+    on_device_of,
+    tl,
+    use_triton,
+)
 
 Numbers = Literal["float8", "int8", "biased int8", "float4", "int4", "low half first", "high half first"]
 
@@ -77,31 +84,33 @@ def decode_codes(
     if out.numel() == 0:
         return out
     codes, scale = codes.contiguous(), scale.contiguous()
-    second, zero, groups, table = (
-        None if x is None else x.contiguous() for x in (second, zero, groups, table)
-    )
     kind, (*_, down, across) = _SCALES.get(scale.dtype, "number"), scale.shape
     used = _bytes_of(columns, numbers)
-    # A single block along a dimension is the constant 0, so that matrices of all sizes share one kernel.
-    height, width = (0 if n == 1 else size for n, size in zip((down, across), block, strict=True))
-    # A thread decodes as many bytes as make 16 of bfloat16, if they share a scale.
     halves = numbers in _HALVES
+    whole = block[0] == 1 and across > 1 and across * block[1] == columns and groups is None
+    if whole and used == codes.shape[-1] == columns // (2 if halves else 1) and rows * used < 2**29:
+        # Rows of whole blocks follow one another like one long row.
+        rows, columns, used, down, across = 1, rows * columns, rows * used, 1, rows * across
+    # A single block along a dimension is the constant 0, so that matrices of all sizes share one kernel.
+    height, width = block[0] if down > 1 else 0, block[1] if across > 1 else 0
+    # A thread decodes as many bytes as make 16 of bfloat16, if they share a scale.
     chunk, in_block = 4 if halves else 8, width // 2 if halves and width % 2 == 0 else width
     while in_block % chunk or (groups is not None and chunk > 1):
         chunk //= 2
-    bytes_of_tile = triton.next_power_of_2(max(chunk, min(used, 512)))
+    most = _TILE if rows == 1 else 512
+    bytes_of_tile = max(chunk, next_power_of_2(min(used, most)))
     tile = max(1, _TILE // bytes_of_tile), bytes_of_tile // chunk
-    tiles = triton.cdiv(rows, tile[0]) * triton.cdiv(used, bytes_of_tile)
+    tiles = ceil_div(rows, tile[0]) * ceil_div(used, bytes_of_tile)
     with on_device_of(out):
         _decode_kernel[tiles, count](
             codes,
             scale if kind == "number" else scale.view(torch.uint8),
-            second,
-            zero,
-            groups,
-            table,
+            None if second is None else second.contiguous(),
+            None if zero is None else zero.contiguous(),
+            None if groups is None else groups.contiguous(),
+            None if table is None else table.contiguous(),
             out,
-            *(rows, columns, used, codes.shape[-1], down, across),
+            *(rows, columns, used, used if rows == 1 else codes.shape[-1], down, across),
             0 if table is None or len(table) == 1 else 16,
             1.0 if factor is None else factor,
             NUMBERS=numbers,

@@ -35,6 +35,9 @@ def test_a_model_in_random_bits_is_trained_and_planned(benchmarks, tmp_path):
         "1",
         "--levels",
         "lean",
+        "--bases",
+        "bits",
+        "dense",
         "--device",
         "cpu",
         "--out",
@@ -42,7 +45,8 @@ def test_a_model_in_random_bits_is_trained_and_planned(benchmarks, tmp_path):
     ]
     assert benchmarks.__main__.main(arguments) == 0
     with (tmp_path / "kept-tiny-gpt-oss.csv").open() as file:
-        _, step = csv.DictReader(file)
-    assert step["what"] == "a step of 16, lean"
-    assert step["note"].startswith("plan 0.0")
-    assert 6 < float(step["note"].rpartition(" ")[2]) < 8  # log(1024) of random weights is 6.9
+        _, in_bits, _, dense = csv.DictReader(file)
+    assert [in_bits["what"], dense["what"]] == ["a step of 16, lean, bits", "a step of 16, lean, dense"]
+    for step in (in_bits, dense):
+        assert step["note"].startswith("plan 0.0")
+        assert 6 < float(step["note"].rpartition(" ")[2]) < 8  # log(1024) of random weights is 6.9
