@@ -95,7 +95,9 @@ def _fitting(
                 seconds.append(time.perf_counter() - began)
         except torch.OutOfMemoryError as error:
             optimizer.zero_grad(set_to_none=True)
-            yield row(f"a step of {seq}, {level}, {base}", 0.0, 0.0, f"plan {planned:.2f} GiB; {str(error)[:160]}")
+            yield row(
+                f"a step of {seq}, {level}, {base}", 0.0, 0.0, f"plan {planned:.2f} GiB; {str(error)[:160]}"
+            )
             continue
         peak, reserved = 0.0, 0.0
         if device.type == "cuda":
