@@ -33,9 +33,11 @@ class Encoder(Protocol):
 
     Attributes:
         extras: further tensors of the files, by name.
+        metadata: of each file; None: that of the source, or the usual one.
     """
 
     extras: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None
 
     def outputs(self, outputs: Mapping[str, Output]) -> dict[str, Output]:
         """All tensors of the files, given those of the dense checkpoint."""
@@ -199,7 +201,8 @@ def plan_checkpoint(
     files = {file: {name: outputs[name] for name in within} for file, within in names.items()}
     if index is None and len(files) > 1:
         index = _index(names, outputs, sum(out.nbytes for out in outputs.values()))
-    headers = {file: _header(file, within, source) for file, within in files.items()}
+    metadata = None if encoder is None else encoder.metadata
+    headers = {file: _header(file, within, source, metadata) for file, within in files.items()}
     tied = {} if source is None else source.tied
     copies: dict[str, list[str]] = {}
     for name, original in tied.items():
@@ -300,8 +303,15 @@ def _index(files: Mapping[str, Sequence[str]], tensors: Mapping[str, Output], to
     return text.encode()
 
 
-def _header(file: str, tensors: Mapping[str, Output], source: SourceLayout | None) -> bytes:
+def _header(
+    file: str,
+    tensors: Mapping[str, Output],
+    source: SourceLayout | None,
+    metadata: Mapping[str, str] | None,
+) -> bytes:
     entries = [(name, out.dtype, out.shape) for name, out in tensors.items()]
+    if metadata is not None:
+        return build_header(entries, metadata)
     old = source.files.get(file) if source is not None else None
     if old is not None and entries == [(info.name, info.dtype, info.shape) for info in old.tensors]:
         return old.raw

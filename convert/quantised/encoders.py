@@ -34,7 +34,7 @@ class AsLoaded:
             self._reader.close()
             raise CheckpointError(f"{folder}: its weights are not quantised; omit quantization='as_loaded'")
         self._found = found
-        self.settings = found.settings
+        self.settings, self.metadata = found.settings, found.metadata or None
         self.extras = {name: self._reader.read_stored(name) for name in (*found.ignored, *found.described_by)}
 
     def __enter__(self) -> Self:
@@ -132,6 +132,7 @@ class Quantiser:
     """
 
     extras: Mapping[str, Tensor]
+    metadata: Mapping[str, str] | None = None
 
     def __init__(self, kind: str, weights: set[str], others: set[str]):
         self._target, self._weights = TARGETS[kind], weights

@@ -25,12 +25,13 @@ FLOAT_SCALES = SCALES[:3]
 # Scales of activations and of the key/value cache, for servers that compute in eight bits.
 OF_ACTIVATIONS = re.compile(
     r"\.(input_scale|output_scale|activation_scale|input_global_scale|input_scale_ub|[qkv]_scale|"
-    r"[qkv]_zero_point|input_zero_point|output_zero_point)$|_(input|activation)_scale$"
+    r"[qkv]_zero_point|input_zero_point|output_zero_point)$|_(input|activation)_scale$|"
+    r"_act_quant_(scale|zero_point)$"
 )
 OF_WEIGHTS = re.compile(
     r"(_scale_inv|weight_scale|weight_scale_2|_scales|_blocks|weight_packed|weight_zero_point|weight_shape|"
     r"weight_g_idx|weight_global_scale|\.absmax|quant_map|\.SCB|quant_state\.\w+|qweight|qzeros|g_idx|"
-    r"pre_quant_scale|qscale_weight)$"
+    r"pre_quant_scale|qscale_weight|_qdata|_zero_point)$"
 )
 NEVER_DENSE = (*FLOAT8_DTYPES, torch.float8_e8m0fnu, torch.uint8, torch.int8)
 
@@ -41,6 +42,7 @@ class Pairing:
     Attributes:
         settings: the content of `quantization_config`.
         tensors: the tensors in the files, by name.
+        metadata: of the files.
         weights: the quantised weights found, by the name of the dense weight.
         ignored: names of scales of activations.
         described_by: names of further tensors that describe weights.
@@ -52,9 +54,11 @@ class Pairing:
         tensors: Mapping[str, TensorInfo],
         folder: Path,
         read: Callable[[TensorInfo], Tensor] | None,
+        metadata: Mapping[str, str],
     ):
         self.settings = settings
         self.tensors = tensors
+        self.metadata = metadata
         self.weights: dict[str, QuantisedWeight] = {}
         self.ignored: list[str] = []
         self.described_by: list[str] = []

@@ -127,7 +127,10 @@ class ModelReader(CheckpointReader):
         path = self.folder / "config.json"
         config = read_json(path) if path.is_file() else {}
         self.stored = dict(self.tensors)
-        found = recognise(self.folder, config, self.tensors, lambda info: self.read_stored(info.name))
+        metadata = {key: text for file in self.files.values() for key, text in file.metadata.items()}
+        found = recognise(
+            self.folder, config, self.tensors, lambda info: self.read_stored(info.name), metadata
+        )
         if found is None:
             return
         self.quantisation = found
@@ -136,7 +139,10 @@ class ModelReader(CheckpointReader):
         for file, header in self.files.items():
             held = tuple(info for info in self.tensors.values() if info.file == file)
             entries = [(info.name, info.dtype, info.shape) for info in held]
-            self.files[file] = replace(header, raw=build_header(entries, header.metadata), tensors=held)
+            kept = {
+                k: text for k, text in header.metadata.items() if k == "format" or k not in found.metadata
+            }
+            self.files[file] = replace(header, raw=build_header(entries, kept), metadata=kept, tensors=held)
 
 
 def quantised_weights(tensors: Mapping[str, TensorInfo]) -> dict[str, QuantisedWeight]:

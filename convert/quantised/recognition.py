@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from liger_models.convert.quantised.formats import QuantisedWeight
 from liger_models.convert.quantised.methods import fbgemm_fp8, fp8, mxfp4
 from liger_models.convert.quantised.modelopt import modelopt
 from liger_models.convert.quantised.pairing import Pairing
+from liger_models.convert.quantised.torchao import torchao
 
 KEYS = ("quantization_config", "compression_config")
 MODELOPT_FILE = "hf_quant_config.json"
@@ -32,6 +34,7 @@ METHODS: dict[str, Callable[[Pairing], None]] = {
     "compressed-tensors": compressed_tensors,
     "bitsandbytes": bitsandbytes,
     "modelopt": modelopt,
+    "torchao": torchao,
 }
 
 # Methods that are not read, and what the names of such repositories add to those of the original.
@@ -41,7 +44,6 @@ _REFUSED = {
     "quark": "-FP8, -MXFP4 or -KV and the owner amd",
     "aqlm": "-AQLM",
     "hqq": "-HQQ",
-    "torchao": "-INT4, -INT8 or -FP8",
     "auto-round": "-AutoRound or -int4-inc",
     "auto_round": "-AutoRound or -int4-inc",
     "vptq": "-VPTQ",
@@ -64,6 +66,7 @@ class Quantisation:
         weights: the quantised weights, by the name of the dense weight.
         ignored: names of scales of activations and of the cache, which are of no use here.
         described_by: names of further tensors that describe weights, such as their shapes.
+        metadata: of the files, if it describes weights (torchao), or empty.
         remarks: for the user, one sentence each.
     """
 
@@ -72,6 +75,7 @@ class Quantisation:
     weights: Mapping[str, QuantisedWeight]
     ignored: tuple[str, ...]
     described_by: tuple[str, ...]
+    metadata: Mapping[str, str]
 
     @property
     def remarks(self) -> list[str]:
@@ -94,6 +98,7 @@ def recognise(
     config: Mapping[str, Any],
     tensors: Mapping[str, TensorInfo],
     read: Callable[[TensorInfo], Tensor] | None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> Quantisation | None:
     """Find the quantised weights of a checkpoint; None if it is not quantised.
 
@@ -102,6 +107,7 @@ def recognise(
         config: the content of config.json.
         tensors: the tensors in the files, by name.
         read: reads a small tensor; None if only the headers of the files are known.
+        metadata: of the files.
 
     Raises:
         UnsupportedModelError: the method is not supported; says where the original weights are.
@@ -117,11 +123,16 @@ def recognise(
         method = "bitsandbytes"  # as old versions wrote it
     if not isinstance(method, str) or method not in METHODS:
         raise _unsupported(folder, method)
-    pairing = Pairing(settings, tensors, folder, read)
+    pairing = Pairing(settings, tensors, folder, read, metadata)
     METHODS[method](pairing)
     pairing.finish()
     return Quantisation(
-        method, settings, pairing.weights, tuple(pairing.ignored), tuple(pairing.described_by)
+        method,
+        settings,
+        pairing.weights,
+        tuple(pairing.ignored),
+        tuple(pairing.described_by),
+        metadata if method == "torchao" else {},
     )
 
 

@@ -6,6 +6,9 @@ import pytest
 import torch
 from hf_pairs import BOUND, relative_distance
 
+import liger_models
+from liger_models.architectures import find_architecture
+
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 quantization = pytest.importorskip("torchao.quantization")
@@ -53,3 +56,28 @@ def test_eight_bit_weights_match_the_reference(family, make_both, batch, hf, tmp
     for name, p in adapted.named_parameters():
         if p.requires_grad:
             assert relative_distance(mine.get_parameter(name).grad, p.grad) <= BOUND, name
+
+
+@pytest.mark.parametrize("bits", ["float8", "int8", "int4"])
+def test_files_are_read_dense_with_the_bits_of_its_own_dequantisation(bits, tmp_path):
+    from torchao.quantization.granularity import PerGroup
+
+    config = {
+        "float8": lambda: quantization.Float8WeightOnlyConfig(),
+        "int8": lambda: quantization.Int8WeightOnlyConfig(version=2),
+        "int4": lambda: quantization.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=torch.int4, weight_granularity=PerGroup(32)
+        ),
+    }[bits]()
+    tiny = {**find_architecture("llama").tiny, "hidden_size": 64, "intermediate_size": 96}
+    model = liger_models.from_config(tiny, dtype="bfloat16", device="cpu")
+    model.save_pretrained(tmp_path / "dense")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", quantization_config=transformers.TorchAoConfig(config), dtype=torch.bfloat16
+    )
+    theirs.save_pretrained(tmp_path / "quantised")
+    expected = {n: x.dequantize() if hasattr(x, "qdata") else x for n, x in theirs.state_dict().items()}
+    assert any(hasattr(x, "qdata") for x in theirs.state_dict().values())
+    found = dict(liger_models.from_hub(tmp_path / "quantised", device="cpu").checkpoint_tensors())
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name

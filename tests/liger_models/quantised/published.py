@@ -20,6 +20,8 @@ from quantised_files import (
     mxfp4_packed,
     nvfp4,
     tiny,
+    torchao,
+    torchao_metadata,
 )
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -68,6 +70,8 @@ def bnb(**settings: Any) -> dict[str, Any]:
 
 
 NF4 = bnb(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+TORCHAO = {"quant_method": "torchao", "quant_type": {"default": {}}, "modules_to_not_convert": ["lm_head"]}
+INTX = "IntxUnpackedToInt8Tensor"
 UNEVEN = {**QWEN, "intermediate_size": 84}  # 84 is no multiple of 8
 KIMI = (r"re:.*self_attn.*", r"re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "lm_head")
 scalar = torch.tensor(0.5)
@@ -127,9 +131,6 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
         float8_blocks((32, 24), torch.bfloat16, "_scale"),
         compressed("float-quantized", num_bits=8, type="float", strategy="block", block_structure=[32, 24]),
     ),
-    "int8 of compressed-tensors": _case(
-        QWEN, int8(False), compressed("int-quantized", num_bits=8, type="int", strategy="channel")
-    ),
     "int8 of compressed-tensors, asymmetric": _case(
         QWEN, int8(True), compressed("int-quantized", num_bits=8, strategy="channel", symmetric=False)
     ),
@@ -156,5 +157,14 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
     "nf4, nested, experts": _case(EXPERTS, bnb_four_bits("nf4", True), NF4),
     "fp4 in bfloat16 storage": _case(QWEN, bnb_four_bits("fp4", True, torch.bfloat16), NF4),
     "int8 of bitsandbytes": _case(QWEN, bnb_int8, bnb(load_in_8bit=True)),
+    "float8 of torchao, blocks": _case(
+        QWEN,
+        torchao("Float8Tensor", (16, 24)),
+        TORCHAO,
+        describe=torchao_metadata("Float8Tensor", (16, 24)),
+    ),
+    "int8 of torchao, groups": _case(
+        QWEN, torchao(INTX, (1, 16)), TORCHAO, describe=torchao_metadata(INTX, (1, 16))
+    ),
     "mxfp4": _case(GPT_OSS, mxfp4, MXFP4, weights="*.experts.*_proj"),
 }

@@ -207,6 +207,37 @@ def bnb_int8(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
     return {"": numbers, "!.SCB": scale, "!.weight_format": torch.zeros((), dtype=torch.uint8)}, values
 
 
+def torchao(kind: str, block: tuple[int, int]) -> Maker:
+    """torchao's parts of a weight: a "Float8Tensor", or integers of 8 bits with zero points."""
+
+    def make(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+        is_float8 = kind == "Float8Tensor"
+        codes = float8(shape) if is_float8 else torch.randint(-128, 128, shape, dtype=torch.int8)
+        grid = math.ceil(shape[0] / block[0]), math.ceil(shape[1] / block[1])
+        scale = scales(grid, torch.float32 if is_float8 else torch.bfloat16)
+        parts = {"!._weight_qdata": codes, "!._weight_scale": scale}
+        zero = torch.zeros(grid)
+        if not is_float8:
+            parts["!._weight_zero_point"] = zero = torch.randint(-8, 8, grid, dtype=torch.int8)
+        numbers = codes.float() - spread(zero.float(), block, shape)
+        return parts, numbers * spread(scale.float(), block, shape)
+
+    return make
+
+
+def torchao_metadata(kind: str, block: tuple[int, int]) -> Callable[[list[str]], dict[str, str]]:
+    """torchao's descriptions of quantised weights, and one of a dense tensor."""
+
+    def describe(names: list[str]) -> dict[str, str]:
+        roles = ["qdata", "scale"] + ["zero_point"] * (kind != "Float8Tensor")
+        of_weight = {"_type": kind, "_data": {"block_size": list(block)}, "_tensor_data_names": roles}
+        found = {name: json.dumps(of_weight) for name in names}
+        found["model.norm.weight"] = json.dumps({"_type": "Tensor"})
+        return {**found, "tensor_names": json.dumps([*found])}
+
+    return describe
+
+
 @dataclass
 class QuantisedCheckpoint:
     """A quantised checkpoint, and its dense twin.
@@ -217,6 +248,7 @@ class QuantisedCheckpoint:
         tensors: in its files.
         dense: what a dense checkpoint of the same values has, float32 where it is quantised here.
         quantised: names of the quantised weights.
+        metadata: of its files.
     """
 
     folder: Path
@@ -224,6 +256,7 @@ class QuantisedCheckpoint:
     tensors: dict[str, Tensor]
     dense: dict[str, Tensor]
     quantised: list[str] = field(default_factory=list)
+    metadata: dict[str, str] = field(default_factory=lambda: {"format": "pt"})
 
     @classmethod
     def make(
@@ -234,6 +267,7 @@ class QuantisedCheckpoint:
         settings: Mapping[str, Any] | None,
         weights: str = "*_proj.weight",
         stacked: bool = False,
+        describe: Callable[[list[str]], dict[str, str]] | None = None,
     ) -> QuantisedCheckpoint:
         """Write a checkpoint with random weights, of which those named like `weights` are quantised.
 
@@ -241,6 +275,7 @@ class QuantisedCheckpoint:
             maker: of all of them, or by patterns of their names.
             settings: the quantization_config.
             stacked: experts in one tensor, if the family has both forms.
+            describe: the metadata of the files, by the names of the quantised weights.
         """
         torch.manual_seed(0)
         model = liger_models.from_config(config, dtype="bfloat16", device="cpu")
@@ -269,6 +304,8 @@ class QuantisedCheckpoint:
                 stem = name if not ending.startswith("!") else name.rpartition(".")[0]
                 tensors[stem + ending.removeprefix("!")] = part
         checkpoint = cls(folder, raw, tensors, dense, quantised)
+        if describe is not None:
+            checkpoint.metadata |= describe(quantised)
         checkpoint.write()
         return checkpoint
 
@@ -290,7 +327,7 @@ class QuantisedCheckpoint:
         for number in range(2):
             file = f"model-{number + 1:05d}-of-00002.safetensors"
             held = {name: tensors[name].contiguous().clone() for name in names[number::2]}
-            save_file(held, self.folder / file, metadata={"format": "pt"})
+            save_file(held, self.folder / file, metadata=self.metadata)
             placed |= dict.fromkeys(held, file)
         index = {"metadata": {}, "weight_map": placed}
         (self.folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -50,7 +50,7 @@ def parts(checkpoint: QuantisedCheckpoint) -> list[str]:
     """The names of all parts of one weight, its codes among them."""
     first = checkpoint.quantised[-1]
     stem = first.removesuffix("weight")
-    of_weight = (first, f"{stem}weight_", f"{stem}SCB")
+    of_weight = (first, f"{stem}weight_", f"{stem}_weight_", f"{stem}SCB")
     optional = f"{stem}weight_format"
     return [name for name in checkpoint.tensors if name.startswith(of_weight) and name != optional]
 
@@ -175,7 +175,7 @@ def test_a_setting_that_is_not_known_is_refused(float8, settings):
         load(float8.write(settings=settings))
 
 
-METHODS = ["gptq", "awq", "quark", "aqlm", "hqq", "torchao", "auto-round"]
+METHODS = ["gptq", "awq", "quark", "aqlm", "hqq", "auto-round"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -236,6 +236,7 @@ def test_tensors_of_further_predictions_are_checked_and_exported_dense(tmp_path)
         ("nf4, nested", "weight.nested_absmax"),
         ("float8 of modelopt", "weight_scale"),
         ("fbgemm", "weight_scale"),
+        ("int8 of torchao, groups", "_weight_scale"),
     ],
 )
 def test_every_kind_of_scale_is_finite(of_each_format, format, part):
@@ -366,3 +367,28 @@ def test_a_matrix_of_int8_that_is_not_stored_row_by_row_is_refused(of_each_forma
     name = f"{UP}_format"
     with pytest.raises(CheckpointError, match=f"{name}.*not stored row by row"):
         load(checkpoint.write(**{name: torch.tensor(1, dtype=torch.uint8)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (
+            {"_type": "Int4PreshuffledTensor"},
+            "torchao's Int4PreshuffledTensor, whose codes are in the order of",
+        ),
+        ({"_type": "Int3Tensor"}, "torchao's Int3Tensor, which is not known here"),
+        ({"_tensor_data_names": ["qdata", "scale", "act_pre_scale"]}, "whose inputs are scaled before"),
+        ({"_data": {"block_size": [16]}}, r"with block_size = \[16\], expected"),
+        ({"_data": None}, "which is not how torchao describes a tensor"),
+        (None, "holds torchao's codes, but the metadata of the files.*does not describe it"),
+    ],
+)
+def test_descriptions_of_torchao_that_are_not_read(of_each_format, change, named):
+    checkpoint = of_each_format("int8 of torchao, groups")
+    changed = QuantisedCheckpoint(**vars(checkpoint) | {"metadata": dict(checkpoint.metadata)})
+    described = json.loads(changed.metadata.pop(UP))
+    if change is not None:
+        changed.metadata[UP] = json.dumps(described | change)
+    with pytest.raises(LigerModelsError, match=named) as error:
+        load(changed.write())
+    assert UP.removesuffix("weight") in str(error.value)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from published import CASES, GPT_OSS
 from quantised_files import QuantisedCheckpoint, tiny
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 import liger_models
@@ -44,6 +45,8 @@ def test_a_model_that_did_not_change_is_written_with_the_bits_that_were_read(for
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
         assert bits(found[name]) == bits(tensor), name
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == checkpoint.config
+    with safe_open(next((tmp_path / "out").glob("*.safetensors")), "pt") as file:
+        assert file.metadata() == checkpoint.metadata
 
 
 # The largest error, as a share of the largest weight of a block: half the distance of the two largest codes,
