@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 HF, LAYERS, VISION = "tests/hf", "tests/layers", "tests/vision"
+FAMILIES = "tests/architectures"
 BENCHMARKS = "tests/benchmarks"
 TRAINING, MODELS = "tests/liger_models/training", "tests/liger_models"
 
@@ -142,6 +143,30 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{BENCHMARKS}/test_lengths.py::"
     "test_generation_runs_in_its_own_process_and_a_peer_is_checked_without_ours": (),
     f"{BENCHMARKS}/test_training.py::test_a_peer_is_measured_again_in_a_process_without_ours": (),
+}
+
+
+# Checkpoints with parts that read images or sound: one for each form of their names and of their text's layers.
+# All of them give the reference's logits.
+WRAPPED = ("llava", "gemma4_small", "mllama", "qwen2_5_vl", "voxtral", "kimi_k25", "mistral3_mistral4")
+ALWAYS |= {
+    f"{FAMILIES}/test_multimodal.py::test_{name}": WRAPPED
+    for name in (
+        "the_text_part_is_saved_as_a_checkpoint_of_its_own",
+        "newer_tensor_names_are_read_too",
+        "a_head_in_the_files_overrides_the_config",
+        "without_text_only_the_checkpoint_is_refused_with_a_hint",
+        "an_unknown_tensor_is_named",
+        "the_command_line_takes_the_text_part_too",
+    )
+}
+ALWAYS[f"{FAMILIES}/test_multimodal.py::test_an_unknown_key_is_named"] = ("llava-outer", "llava-inner")
+
+# One family for each kind of names, layers and encoder.
+NAMED = ("llama", "gpt2", "gpt_oss", "mixtral", "jamba", "gemma4_text", "zamba2", "qwen2_vl", "mllama")
+ALWAYS |= {
+    f"{LAYERS}/model/test_freezing.py::test_names_are_those_of_the_family_s_checkpoints": NAMED,
+    f"{MODELS}/test_vocabulary.py::test_configs_of_all_families_say_the_new_size": NAMED,
 }
 
 

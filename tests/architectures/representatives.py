@@ -1,9 +1,10 @@
-"""Families that together have every part: layers are tested with these, the reading of configs with all.
+"""Families that together have every kind of part: layers are tested with these, the reading of configs with
+all.
 
 Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all. A test of a mechanism
-to which most parts do not matter names those that do, and so runs for fewer families: `of_layers("tokens")`
-for how tokens see each other, `of_layers("head")` for embeddings, logits and losses, `of_layers("names")` for
-the names of checkpoints, and `of_layers("rotations")`.
+to which other parts matter names them: `of_layers("tokens")` for how tokens see each other, `of_layers("head")`
+for embeddings, logits and losses, `of_layers("names")` for the names of checkpoints, `of_layers("rotations")`,
+and `of_layers("settings")` for every setting of every part, which takes the most families.
 """
 
 from __future__ import annotations
@@ -22,15 +23,16 @@ from liger_models.architectures import find_architecture, list_architectures
 
 
 @functools.cache
-def representatives(parts: str = "all") -> tuple[str, ...]:
-    """Families chosen one by one, each for having the most parts that the earlier ones lack: all, or of
-    "tokens" the kinds of layers, of the "head" the model's own settings, of "names" layouts, too, of
-    "rotations" rotary settings.
+def representatives(parts: str = "layers") -> tuple[str, ...]:
+    """Families chosen one by one, each for having the most parts that the earlier ones lack: kinds of parts of
+    "layers", of "tokens" what their mixers show a token, of the "head" the model's own settings, of "names"
+    what layouts do, of "rotations" rotary settings, or all "settings".
     """
     of = {
-        "all": parts_of,
+        "layers": parts_of,
+        "settings": settings_of,
         "tokens": views_of,
-        "head": settings_of,
+        "head": settings_of_head,
         "names": names_of,
         "rotations": lambda family: [rotation(family)],
     }
@@ -73,6 +75,13 @@ def leave_layers_to(
 
 
 def parts_of(family: str) -> Iterator[Any]:
+    """The kinds of a family's blocks and of their parts, by where these stand."""
+    for block in spec_of(family).blocks:
+        yield block.topology, len(block.mixers)
+        yield from _types(block, "block")
+
+
+def settings_of(family: str) -> Iterator[Any]:
     """The kinds of a family's blocks, and each setting of its parts: present or not, or the choice made."""
     spec = spec_of(family)
     for block in spec.blocks:
@@ -89,18 +98,18 @@ OF_TOKENS = "window", "chunk", "indexer", "sinks", "slopes", "query_scale", "rop
 
 
 def views_of(family: str) -> Iterator[Any]:
-    """The kinds of a family's layers, what their mixers show a token of others, and how positions count."""
+    """The kinds of a family's mixers, what they show a token of others, and how positions count."""
     spec = spec_of(family)
     for block in spec.blocks:
-        yield type(block), len(block.mixers)
-        yield type(block.mlp)
+        yield len(block.mixers)
         for mixer in block.mixers:
-            yield type(mixer), *(bool(getattr(mixer, name, None)) for name in OF_TOKENS)
+            yield type(mixer)
+            yield from ((name, bool(getattr(mixer, name, None))) for name in OF_TOKENS)
     yield "learned", spec.learned_positions is not None
     yield "padded", spec.padding_has_positions
 
 
-def settings_of(family: str) -> Iterator[Any]:
+def settings_of_head(family: str) -> Iterator[Any]:
     """The settings of a family's model outside of its layers."""
     spec = spec_of(family)
     for path, *_ in spec_fields(spec):
@@ -109,11 +118,11 @@ def settings_of(family: str) -> Iterator[Any]:
 
 
 def names_of(family: str) -> Iterator[Any]:
-    """The kinds of a family's layers, and the layout of transformers' own modules."""
-    spec = spec_of(family)
-    for block in spec.blocks:
-        yield from (type(block), type(block.mlp), *map(type, block.mixers))
-    yield repr(find_architecture(family).layouts[-1])
+    """The kinds of a family's mixers and of its feed-forward parts, and what its layouts change."""
+    for block in spec_of(family).blocks:
+        yield from (type(block.mlp), *map(type, block.mixers))
+    for layout in find_architecture(family).layouts:
+        yield from (field.name for field in fields(layout) if getattr(layout, field.name))
 
 
 def kinds_of(family: str) -> Iterator[Any]:

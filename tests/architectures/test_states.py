@@ -14,6 +14,7 @@ import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.models.matching import exact_dtypes
 
+of_layers = pytest.mark.of_layers("tokens")
 RECURRENT = [family for family in list_architectures() if spec_of(family).is_recurrent]
 
 # Documents shorter than the convolution, of one token, longer than a chunk of 64, and empty.
@@ -25,18 +26,20 @@ def packed(pair, lengths):
     return {**batch, "cu_seqlens": torch.tensor([0, *itertools.accumulate(lengths)])}
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_packed_documents_equal_separate_ones_of_the_reference(name, shared_pair, failures):
-    pair = shared_pair(name)
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_packed_documents_equal_separate_ones_of_the_reference(family, shared_pair, failures):
+    pair = shared_pair(family)
     call = pair.clear(lambda: packed(pair, LENGTHS))
     ours = pair.run_ours(**call)
     reference = pair.run_reference_by_document(call["input_ids"], call["labels"], LENGTHS)
     assert not failures(ours.distances(reference))
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_documents_by_position_ids_and_in_several_rows_give_the_same_bits(name, shared_pair):
-    pair, lengths = shared_pair(name), [9, 1, 3, 13]
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_documents_by_position_ids_and_in_several_rows_give_the_same_bits(family, shared_pair):
+    pair, lengths = shared_pair(family), [9, 1, 3, 13]
     call = pair.clear(lambda: packed(pair, lengths))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     given = {key: call[key] for key in ("input_ids", "labels")}
@@ -50,9 +53,10 @@ def test_documents_by_position_ids_and_in_several_rows_give_the_same_bits(name, 
             assert torch.equal(found.gradients[key], gradient), key
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_packed_documents_agree_at_every_level_of_activation_memory(name, shared_pair, failures):
-    pair = shared_pair(name)
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_packed_documents_agree_at_every_level_of_activation_memory(family, shared_pair, failures):
+    pair = shared_pair(family)
     call = pair.clear(lambda: packed(pair, [1, 9, 5]))
     expected = pair.run_ours(**call)
     try:
@@ -63,9 +67,10 @@ def test_packed_documents_agree_at_every_level_of_activation_memory(name, shared
         pair.ours.set_activation_memory("lean")
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair):
-    pair = shared_pair(name)
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_change_in_one_document_changes_nothing_in_the_next(family, shared_pair):
+    pair = shared_pair(family)
     call = packed(pair, [20, 15])
     other = {**call, "input_ids": call["input_ids"].clone()}
     other["input_ids"][0, :20] = (call["input_ids"][0, :20] + 1) % pair.vocab_size
@@ -76,10 +81,11 @@ def test_a_change_in_one_document_changes_nothing_in_the_next(name, shared_pair)
     assert not torch.isclose(first[0, :20], second[0, :20]).all()
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_branches_of_a_prompt_equal_separate_sequences(name, shared_pair):
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_branches_of_a_prompt_equal_separate_sequences(family, shared_pair):
     """Branches start after none, some or all of the prompt's tokens."""
-    pair = shared_pair(name)
+    pair = shared_pair(family)
     document, branches = 12, [(12, 4), (7, 5), (2, 3), (0, 6)]
     lengths = [document, *(length for _, length in branches)]
     parents = torch.tensor([[-1] + [0] * len(branches), [0] + [before for before, _ in branches]])
@@ -94,10 +100,11 @@ def test_branches_of_a_prompt_equal_separate_sequences(name, shared_pair):
             assert (found.split(lengths)[i] - alone).norm() <= 1e-5 * alone.norm()
 
 
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_convolution_in_float32_does_not_double_the_model(name):
+@of_layers
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_convolution_in_float32_does_not_double_the_model(family):
     """The same holds for A_log. (The correction bias of a router is always float32.)"""
-    model = liger_models.from_config(find_architecture(name).tiny, device="meta")
+    model = liger_models.from_config(find_architecture(family).tiny, device="meta")
     wide = ("conv1d.weight", ".conv.conv.weight", ".A_log")
     stored = {
         ref.name: torch.float32 if ref.name.endswith(wide) else torch.bfloat16

@@ -328,6 +328,7 @@ def test_two_pictures_need_text_between_them(make_pair, pairs_made):
         pair.ours(**pair.scene([1, Image(4, 4), Image(4, 4), 3]))
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "mllama"])
 def test_an_unknown_keyword_is_refused(pair):
     with pytest.raises(TypeError, match="of_no_meaning"):
         pair.ours(**pair.scene([1, Image(4, 4), 2], [1, Video(1, 4, 4), 2]), of_no_meaning=torch.ones(1))

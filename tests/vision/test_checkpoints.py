@@ -64,6 +64,7 @@ def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     assert not beyond_bound({"logits": relative_distance(found, expected)})
 
 
+@pytest.mark.of_layers
 @pytest.mark.parametrize(
     ("family", "number"),
     [
@@ -124,6 +125,7 @@ def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp
     assert files(tmp_path / "out") == files(source)
 
 
+@pytest.mark.of_layers
 def test_the_text_part_can_be_loaded_as_a_language_model(pair, written):
     if pair.config["text_config"]["model_type"] == "muse_glimmer_text":  # has no class in transformers
         with pytest.raises(UnsupportedModelError, match="no language model 'muse_glimmer_text'"):

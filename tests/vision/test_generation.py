@@ -9,6 +9,7 @@ from scenes import DOCUMENTS, Image
 from liger_models.generating.generation import generate
 
 
+@pytest.mark.of_layers
 def test_tokens_equal_the_references(pair):
     """Rows have several lengths, with images, videos or none, padded on the left for the reference."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")
@@ -28,6 +29,7 @@ def test_tokens_equal_the_references(pair):
     assert torch.equal(found[:, before:][known], expected[:, before:][known])
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl", "mllama"])
 def test_an_unknown_keyword_is_refused(pair):
     call = pair.scene([1, Image(4, 4), 2])
     del call["labels"]

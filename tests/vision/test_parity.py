@@ -33,10 +33,12 @@ def test_a_batch_may_mix_images_of_several_sizes_videos_and_text(pair, padding):
     assert not compare(pair, call, call["attention_mask"].bool())
 
 
+@pytest.mark.of_layers
 def test_rows_without_padding_match_the_reference(pair):
     assert not compare(pair, pair.batch())
 
 
+@pytest.mark.of_layers
 def test_text_only_batches_train_the_language_model_only(pair):
     call = pair.scene([21], [21])
     ours = pair.run_ours(**call)
@@ -128,6 +130,7 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
     pair.ours.set_activation_memory("lean")
 
 
+@pytest.mark.of_layers
 @pytest.mark.parametrize(
     "family", [f for f in list_architectures(vision=True) if "video_token_id" in find_architecture(f).tiny]
 )

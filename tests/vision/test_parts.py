@@ -35,6 +35,7 @@ def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     assert frozen <= in_vision if part != "language" else not frozen & in_vision
 
 
+@pytest.mark.of_layers
 def test_a_frozen_encoder_keeps_nothing(pair):
     pictures = pair.ours.vision.take(pair.scene([1, Image(4, 4), 3])).pictures
     given = []
@@ -47,6 +48,7 @@ def test_a_frozen_encoder_keeps_nothing(pair):
     assert all(x.requires_grad for x in features)
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl"])
 def test_the_error_names_a_missing_part(pair):
     with pytest.raises(ValueError, match=r"'audio'.*language, vision, projector"):
         pair.ours.freeze("audio")
