@@ -146,8 +146,8 @@ ALWAYS: dict[str, tuple[str, ...]] = {
 }
 
 
-# Checkpoints with parts that read images or sound: one for each form of their names and of their text's layers.
-# All of them give the reference's logits.
+# Checkpoints with parts that read images or sound: one for each form of their names and of their text's
+# layers. That they give the reference's logits is always tested for all.
 WRAPPED = ("llava", "gemma4_small", "mllama", "qwen2_5_vl", "voxtral", "kimi_k25", "mistral3_mistral4")
 ALWAYS |= {
     f"{FAMILIES}/test_multimodal.py::test_{name}": WRAPPED

@@ -2,9 +2,10 @@
 all.
 
 Tests marked `of_layers` run for them only. `pytest --all-families` runs them for all. A test of a mechanism
-to which other parts matter names them: `of_layers("tokens")` for how tokens see each other, `of_layers("head")`
-for embeddings, logits and losses, `of_layers("names")` for the names of checkpoints, `of_layers("rotations")`,
-and `of_layers("settings")` for every setting of every part, which takes the most families.
+to which other parts matter names them: `of_layers("tokens")` for how tokens see each other,
+`of_layers("head")` for embeddings, logits and losses, `of_layers("names")` for the names of checkpoints,
+`of_layers("rotations")`, and `of_layers("settings")` for every setting of every part, which takes the most
+families.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from liger_models.architectures import find_architecture, list_architectures
 
 @functools.cache
 def representatives(parts: str = "layers") -> tuple[str, ...]:
-    """Families chosen one by one, each for having the most parts that the earlier ones lack: kinds of parts of
-    "layers", of "tokens" what their mixers show a token, of the "head" the model's own settings, of "names"
-    what layouts do, of "rotations" rotary settings, or all "settings".
+    """Families chosen one by one, each for having the most parts that the earlier ones lack: kinds of parts
+    of "layers", of "tokens" what their mixers show a token, of the "head" the model's own settings, of
+    "names" what layouts do, of "rotations" rotary settings, or all "settings".
     """
     of = {
         "layers": parts_of,
