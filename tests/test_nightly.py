@@ -1,7 +1,8 @@
-"""The table of cases that always run names tests and cases that exist."""
+"""The table of cases that always run names tests and cases that exist, and no test has too many of them."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -19,3 +20,21 @@ def test_every_test_of_the_table_exists(test):
     path, _, name = test.partition("::")
     source = (Path(__file__).parents[1] / path).read_text()
     assert f"def {name.split('::')[-1]}(" in source
+
+
+MOST = 200  # cases of a test: one for each family, and for each published config
+MORE = {"tests/architectures/test_parity.py::test_every_variant_agrees": 600}  # whatever a family reads
+
+
+def test_no_test_always_has_more_cases_than_there_are_families(request):
+    """Of the files that this run collects."""
+    if request.config.getoption("--all-families"):
+        pytest.skip("at night all cases run")
+    every_item = (item for item in request.session.items if not item.get_closest_marker("gpu"))
+    counts = Counter(item.nodeid.partition("[")[0] for item in every_item)
+    too_many = {test: n for test, n in counts.items() if n > MORE.get(test, MOST)}
+    assert not too_many, (
+        f"{too_many} cases run in every `make test`, at most {MOST} should: mark those of families with "
+        "`of_layers` (tests/architectures/representatives.py), or name the cases that always run in "
+        "tests/nightly.py"
+    )

@@ -26,7 +26,9 @@ from variants import (
     rope_types,
     skipped,
     tied_if_possible,
+    together,
     untried_keys,
+    usual,
     variants,
 )
 
@@ -38,7 +40,7 @@ from liger_models.layers.specs import RecurrentSpec
 of_layers = pytest.mark.of_layers
 
 
-def every(table, mark, is_marked):
+def every(table, mark=None, is_marked=lambda family, name: False):
     """(family, changes) of every entry of every family's table. Entries for which `is_marked(family, name)`
     holds have the mark.
     """
@@ -49,12 +51,21 @@ def every(table, mark, is_marked):
     ]
 
 
+def is_with_others(family, name):
+    return name in OF_LAYERS or (name in usual(family) and together(family) != {})
+
+
 @pytest.mark.parametrize(
-    ("family", "changes"), every(variants, of_layers, lambda family, name: name in OF_LAYERS)
+    ("family", "changes"),
+    [
+        *every(variants, of_layers, is_with_others),
+        *every(lambda family: {"together": together(family)} if together(family) else {}),
+    ],
 )
 def test_every_variant_agrees(family, changes, make_pair, failures, all_families):
-    """A variant shows how the family's config is read, for which logits and loss suffice. Gradients of the
-    layers are compared in the tiny config, and in every variant of the families that have all layers.
+    """A variant shows how the family's config is read, for which logits and loss suffice, and the usual ones
+    in one config. Gradients of the layers are compared in the tiny config, and in every variant of the
+    families that have all layers.
     """
     pair = make_pair(family, changes)
     if changes and not all_families and family not in representatives():
@@ -65,7 +76,8 @@ def test_every_variant_agrees(family, changes, make_pair, failures, all_families
 
 def is_tried_elsewhere(family, name):
     """Families read rope types with common code: some have them all, and the others one in turn."""
-    return name != "default" and name != ROPES_IN_TURN[list_architectures().index(family) % 5]
+    in_turn = ROPES_IN_TURN[list_architectures().index(family) % 5]
+    return name != (in_turn if in_turn in rope_types(family) else "default")
 
 
 @pytest.mark.parametrize(

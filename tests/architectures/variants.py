@@ -113,17 +113,32 @@ def flags(family: str) -> dict[str, Changes]:
 NEW_KEYS = {"swiglu_alpha", "swiglu_limit"}
 
 
+def usual(family: str) -> dict[str, Changes]:
+    """The changes above by name, but for those that the family's registration skips."""
+    table = {**settings(family), **flags(family)}
+    return {name: changes for name, changes in table.items() if not skipped(family, "variant", name)}
+
+
+def together(family: str) -> Changes:
+    """The usual changes in one config, without other sizes: a value that is misread shows in it, too. Empty
+    if the family refuses them together.
+    """
+    changes: Changes = {}
+    for name, more in usual(family).items():
+        if name not in OF_LAYERS:
+            changes |= more
+    return changes if accepts(family, changes) else {}
+
+
 def variants(family: str) -> dict[str, Changes]:
     """Changes by name: none, those above, and those of the family's registration."""
-    usual = {**settings(family), **flags(family)}
-    kept = {name: changes for name, changes in usual.items() if not skipped(family, "variant", name)}
     architecture = find_architecture(family)
     own = {
         name: dict(changes)
         for name, changes in architecture.variants.items()
         if all(_is_read(architecture, key) for key in changes.keys() & NEW_KEYS)
     }
-    return {"as_is": {}, **kept, **own}
+    return {"as_is": {}, **usual(family), **own}
 
 
 def _is_read(architecture: Architecture, key: str) -> bool:
