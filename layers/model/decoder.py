@@ -42,6 +42,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
 from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, ModelSpec, SharedAttentionSpec
 from liger_models.layers.vision import VISIONS
+from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
 
 
@@ -245,8 +246,17 @@ class Decoder(ActivationLevels, WeightsMemory):
         not recorded. Each recording needs the memory of a step's activations, in a pool of their own, and
         gradients keep their place in it: copy those that you keep beyond a step. What cannot be recorded
         raises ConfigError in the call: layers with hooks, sharded or on the host, several processes.
+        Layers of a trained image encoder are recorded, too, for each number and size of pictures, unless some
+        have windows of their own, or several give outputs.
         """
         self.recorded = RecordedLayers(self) if enabled else None
+        encoder = None if self.vision is None else self.vision.encoder
+        if isinstance(encoder, VisionEncoder):
+            encoder.recorded = RecordedLayers(encoder) if enabled else None
+
+    def recorded_parts(self) -> list[nn.Module]:
+        """The modules that `recorded` runs."""
+        return [*self.layers, self.norm, *([] if self.shared is None else self.shared.values())]
 
     def _offloaded_bytes(self, x: Tensor, sequences: Sequences) -> int | None:
         """Host memory of this call's layers at the level `offload`; None without such layers."""

@@ -6,6 +6,9 @@ pass, one graph each, from the embedded tokens [T, H] to the output of the final
 
     embedding -> [ layers, final norm ] -> head, loss        the part in brackets is recorded
 
+The layers of an image encoder are recorded alike, from the embedded patches to the norm after them, by a
+second object with a pool of its own, since its forward pass waits while the language model's runs.
+
 All else runs as usual: the checks of ids and labels, the loss over however many labels there are, the
 optimizer, clipping, loss scaling and learning rates. So nothing that changes from step to step is fixed in a
 graph, and every loss and optimizer can be used. A micro-batch is one forward and one backward replay;
@@ -50,7 +53,7 @@ class RecordedLayers:
     """The recordings of a model's layers.
 
     Args:
-        model: a `Decoder`.
+        model: a `Decoder`, or its `VisionEncoder`.
 
     A copy of the model records anew.
     """

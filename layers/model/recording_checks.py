@@ -23,13 +23,12 @@ class RecordedModules:
     """The modules of a model whose work is recorded, as they are now.
 
     Attributes:
-        modules: the layers, the final norm, and what they contain.
+        modules: the model's `recorded_parts()`, and what they contain.
         parameters: theirs, each once.
     """
 
     def __init__(self, model: Any):
-        shared = () if model.shared is None else tuple(model.shared.values())
-        parts = (*model.layers, model.norm, *shared)
+        parts: list[nn.Module] = model.recorded_parts()
         self.modules: list[nn.Module] = list(dict.fromkeys(m for part in parts for m in part.modules()))
         found = (p for m in self.modules for p in m._parameters.values() if p is not None)
         self.parameters = list({id(p): p for p in found}.values())
@@ -91,9 +90,9 @@ def check_layers(model: Any, of: RecordedModules) -> None:
     Raises:
         ConfigError: the message names what was found.
     """
-    if model.host_weights is not None:
+    if getattr(model, "host_weights", None) is not None:
         _refuse("weights in host memory", "use weights_memory='device'")
-    levels = set(model.activation_memory)
+    levels = {layer.activation_memory for layer in model.layers}
     if "offload" in levels:
         _refuse("activation_memory='offload'", "use 'tiled'")
     devices = {p.device for p in of.parameters}

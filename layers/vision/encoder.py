@@ -11,7 +11,7 @@ Positions are the row and column of a patch in its picture; each rotates half of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -85,17 +85,27 @@ class ClassToken(nn.Module):
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
+Run = Callable[[list[Tensor], Sequences, dict[str, Tensor]], Tensor]
+"""The layers and the norm after them: ([x [P, D]], sequences, nothing) -> [P, D]."""
+RecordedRun = Callable[[list[Tensor], Sequences, dict[str, Tensor], Run], Tensor]
+
+
 class VisionEncoder(nn.Module):
     """Encode patches for the projector.
 
     Args:
         spec: the blocks and their windows.
         attention: the attention backend, see layers/attention/backends.py.
+
+    Attributes:
+        recorded: runs the layers as CUDA graphs, if they were asked for (`Decoder.set_cuda_graphs`). Layers
+            with windows of their own, or with further outputs, run as without.
     """
 
     def __init__(self, spec: VisionSpec, attention: AttentionBackend = "auto"):
         super().__init__()
         self.spec = spec
+        self.recorded: RecordedRun | None = None
         self.patch_embed = PatchEmbedding(spec.patches, spec.hidden_size)
         self.class_token = None
         if spec.class_token is not None:
@@ -137,9 +147,27 @@ class VisionEncoder(nn.Module):
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.ropes)))
         for sequences in seen_by:
             sequences.positions = frames.positions
+        alone = order is None and not (self.spec.deep or self.spec.taken)
+        if alone and self.recorded is not None and torch.is_grad_enabled():
+            made: tuple[Tensor, ...] = (self.recorded([x], frames, {}, self._run_alone),)
+        else:
+            made = self._run(x, seen_by)
+        if self.class_token is not None and not self.spec.class_feature:
+            made = tuple(self.class_token.dropped(x, len(lengths)) for x in made)
+        if order is not None:
+            back = order.argsort()
+            made = tuple(_by_blocks(x, back, merge) for x in made)
+        return tuple(_means_over_time(x, pictures.grids) for x in made) if self.spec.clips else made
+
+    def _run_alone(self, first: list[Tensor], sequences: Sequences, _: dict[str, Tensor]) -> Tensor:
+        (made,) = self._run(first.pop(), [sequences] * len(self.layers))
+        return made
+
+    def _run(self, x: Tensor, seen_by: Sequence[Sequences]) -> tuple[Tensor, ...]:
+        """The layers, and the norm after them: the result, and the outputs of the layers at `deep`."""
         residual, offload = None, Offload()
         kept = {*self.spec.deep, *(state - 1 for state in self.spec.taken)}
-        states = {-1: x}
+        states = {-1: x} if self.spec.taken else {}
         for number, (layer, sequences) in enumerate(zip(self.layers, seen_by, strict=True)):
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
             if number in kept:
@@ -151,13 +179,11 @@ class VisionEncoder(nn.Module):
             x = add_and_norm(self.norm_after, x, residual)[0]
         else:
             x = x if residual is None else x + residual
-        made = x, *(states[number] for number in sorted(self.spec.deep))
-        if self.class_token is not None and not self.spec.class_feature:
-            made = tuple(self.class_token.dropped(x, len(lengths)) for x in made)
-        if order is not None:
-            back = order.argsort()
-            made = tuple(_by_blocks(x, back, merge) for x in made)
-        return tuple(_means_over_time(x, pictures.grids) for x in made) if self.spec.clips else made
+        return x, *(states[number] for number in sorted(self.spec.deep))
+
+    def recorded_parts(self) -> list[nn.Module]:
+        """The modules that `recorded` runs."""
+        return [*self.layers, *([] if self.norm_after is None else [self.norm_after])]
 
     def _embedded(self, pictures: Pictures) -> Tensor:
         """The input of the blocks."""

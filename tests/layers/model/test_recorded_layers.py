@@ -80,9 +80,10 @@ def test_recorded_steps_have_the_bits_of_unrecorded_ones(captured, family, level
     assert len(captured) == 2
 
 
-def test_steps_with_images_have_the_same_bits(captured):
-    """Features enter before the layers. In Gemma 3 the tokens of an image also attend to one another."""
-    config = find_architecture("gemma3").tiny
+@pytest.mark.parametrize("family", ["gemma3", "internvl"])
+def test_steps_with_images_have_the_same_bits(captured, family):
+    """In Gemma 3 the tokens of an image also attend to one another. InternVL's encoder has class tokens."""
+    config = find_architecture(family).tiny
     call = make_batch(IMAGES, 2, 16, config, torch.device("cpu"))
 
     def steps(model):
@@ -92,10 +93,10 @@ def test_steps_with_images_have_the_same_bits(captured):
             loss.backward()
         return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}, {}
 
-    model = make("gemma3")
+    model = make(family)
     model.set_cuda_graphs()
-    assert_alike(steps(model), steps(make("gemma3")))
-    assert len(captured) == 2
+    assert_alike(steps(model), steps(make(family)))
+    assert len(captured) == 4  # the encoder, and the language model
 
 
 def test_a_form_of_batch_runs_once_is_recorded_once_and_then_replayed(captured):

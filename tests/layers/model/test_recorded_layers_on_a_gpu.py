@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import liger_models
+from benchmarks.training.batches import IMAGES, make_batch
 from liger_models.architectures import find_architecture
 
 pytestmark = pytest.mark.gpu
@@ -71,6 +72,26 @@ def test_replayed_steps_have_the_bits_of_unrecorded_ones(family, options, docume
     found = train(model, documents)
     assert any(own.recorded._recordings.values())
     assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_replayed_steps_with_images_have_the_bits_of_unrecorded_ones():
+    config = find_architecture("internvl").tiny
+    call = make_batch(IMAGES, 2, 16, config, torch.device("cuda"))
+    call = {name: x.bfloat16() if x.is_floating_point() else x for name, x in call.items()}
+
+    def steps(recorded):
+        model = make("internvl")
+        model.set_cuda_graphs(recorded)
+        for _ in range(4):
+            model.zero_grad()
+            loss = model(**call).loss
+            loss.backward()
+        if recorded:
+            assert any(model.vision.encoder.recorded._recordings.values())
+        return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+    found, expected = steps(True), steps(False)
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
