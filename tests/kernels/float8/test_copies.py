@@ -105,8 +105,9 @@ def check_norm(x: torch.Tensor, exactly: bool) -> None:
     y, total = add_rms_norm(middle, residual, weight, float8=True, float8_gradient=True)
     alone = rms_norm(total.detach(), weight, float8=True)
     (y.sum() + total.square().sum()).backward()
-    # Kernels with other tiles sum a row's squares in another order, which can turn a rounding.
-    torch.testing.assert_close(alone, y, rtol=torch.finfo(y.dtype).eps if x.is_cuda else 0.0, atol=0.0)
+    # Kernels with other tiles sum a row's squares in another order, which can turn both roundings: of the
+    # normalised value, and of its product with the weight.
+    torch.testing.assert_close(alone, y, rtol=2 * torch.finfo(y.dtype).eps if x.is_cuda else 0.0, atol=0.0)
     for of, copy in ((y, carried_rows(y)), (alone, carried_rows(alone)), *seen):
         if copy is None:
             assert not x.is_cuda
