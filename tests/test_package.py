@@ -40,6 +40,7 @@ BUILT_ON = {
     "liger_models.hf.adapters.expert_lora": "peft",
     "liger_models.hf.adapters.kept_bits": "peft",
     "liger_models.hf.adapters.lora": "peft",
+    "liger_models.integrations.torchtitan": "torchtitan",
     "liger_models.integrations.verl": "verl",
     "liger_models.integrations.verl_checkpoints": "verl",
     "liger_models.integrations.verl_settings": "verl",
@@ -248,7 +249,7 @@ def test_every_folder_is_installed():
 def test_modules_are_changed_in_place_in_one_file():
     """Where a debugger can stop at it."""
     home = ROOT / "layers" / "projections" / "in_place.py"
-    pattern = re.compile(r"\.__class__ = |\._modules\b")
+    pattern = re.compile(r"\.__class__ = |\._modules\b(?!\.(items|values)\(\))")
     files = [path for part in MAY_IMPORT for path in sources(part) if pattern.search(path.read_text())]
     assert files == [home]
 

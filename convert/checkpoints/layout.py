@@ -231,7 +231,7 @@ def _saved(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
     seen: set[int] = set()
 
     def visit(path: str, module: nn.Module) -> None:
-        # The tables themselves: torch's iterators take ten times as long, which streams of weights notice.
+        # The tables themselves: torch's iterators over them take ten times as long, which streams notice.
         if id(module) in seen:
             return
         seen.add(id(module))

@@ -133,10 +133,10 @@ def _sizes_of(kind: Kind) -> tuple[int, ...]:
     while size > (16 if on_gpu else 1):
         whole, order = run(slice(0, size)), torch.arange(size, device=kind.device).roll(_ROLL)
         if torch.equal(run(order), whole[order]):
-            smaller = [size >> shift for shift in range(6, 0, -1) if size >> shift > 1]
+            smaller = {size >> shift for shift in range(1, 7)} | {size * n // 8 for n in (3, 5, 6, 7)}
             same = [
                 n
-                for n in smaller
+                for n in sorted(smaller - {0, 1})
                 if torch.equal(run(slice(0, n)), whole[:n])
                 and torch.equal(run(slice(size - n, size)), whole[size - n :])
             ]
