@@ -29,7 +29,7 @@ BIN := $(VENV)/bin
 # Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
 # more threads than cores make small matrices slower. Compiled modules are kept, whatever the environment says: each of
 # the many processes would compile them again.
-PYTEST_FLAGS := -q -n 3 --timeout 600 $(if $(FAMILIES),--all-families)
+PYTEST_FLAGS := -q -n 3 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)
 
 .PHONY: help demo test family real matrix lint types docs notebooks package clean
 

@@ -485,8 +485,8 @@ def test_an_interrupt_exits_with_code_130(checkpoint, capsys, monkeypatch):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_a_closed_pipe_is_not_an_error(checkpoint):
-    command = [sys.executable, "-m", "liger_models.cli", "inspect", str(checkpoint), "--json"]
+def test_a_closed_pipe_is_not_an_error():
+    command = [sys.executable, "-m", "liger_models.cli", "list"]
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)

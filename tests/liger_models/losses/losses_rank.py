@@ -1,7 +1,7 @@
 """One rank of test_ranks.py: every loss under DDP, under FSDP2, and with adapters.
 
 The scores are of this rank's pairs, in two micro-batches, the second of them packed. The folder has task.pt;
-the results are gradients by wrapper and loss.
+the results are gradients by wrapper and loss: of all losses with each wrapper, or of each loss with one.
 """
 
 from __future__ import annotations
@@ -100,6 +100,14 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+WRAPPERS = "ddp", "fsdp", "fsdp, adapters"
+
+
+def losses_with(wrapper: str, every: bool) -> list[str]:
+    """The names of the losses computed with a wrapper: all, or every third."""
+    return list(LOSSES) if every else list(LOSSES)[WRAPPERS.index(wrapper) :: len(WRAPPERS)]
+
+
 def of_pairs(given: dict[str, Tensor], pairs: Tensor) -> dict[str, Tensor]:
     """Select the rows [chosen, rejected] of some pairs."""
     rows = torch.cat([pairs, pairs + len(given["labels"]) // 2])
@@ -134,7 +142,7 @@ def whole(gradient: Tensor) -> Tensor:
     return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient.clone()
 
 
-def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, dict[str, Tensor]]]:
+def results(folder: Path, rank: int, ranks: int, which: str) -> dict[str, dict[str, dict[str, Tensor]]]:
     task = torch.load(folder / "task.pt", weights_only=False)
     mesh = init_device_mesh("cpu", (ranks,))
     given = dict(task["given"])
@@ -142,7 +150,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, dict[str
     given["kl"] = of.kto_kl(*strangers)
     counts = {name: count / ranks for name, count in task["counts"].items()}
     found: dict[str, dict[str, dict[str, Tensor]]] = {}
-    for wrapper in ("ddp", "fsdp", "fsdp, adapters"):
+    for wrapper in WRAPPERS:
         model = CausalLM(task["spec"]).double()
         model.load_state_dict(task["state"])
         model = adapted(model) if "adapters" in wrapper else model
@@ -155,7 +163,8 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, dict[str, dict[str
             parallel = fully_shard(model, mesh=mesh)
             named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         found[wrapper] = {}
-        for name, loss in LOSSES.items():
+        for name in losses_with(wrapper, every=which == "every"):
+            loss = LOSSES[name]
             for number, pairs in enumerate(task["pairs"][rank]):
                 own = of_pairs(given, pairs)
                 log_probs, entropy = scores_of(parallel, own, packed=number == 1)

@@ -165,18 +165,22 @@ def needs(item, fixture):
     return item.path == Path(__file__) and fixture in item.fixturenames
 
 
+def that_run(table, fixture, request):
+    chosen = {item.callspec.params["case"] for item in request.session.items if needs(item, fixture)}
+    return {name: case for name, case in table.items() if name in chosen}
+
+
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Results of two ranks and of one process, for each case that runs."""
-    chosen = {item.callspec.params["case"] for item in request.session.items if needs(item, "results")}
-    cases = {name: case for name, case in CASES.items() if name in chosen}
-    return compared(cases, tmp_path_factory.mktemp("sequences"), 2)
+    return compared(that_run(CASES, "results", request), tmp_path_factory.mktemp("sequences"), 2)
 
 
 @pytest.fixture(scope="module")
-def passed(tmp_path_factory):
-    """Results of four ranks that pass states, and of one process, for each case."""
-    cases = {name: {**case, "pass_states": True} for name, case in PASSED.items()}
+def passed(request, tmp_path_factory):
+    """Results of four ranks that pass states, and of one process, for each case that runs."""
+    passing = that_run(PASSED, "passed", request)
+    cases = {name: {**case, "pass_states": True} for name, case in passing.items()}
     return compared(cases, tmp_path_factory.mktemp("passed"), 4)
 
 
