@@ -27,11 +27,12 @@ endif
 
 BIN := $(VENV)/bin
 # Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
-# more threads than cores make small matrices slower. Compiled modules are kept, whatever the environment says: each of
-# the many processes would compile them again.
+# more threads than cores make small matrices slower. Each has a third of the tests in their order, since neighbours
+# use the same models and libraries, and takes over from others in the end. Compiled modules are kept, whatever the
+# environment says: each of the many processes would compile them again.
 PYTEST_FLAGS := -q -n 3 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)
 
-.PHONY: help demo test family real matrix lint types docs notebooks package clean
+.PHONY: help demo test cases family real matrix lint types docs notebooks package clean
 
 help:
 	@sed -n 's/^# \{0,1\}//; 1,12p' Makefile
@@ -39,7 +40,11 @@ help:
 demo: $(VENV)/.liger-models-demo
 	$(BIN)/python examples/demo.py
 
-test: lint types
+# mypy has one process: it runs beside the tests.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types cases
+
+cases: $(VENV)/.liger-models-dev
 	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 # tests/hf lets a family through only if its adapters, its checkpoints and its quantised form are transformers' own.
@@ -105,7 +110,9 @@ $(VENV)/.liger-models-demo: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PINS) -e ".[plot]"
 	@touch $@
 
+# pip would compile the modules of all packages on one core. Some packages have files that are no Python.
 $(VENV)/.liger-models-dev: $(BIN)/python pyproject.toml constraints.txt
 	@echo "Installing into $(VENV) (a few minutes the first time)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check $(PINS) -e ".[dev]"
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile $(PINS) -e ".[dev]"
+	@$(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 	@touch $@
