@@ -41,9 +41,12 @@ def representatives(parts: str = "layers") -> tuple[str, ...]:
 
 
 @functools.cache
-def vision_representatives() -> tuple[str, ...]:
-    """The same for vision-language families, by the kinds of their blocks and of the parts of encoders."""
-    return _with_all({family: frozenset(kinds_of(family)) for family in list_architectures(vision=True)})
+def vision_representatives(parts: str = "encoder") -> tuple[str, ...]:
+    """The same for vision-language families, by the kinds of their blocks and of the parts of the "encoder",
+    or by what matters to "tokens": how pictures become tokens, and which positions these have.
+    """
+    of = {"encoder": kinds_of, "tokens": places_of}[parts]
+    return _with_all({family: frozenset(of(family)) for family in list_architectures(vision=True)})
 
 
 def _with_all(parts: dict[str, frozenset[Any]]) -> tuple[str, ...]:
@@ -132,6 +135,15 @@ def kinds_of(family: str) -> Iterator[Any]:
     for block in spec.blocks:
         yield type(block), tuple(map(type, block.mixers)), type(block.mlp)
     yield from _types(spec.vision, "vision")
+
+
+def places_of(family: str) -> Iterator[Any]:
+    """How a family's pictures become tokens, and how these are placed and seen."""
+    vision = spec_of(family).vision
+    yield type(vision)
+    yield from ((name, type(getattr(vision, name, None))) for name in ("pictures", "positions"))
+    yield "spans", getattr(vision, "spans", None)
+    yield "videos", getattr(vision, "video_id", None) is not None
 
 
 def _types(part: Any, place: str) -> Iterator[tuple[str, type]]:

@@ -73,7 +73,7 @@ def alone(pair, one):
     return pair.ours.score(one.ids[None], labels=labels, **images).log_probs.sum()
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @torch.no_grad()
 def test_scores_equal_those_of_separate_sequences(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(groups, "SPARED", 0.0)
@@ -95,7 +95,7 @@ def test_scores_equal_those_of_separate_sequences(pair, tmp_path, monkeypatch):
     assert not image_ids & set(batch.following[0].tolist())
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @torch.no_grad()
 def test_labelled_answers_are_split_into_separate_calls(pair, tmp_path):
     found = sequences_of(pair)

@@ -102,7 +102,7 @@ def test_every_layout_is_saved_byte_for_byte(family, number, pair, written, tmp_
         liger_models.from_hub(source)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp_path):
     """The reference does so too, since configs that omit the key often mean the opposite of its default."""
     source = tmp_path / "source"
@@ -125,7 +125,7 @@ def test_a_head_in_the_files_is_used_whatever_the_config_says(pair, written, tmp
     assert files(tmp_path / "out") == files(source)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_the_text_part_can_be_loaded_as_a_language_model(pair, written):
     if pair.config["text_config"]["model_type"] == "muse_glimmer_text":  # has no class in transformers
         with pytest.raises(UnsupportedModelError, match="no language model 'muse_glimmer_text'"):

@@ -9,7 +9,7 @@ from scenes import DOCUMENTS, Image
 from liger_models.generating.generation import generate
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_tokens_equal_the_references(pair):
     """Rows have several lengths, with images, videos or none, padded on the left for the reference."""
     call = pair.scene(*DOCUMENTS.values(), padding="left")

@@ -84,7 +84,7 @@ def test_logits_loss_and_every_gradient_match_the_reference(pair, ours):
     assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.supports("vision-language models", "checkpoints byte for byte, to native models and back")
 def test_files_equal_the_references_and_the_native_models(pair, ours, folders, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
@@ -103,7 +103,7 @@ def test_files_equal_the_references_and_the_native_models(pair, ours, folders, t
         assert not beyond_bound({"logits": relative_distance(found, logits)})
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.supports("vision-language models", "generate")
 def test_generated_tokens_equal_the_references(pair, ours):
     """Rows have several lengths, with images, videos or none."""
@@ -148,7 +148,7 @@ def test_a_model_with_split_projections_loads_its_own_state(family, pair, ours, 
     assert given == set(safetensors.safe_open(folders(pair) / "model.safetensors", "pt").keys())
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_hidden_states_match_the_reference(pair, ours):
     if not hasattr(pair.reference, "model"):
         pytest.skip("the reference returns the hidden states of its language model only")
@@ -164,7 +164,7 @@ def test_hidden_states_match_the_reference(pair, ours):
 PARTS = ("vision", "projector", "language")
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_trainable_parts_match_the_native_model(pair, ours):
     """A part may be given by any module of transformers' own model that holds its layers."""
     native, layout = copy.deepcopy(pair.ours), ours.model.own_layout
@@ -193,7 +193,7 @@ def test_unused_parameters_need_no_gradient(family, pair, folders):
         assert not [n for n, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_a_keyword_unknown_to_the_family_is_refused_by_name(pair, ours):
     call = pair.scene([1, Image(4, 4), 2])
     unknown = next(

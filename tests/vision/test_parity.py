@@ -38,7 +38,7 @@ def test_rows_without_padding_match_the_reference(pair):
     assert not compare(pair, pair.batch())
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_text_only_batches_train_the_language_model_only(pair):
     call = pair.scene([21], [21])
     ours = pair.run_ours(**call)
@@ -46,7 +46,7 @@ def test_text_only_batches_train_the_language_model_only(pair):
     assert not any("vis" in name for name in ours.gradients)
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_packed_documents_equal_separate_documents(pair):
     """Each document has its own positions and images, in one row, and in rows that end within a document."""
     documents = list(DOCUMENTS.values())
@@ -66,7 +66,7 @@ def test_packed_documents_equal_separate_documents(pair):
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("more", [0, 3], ids=["a whole prompt", "the first tokens of a document"])
 def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
     """Compare with each answer and its prompt as a separate document; `more` follows the prompt."""
@@ -130,7 +130,7 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
     pair.ours.set_activation_memory("lean")
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize(
     "family", [f for f in list_architectures(vision=True) if "video_token_id" in find_architecture(f).tiny]
 )

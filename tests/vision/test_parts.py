@@ -7,7 +7,7 @@ from pairs import beyond_bound
 from scenes import Image
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("part", ["vision", "projector", "language"])
 def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     call = pair.scene([1, Image(4, 4), 3], [2, Image(4, 4), 2])
@@ -35,7 +35,7 @@ def test_frozen_parts_do_not_train_and_the_rest_trains_as_before(part, pair):
     assert frozen <= in_vision if part != "language" else not frozen & in_vision
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_a_frozen_encoder_keeps_nothing(pair):
     pictures = pair.ours.vision.take(pair.scene([1, Image(4, 4), 3])).pictures
     given = []

@@ -97,7 +97,7 @@ OF_TOKENS = [
 ]
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("family", OF_TOKENS)
 def test_a_process_without_images_runs_the_whole_encoder(family, pair, monkeypatch):
     """The encoder then has no effect: its gradients exist and are zero."""
