@@ -267,6 +267,55 @@ ALWAYS |= {
     ),
 }
 
+# Kernels in the interpreter: a part of the combinations, in which each setting still has each of its values.
+KERNELS = "tests/kernels"
+ALWAYS |= {
+    f"{KERNELS}/recurrent/test_selective_scan.py::test_all_forms_equal_the_recurrence_in_float64": (
+        "plain-packed",
+        "plain-slow",
+        "triton-packed",
+        "triton-fast",
+    ),
+    f"{KERNELS}/attention/test_tree_attention.py::test_a_tree_equals_its_documents_one_by_one": (
+        "plain-all",
+        "plain-both",
+        "triton-window",
+        "triton-spans",
+    ),
+    f"{KERNELS}/losses/test_cross_entropy.py::"
+    "test_token_accuracy_counts_the_valid_tokens_predicted_correctly": (
+        "plain-shape0--100",
+        "plain-shape1-3",
+        "triton-shape0--1",
+        "triton-shape1--100",
+    ),
+    f"{KERNELS}/norms/test_gated_rms_norm.py::test_groups_of_any_width_follow_the_formula": (
+        "plain-llama-silu-False-True",
+        "plain-float32-sigmoid-True-False",
+        "triton-llama-silu-True-True",
+        "triton-llama-silu-False-False",
+        "triton-llama-sigmoid-False-True",
+        "triton-float32-silu-True-False",
+        "triton-float32-sigmoid-False-False",
+        "triton-float32-sigmoid-True-True",
+    ),
+    f"{KERNELS}/rotary/test_qk_norm_rotary.py::test_every_order_and_layout_is_correct": (
+        *(f"3-True-{rest}" for rest in ("False-False-False", "False-True-True", "True-False-True")),
+        *(f"5-False-{rest}" for rest in ("False-False-True", "True-True-True", "True-False-False")),
+        "3-True-True-True-False",
+        "5-False-False-True-False",
+    ),
+    f"{MODELS}/test_host_weights.py::test_a_step_has_the_same_bits_and_holds_two_layers_at_a_time": (
+        *("all-True", "lean-False", "mlp-True", "checkpoint-False", "tiled-True", "offload-False"),
+    ),
+    f"{MODELS}/quantised/test_transformers.py::test_our_classes_are_loaded_dense_by_transformers": (
+        "dtype0-mxfp4",
+        "dtype1-float8 blocks",
+    ),
+    # Trains for some hundred steps; the objective's steps are compared with other definitions.
+    f"{TRAINING}/test_examples.py::test_a_small_model_learns_a_preference": (),
+}
+
 # One family for each kind of names, layers and encoder.
 NAMED = ("llama", "gpt2", "gpt_oss", "mixtral", "jamba", "gemma4_text", "zamba2", "qwen2_vl", "mllama")
 ALWAYS |= {
