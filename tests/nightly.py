@@ -158,6 +158,9 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{MODELS}/test_cards.py::test_families_are_measured_on_all_devices_by_the_benchmarks": (),
     # The first programs below run in the same way in the tests that stay, for other benchmarks.
     f"{BENCHMARKS}/test_devices.py::test_kernels_fit_four_gpus_at_real_sizes": ("norms",),
+    f"{BENCHMARKS}/test_vision.py::test_every_vision_language_family_accepts_the_images": (
+        *("aya_vision", "gemma4", "lfm2_vl", "mllama", "qwen2_5_vl"),
+    ),
     f"{BENCHMARKS}/test_parallel.py::test_two_processes_measure_a_model_and_report_what_is_missing": (),
     f"{BENCHMARKS}/test_compiling_ahead.py::test_jobs_run_in_processes_that_end_and_report_failures": (),
     f"{HF}/test_examples.py::test_the_example_for_several_gpus_trains_on_two_processes": (),

@@ -244,6 +244,7 @@ def write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str
 # -- config.json
 
 
+@pytest.mark.of_layers("settings")
 def test_configs_spelled_as_in_transformers_4_and_5_give_the_same_spec(family, pair, written_by_reference):
     raw = json.loads((written_by_reference(family) / "config.json").read_text())
     architecture = find_architecture(family)

@@ -93,6 +93,7 @@ def test_every_unsupported_value_is_named(family):
     assert not unnamed
 
 
+@pytest.mark.of_layers("settings")
 @pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
 def test_a_value_of_another_type_causes_no_internal_error(family):
     """Any value of any key, in nested configs too, gives a spec or an error that names the key."""
@@ -113,6 +114,7 @@ def paths(config):
             yield from ((key, *path) for path in paths(value))
 
 
+@pytest.mark.of_layers("settings")
 def test_a_case_that_a_registration_skips_would_be_tested_otherwise(family):
     """test_mutations.py checks this for fields and swapped tensors."""
     tiny = find_architecture(family).tiny

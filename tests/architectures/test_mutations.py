@@ -33,7 +33,7 @@ def test_without_a_fault_the_comparison_passes(pair):
     assert not is_noticed(pair)
 
 
-@pytest.mark.of_layers("settings")
+@pytest.mark.of_layers
 def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pair, all_families):
     """Values are changed layer by layer in the tiny config; those unnoticed there are changed in a variant.
     Fields that an earlier family has in the same form, at the same place of its layers, are left to that one.
@@ -43,7 +43,7 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
     tried = None if all_families else forms_of_earlier(family, stated)
     faults = unnoticed_fields(pair, tried=tried)
     missed = {fault: field for fault, field in faults.items() if not skipped(family, "field", field)}
-    if first_that_rotates_like(family, None if all_families else representatives("settings")) != family:
+    if first_that_rotates_like(family, None if all_families else representatives()) != family:
         missed = {fault: field for fault, field in missed.items() if field not in ROPE_FIELDS}
     noticed = fields_noticed_in_variants(family, pair, make_pair, set(missed.values()))
     unnoticed = [fault for fault, field in missed.items() if field not in noticed]
@@ -54,7 +54,7 @@ def test_another_value_of_any_field_of_the_spec_is_noticed(family, pair, make_pa
 
 def forms_of_earlier(family, stated):
     """The forms of earlier families' fields, except of those `stated` to go unnoticed here."""
-    names = representatives("settings")
+    names = representatives()
     return set().union(*(forms_of(name) for name in names[: names.index(family)])) - {
         form for form, field in forms_of(family).items() if field in stated
     }

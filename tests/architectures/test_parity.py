@@ -99,6 +99,7 @@ def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, 
         assert not failures(make_pair(family, old).forward_distances())
 
 
+@of_layers("settings")
 def test_a_missing_or_null_key_has_the_meaning_it_has_in_the_reference(family, make_pair, failures):
     """Its meaning is a value that the reference's config states for it and that gives the same spec; or else
     logits are compared. Each reading is compared once: several changes may be the same config to us and to
@@ -132,6 +133,7 @@ def readings(family, changes):
         raise RefusedByReference(str(error)) from error
 
 
+@of_layers("settings")
 def test_every_key_that_a_family_reads_has_an_effect_in_one_of_its_configs(family):
     """Otherwise a wrong reading would go unnoticed. If this fails, add a variant to the family."""
     assert not untried_keys(family)
@@ -152,7 +154,8 @@ def test_the_padding_row_has_the_gradient_of_the_reference(pad, tied, family, ma
     assert not failures(pair.distances(**pair.clear(draw)))
 
 
-@pytest.mark.parametrize("tied", [pytest.param(True, marks=of_layers("head")), False])
+@of_layers("head")
+@pytest.mark.parametrize("tied", [True, False])
 def test_a_fresh_padding_row_is_zero_if_it_is_in_the_reference(tied, family):
     """It is like every other row if the reference's embedding has no padding row."""
     architecture = find_architecture(family)

@@ -16,7 +16,7 @@ from liger_models.architectures import find_architecture
 from liger_models.layers.specs import RopeSpec
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_another_value_of_any_field_is_detected(family, pair, request):
     """Fields that an earlier family has in the same form, at the same place, are left to that one."""
     assert not is_noticed(pair)
@@ -46,7 +46,7 @@ def test_another_value_of_any_field_is_detected(family, pair, request):
 
 def forms_of_earlier(family):
     """The forms of the fields of earlier families' encoders, except of those that depend on the images."""
-    names = vision_representatives()
+    names = vision_representatives("tokens")
     return frozenset().union(*(forms_of(name) for name in names[: names.index(family)]))
 
 
