@@ -27,7 +27,8 @@ from liger_models.architectures import find_architecture, list_architectures
 def representatives(parts: str = "layers") -> tuple[str, ...]:
     """Families chosen one by one, each for having the most parts that the earlier ones lack: kinds of parts
     of "layers", of "tokens" what their mixers show a token, of the "head" the model's own settings, of
-    "names" what layouts do, of "rotations" rotary settings, or all "settings".
+    "names" what layouts do, of "rotations" rotary settings, or all "settings". None of what is tested "alone"
+    at night, and by day together with others.
     """
     of = {
         "layers": parts_of,
@@ -36,6 +37,7 @@ def representatives(parts: str = "layers") -> tuple[str, ...]:
         "head": settings_of_head,
         "names": names_of,
         "rotations": lambda family: [rotation(family)],
+        "alone": lambda family: (),
     }
     return _with_all({family: frozenset(of[parts](family)) for family in list_architectures()})
 

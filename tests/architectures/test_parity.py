@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -40,32 +41,41 @@ from liger_models.layers.specs import RecurrentSpec
 of_layers = pytest.mark.of_layers
 
 
-def every(table, mark=None, is_marked=lambda family, name: False):
-    """(family, changes) of every entry of every family's table. Entries for which `is_marked(family, name)`
-    holds have the mark.
-    """
+def every(table, mark_of=lambda family, name: None):
+    """(family, changes) of every entry of every family's table, with its mark if it has one."""
     return [
-        pytest.param(family, changes, id=f"{family}-{name}", marks=[mark] * is_marked(family, name))
+        pytest.param(family, changes, id=f"{family}-{name}", marks=mark_of(family, name) or ())
         for family in list_architectures()
         for name, changes in table(family).items()
     ]
 
 
-def is_with_others(family, name):
-    return name in OF_LAYERS or (name in usual(family) and together(family) != {})
+def mark_of_variant(family, name):
+    """The usual variants are compared in one config, and registrations' own of one name, such as "in groups",
+    in the first two families that have it.
+    """
+    if name in OF_LAYERS:
+        return of_layers
+    in_one = name in usual(family) and together(family)
+    return of_layers("alone") if in_one or family in families_with(name)[2:] else None
+
+
+@functools.cache
+def families_with(name):
+    """The families whose registrations have a variant of a name."""
+    return [f for f in list_architectures() if name in find_architecture(f).variants]
 
 
 @pytest.mark.parametrize(
     ("family", "changes"),
     [
-        *every(variants, of_layers, is_with_others),
+        *every(variants, mark_of_variant),
         *every(lambda family: {"together": together(family)} if together(family) else {}),
     ],
 )
 def test_every_variant_agrees(family, changes, make_pair, failures, all_families):
-    """A variant shows how the family's config is read, for which logits and loss suffice, and the usual ones
-    in one config. Gradients of the layers are compared in the tiny config, and in every variant of the
-    families that have all layers.
+    """A variant shows how the family's config is read, for which logits and loss suffice. Gradients of the
+    layers are compared in the tiny config, and in every variant of the families that have all layers.
     """
     pair = make_pair(family, changes)
     if changes and not all_families and family not in representatives():
@@ -74,15 +84,14 @@ def test_every_variant_agrees(family, changes, make_pair, failures, all_families
         assert not failures(pair.distances(**pair.batch()))
 
 
-def is_tried_elsewhere(family, name):
+def mark_of_rope(family, name):
     """Families read rope types with common code: some have them all, and the others one in turn."""
     in_turn = ROPES_IN_TURN[list_architectures().index(family) % 5]
-    return name != (in_turn if in_turn in rope_types(family) else "default")
+    own = in_turn if in_turn in rope_types(family) else "default"
+    return of_layers("rotations") if name != own else None
 
 
-@pytest.mark.parametrize(
-    ("family", "spellings"), every(rope_types, of_layers("rotations"), is_tried_elsewhere)
-)
+@pytest.mark.parametrize(("family", "spellings"), every(rope_types, mark_of_rope))
 def test_every_rope_type_agrees_in_both_spellings(family, spellings, make_pair, failures):
     """The older spelling gives the same spec; logits are compared if the reference reads it differently.
     Gradients are compared in the first of the families that rotate queries and keys in the same way.
