@@ -128,7 +128,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
         stand_ins += [(module, name, stand_in) for module in modules if vars(module).get(name) is own]
     if device == "meta":
         stand_ins += [
-            (torch.distributed, "all_to_all_single", _nothing),
+            *((torch.distributed, name, _nothing) for name in ("all_to_all_single", "send", "recv")),
             (torch, "is_autocast_enabled", lambda *kind: False),  # fails for the meta device
             (torch, "autocast", lambda *kind, **options: nullcontext()),
             (of_loss, "valid_rows", lambda labels, vocab, ignored, count: labels.new_empty(count)),

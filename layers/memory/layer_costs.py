@@ -66,8 +66,8 @@ class LayerCosts:
         tokens = step.tokens
         kept = {level: tokens * layer.activation_bytes(level, itemsize) for level in LEVELS}
         if step.sequence_ranks > 1:
-            received = (exchange_bytes(spec, step.sequence_ranks, itemsize) for spec in layer.spec.mixers)
-            exchanged = tokens * sum(received)
+            way = step.sequence_ranks, itemsize, step.pass_states
+            exchanged = tokens * sum(exchange_bytes(spec, *way) for spec in layer.spec.mixers)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
         extra = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize

@@ -50,6 +50,7 @@ class Step:
         longest: tokens of the longest document; None: `seq`.
         labels: the fraction of tokens with a label; the others are not in the loss.
         sequence_ranks: GPUs that split each row's tokens among them.
+        pass_states: their recurrent layers pass states from rank to rank instead of exchanging heads.
         optimizer_on_host: the optimizer's state is in the host's memory.
         weights_on_host: frozen weights of the layers, the embedding and the head are streamed from the host.
         optimizer_work: bytes that the optimizer's step takes in addition to the state and the gradients.
@@ -69,6 +70,7 @@ class Step:
     longest: int | None = None
     labels: float = 1.0
     sequence_ranks: int = 1
+    pass_states: bool = False
     optimizer_on_host: bool = False
     optimizer_work: int = 0
     weights_on_host: bool = False

@@ -214,12 +214,14 @@ def _copies(kv_heads: int, ranks: int) -> int:
     return math.lcm(kv_heads, ranks) // kv_heads
 
 
-def exchange_bytes(spec: Any, ranks: int, itemsize: int) -> int:
+def exchange_bytes(spec: Any, ranks: int, itemsize: int, pass_states: bool = False) -> int:
     """Bytes kept per token because heads are exchanged: the returned output, and copied keys and values. If
-    states pass instead: the convolution's inputs, next to the last ones of the rank before.
+    states pass instead, as recurrent layers may be asked to: the convolution's inputs, next to the last ones
+    of the rank before, unless their own memory is freed.
     """
     if isinstance(spec, RecurrentSpec):
-        return itemsize * (spec.conv_size if passes_states(spec, ranks) else spec.exchanged_size)
+        passed = pass_states or passes_states(spec, ranks)
+        return itemsize * (min(spec.conv_size, spec.exchanged_size) if passed else spec.exchanged_size)
     attention = getattr(spec, "attention", spec)
     heads = attention.num_attention_heads
     dim = getattr(spec, "v_head_dim", None) or attention.head_dim

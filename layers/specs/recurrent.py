@@ -55,10 +55,10 @@ class GatedDeltaSpec:
 
     @property
     def exchanged_size(self) -> int:
-        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and what it
-        received, unless a gate lies next to it.
+        """Elements per token that a rank keeps in addition, if heads are exchanged: what it received, next to
+        its own queries, keys and values, whose memory is freed only if the gate does not share it.
         """
-        return self.value_size + (self.projections != "qkvz") * self.conv_size
+        return (self.projections != "qkvz") * self.conv_size
 
     @property
     def state_flops(self) -> int:

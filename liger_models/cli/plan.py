@@ -64,6 +64,12 @@ def add_parser(subparsers) -> None:
         metavar="HxW",
         help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
+    add(
+        "--pass-states",
+        action="store_true",
+        help="with --sequence-parallel: recurrent layers pass states instead of exchanging heads, as after "
+        "divide_sequences(model, mesh, pass_states=True)",
+    )
     add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
     add("--json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw the parts of the peak, for each level")
@@ -199,6 +205,8 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
             f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
             "GPUs are"
         )
+    if args.pass_states and args.sequence_parallel == 1:
+        raise ConfigError("--pass-states needs --sequence-parallel: one GPU has no other to pass states to")
     _check_config_file(args)
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
     if dtype == "auto" and _is_preset(args.model):
@@ -301,6 +309,7 @@ def _step_memory(args: argparse.Namespace, model: "LigerCausalLM") -> "StepMemor
             QUANTISED[args.quantize] if args.quantize else None,
             labels=args.labels,
             sequence_ranks=args.sequence_parallel,
+            pass_states=args.pass_states,
             optimizer_on_host=on_host,
             optimizer_work=lane_bytes(per_element) if on_host else work,
             weights_on_host=args.weights_memory == "host",

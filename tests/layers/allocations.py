@@ -18,7 +18,9 @@ from liger_models.layers.model.output import CausalLMOutput
 from liger_models.layers.sequences.sequences import Sequences
 
 
-def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: float = 1.0) -> int:
+def peak_of_a_step(
+    model: Any, batch: int, seq: int, ranks: int = 1, labels: float = 1.0, rank: int = 0
+) -> int:
     """Peak bytes of a forward and a backward pass, without the model's parameters.
 
     Args:
@@ -26,6 +28,7 @@ def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: flo
         batch, seq: rows, and tokens in each.
         ranks: that divide each row.
         labels: the share of the tokens that have one.
+        rank: of these ranks, the one to count.
     """
     memory = LiveBytes(
         [*model.parameters(), *model.buffers()], "meta", unit=512
@@ -34,7 +37,7 @@ def peak_of_a_step(model: Any, batch: int, seq: int, ranks: int = 1, labels: flo
         ids = torch.empty(batch, seq, dtype=torch.long, device="meta")
         sequences = Sequences.from_call((batch, seq), ids.device)
         if ranks > 1:
-            sequences = sequences.divided(_FirstOf(ranks))
+            sequences = sequences.divided(_OneOf(ranks, rank))
         model.prepare_call(sequences, ids)
         tokens = len(sequences.pack(ids))
         targets = torch.empty(tokens, dtype=torch.long, device="meta")
@@ -60,14 +63,14 @@ def _further(model: Any, targets: Tensor, sequences: Sequences, valid: int) -> M
     return call
 
 
-class _FirstOf:
-    """A group of ranks whose rank 0 is this process."""
+class _OneOf:
+    """A group of ranks, one of which is this process."""
 
-    def __init__(self, ranks: int):
-        self.ranks = ranks
+    def __init__(self, ranks: int, own: int):
+        self.ranks, self.own = ranks, own
 
     def size(self) -> int:
         return self.ranks
 
     def rank(self) -> int:
-        return 0
+        return self.own

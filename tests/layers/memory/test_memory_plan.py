@@ -244,6 +244,57 @@ def test_rows_split_over_gpus_need_their_part_and_the_buffers_of_attention(capsy
     command = ["plan", "llama-3.1-8b", "--gpu", "H200", "--gpus", "8", "--sequence-parallel", "3"]
     assert main(command) == 2
     assert "--sequence-parallel 3 does not divide --gpus 8" in capsys.readouterr().err
+    assert main([*command[:-2], "--pass-states"]) == 2
+    assert "--pass-states needs --sequence-parallel" in capsys.readouterr().err
+
+
+DELTA = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 2,
+    "vocab_size": 32768,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "layer_types": ["linear_attention"] * 2,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "max_position_embeddings": 1 << 16,
+}
+MAMBA = {
+    "model_type": "granitemoehybrid",
+    "hidden_size": 2048,
+    "shared_intermediate_size": 8192,
+    "num_local_experts": 0,
+    "num_hidden_layers": 2,
+    "vocab_size": 32768,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "layer_types": ["mamba"] * 2,
+    "mamba_n_heads": 64,
+    "mamba_d_head": 64,
+    "max_position_embeddings": 1 << 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "passes"),
+    [(DELTA, 1, False), (DELTA, 4, False), (DELTA, 4, True), (MAMBA, 1, False), (MAMBA, 4, True)],
+    ids=["delta rule", "heads exchanged", "states passed", "state space", "its states passed"],
+)
+def test_a_plan_counts_what_recurrent_layers_keep(config, ranks, passes):
+    """On a rank with another before and after it. To 0.3%: the states that pass are not counted."""
+    model = on_meta(config)
+    model.set_activation_memory("lean")
+    for module in model.modules():
+        if hasattr(module, "pass_states"):
+            module.pass_states = passes or (config is MAMBA and ranks > 1)  # one group of heads
+    tokens = ranks << 14
+    step = Step(1, tokens, optimizer_bytes=0, sequence_ranks=ranks, pass_states=passes)
+    plan = StepMemory(model, step).plan(["lean"] * 2)
+    found = peak_of_a_step(model, 1, tokens, ranks, rank=ranks // 2)
+    assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=3e-3)
 
 
 def test_offloaded_state_is_counted_on_the_host_and_must_fit_there(capsys):
