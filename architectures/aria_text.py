@@ -1,5 +1,5 @@
 """Aria's language model (Rhymes AI, 2024, arXiv:2410.05993): LLaMA with experts in every layer, weighted by a
-softmax over the chosen ones alone, next to shared experts. Checkpoints store the experts transposed.
+softmax over only the chosen ones, next to shared experts. Checkpoints store the experts transposed.
 """
 
 from liger_models.architectures.common import INPUTS_FIRST, activation, attention, decoder, experts_and_chosen

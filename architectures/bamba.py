@@ -61,8 +61,8 @@ for_tests(
     },
     skip={
         "key:mamba_d_head": "it follows from the number of heads",
-        "key:hidden_act": "the convolutions have SiLU alone",
-        "variant:hidden_act": "the convolutions have SiLU alone",
+        "key:hidden_act": "the convolutions have only SiLU",
+        "variant:hidden_act": "the convolutions have only SiLU",
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "null:time_step_limit": "the reference would take its parts",
     },

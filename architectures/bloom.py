@@ -24,7 +24,7 @@ BY_HEAD = Joined("query_key_value", ("q_proj", "k_proj", "v_proj"), by="heads")
     layouts=(Layout(NAMES, root="transformer.", joined=(BY_HEAD,)),),
     defaults={"tie_word_embeddings": True},
     unread={
-        **dict.fromkeys(("pretraining_tp", "slow_but_exact"), "concerns the order of sums alone"),
+        **dict.fromkeys(("pretraining_tp", "slow_but_exact"), "concerns only the order of sums"),
         **dict.fromkeys(
             (
                 *("attention_softmax_in_fp32", "bias_dropout_fusion", "masked_softmax_fusion"),

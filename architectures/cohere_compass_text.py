@@ -80,7 +80,7 @@ for_tests(
         },
     },
     skip={
-        "rope:all": "the reference reads settings by layer type alone",
+        "rope:all": "the reference reads only settings by layer type",
         **{f"key:{key}": "the same" for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")},
         "key:head_dim": "heads are as wide together as the hidden state, which is checked",
         "refusal:mrope": "text has the same position on all axes",

@@ -58,7 +58,7 @@ def dbrx(c: HFConfig) -> ModelSpec:
 
 
 def attention(c: HFConfig) -> AttentionSpec:
-    """Attention, whose `rope_theta` released files have in `attn_config` alone. For these, transformers 5
+    """Attention, whose `rope_theta` is only in `attn_config` in released files. For these, transformers 5
     computes with its default for `rope_parameters`; we do as the models were trained.
     """
     own, width, heads = c.part("attn_config"), c.take_count("d_model"), c.take_count("n_heads")

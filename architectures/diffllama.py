@@ -43,7 +43,7 @@ def diffllama(c: HFConfig) -> ModelSpec:
 
 for_tests(
     "diffllama",
-    # The norm of heads hides lambda behind a small epsilon: its gradient would be rounding alone.
+    # With a small epsilon the norm of heads cancels lambda: its gradient would be only rounding.
     tiny={"attention_bias": True, "rms_norm_eps": 0.5},
     skip={
         "variant:one_kv_head": "heads form pairs",

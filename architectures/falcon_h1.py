@@ -118,8 +118,8 @@ for_tests(
     skip={
         "key:mamba_d_head": "it follows from the number of heads",
         "key:mamba_expand": "mamba_d_ssm goes before it",
-        "key:hidden_act": "the convolutions have SiLU alone",
-        "variant:hidden_act": "the convolutions have SiLU alone",
+        "key:hidden_act": "the convolutions have only SiLU",
+        "variant:hidden_act": "the convolutions have only SiLU",
         "variant:attention_bias=True": "not with attention_in_multiplier",
         "variant:mamba_proj_bias=True": "not with ssm_in_multiplier",
         "null:time_step_limit": "the reference would take its parts",

@@ -1,5 +1,5 @@
 """Flint (RecursiveSI, 2026): attention sinks and QK-norm per head in every layer, a sliding window on most
-layers, which alone have positions, and experts weighted by sigmoids next to a shared one.
+layers, the only ones with positions, and experts weighted by sigmoids next to a shared one.
 """
 
 from dataclasses import replace

@@ -60,7 +60,7 @@ for_tests(
     },
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
-        "key:rope_theta": "it may stand next to rotary_emb_base, with the same value",
+        "key:rope_theta": "it may be set in addition to rotary_emb_base, to the same value",
         "key:head_dim": "heads are as wide together as the hidden state, which is checked",
         **{f"swap:model.layers.{i}.self_attn.o_proj.bias": "only the sum of both counts" for i in range(3)},
     },

@@ -77,5 +77,5 @@ for_tests(
         "rotary_dim": 8,
     },
     variants={"gelu": {"activation_function": "gelu"}, "whole_heads": {"rotary_dim": 16}},
-    skip={"rope:all": "the reference has the default type alone"},
+    skip={"rope:all": "the reference has only the default type"},
 )

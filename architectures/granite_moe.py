@@ -1,4 +1,4 @@
-"""Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over the chosen ones alone;
+"""Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over only the chosen ones;
 PowerMoE; and a variant with one more expert that all tokens share.
 """
 

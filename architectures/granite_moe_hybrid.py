@@ -1,5 +1,5 @@
 """Granite 4 (IBM, 2025): state space layers, and attention without positions in a few layers, with experts
-and one that all tokens share, or with an MLP alone.
+and one that all tokens share, or with only an MLP.
 """
 
 import math
@@ -44,7 +44,7 @@ PACKED = (*WHOLE, "*.mlp.gate_up_proj.*")
     fixed={"normalization_function": "rmsnorm"},
     unread={
         "mamba_chunk_size": "a setting of the reference's kernel, with the same results",
-        "init_method": "concerns fresh weights alone",
+        "init_method": "concerns only fresh weights",
     },
 )
 def granitemoehybrid(c: HFConfig) -> ModelSpec:
@@ -104,8 +104,8 @@ for_tests(
         "field:MoESpec.softmax_after_top_k": "renormalised shares of all are the same function",
         "field:MoESpec.renormalize": "the same",
         "key:mamba_d_head": "it follows from the number of heads",
-        "key:hidden_act": "the convolutions have SiLU alone",
-        "variant:hidden_act": "the convolutions have SiLU alone",
+        "key:hidden_act": "the convolutions have only SiLU",
+        "variant:hidden_act": "the convolutions have only SiLU",
         "null:time_step_limit": "the reference would take its parts",
         **{f"null:{key}": "the reference would multiply by it" for key in MULTIPLIERS},
     },

@@ -113,7 +113,7 @@ for_tests(
             for i in range(3)
         },
         "key:num_local_experts": "another name of num_experts",
-        "key:hidden_act": "the convolutions have SiLU alone",
-        "variant:hidden_act": "the convolutions have SiLU alone",
+        "key:hidden_act": "the convolutions have only SiLU",
+        "variant:hidden_act": "the convolutions have only SiLU",
     },
 )

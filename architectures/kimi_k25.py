@@ -34,7 +34,7 @@ def kimi_k25(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
-ONE_STEP = "the reference's whole model takes clips of one time step alone: tests/vision/test_clips.py"
+ONE_STEP = "the reference's whole model takes only clips of one time step: tests/vision/test_clips.py"
 for_tests(
     "kimi_k25",
     tiny={

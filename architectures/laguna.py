@@ -120,7 +120,7 @@ for_tests(
         "refusal:partial_rotary_factor": "a part of each head may turn",
         "variant:kv_heads_as_many_as_heads": "layers have heads in numbers of their own",
         "key:num_local_experts": "another name of num_experts",
-        "rope:all": "the reference reads settings by layer type alone",
+        "rope:all": "the reference reads only settings by layer type",
         **{f"key:{key}": "the same" for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")},
     },
 )

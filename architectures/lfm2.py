@@ -29,7 +29,7 @@ INITIALISATION = (
 )
 OTHER_NAMES = ("block_dim", "block_norm_eps", "conv_dim", "conv_dim_out", "num_heads")
 UNREAD = {
-    **dict.fromkeys(INITIALISATION, "read by initialisation alone"),
+    **dict.fromkeys(INITIALISATION, "read only by initialisation"),
     **dict.fromkeys(OTHER_NAMES, "repeats another key, which is read"),
 }
 

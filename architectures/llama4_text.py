@@ -78,7 +78,7 @@ def attentions(c: HFConfig, norm: NormSpec) -> list[AttentionSpec]:
     normed = QKNormSpec(norm, "unweighted", before_rope=False) if c.take_flag("use_qk_norm", False) else None
     growth = QueryScaleSpec(c.take_number("attn_scale"), c.take_count("floor_scale"), first=1)
     grows = c.take("attn_temperature_tuning", False)
-    if type(grows) not in (bool, int):  # older configs have a number, of which only zero has a meaning
+    if type(grows) not in (bool, int):  # older configs have a number, and only zero has a meaning
         raise ConfigError(f"{c.name}: attn_temperature_tuning must be true or false, found {grows!r}")
     without_positions = replace(plain, rope=None, query_scale=growth if grows else None)
     turns = turning_layers(c)
@@ -125,7 +125,7 @@ for_tests(
         },
     },
     skip={
-        "field:QKNormSpec.before_rope": "a turn alone changes the length of no head",
+        "field:QKNormSpec.before_rope": "a rotation changes the length of no head",
         "positions:given": "there queries grow by a token's place in its row, padding included",
     },
 )

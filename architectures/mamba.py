@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
 KERNELS = ("use_mambapy", "use_associative_scan")
 OF_THE_ORIGINAL = "d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rms_norm ssm_cfg"
 UNREAD = {
-    **{key: "concerns fresh weights alone" for key in INITIALISATION if key != "time_step_rank"},
+    **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_rank"},
     **dict.fromkeys(KERNELS, "chooses among kernels with the same results"),
     **dict.fromkeys(OF_THE_ORIGINAL.split(), "of the original implementation; the reference ignores it"),
 }
@@ -81,8 +81,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "size_given": {"intermediate_size": 72},
 }
 SKIP = {
-    "key:hidden_act": "the convolutions have SiLU alone",
-    "variant:hidden_act": "the convolutions have SiLU alone",
+    "key:hidden_act": "the convolutions have only SiLU",
+    "variant:hidden_act": "the convolutions have only SiLU",
 }
 
 for_tests(

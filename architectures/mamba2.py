@@ -1,4 +1,4 @@
-"""Mamba 2 (Dao and Gu, 2024): state space layers alone, no attention and no MLPs; Codestral Mamba."""
+"""Mamba 2 (Dao and Gu, 2024): only state space layers, no attention and no MLPs; Codestral Mamba."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ INITIALISATION = (
         "initializer_range": 0.1,
     },
     unread={
-        **dict.fromkeys(INITIALISATION, "concerns fresh weights alone"),
+        **dict.fromkeys(INITIALISATION, "concerns only fresh weights"),
         "chunk_size": "a setting of the reference's kernel, with the same results",
         "intermediate_size": "it is expand * hidden_size",
         "norm_before_gate": "the reference multiplies by the gate first, whatever it says",
@@ -97,8 +97,8 @@ for_tests(
         "wider": {"expand": 3, "num_heads": 18},
     },
     skip={
-        "key:hidden_act": "the convolutions have SiLU alone",
-        "variant:hidden_act": "the convolutions have SiLU alone",
+        "key:hidden_act": "the convolutions have only SiLU",
+        "variant:hidden_act": "the convolutions have only SiLU",
         "variant:head_dim_apart": "heads have expand * hidden_size channels",
     },
 )

@@ -81,7 +81,7 @@ for_tests(
         },
     },
     skip={
-        "rope:all": "the reference reads settings by layer type alone",
+        "rope:all": "the reference reads only settings by layer type",
         **{f"key:{key}": "the same" for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")},
         "key:num_local_experts": "another name of num_experts",
         "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",

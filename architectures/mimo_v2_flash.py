@@ -104,7 +104,7 @@ for_tests(
     skip={
         "variant:kv_heads_as_many_as_heads": "layers with a window have twice as many key/value heads",
         "refusal:partial_rotary_factor": "a part of each head may turn",
-        "rope:all": "the reference reads settings by layer type alone",
+        "rope:all": "the reference reads only settings by layer type",
         **{f"key:{key}": "the same" for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")},
         "key:num_local_experts": "another name of n_routed_experts",
         "key:hybrid_layer_pattern": "repeats layer_types, with which it is compared",

@@ -56,6 +56,6 @@ for_tests(
     },
     skip={
         "rope:dynamic": "which begins to stretch elsewhere than the queries begin to grow",
-        "field:RopeSpec.max_position_embeddings": "read by dynamic rotation alone",
+        "field:RopeSpec.max_position_embeddings": "read only by dynamic rotation",
     },
 )

@@ -76,8 +76,8 @@ for_tests(
     skip={
         **SKIP_LATENT,
         "key:num_local_experts": "another name of n_routed_experts",
-        "rope:default": "of which the reference makes tables for whole heads, and fails",
+        "rope:default": "the reference makes tables for whole heads, and fails",
         "rope:dynamic": "which begins to stretch elsewhere than the queries begin to grow",
-        "field:RopeSpec.max_position_embeddings": "read by dynamic rotation alone",
+        "field:RopeSpec.max_position_embeddings": "read only by dynamic rotation",
     },
 )

@@ -67,7 +67,7 @@ NOT_READ = """
     },
     carried=lambda c: ("mtp.*",),
     unread={
-        **{key: "concerns fresh weights alone" for key in INITIALISATION if key != "time_step_min"},
+        **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_min"},
         **dict.fromkeys(NOT_READ.split(), "the reference does not read it, or the result is the same"),
     },
 )
@@ -96,7 +96,7 @@ def nemotron_h(c: HFConfig) -> ModelSpec:
     )
     if EXPERTS in kinds and experts.gated:
         raise ConfigError(
-            f"{c.name}: mlp_hidden_act is {experts.activation!r}; experts without gates have 'relu2' alone"
+            f"{c.name}: mlp_hidden_act is {experts.activation!r}; experts without gates have only 'relu2'"
         )
     attn = AttentionSpec(heads, kv_heads, head_dim, scale=head_dim**-0.5, rope=None)
     mixers: dict[str, MixerSpec] = {LINEAR: mamba, FULL: attn}
@@ -152,6 +152,6 @@ for_tests(
         "key:num_hidden_layers": "it is the number of types",
         "refusal:head_dim_by_division": "head_dim has a default",
         "refusal:odd_head_dim": "there are no positions",
-        "key:mamba_hidden_act": "the convolutions have SiLU alone",
+        "key:mamba_hidden_act": "the convolutions have only SiLU",
     },
 )

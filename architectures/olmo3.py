@@ -59,6 +59,6 @@ for_tests(
             f"field:RopeSpec.{name}": "seen without truncation"
             for name in ("truncate", "beta_fast", "beta_slow")
         },
-        "field:RopeSpec.max_position_embeddings": "read by dynamic rotation beyond it alone",
+        "field:RopeSpec.max_position_embeddings": "read only by dynamic rotation beyond it",
     },
 )

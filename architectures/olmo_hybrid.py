@@ -42,7 +42,7 @@ INITIALISATION = (
         "linear_conv_kernel_dim": 4,
     },
     carried=lambda c: ("mtp.*",),
-    unread=dict.fromkeys(INITIALISATION, "read by initialisation alone"),
+    unread=dict.fromkeys(INITIALISATION, "read only by initialisation"),
 )
 def olmo_hybrid(c: HFConfig) -> ModelSpec:
     norm, feed_forward = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="float32"), mlp(c)
@@ -90,7 +90,7 @@ for_tests(
         "beta_to_one": {"linear_allow_neg_eigval": False},
     },
     skip={
-        "key:hidden_act": "the convolutions of linear attention have SiLU alone",
-        "variant:hidden_act": "the convolutions of linear attention have SiLU alone",
+        "key:hidden_act": "the convolutions of linear attention have only SiLU",
+        "variant:hidden_act": "the convolutions of linear attention have only SiLU",
     },
 )

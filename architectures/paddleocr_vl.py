@@ -46,7 +46,7 @@ def layout(root: str, visual: str, projector: str) -> Layout:
 def paddleocr_vl(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
     for key in ("vision_end_token_id", "vision_start_token_id", "video_token_id"):
-        c.take(key, None)  # the model takes images alone
+        c.take(key, None)  # the model takes only images
     for key in ("temporal_patch_size", "tokens_per_second", "pad_token_id"):
         v.take(key, None)  # the same
     v.fill({"hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304})
@@ -76,7 +76,7 @@ def paddleocr_vl(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
-NO_VIDEOS = "the model takes images alone"
+NO_VIDEOS = "the model takes only images"
 for_tests(
     "paddleocr_vl",
     tiny={

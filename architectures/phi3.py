@@ -66,7 +66,7 @@ for_tests(
     skip={
         "refusal:partial_rotary_factor": "a part of a head may turn",
         "field:RopeSpec.factor": "where it is missing it is the ratio of the two lengths",
-        **{f"rope:{kind}": "the reference has longrope alone" for kind in REFUSED},
+        **{f"rope:{kind}": "the reference has only longrope" for kind in REFUSED},
         **{f"field:RopeSpec.{name}": "longrope does not read it" for name in UNREAD},
     },
 )

@@ -68,8 +68,8 @@ TINY: dict[str, Any] = {
 }
 
 SKIP = {
-    "key:hidden_act": "the convolutions of linear attention have SiLU alone",
-    "variant:hidden_act": "the convolutions of linear attention have SiLU alone",
+    "key:hidden_act": "the convolutions of linear attention have only SiLU",
+    "variant:hidden_act": "the convolutions of linear attention have only SiLU",
     "refusal:partial_rotary_factor": "a part of each head turns",
 }
 

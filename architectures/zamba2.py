@@ -54,7 +54,7 @@ DEFAULT_HYBRIDS = (*range(6, 43, 6), 47, 51)
     },
     fixed={"use_long_context": False},
     unread={
-        **{key: "concerns fresh weights alone" for key in INITIALISATION if key != "time_step_min"},
+        **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_min"},
         "chunk_size": "a setting of the reference's kernel, with the same results",
         "num_logits_to_keep": "a setting of generation",
         **dict.fromkeys(NOT_READ.split(), "it follows from others, or the reference does not read it"),

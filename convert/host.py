@@ -1,4 +1,4 @@
-"""What the operating system offers: processor cores, and locks of files and folders.
+"""Services of the operating system: processor cores, and locks of files and folders.
 
 Linux and macOS have all of it. On Windows, which has no advisory locks of folders, nothing is locked: two
 processes that write the same folder at once are then not kept apart.

@@ -52,5 +52,5 @@ def parse_json(text: bytes, what: str, error: Error = CheckpointError) -> dict[s
         try:
             json.dumps(parsed, ensure_ascii=False).encode()
         except UnicodeEncodeError as problem:
-            raise error(f"{what} holds half of a surrogate pair, which no text can") from problem
+            raise error(f"{what} holds half of a surrogate pair, which is not valid text") from problem
     return parsed

@@ -131,10 +131,10 @@ def _options(command, group):
     for action in group._group_actions:
         if action.help == "==SUPPRESS==" or "--help" in action.option_strings:
             continue
-        told = html.escape(formatter._expand_help(action) if action.help else "", quote=False)
-        told = re.sub(r"([|*_\\`\[\]])", r"\\\1", " ".join(told.split()))
+        text = html.escape(formatter._expand_help(action) if action.help else "", quote=False)
+        text = re.sub(r"([|*_\\`\[\]])", r"\\\1", " ".join(text.split()))
         shown = formatter._format_action_invocation(action).replace("|", "\\|")
-        rows.append(f"| `{shown}` | {told} |")
+        rows.append(f"| `{shown}` | {text} |")
     if not rows:
         return []
     return [f"**{group.title or 'options'}**", "", "| name | meaning |", "| --- | --- |", *rows, ""]

@@ -97,7 +97,7 @@ def parse_about(docstring: str, where: str) -> About:
 
 
 def _families_of(path: Path) -> list[Family]:
-    # What follows serves tests alone and registers nothing.
+    # The rest serves only tests, and registers nothing.
     source = path.read_text(encoding="utf-8").partition("\n# -- tests\n")[0]
     file = ast.parse(source)
     found = []

@@ -13,8 +13,8 @@ import pytest
 FIRST = (5, 23)
 QUARTER = "(stablelm|qwen3_next|qwen3_5_text|qwen3_5_moe_text)"
 TWO_QUARTERS = (
-    "writes the default of partial_rotary_factor beside the value in rope_parameters, and from_hub refuses "
-    "contradictions"
+    "writes the default of partial_rotary_factor in addition to the value in rope_parameters, and from_hub "
+    "refuses contradictions"
 )
 LOADS = "(adapters_of_families|checkpoints|checkpoint_tensors|generation|models|quantization)"
 ROUTED = "(granitemoe(_swa|shared)?|dbrx)"

@@ -1,4 +1,4 @@
-"""What tells strangers about the package says the same everywhere."""
+"""Files that describe the package to the outside agree with one another."""
 
 import importlib
 import json

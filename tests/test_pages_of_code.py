@@ -43,7 +43,7 @@ SMALLER = {
 
 
 def needs(block):
-    """What a block says that it needs, or None."""
+    """The requirement that a block states, or None."""
     found = re.match(r"(?:#.*\n)*?# Needs (.+)\.\n", block)
     return found and found[1]
 
@@ -142,7 +142,7 @@ def imported(node):
 
 
 def resolve(node, known):
-    """What a dotted name of `known` refers to, or None for the rest; an error if it does not exist."""
+    """The object that a dotted name of `known` refers to, or None for the rest; an error if it is missing."""
     if isinstance(node, ast.Name):
         return known.get(node.id)
     if isinstance(node, ast.Attribute) and (owner := resolve(node.value, known)) is not None:

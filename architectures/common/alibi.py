@@ -8,9 +8,9 @@ import torch
 def alibi_slopes(heads: int, steepest: float = 8.0, *, interleaved: bool = False) -> tuple[float, ...]:
     """Slopes of all heads, in float32 as the references compute them: 2^(-8 i / heads), i from 1.
 
-    For a number of heads that is no power of two, heads take those of the next lower power and, of twice as
-    many, every other one. `interleaved`: those of the next higher power, every other one first (MPT).
-    `steepest` replaces the 8.
+    For a number of heads that is not a power of two, heads take the slopes of the next lower power, then
+    every other slope of twice that power. `interleaved`: the slopes of the next higher power, every other one
+    first (MPT). `steepest` replaces the 8.
     """
     power = 1 << (heads.bit_length() - 1)
     if power == heads:

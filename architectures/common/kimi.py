@@ -181,7 +181,7 @@ OTHER_NAMES = {
 }
 SKIP = {
     **{f"key:{key}": f"another name of {name}" for key, name in OTHER_NAMES.items()},
-    "key:hidden_act": "the convolutions of linear attention have SiLU alone",
-    "variant:hidden_act": "the convolutions of linear attention have SiLU alone",
+    "key:hidden_act": "the convolutions of linear attention have only SiLU",
+    "variant:hidden_act": "the convolutions of linear attention have only SiLU",
     "variant:one_kv_head": "latent attention has a key head for each query head",
 }

@@ -62,7 +62,7 @@ def check_convolution(c: HFConfig, width: int, key: str) -> None:
     if activation(c) != "silu":
         raise ConfigError(
             f"{c.name}: hidden_act is {c.take('hidden_act')!r}; the convolutions of linear attention have "
-            "'silu' alone"
+            "only 'silu'"
         )
     if not 2 <= width <= 8:
         raise ConfigError(f"{c.name}: {key} is {width}; expected 2 to 8")

@@ -32,7 +32,7 @@ def selective(c: HFConfig, channels: int, keys: Mapping[str, str], **settings: A
     if activation(c, keys["activation"]) != "silu":
         raise ConfigError(
             f"{c.name}: {keys['activation']} is {c.take(keys['activation'])!r}; the convolutions of state "
-            "space layers have 'silu' alone"
+            "space layers have only 'silu'"
         )
     rank = c.take(keys["step_rank"], "auto")
     return SelectiveSpec(

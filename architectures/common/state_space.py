@@ -60,7 +60,7 @@ def ssd(
     if "activation" in keys and activation(c, keys["activation"]) != "silu":
         raise ConfigError(
             f"{c.name}: {keys['activation']} is {c.take(keys['activation'])!r}; the convolutions of state "
-            "space layers have 'silu' alone"
+            "space layers have only 'silu'"
         )
     if not 2 <= conv <= 8:
         raise ConfigError(f"{c.name}: {keys['conv']} is {conv}; expected 2 to 8")
@@ -143,7 +143,7 @@ def time_step_limit(c: HFConfig, key: str = "time_step_limit") -> dict[str, Any]
         ends = []
     if not ends or ends[0] > ends[1]:
         raise ConfigError(
-            f"{c.name}: {key} must be two numbers in ascending order, of which the second may be infinite, "
+            f"{c.name}: {key} must be two numbers in ascending order (the second may be infinite), "
             f"found {abbreviate(value)}"
         )
     return {"dt_min": float(ends[0]), "dt_max": None if ends[1] == math.inf else float(ends[1])}

@@ -31,7 +31,7 @@ class Multimodal:
     extra_ids: embedding rows after the vocabulary, unused by text.
     within: where the language model lies in a model with others: the key of its config, and the prefix of its
         tensors' names. Tensors without it belong to the others.
-    missing: what its images and sounds need and liger_models does not have, for errors.
+    missing: the parts that its images and sounds need and liger_models lacks, for errors.
     """
 
     texts: Mapping[str, str]

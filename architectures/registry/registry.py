@@ -117,7 +117,7 @@ TINY: Mapping[str, Any] = {
     "tie_word_embeddings": False,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-"""What the tiny configs of most families have in common."""
+"""Settings shared by the tiny configs of most families."""
 
 # Names that some checkpoints use for exactly a family's models; exports keep them.
 ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}

@@ -33,7 +33,7 @@ MISSING |= {
     "deepseek_v4": f"{_CHOSEN_KEYS}, compressed keys, and {_STREAMS}",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
-    "gpt_neox_japanese": "a bias of attention in the last layer alone",
+    "gpt_neox_japanese": "a bias of attention in only the last layer",
     "hrm_text": "two stacks of layers that run in turns, several times each",
     "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",

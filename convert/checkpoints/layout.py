@@ -32,7 +32,7 @@ class Joined:
             cut into that many pieces of equal height, the last one less high, as by `torch.chunk`.
         parts: canonical names of the projections, in the checkpoint's order.
         by: an axis named by the module (`canonical_forms`). Rows are interleaved by group: for each key/value
-            head its rows of q_proj, then those of k_proj and v_proj. Widths may differ. Default: one group,
+            head its rows of q_proj, of k_proj and of v_proj. Widths may differ. Default: one group,
             with whole projections one after another.
     """
 
@@ -192,7 +192,7 @@ def canonical_forms(model: nn.Module) -> dict[str, Expr]:
 
     A module may define `canonical_form(path, name)`, the expression of its tensor `name`. The default, and
     the meaning of None, is a `Ref` of the same name. A module's `axes`, such as {"head_dim": 64}, names sizes
-    by which layouts divide its tensors and those of its submodules.
+    by which layouts divide its tensors and its submodules' tensors.
     """
     forms: dict[str, Expr] = {}
     axes: dict[str, Mapping[str, int]] = {}

@@ -362,7 +362,7 @@ class _ReadJob(NamedTuple):
 
 
 class _SlabJob(NamedTuple):
-    """A whole row, of which only `along` in a dimension is wanted."""
+    """A whole row, if only `along` in one dimension is wanted."""
 
     info: TensorInfo
     nbytes: int

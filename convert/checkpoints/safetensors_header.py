@@ -187,8 +187,8 @@ def _check_coverage(tensors: list[TensorInfo], path: Path, data_start: int, size
             )
     if expected != size:
         raise CheckpointError(
-            f"{path}: has {size - expected} bytes after its last tensor, {previous}; it is not what its "
-            "header says"
+            f"{path}: has {size - expected} bytes after its last tensor, {previous}; the file does not "
+            "match its header"
         )
 
 

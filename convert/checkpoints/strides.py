@@ -40,7 +40,7 @@ def first_element(sizes: Sequence[int], box: tuple[int | slice, ...]) -> int:
 
 
 def divides(fine: Sequence[int], coarse: Sequence[int]) -> bool:
-    """Return whether consecutive dimensions of `fine` multiply to those of `coarse`, in order."""
+    """Return whether consecutive dimensions of `fine` multiply to the dimensions of `coarse`, in order."""
     rest = list(fine)
     for size in coarse:
         product = 1

@@ -40,11 +40,11 @@ class Encoder(Protocol):
     metadata: Mapping[str, str] | None
 
     def outputs(self, outputs: Mapping[str, Output]) -> dict[str, Output]:
-        """All tensors of the files, given those of the dense checkpoint."""
+        """All tensors of the files, given the tensors of the dense checkpoint."""
         ...
 
     def encode(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Convert a tensor of the dense checkpoint to those of the files."""
+        """Convert a tensor of the dense checkpoint to the tensors of the files."""
         ...
 
 

@@ -369,7 +369,7 @@ def _why(key: str) -> str:
     if key in _DROPOUTS:
         return " (this dropout is not supported; pass dropout=0.0, or --dropout 0, to go without any)"
     if key in _NOISES:
-        return " (noise on what experts and routers read is not supported; set it to 0)"
+        return " (noise on the inputs of experts and routers is not supported; set it to 0)"
     if key == "pretraining_tp":
         return " (only 1 is supported: other values split the matrix products and round differently)"
     if key == "quantization_config":

@@ -22,7 +22,7 @@ from liger_models.convert.quantised.formats import CODES, GROUPS, MATRIX, ROW, S
 from liger_models.convert.quantised.pairing import FLOAT_SCALES, Pairing
 
 PACKED_NAME = ".weight_packed"
-DENSE_STATUS = ("initialized", "calibration", "frozen")  # what was quantised is stored dense
+DENSE_STATUS = ("initialized", "calibration", "frozen")  # weights to be quantised are stored dense
 
 
 def compressed_tensors(pairing: Pairing) -> None:

@@ -127,7 +127,7 @@ class Quantiser:
 
     Args:
         kind: a name in `TARGETS`.
-        weights: names of the weights of a checkpoint to be quantised, those of a shape that readers take.
+        weights: names of the weights of a checkpoint to be quantised, all of a shape that readers accept.
         others: names of its other matrices.
     """
 

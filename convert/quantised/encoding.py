@@ -3,8 +3,8 @@
     scale = amax / largest code, of each block        code = weight / scale, rounded to nearest even
 
 Scales that are exponents are rounded up to a power of two for float8, so that nothing overflows; for float4
-they are those of the OCP Microscaling specification (1.0, section 6.3): 2^(floor(log2 amax) - 2). With two
-levels of scales, those of the blocks are in float8, and the second one makes use of its range.
+they follow the OCP Microscaling specification (1.0, section 6.3): 2^(floor(log2 amax) - 2). With two
+levels of scales, the blocks' scales are in float8, and the second one makes use of its range.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ METHODS: dict[str, Callable[[Pairing], None]] = {
     "torchao": torchao,
 }
 
-# Methods that are not read, and what the names of such repositories add to those of the original.
+# Methods that are not read, and the suffix by which such a repository's name differs from the original's.
 _REFUSED = {
     "gptq": "-GPTQ or -GPTQ-Int4",
     "awq": "-AWQ",
@@ -188,7 +188,7 @@ def _unsupported(folder: Path, method: Any) -> UnsupportedModelError:
 
 
 def _check_dense(folder: Path, tensors: Mapping[str, TensorInfo]) -> None:
-    """Refuse quantised tensors of which a config says nothing, so that their format is not known."""
+    """Refuse quantised tensors whose format is unknown because the config says nothing about them."""
     for name, info in tensors.items():
         scaled = any(f"{name}{ending}" in tensors for ending in ("_scale_inv", "_scale"))
         half = name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in tensors

@@ -44,7 +44,7 @@ class Exchange(Protocol):
         """Wait until the other tokens' rows are there."""
 
     def leave(self, rows: Tensor) -> None:
-        """Start to return the other tokens' rows of a result [T, H]; those of its own are not there yet."""
+        """Start to return the other tokens' rows of a result [T, H]; its own rows are not there yet."""
 
 
 class Overlap(NamedTuple):
@@ -159,7 +159,7 @@ def _product_of_arriving(
         return float8_rows_product(x, matrices, order, **options)
     if overlap is None:
         return rows_product(x, matrices, order, **options)
-    rows = rows_product(x, matrices, overlap.own, beside=True, **options)
+    rows = rows_product(x, matrices, overlap.own, shared_device=True, **options)
     overlap.arrive()
     return rows_product(x, matrices, overlap.rest, out=rows, **options)
 
@@ -173,7 +173,7 @@ def _summed_product(
     float8: bool,
     **options: Any,
 ) -> Tensor:
-    """Return `rows_product`, summed by token [T, H]. Those of other ranks come first, and leave while this
+    """Return `rows_product`, summed by token [T, H]. Tokens of other ranks come first, and leave while this
     rank's own are computed; in float8 all are computed at once.
     """
     if float8:
@@ -184,7 +184,7 @@ def _summed_product(
     y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
     sum_slots(rows, weights, order, slice(overlap.tokens, None), y)
     overlap.leave(y)
-    rows_product(a, matrices, overlap.own, out=rows, beside=True, **options)
+    rows_product(a, matrices, overlap.own, out=rows, shared_device=True, **options)
     return sum_slots(rows, weights, order, slice(overlap.tokens), y)
 
 
@@ -217,7 +217,7 @@ def experts_backward(
     exchange: Exchange | None = None,
     float8: bool = False,
 ) -> tuple[Any, ...]:
-    """Return the required gradients, in the order of `Wanted`, and the list of those of the paths. Buffers
+    """Return the required gradients, in the order of `Wanted`, and the list of the paths' gradients. Buffers
     are freed as soon as possible.
     """
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)

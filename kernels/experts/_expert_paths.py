@@ -121,7 +121,7 @@ def path_gradients(
         inputs, outputs: the product's input, and the gradient of its output, each with whether it is in token
             order ([T, n], to be gathered) or in row order [R, n]. Inputs are read only if an a is wanted.
         t, u: [R, P], x A^T and dC B, the latter times the scale.
-        weights: [T, k], multiply each row's part of the gradients of b. (Those of a: in `inputs`.)
+        weights: [T, k], multiply each row's part of the gradients of b. (The gradients of a are in `inputs`.)
     """
     num_experts = order.offsets.numel() - 1
     ranks = [len(path.a) // num_experts for path in paths]
@@ -197,7 +197,7 @@ def add_path_plain(h: Tensor, x: Tensor, path: ExpertPath, expert: int, num_expe
 
 
 def folded(matrices: Tensor, paths: Sequence[ExpertPath]) -> Tensor:
-    """W + scale * B A of every expert [E, outputs, inputs], rounded once: for torch.compile alone."""
+    """W + scale * B A of every expert [E, outputs, inputs], rounded once, for torch.compile only."""
     total = at_least_float32(matrices)
     for path in paths:
         a = path.a.unflatten(0, (len(matrices), -1)).to(total.dtype)

@@ -312,7 +312,7 @@ def _activation_backward_kernel(
             dweight += tl.load(of_bias + token * num_experts + expert, row_mask, 0.0)
         tl.store(dweights + assignment, dweight.to(dweights.dtype.element_ty), row_mask)
     if values is not None:
-        tl.debug_barrier()  # other threads wrote what this one reads
+        tl.debug_barrier()  # this thread reads values that other threads wrote
         scale = scale_for(as_magnitude(tl.max(largest, 1)), 448.0)
         tl.store(scales + row, scale, row_mask)
         whole = 2 * width if GATED else width

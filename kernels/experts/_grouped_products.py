@@ -52,7 +52,7 @@ def rows_product(
     bias: Tensor | None = None,
     path: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
-    beside: bool = False,
+    shared_device: bool = False,
     scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)] + t[r] @ L[e(r)], accumulated in float32 and rounded once.
@@ -61,7 +61,7 @@ def rows_product(
     b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
     path: t [R, P] and L [E, P, N]; contiguous, P a power of two of at least 16.
     out: C, of which only the rows of the order's tiles are written.
-    beside: a collective holds some multiprocessors, so that programs must be many and short.
+    shared_device: a collective holds some multiprocessors, so programs must be many and short.
     scales: of a and b in e4m3, float32: [R, 1], or [T, 1] with `gather`, and [E, N]; contiguous. C is then
         in bfloat16, and sums have the precision of the GPU's float8 units.
     """
@@ -73,7 +73,7 @@ def rows_product(
         return c
     block_m = order.block
     block_n, block_k, num_warps, num_stages, programs = _rows_config(block_m, inner, width, a)
-    programs *= _SHORT if beside else 1
+    programs *= _SHORT if shared_device else 1
     rank = 0 if path is None else path[0].shape[1]
     block_rank = min(32, max(16, rank))
     t, low = (None, None) if path is None else path

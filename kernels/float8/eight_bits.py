@@ -50,7 +50,7 @@ SMALLEST = 2.0**-100  # magnitude of a block; the inverse scale of a smaller one
 def gated_eight_bits(
     gate_up: Tensor, activation: str, *, float8: bool = False, float8_gradient: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """act(gate) * up of gate and up rounded to 8 bits, which alone are kept for the backward pass.
+    """act(gate) * up of gate and up rounded to 8 bits; only the rounded ones are kept for the backward pass.
 
     Args:
         gate_up: [T, 2 I], gate first; bfloat16, float16 or float32.
@@ -283,7 +283,7 @@ def _gradient_kernel(
 @jit
 def _write_rows(x, values, row_scales, row, width, largest, place, COLUMNS: tl.constexpr):
     """Quantise a row that this program has written, from the cache; `largest` are the bits of magnitudes."""
-    tl.debug_barrier()  # other threads wrote what this one reads
+    tl.debug_barrier()  # this thread reads values that other threads wrote
     scale = scale_for(as_magnitude(tl.max(tl.max(largest, 1), 0)), 448.0)
     tl.store(row_scales + row, scale)
     for start in range(0, width, COLUMNS):

@@ -126,7 +126,7 @@ def in_chunks(
     return [dx, dw, db]
 
 
-# CPU matrix libraries read a row in tiles, the last of which may reach into the gap before the next row and
+# CPU matrix libraries read a row in tiles. The last tile may reach into the gap before the next row and
 # multiply its contents by zero: with AMX in bfloat16, a nan in uninitialised memory becomes nan in the
 # product. cuBLAS does not read there, and needs aligned rows.
 _TILE = 64  # columns

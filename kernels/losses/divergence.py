@@ -97,7 +97,7 @@ def kl_div(
     num_items: int | Tensor | None = None,
 ) -> Tensor:
     """KL(teacher || student), as torch.nn.functional.kl_div(student_log_probs, teacher_probs): the forward
-    KL. See `generalized_jsd`, of which this is beta 0, for shapes, options and errors."""
+    KL. This is `generalized_jsd` with beta 0; see there for shapes, options and errors."""
     options = divergence_options(
         "forward_kl",
         ignore_index,

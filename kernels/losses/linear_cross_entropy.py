@@ -1,6 +1,6 @@
 """Cross entropy of a linear layer's output, `x @ weight.T + bias`, without materialising all logits.
 
-Loss and gradient of a row of logits are those of `cross_entropy`. Tokens are processed in chunks:
+Loss and gradient of a row of logits are as in `cross_entropy`. Tokens are processed in chunks:
 
     logits = x W^T + b,  losses, dlogits written over the logits,  dx = dlogits W,  dW += dlogits^T x
 

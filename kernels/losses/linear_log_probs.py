@@ -1,6 +1,6 @@
 """Scores of given tokens from hidden states: the scores of `log_probs` without materialising all logits.
 
-For a token with hidden state x and label y, the scores are those of `log_probs` for x W^T + b, computed in
+For a token with hidden state x and label y, the scores are as in `log_probs`, for x W^T + b, computed in
 chunks of tokens. If the scores' gradients depend on the scores, the forward keeps its results for each token
 and the logits of the last chunk; the backward overwrites these logits with their gradient and recomputes
 those of other chunks. That is three matrix products if all tokens fit one chunk, else up to four. If the

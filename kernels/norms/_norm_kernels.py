@@ -291,7 +291,7 @@ def _forward_kernel(
     if float8_values is not None:
         # Read back: of a value in registers the compiler may compute a second version in another layout, with
         # sums in another order.
-        tl.debug_barrier()  # other threads wrote what this one reads
+        tl.debug_barrier()  # this thread reads values that other threads wrote
         value = tl.load(y + row * width + column, mask, 0.0)
         _store_rows(value, float8_values, float8_scales, row, column, rows, width)
 

@@ -70,14 +70,14 @@ def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibil
     known = ", ".join(str(keys) if keys == values else f"{keys} with {values}" for keys, values in _SIZES)
     shared = q.shape[1] != k.shape[1]
     others = {
-        "a soft cap (the tanh of its own has 11 bits)": spec.softcap is not None,
+        "a soft cap (its tanh has 11 bits)": spec.softcap is not None,
         "slopes (ALiBi)": spec.slopes is not None,
         "attention that is not causal": not spec.causal,
         "spans": visibility.spans is not None,
-        f"heads of {sizes[0]} with values of {sizes[1]} (those of {known} alone)": sizes not in _SIZES,
+        f"heads of {sizes[0]} with values of {sizes[1]} (only {known} are supported)": sizes not in _SIZES,
         "values of another size than keys that query heads share": shared and sizes[0] != sizes[1],
-        f"{q.dtype} (16 bits alone)": q.dtype not in _DTYPES,
-        f"{_device(q)} (Hopper GPUs alone)": _device(q) != "sm_90",
+        f"{q.dtype} (only 16 bits are supported)": q.dtype not in _DTYPES,
+        f"{_device(q)} (only Hopper GPUs are supported)": _device(q) != "sm_90",
     }
     for other, asked in others.items():
         if asked:

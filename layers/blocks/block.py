@@ -44,7 +44,7 @@ def keys_and_values(layer: int) -> tuple[str, str]:
 
 
 IMAGES = "images"
-"""What the features of images are called where layers read them."""
+"""Name of image features, for layers that read them."""
 
 
 EMBEDDINGS = "embeddings"

@@ -1,4 +1,4 @@
-"""The block with one part: a mixer, an MLP or experts alone."""
+"""The block with only one part: a mixer, an MLP or experts."""
 
 from __future__ import annotations
 

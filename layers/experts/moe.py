@@ -4,7 +4,7 @@
     y = y + scale * shared(x),   or   y + sigmoid(gate(x)) * shared(x)
 
 Plain experts compute down_e(act(up_e(x))). Latent experts (LatentMoE: Elango et al., 2026, arXiv:2601.18089)
-work in a narrower space, into which and out of which two matrices project, the same for all experts:
+work in a narrower space. Two matrices, the same for all experts, project into it and out of it:
 
     y = fc2(sum of weight_e * down_e(act(up_e(fc1(x))))) + shared(x)
 

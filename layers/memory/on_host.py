@@ -75,7 +75,7 @@ def on_host(sizes: Sequence[tuple[int, int]], host_budget: int | None) -> tuple[
 def streamed_bytes(
     module: nn.Module, matrices: Sequence[tuple[Tensor, tuple[int, ...]]], step: Step, itemsize: int
 ) -> int:
-    """Host memory of a module's weights, of which `matrices` may be quantised."""
+    """Host memory of a module's weights; its `matrices` may be quantised."""
     total = sum(own_bytes(p) for p in module.parameters() if own_bytes(p) >= LEAST)
     if step.weight_bytes is None:
         return total

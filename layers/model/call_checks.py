@@ -135,7 +135,7 @@ def refuse_unknown(keywords: Mapping[str, Any], function: str = "forward") -> No
         if value is not None and not any(value is one for one in nothing):
             raise TypeError(
                 f"{function}() got {name}=..., which this model does not know and would ignore; "
-                f"help(model.{function}) tells what it takes"
+                f"help(model.{function}) lists its keywords"
             )
 
 
@@ -157,7 +157,7 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
     if spec.padding_has_positions and any(getattr(mixer, "slopes", None) for mixer in mixers):
         raise DataError(
             f"attention_mask has zeros between the tokens of a row, over {extent} places, and this "
-            "model weighs tokens by their distance (ALiBi), which here counts the tokens alone: move all "
+            "model weighs tokens by their distance (ALiBi), which here counts only the tokens: move all "
             "padding to the ends of the rows"
         )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
@@ -165,7 +165,7 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
     if shortest < extent:
         raise DataError(
             f"attention_mask has zeros between the tokens of a row, over {extent} places, and this model has "
-            f"windows or chunks of {shortest}, which would count the tokens alone: move all padding to the "
+            f"windows or chunks of {shortest}, which would count only the tokens: move all padding to the "
             "ends of the rows"
         )
 

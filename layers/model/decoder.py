@@ -142,7 +142,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         sequences.prepare_rotary(self.spec.ropes)
 
     def begin_checks(self, checks: CallChecks, vision_inputs: Any = None) -> None:
-        """Begin the checks of a prepared call, and those of its images."""
+        """Begin the checks of a prepared call and of its images."""
         # Processes that choose levels together wait for each other.
         wait = self.fit_levels is not None and self.fit_levels.plan is None
         if vision_inputs is None:

@@ -203,7 +203,7 @@ def has_gathered_parts(head: nn.Module) -> bool:
 
 def in_pieces(size: int, *columns: Tensor, together: bool) -> list[tuple[Tensor, ...]]:
     """Split columns of equal length into pieces of `size` tokens, at least one. With `together`, all
-    processes get the same number of pieces, the last of which may be empty.
+    processes get the same number of pieces; the last may be empty.
     """
     count = max(1, -(-len(columns[0]) // size))
     if together and dist.is_initialized():

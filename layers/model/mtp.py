@@ -1,4 +1,4 @@
-"""Multi-token prediction: modules after the decoder, each of which predicts one token further (DeepSeek-V3,
+"""Multi-token prediction: each of the modules after the decoder predicts one token further (DeepSeek-V3,
 2024, arXiv:2412.19437, section 2.2).
 
     h_0[t] = the decoder's output after its final norm

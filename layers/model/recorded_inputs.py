@@ -1,4 +1,4 @@
-"""The tensors that recorded layers read: those of a call, and those at the addresses of a recording.
+"""The tensors that recorded layers read: a call's own, and the ones at the addresses of a recording.
 
 Documents in a recording are described by a fixed number of boundaries, more than a call has: the rest are
 empty documents at the end.

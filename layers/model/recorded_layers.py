@@ -1,6 +1,6 @@
 """The layers of a training step recorded as CUDA graphs, and replayed.
 
-A model's layers launch hundreds of kernels, each of which costs the host more time than a small batch costs
+A model's layers launch hundreds of kernels. Each launch costs the host more time than a small batch costs
 the GPU. A CUDA graph launches them all at once. Recorded are the layers' forward pass and their backward
 pass, one graph each, from the embedded tokens [T, H] to the output of the final norm, and back:
 

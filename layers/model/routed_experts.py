@@ -33,7 +33,7 @@ class RoutedExperts:
 
     Attributes:
         given: [batch, seq, layers, top_k] integers, of all decoder layers (those without experts are ignored)
-            or of those with experts alone. A token for which a layer has -1 routes itself there: the last
+            or of only the layers with experts. A token for which a layer has -1 routes itself there: the last
             token of a sample, which no engine has read, and padding.
         wanted: return the experts used, in the same form for all decoder layers, int32; -1 at padding and in
             layers without experts.

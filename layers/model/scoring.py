@@ -209,9 +209,9 @@ def check_score_call(
         DataError: nothing to score, scores in the omitted last column, or options for the loss or logits.
     """
     if any(other is not None for other in others):
-        raise DataError("scores come alone: leave out num_items_in_batch and return_logits")
+        raise DataError("score cannot be combined with num_items_in_batch or return_logits: omit them")
     if labels is None and shift_labels is None:
-        raise DataError("scores are those of labels: give labels or shift_labels")
+        raise DataError("scores need labels: pass labels or shift_labels")
     if cu_seqlens is not None and batch > 1 and labels is not None:
         raise DataError(
             f"documents of cu_seqlens may go on from one of the {batch} rows to the next, whose first token "

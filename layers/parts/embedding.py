@@ -13,7 +13,7 @@ from liger_models.layers.specs import NormSpec
 
 
 class TrainedRows(nn.Module):
-    """Rows of a frozen table that are trained, in float32: those of new tokens below adapters.
+    """Trained rows of a frozen table, in float32, for new tokens below adapters.
 
     PEFT's switch of adapters, `_disable_adapters`, restores the rows of the table.
 

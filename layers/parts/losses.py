@@ -47,7 +47,7 @@ class _Loss(nn.Module):
 class LigerCrossEntropyLoss(_Loss):
     """Cross entropy of logits, in three passes over them.
 
-    Options: those of `kernels.cross_entropy`: ignore_index, reduction, label_smoothing, z_loss, softcap and
+    Options of `kernels.cross_entropy`: ignore_index, reduction, label_smoothing, z_loss, softcap and
     so on.
     """
 
@@ -64,7 +64,7 @@ class LigerFusedLinearCrossEntropyLoss(_Loss):
     """Cross entropy of `input @ weight.T + bias`, without materialising all logits. Ignored labels cost
     nothing.
 
-    Options: those of `kernels.linear_cross_entropy`: ignore_index, reduction, label_smoothing, z_loss,
+    Options of `kernels.linear_cross_entropy`: ignore_index, reduction, label_smoothing, z_loss,
     softcap and so on.
     """
 
@@ -95,7 +95,7 @@ class LigerKLDivLoss(_Divergence):
     Equals torch's `kl_div(student_log_probs, teacher_log_probs, reduction="batchmean", log_target=True)`: the
     mean is over tokens, of sums over the vocabulary.
 
-    Options: those of `kernels.kl_div`: ignore_index, reduction, temperature and so on.
+    Options of `kernels.kl_div`: ignore_index, reduction, temperature and so on.
     """
 
     function = staticmethod(kl_div)
@@ -104,7 +104,7 @@ class LigerKLDivLoss(_Divergence):
 class LigerJSDLoss(_Divergence):
     """Generalized Jensen-Shannon divergence of two next-token distributions (Agarwal et al., 2023, GKD).
 
-    Options: those of `kernels.generalized_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
+    Options of `kernels.generalized_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
     KL(teacher || student), 1 is KL(student || teacher)) and so on.
     """
 
@@ -114,7 +114,7 @@ class LigerJSDLoss(_Divergence):
 class LigerTVDLoss(_Divergence):
     """Total variation distance of two next-token distributions: half the sum of |p - q|, from 0 to 1.
 
-    Options: those of `kernels.total_variation`: ignore_index, reduction, temperature and so on.
+    Options of `kernels.total_variation`: ignore_index, reduction, temperature and so on.
     """
 
     function = staticmethod(total_variation)
@@ -143,7 +143,7 @@ class _FusedLinearDistillation(_Loss):
 class LigerFusedLinearKLDivLoss(_FusedLinearDistillation):
     """KL(teacher || student) of two linear layers' outputs, without materialising all logits.
 
-    Options: those of `kernels.linear_kl`: ignore_index, reduction, temperature and so on.
+    Options of `kernels.linear_kl`: ignore_index, reduction, temperature and so on.
     """
 
     function = staticmethod(linear_kl)
@@ -152,7 +152,7 @@ class LigerFusedLinearKLDivLoss(_FusedLinearDistillation):
 class LigerFusedLinearJSDLoss(_FusedLinearDistillation):
     """Generalized Jensen-Shannon divergence of two linear layers' outputs, without materialising all logits.
 
-    Options: those of `kernels.linear_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
+    Options of `kernels.linear_jsd`: ignore_index, reduction, temperature, beta (0.5; 0 is
     KL(teacher || student), 1 is KL(student || teacher)) and so on.
     """
 
@@ -163,7 +163,7 @@ class LigerFusedLinearCosineSimilarityLoss(_FusedLinearDistillation):
     """One minus the cosine between a student's and a teacher's logits, outputs of two linear layers, without
     materialising all of them.
 
-    Options: those of `kernels.linear_cosine_distillation`: ignore_index, reduction and so on.
+    Options of `kernels.linear_cosine_distillation`: ignore_index, reduction and so on.
     """
 
     function = staticmethod(linear_cosine_distillation)

@@ -110,7 +110,7 @@ class HostWeights:
         self._drop(number)
 
     def _use(self, number: int, backward: bool) -> None:
-        """Give a unit its weights, start copying those of the next one, and drop the others."""
+        """Give a unit its weights, start copying the next unit's, and drop the others."""
         following = number - 1 if backward else number + 1
         for other in [other for other in self._here if other not in (number, following)]:
             self._drop(other)

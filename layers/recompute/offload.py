@@ -90,7 +90,7 @@ class Results:
         self._is_first = False
 
     def __call__(self, function: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """The function's results: its n-th call in the second run returns those of the n-th in the first."""
+        """Return the function's results; the n-th call of the second run returns those of the first run."""
         number = self._calls
         if number is None:  # part of the layer runs once more within its backward pass
             return function()

@@ -1,4 +1,4 @@
-"""Splitting of channels whose gradients are joined without a copy where they lie side by side."""
+"""Splitting of channels whose gradients are joined without a copy where they are adjacent."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Split(torch.autograd.Function):
 
 
 def _whole(gradients: tuple[Tensor, ...]) -> Tensor | None:
-    """The tensor [T, C] of which the gradients are adjacent columns; None if there is none."""
+    """The tensor [T, C] whose adjacent columns are the gradients; None if there is none."""
     first = gradients[0]
     tokens, channels = len(first), sum(part.shape[1] for part in gradients)
     offset = first.storage_offset()

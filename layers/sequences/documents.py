@@ -197,7 +197,7 @@ def _extents(mask: Tensor) -> Tensor:
 
 def _with_cuts(cu_seqlens: Tensor, size: int, total: int) -> Tensor:
     """Boundaries of documents, and of pieces of `size` tokens within them. How many there are is known on the
-    device alone: empty documents at the end make up for that.
+    device only: empty documents at the end make up for that.
     """
     counts = (cu_seqlens.diff() + size - 1) // size
     ends = counts.cumsum(0)

@@ -50,7 +50,7 @@ class Visibility(Part):
 
     def ranges_with_padding(self) -> KeyRanges:
         """The ranges of keys if all tokens of a row attend to one another, but padding does not attend to
-        padding. A row of padding alone attends to itself. Made once for all layers.
+        padding. A row of only padding attends to itself. Made once for all layers.
         """
         return self._once("ranges_with_padding", self._ranges_with_padding)
 

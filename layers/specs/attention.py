@@ -91,7 +91,7 @@ class AttentionSpec(_Heads):
 
     @property
     def is_plain_softmax(self) -> bool:
-        """Whether the weights are a softmax of the scaled scores alone."""
+        """Whether the weights are a softmax of the scaled scores, and nothing else."""
         return self.softcap is None and not self.sinks and self.slopes is None
 
     @property

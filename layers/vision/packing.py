@@ -27,7 +27,7 @@ _PLACES = ("image_position_ids", "video_position_ids")  # padded with -1
 _SEEN = "cross_attention_mask"
 _VIDEOS, _FRAMES = "pixel_values_videos", "num_frames_per_video"
 OF_TOKENS = frozenset({_SEEN})
-"""What says something of each token of a conversation, and not of its images."""
+"""Keywords with an entry for each token of a conversation, not for each image."""
 
 
 class VisionConversation(NamedTuple):

@@ -76,7 +76,7 @@ def _order(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int
             total -= counts[number]
             number += 1
         if total:
-            raise DataError(f"the picture tokens of row {row} are not those of whole pictures in their order")
+            raise DataError(f"the picture tokens of row {row} are not whole pictures in their order")
         order += own * times
     if number < len(counts):
         raise DataError(f"the text has tokens of {number} pictures, and {len(counts)} are given")

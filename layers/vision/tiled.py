@@ -124,7 +124,7 @@ class TiledVision(nn.Module):
         """
         if input_ids is None:
             if vision_inputs.pictures is not None:
-                raise DataError("images need input_ids, which say where they stand; found embeddings alone")
+                raise DataError("images need input_ids, which mark their places; found only embeddings")
             return
         named = input_ids == self.spec.image_id
         if vision_inputs.pictures is None:

@@ -81,7 +81,7 @@ class Vision(nn.Module):
     def __init__(self, spec: VisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
         if spec.spans == "prefix" and spec.kinds is None:
-            raise ValueError("spans are those of a prefix, and no keyword says where it ends: kinds is None")
+            raise ValueError("the spans are a prefix, but no keyword marks its end: kinds is None")
         if spec.class_feature and (spec.class_token is None or spec.projector.merge > 1):
             raise ValueError(
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
@@ -151,7 +151,9 @@ class Vision(nn.Module):
     def _meaning(self) -> str:
         """Description of the token kinds, for errors."""
         if self.spec.spans == "prefix":
-            return "0 for a document's beginning, which is seen as a whole, 1 for what is to be learned"
+            return (
+                "0 for a document's prefix, whose tokens all attend to one another, 1 for the tokens to learn"
+            )
         videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
         return f"1 where input_ids are {self.spec.image_id} (images){videos}, and 0 elsewhere"
 
@@ -166,7 +168,7 @@ class Vision(nn.Module):
         """
         if input_ids is None:
             if vision_inputs.pictures is not None:
-                raise DataError("images need input_ids, which say where they stand; found embeddings alone")
+                raise DataError("images need input_ids, which mark their places; found only embeddings")
             return
         documents, positions, spans = sequences.documents, sequences.positions, None
         ids = documents.pack(input_ids)

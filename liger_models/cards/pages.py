@@ -71,9 +71,9 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
     """Overview of all families: what each is, then its sizes, features and checks."""
     words, rows = [], []
     for family in families:
-        told, card = about(family.model_type), read_card(family.model_type, repository)
-        name = _linked(told.name, family, repository)
-        words.append([name, told.traits, source(told), f"`{family.model_type}`"])
+        described, card = about(family.model_type), read_card(family.model_type, repository)
+        name = _linked(described.name, family, repository)
+        words.append([name, described.traits, source(described), f"`{family.model_type}`"])
         shown = sizes(family, repository), ", ".join(features_of_family(family, repository))
         rows.append([name, *shown, str(len(family.layouts)), *_state(card)])
     header = ["family", "in a few words", "from", "model_type"]

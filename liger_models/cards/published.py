@@ -106,7 +106,7 @@ def layers_of_every_kind(config: Mapping[str, Any]) -> int:
 
 
 def features_of_family(architecture: Architecture, repository: Path) -> list[str]:
-    """Features of any known model; those of the family's test config if none is known."""
+    """Features of any known model, or of the family's test config if none is known."""
     configs = [model.config for model in published(architecture, repository)] or [architecture.tiny]
     found = [set(features(architecture.spec(HFConfig.load(dict(config))))) for config in configs]
     return [name for name in FEATURES if any(name in names for names in found)]

@@ -1,4 +1,4 @@
-"""Models on the meta device in the quantised bits of a checkpoint, of which only the headers are read."""
+"""Models on the meta device in the quantised bits of a checkpoint; only its headers are read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`liger-models plan`: whether a training step fits on a GPU, the activation memory levels it needs, the
 largest batch and the longest context. Runs on any machine and reads only config.json.
 
-The options are those of `train`, whose --config it takes, too. Rows longer than the model's
+It takes the options of `train`, --config included. Rows longer than the model's
 `max_position_embeddings` are allowed. Pinned host memory (the level `offload`, --optimizer-memory host) is
 counted, too.
 """
@@ -226,7 +226,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
 
 
 def _config(args: argparse.Namespace) -> Any:
-    """The model's config. An adapter's settings become those of --lora, as in `train`."""
+    """The model's config. An adapter's settings take the place of --lora, as in `train`."""
     from liger_models.cli.inspect import find_config
     from liger_models.convert.checkpoints.adapter import LowRankAdapter
     from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, latest_in_run, local_path

@@ -60,9 +60,9 @@ def _what_to_do(error: ImportError) -> str:
     try:
         from transformers import __version__
     except ImportError:
-        return f"liger_models.hf stands on transformers ({error}): pip install liger_models[hf]"
+        return f"liger_models.hf requires transformers ({error}): pip install liger_models[hf]"
     return (
-        f"transformers {__version__} lacks what liger_models.hf stands on ({error}); install another one "
+        f"transformers {__version__} lacks names that liger_models.hf uses ({error}); install another one "
         "(docs/frameworks.md names those that were tested), or a newer liger_models"
     )
 

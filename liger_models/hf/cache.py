@@ -35,7 +35,7 @@ def tokens_in(cache: Cache) -> int:
     """Return the number of tokens that filled a cache.
 
     Raises:
-        DataError: it holds states alone, and another model filled it.
+        DataError: it holds only states, and another model filled it.
     """
     if not cache.layers or any(isinstance(layer, CacheLayerMixin) for layer in cache.layers):
         return int(cache.get_seq_length())

@@ -69,7 +69,7 @@ def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling
     pictures = take_pictures(decoder.spec.vision, decoder.vision.merge, given)
     refuse_unknown(given)
     if pictures is None:
-        raise DataError("no pixels were given; expected what the processor gives of images or videos")
+        raise DataError("no pixels were given; expected the processor's output for images or videos")
     features, *_deep = decoder.vision(pictures)
     return BaseModelOutputWithPooling(pooler_output=features.split(pictures.counts(decoder.vision.merge)))
 

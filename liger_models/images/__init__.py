@@ -1,4 +1,4 @@
-"""Images in training data: from a reference (path, bytes, data URL) to what the family's processor returns.
+"""Images in training data: from a reference (path, bytes, data URL) to the output of the family's processor.
 
 May import the vision layers and specs; the tokenizer, training data and models import it.
 """

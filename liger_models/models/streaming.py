@@ -282,7 +282,7 @@ class _Plan:
     """How a model is written in a layout, made by its first stream.
 
     Attributes:
-        about: what it rests on: the layout, the canonical forms, and the model's tensors with their shapes.
+        about: its conditions: the layout, the canonical forms, and the model's tensors with their shapes.
     """
 
     about: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Verification of a checkpoint: its round trip is exact, and its results are those of transformers. Used by
+"""Verification of a checkpoint: its round trip is exact, and its results match transformers. Used by
 `liger-models verify` and `liger-models card`.
 
 The distance of two tensors is |ours - theirs| / |theirs|, over a whole tensor, and must be at most 1e-5.

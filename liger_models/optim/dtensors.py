@@ -22,7 +22,7 @@ def local(tensor: Any) -> Tensor:
 
 
 def from_local(own: Tensor, parameter: Any) -> Tensor:
-    """The tensor of the parameter's shape and sharding of which `own` is this rank's part."""
+    """The tensor with the parameter's shape and sharding, given this rank's part `own`."""
     if not is_dtensor(parameter):
         return own
     from torch.distributed.tensor import DTensor
@@ -33,7 +33,7 @@ def from_local(own: Tensor, parameter: Any) -> Tensor:
 
 
 def gathered(own: Tensor, parameter: Any) -> Tensor:
-    """The whole tensor of which `own` is this rank's part, for a parameter; all ranks must call this."""
+    """The whole tensor, given this rank's part `own`, for a parameter; all ranks must call this."""
     return whole_value(from_local(own, parameter))
 
 

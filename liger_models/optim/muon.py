@@ -123,7 +123,7 @@ class Round:
     """Parameters that are orthogonalised together.
 
     With a process group the n-th rank orthogonalises `parameters[n]`, sharded by rows over the group; None
-    where a rank has nothing to do. Without, every rank orthogonalises what it holds, or gathers.
+    where a rank has nothing to do. Without, every rank orthogonalises the matrices that it holds, or gathers.
     """
 
     parameters: tuple[Tensor | None, ...]

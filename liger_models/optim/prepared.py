@@ -70,7 +70,7 @@ class Prepared:
 def addresses_of(
     group: Mapping[str, Any], state: Mapping[Tensor, Mapping[str, Tensor]], numbers: list[int]
 ) -> Addresses | None:
-    """What decides the operands of a group's update: where its tensors are, and what they are. None if some
+    """Key of the operands of a group's update: the addresses and kinds of its tensors. None if some
     are not plain tensors of kernels, or have no state yet.
     """
     found: Addresses = [numbers, group["weights"], group["seed"]]

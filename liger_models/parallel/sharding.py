@@ -241,8 +241,8 @@ def _in_other_dtypes(groups: dict[str, nn.Module]) -> list[set[nn.Parameter]]:
             for dtype, group in by_dtype.items():
                 if any(p in group for p in _own(part)):
                     raise UnsupportedModelError(
-                        f"{name} has trainable parameters in {dtype} beside {largest} that belong to none of "
-                        "its modules, and cannot be sharded; load the model with dtype='bfloat16' or "
+                        f"{name} has trainable parameters in {dtype} as well as {largest} that belong to "
+                        "none of its modules, and cannot be sharded; load the model with dtype='bfloat16' or "
                         "'float32'"
                     )
                 others.append(group)

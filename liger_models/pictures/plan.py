@@ -13,7 +13,7 @@ def write_plan(report: dict[str, Any], path: Path) -> None:
     """Write the parts of the peak, as planned and with all layers at one level, next to what the GPU has.
 
     Args:
-        report: what `liger-models plan --json` prints.
+        report: the output of `liger-models plan --json`.
         path: the file, with the ending .svg.
 
     Raises:

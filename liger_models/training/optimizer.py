@@ -68,7 +68,7 @@ def build_optimizer(
 def optimizer_memory(
     model: nn.Module, name: str, dtype: torch.dtype, weights: str, moments: str, lora_rank: int = 0
 ) -> tuple[float, int]:
-    """Bytes of state per trained element, and temporary bytes of a step, excluding those of AdamW.
+    """Bytes of state per trained element, and temporary bytes of a step, except for AdamW.
 
     Args:
         model: the model; parameters may be on the meta device.

@@ -251,7 +251,7 @@ class RunParts:
         """Open the metrics and the trackers, and set aside what an earlier run wrote after the checkpoint."""
         for left in abandon_after(self.output, checkpoint) if checkpoint else ():
             self.world.say(
-                f"what came after {checkpoint} is set aside as {left}; remove it if it is of no use"
+                f"output written after {checkpoint} is set aside as {left}; remove it if you do not need it"
             )
         self.output.mkdir(parents=True, exist_ok=True)
         write_settings(self.config, self.output)

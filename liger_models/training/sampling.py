@@ -1,4 +1,4 @@
-"""Runs that sample what they learn from: prompts in, answers judged by functions, steps of GRPO.
+"""Runs that learn from their own samples: prompts in, answers judged by functions, steps of GRPO.
 
 A reward function is called with the keywords `prompts` and `completions`, lists of the same length, and a
 list for each further column of the records. It returns a number for each completion (None: no reward):
@@ -52,7 +52,7 @@ class SamplingRun(Run):
             )
         if config.eval_data or config.eval_fraction:
             raise ConfigError(
-                "objective grpo has no held-out data: its rewards are measured on what it samples"
+                "objective grpo has no held-out data: its rewards are measured on its own samples"
             )
         if config.sample_prompts:
             raise ConfigError(f"objective grpo writes its samples to {COMPLETIONS}; omit sample_prompts")

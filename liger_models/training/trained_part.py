@@ -71,7 +71,7 @@ def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTok
 
 
 def check_new_rows_are_trained(model: LigerCausalLM) -> None:
-    """Refuse frozen rows of new tokens, of which the model could learn little.
+    """Refuse frozen rows of new tokens, about which the model could learn little.
 
     Raises:
         ConfigError: the embedding or the head is frozen.

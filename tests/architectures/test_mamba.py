@@ -28,7 +28,7 @@ def test_padding_on_the_left_changes_nothing_even_with_a_bias(family, bias, make
     [
         ("mamba", {"state_size": 300}, "state_size is 300; expected at most 256"),
         ("mamba", {"conv_kernel": 9}, "conv_kernel is 9; expected 2 to 8"),
-        ("mamba", {"hidden_act": "gelu"}, "the convolutions of state space layers have 'silu' alone"),
+        ("mamba", {"hidden_act": "gelu"}, "the convolutions of state space layers have only 'silu'"),
         ("mamba", {"time_step_rank": "half"}, "time_step_rank"),
         (
             "jamba",

@@ -270,10 +270,10 @@ def rotation(family: str) -> tuple[frozenset[Any], frozenset[str]]:
 READ_BY_ALL = {
     "model_type": "names the family",
     "pad_token_id": "concerns the gradient of one row alone: test_parity.py",
-    "initializer_range": "concerns fresh weights alone",
+    "initializer_range": "concerns only fresh weights",
     "partial_rotary_factor": "families that turn whole heads refuse it",
     "max_position_embeddings": "without it there is no model",
-    "original_max_position_embeddings": "also stands within the rotary settings",
+    "original_max_position_embeddings": "is also part of the rotary settings",
 }
 
 

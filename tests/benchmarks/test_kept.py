@@ -1,4 +1,4 @@
-"""Models in random quantised bits have the shapes of published ones, and are trained beside their plan."""
+"""Models in random quantised bits have the shapes of published ones, and are trained next to their plan."""
 
 from __future__ import annotations
 

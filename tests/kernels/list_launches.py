@@ -57,7 +57,7 @@ def launches_of(case: dict[str, Any]) -> tuple[set[str], set[str]]:
 
 
 def described(x: Any) -> Any:
-    """What a kernel is specialised to."""
+    """The arguments to which a kernel is specialised."""
     if hasattr(x, "block_shape"):
         return x.base.dtype, tuple(x.block_shape)
     if type(x) is int:

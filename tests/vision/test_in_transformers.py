@@ -287,7 +287,7 @@ def test_pictures_that_are_not_the_rows_own_are_refused():
     ids, grids = torch.tensor([[5, 3, 3, 6], [3, 3, 3, 3]]), torch.tensor([[1, 2, 4], [1, 4, 4]])
     given = {"image_grid_thw": grids, "pixel_values": torch.randn(24, spec.patches.width)}
     assert repeat_pictures(spec, given, ids, 2)["image_grid_thw"].tolist() == grids[[0, 0, 1, 1]].tolist()
-    with pytest.raises(DataError, match="of row 0 are not those of whole pictures"):
+    with pytest.raises(DataError, match="of row 0 are not whole pictures"):
         repeat_pictures(spec, given, ids.flip(0), 2)
     with pytest.raises(DataError, match="tokens of 1 pictures, and 2 are given"):
         repeat_pictures(spec, given, ids[:1], 2)

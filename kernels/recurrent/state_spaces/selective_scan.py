@@ -314,7 +314,7 @@ def _prefix(decay: Tensor, added: Tensor) -> Tensor:
 
 
 def _slabs(x: Tensor, states: int) -> Iterator[slice]:
-    """Channels of which at most about two million elements of the state of all tokens exist at once."""
+    """Number of channels that limits the states of all tokens to about two million elements at a time."""
     size = max(1, (1 << 21) // max(1, len(x) * states))
     for begin in range(0, x.shape[1], size):
         yield slice(begin, begin + size)

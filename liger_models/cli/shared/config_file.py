@@ -1,4 +1,4 @@
-"""`--config FILE`: the options of a command from a YAML or JSON file, below those of the command line."""
+"""`--config FILE`: options of a command from a YAML or JSON file; the command line takes precedence."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _values(parser: argparse.ArgumentParser, path: str, settings: Mapping[Any, A
 
 
 def _slug(title: str) -> str:
-    """Name of a section: the group's title without "the" and what is in brackets."""
+    """Name of a section: the group's title without "the" and without text in brackets."""
     words = re.sub(r"\(.*\)", "", title).lower().replace("_", " ").replace("-", " ").split()
     return "_".join(words[1:] if words[:1] == ["the"] else words)
 

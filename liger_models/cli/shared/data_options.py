@@ -89,7 +89,7 @@ def add_train_on(group: argparse._ActionsContainer) -> None:
         "--train-on",
         choices=("all", "last", "each"),
         default="all",
-        help="answers of a conversation that are learned: all; the last alone; or each in an example of its "
+        help="answers of a conversation that are learned: all; only the last; or each in an example of its "
         "own, rendered as when the model is asked, reasoning included (default: %(default)s)",
     )
 

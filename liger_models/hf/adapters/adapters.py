@@ -237,7 +237,7 @@ def _onto_parameters(model: Any, config: dict[str, Any], tensors: dict[str, Tens
             continue
         if set(kinds.values()) != {"lora_A.weight", "lora_B.weight"} or config.get("use_dora"):
             raise CheckpointError(
-                f"{layer} is no layer in our models, so its adapter can have lora_A and lora_B alone, and no "
+                f"{layer} is no layer in our models, so its adapter can have only lora_A and lora_B, and no "
                 f"DoRA; found {', '.join(sorted(kinds.values()))}"
             )
         rank, scale = len(tensors[f"{stem}lora_A.weight"]), _scale(config, layer)

@@ -73,7 +73,7 @@ class ParamWrapper(peft_lora.ParamWrapper):  # type: ignore[misc]
     """PEFT's wrapper of a stack of experts' matrices with our forward. PEFT looks for this name."""
 
     def forward(self, x: Tensor, *args: Any, paths: Paths = NO_PATHS, **kwargs: Any) -> Tensor:
-        """Map x [T, H] to [T, H]. `paths` are those of the wrappers around this one."""
+        """Map x [T, H] to [T, H]. `paths` belong to the wrappers around this one."""
         own = None if kwargs else self.low_rank_paths()
         if own is None:
             return super().forward(x, *args, paths=paths, **kwargs)

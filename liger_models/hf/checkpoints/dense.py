@@ -58,7 +58,7 @@ def dense_tensors(model: Any, files: Sequence[str] | None) -> Iterator[dict[str,
     if folder is None or not _may_be_decoded(folder):
         yield None
         return
-    # Matrices alone are quantised. They are decoded in the dtype of the model's, or rounded by the loader.
+    # Only matrices are quantised. They are decoded in the dtype of the model's, or rounded by the loader.
     dtypes = {p.dtype for p in model.parameters() if p.dim() > 1}
     with ModelReader(folder) as reader:
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32

@@ -29,7 +29,7 @@ def merged_tensors(model: nn.Module) -> dict[str, functools.partial[Tensor]]:
     for name, tensor, adapters in _saved(model, "", ()):
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"{name} is quantised ({tensor.dtype}), so it is not what a checkpoint names; dequantise the "
+                f"{name} is quantised ({tensor.dtype}), but a checkpoint holds dense weights; dequantise the "
                 "model first"
             )
         get = functools.partial(_merged, tensor, adapters)

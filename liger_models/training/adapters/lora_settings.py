@@ -48,7 +48,7 @@ class LoraSettings:
         for piece in filter(None, (part.strip() for part in text.split(","))):
             name, equals, value = piece.partition("=")
             if name not in known or name in given or (known[name] == "bool") is bool(equals):
-                raise ConfigError(f"--lora {text}: {piece!r} is not a setting, or stands twice; give {FORM}")
+                raise ConfigError(f"--lora {text}: {piece!r} is not a setting, or occurs twice; give {FORM}")
             try:
                 given[name] = {"r": int, "alpha": float, "dropout": float}.get(name, str)(value)
             except ValueError as error:
@@ -102,7 +102,7 @@ class LoraSettings:
 def check_sharded(
     lora: str, shard: str, quantize: str | None, add_tokens: Sequence[str], objective: str
 ) -> None:
-    """Refuse what adapters on a sharded base cannot have.
+    """Refuse settings that adapters on a sharded base cannot have.
 
     Raises:
         ConfigError: says what, and what to do.

@@ -256,7 +256,7 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
         if count:  # a part's only document is trained on
             held.append(replace(part, order=order, first=0, count=count, weight=None))
     if not held:
-        raise DataError("eval_fraction holds out whole documents and each part of the data has one alone")
+        raise DataError("eval_fraction holds out whole documents and each part of the data has only one")
     both = (type(documents)(parts, documents.vision) for parts in (kept, held))
     return next(both), next(both)
 

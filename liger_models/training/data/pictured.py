@@ -99,8 +99,9 @@ class PicturedEncoder:
         """
         if records and self.images is None:
             raise DataError(
-                f"{records[0][0].where}: the conversation has images, and this model sees none; train one "
-                "that does (`liger-models list`), without --text-only, from a checkpoint with its processor"
+                f"{records[0][0].where}: the conversation has images, which this model does not accept; "
+                "train one that does (`liger-models list`), without --text-only, from a checkpoint with "
+                "its processor"
             )
         work = [self._work(*record) for record in records]
         workers = cores()

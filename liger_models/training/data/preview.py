@@ -1,4 +1,4 @@
-"""Preview of what is trained on: tokens and their loss marks, of the first records or of packed rows."""
+"""Preview of training data: tokens and their loss marks, of the first records or of packed rows."""
 
 from __future__ import annotations
 

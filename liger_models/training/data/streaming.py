@@ -104,7 +104,7 @@ class RecordReader:
 
 
 class BlockRequest(Request):
-    """Request for the corpora of a stream's blocks. Arguments are those of `Request`."""
+    """Request for the corpora of a stream's blocks. Takes the arguments of `Request`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

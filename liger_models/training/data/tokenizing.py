@@ -144,7 +144,7 @@ def default_cache() -> Path:
 
 
 def _groups(names: list[str], apart: bool) -> list[list[str]]:
-    """Group names by corpus: all raw sources together, or each name alone if they have weights."""
+    """Group names by corpus: all raw sources together, or each name by itself if they have weights."""
     if apart:
         return [[name] for name in names]
     made = [name for name in names if is_corpus(local_path(name, DataError))]
@@ -172,7 +172,7 @@ def _made_before(
     if made_for != train_on:
         raise DataError(
             f"{folder} was made with --train-on {made_for} and this run asks for {train_on}; tokenize the "
-            "data again, or ask for what it was made with"
+            "data again, or use the setting that it was made with"
         )
     if len(corpus.branches) and not share:
         raise DataError(

@@ -5,7 +5,7 @@
 
 A branch at k is the example t_0 .. t_(k-1) t_k a_1 a_2 ...: it starts with a copy of the last common token,
 which predicts a_1, and continues the first k tokens of the document (layers/sequences/tree.py). No trained
-token of an example precedes its branch, so labels equal those of the separate examples.
+token of an example precedes its branch, so labels equal the labels of the separate examples.
 
 A conversation has one example for each answer. They agree with the last example up to an answer that the chat
 template renders differently when more follows. An example that is a prefix of another is merged with it. A

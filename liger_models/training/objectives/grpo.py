@@ -28,7 +28,7 @@ _BY_TOKENS = ("dapo", "cispo", "bnpo")
 
 
 class Samples(NamedTuple):
-    """Sampled answers of a micro-batch, with what the loss needs of them."""
+    """Sampled answers of a micro-batch, with the values that the loss needs."""
 
     packed: SharedPrompts  # the prompts, each once, with their answers
     advantages: Tensor  # [answers]

@@ -43,7 +43,7 @@ class Objective:
         unit: of the loss.
         needs_reference: whether groups need log-probabilities under a reference model.
         shares_prompts: whether it scores only answers, so that their prompt can be computed once.
-        samples: whether it samples what it learns from (training/sampling.py).
+        samples: whether it learns from its own samples (training/sampling.py).
         rewards: whether the model has a reward head instead of a token head.
         above_zero: options that must be positive, if it has them.
     """

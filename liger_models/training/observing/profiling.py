@@ -21,7 +21,7 @@ import torch
 
 CLASSES: Mapping[str, str] = {
     "between GPUs": r"nccl(Dev)?Kernel",
-    "copies of what goes between them": r"fsdp::|chunk_cat|split_with_sizes_copy",
+    "copies of data between them": r"fsdp::|chunk_cat|split_with_sizes_copy",
     "optimizer": r"adam|multi_tensor|Optimizer",
     "embedding": r"embedding",
     "experts' products": r"_Experts.* (_rows_kernel|_weight_kernel)|grouped_mm"

@@ -4,7 +4,7 @@
     samples.generate(model, step, device, print)
 
 OUTPUT/samples.jsonl receives {"step", "time", "prompt", "completion"} for each prompt. Decoding is greedy, so
-that samples of different steps differ by the weights alone.
+that only the weights change between samples of different steps.
 """
 
 from __future__ import annotations

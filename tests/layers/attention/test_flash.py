@@ -182,11 +182,11 @@ def test_documents_that_continue_others_are_refused(library):
 def test_other_dtypes_and_devices_are_refused(monkeypatch):
     monkeypatch.setattr(flash, "_device", lambda q: "sm_90")
     monkeypatch.setattr(flash, "_SIZES", ((DIM, DIM),))
-    with pytest.raises(ValueError, match=r"does not take torch\.float32 \(16 bits alone\)"):
+    with pytest.raises(ValueError, match=r"does not take torch\.float32 \(only 16 bits are supported\)"):
         attend(*operands(26, dtype=torch.float32), SPEC, sequences_of("rows"), "flash")
     monkeypatch.undo()
     monkeypatch.setattr(flash, "_SIZES", ((DIM, DIM),))
-    with pytest.raises(ValueError, match=r"does not take cpu \(Hopper GPUs alone\)"):
+    with pytest.raises(ValueError, match=r"does not take cpu \(only Hopper GPUs are supported\)"):
         attend(*operands(26, dtype=torch.bfloat16), SPEC, sequences_of("rows"), "flash")
 
 

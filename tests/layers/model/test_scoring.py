@@ -165,8 +165,8 @@ def test_scores_include_the_router_loss(make_model, moe_spec):
     [
         ({"labels": None}, "give labels or shift_labels"),
         ({"coefficients": torch.zeros(BATCH, SEQ)}, r"shape of the scores, \(3, 8\)"),
-        ({"num_items_in_batch": 4}, "scores come alone"),
-        ({"return_logits": True}, "scores come alone"),
+        ({"num_items_in_batch": 4}, "score cannot be combined"),
+        ({"return_logits": True}, "score cannot be combined"),
         ({"cu_seqlens": torch.tensor([0, 27])}, "all documents in one row"),
         ({"labels": torch.full((BATCH, SEQ), 10**6)}, "outside the vocabulary"),
     ],

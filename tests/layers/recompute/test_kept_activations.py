@@ -152,7 +152,7 @@ def test_offloading_by_the_caller_changes_no_bit(levels, make_model, batch):
 
 
 def test_a_callers_hooks_get_every_saved_tensor(make_model, batch):
-    """Recipes stand aside: offloaded, their inputs would take no less room than what they make."""
+    """Recipes do not apply: offloaded, their inputs would take as much room as their outputs."""
     model, seen = make_model(), {}
     for level in ("all", "lean"):
         model.set_activation_memory(level)

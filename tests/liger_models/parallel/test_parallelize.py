@@ -88,7 +88,9 @@ def test_models_that_cannot_be_sharded_are_refused(found):
         errors = of_rank["refused"]
         assert "already sharded over processes" in errors["twice"]
         assert "lm_head.weight is quantised (torch.int8" in errors["quantised"]
-        assert "layer 0 has trainable parameters in torch.float32 beside torch.bfloat16" in errors["mixed"]
+        assert (
+            "layer 0 has trainable parameters in torch.float32 as well as torch.bfloat16" in errors["mixed"]
+        )
         assert "the same number of tokens" in errors["generate"]
         assert "is 3, but there are 2 processes" in errors["sizes"]
 

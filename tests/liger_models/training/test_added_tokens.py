@@ -21,7 +21,7 @@ NEW = range(320, 322)
 
 @pytest.fixture(scope="module")
 def thoughts(tmp_path_factory):
-    """Texts in which the new tokens stand."""
+    """Texts with the new tokens."""
     rng, path = random.Random(4), tmp_path_factory.mktemp("thoughts") / "data.jsonl"
     texts = ["<|think|>" + "".join(rng.choices("abc ", k=30)) + "<|done|>" for _ in range(24)]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

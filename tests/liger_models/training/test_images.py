@@ -371,7 +371,7 @@ def test_bad_images_are_reported_before_the_model_is_loaded(
 
 
 def test_a_text_model_refuses_images(settings, run, conversations):
-    with pytest.raises(DataError, match=r"line 1: the conversation has images, and this model sees none"):
+    with pytest.raises(DataError, match=r"line 1: the conversation has images, which this model does not"):
         run(settings(data=(conversations,)))
 
 

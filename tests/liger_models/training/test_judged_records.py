@@ -40,11 +40,11 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
                 "chosen": [{"role": "assistant", "content": "x"}],
                 "rejected": [{"role": "assistant", "content": "y"}],
             },
-            "the conversation has images, and this model sees none",
+            "the conversation has images, which this model does not accept",
         ),
         (
             GOOD | {"images": ["a.png"]},
-            "'images' next to prompt/chosen/rejected of text; images are trained on in messages alone",
+            "'images' next to prompt/chosen/rejected of text; images are supported only in messages",
         ),
         (GOOD | {"chosen": "word " * 60}, "its two answers with their prompts, and seq_len is 96"),
         (
@@ -53,7 +53,7 @@ GOOD = {"prompt": "a b", "chosen": "c", "rejected": "d"}
                 "chosen": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
                 "rejected": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "z"}],
             },
-            "'prompt' stands in 'chosen' once more, and would be read twice",
+            "'prompt' is repeated in 'chosen', and would be read twice",
         ),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_prompt_repeated_by_texts_is_reported(start, jsonl, tmp_path):
         seq_len=96,
         data=(jsonl(tmp_path / "pairs.jsonl", [GOOD, twice, GOOD | {"prompt": ""}]),),
     )
-    assert run.documents.counts["whose prompt stands in the answers once more"] == 1
+    assert run.documents.counts["whose prompt is repeated in the answers"] == 1
 
 
 def test_pairs_can_be_tokenized_in_advance_for_pairs_only(start, judged, checkpoint, tmp_path):

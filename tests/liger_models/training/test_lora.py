@@ -338,7 +338,7 @@ def test_a_resumed_run_must_have_the_same_adapters_and_model(settings, run, chec
     [
         ("rank=4", "'rank=4' is not a setting"),
         ("r=four", "'r=four' is not a number"),
-        ("r=4,r=8", "stands twice"),
+        ("r=4,r=8", "occurs twice"),
         ("dora=1", "'dora=1' is not a setting"),
         ("r", "'r' is not a setting"),
         ("r=0", "a rank of 1 or more"),

@@ -1,4 +1,4 @@
-"""What a run shows while it trains: samples, evaluations, and progress in terminals and in log files."""
+"""Output of a run while it trains: samples, evaluations, and progress in terminals and in log files."""
 
 import csv
 import io

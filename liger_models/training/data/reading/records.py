@@ -223,7 +223,7 @@ def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
     judged = form in (PAIRS, LABELLED) and isinstance(fields.get("prompt", []), list)
     if fields.get(IMAGES) and form != "messages" and not judged:
         raise DataError(
-            f"{where}: there are {IMAGES!r} next to {form} of text; images are trained on in messages alone"
+            f"{where}: there are {IMAGES!r} next to {form} of text; images are supported only in messages"
         )
 
 
@@ -262,10 +262,10 @@ def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter
     if prompt and all(answer[: len(prompt)] == prompt for answer in answers):
         if not isinstance(prompt, str):  # a text prompt may repeat at the answer's start
             raise DataError(
-                f"{where}: 'prompt' stands in {texts[1]!r} once more, and would be read twice; leave it out "
+                f"{where}: 'prompt' is repeated in {texts[1]!r}, and would be read twice; leave it out "
                 "of the answers"
             )
-        counts["whose prompt stands in the answers once more"] += 1
+        counts["whose prompt is repeated in the answers"] += 1
     return tuple(found_in[key] for key in keys)
 
 
