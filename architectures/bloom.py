@@ -76,7 +76,7 @@ for_tests(
         "rope_parameters": ...,
         "tie_word_embeddings": True,
     },
-    variants={"heads that are no power of two": {"n_head": 6}},
+    variants={"heads that are not a power of two": {"n_head": 6}},
     skip={
         "positions:given": "the reference has no positions",
         **dict.fromkeys(("key:n_embed", "key:num_attention_heads", "key:num_hidden_layers"), "another name"),

@@ -88,6 +88,6 @@ for_tests(
         "attn_config": {"clip_qkv": 0.7, "softmax_scale": 0.3},
         "tie_word_embeddings": True,
     },
-    variants={"heads that are no power of two": {"n_heads": 6, "attn_config": {}}},
+    variants={"heads that are not a power of two": {"n_heads": 6, "attn_config": {}}},
     skip={"positions:given": "the reference has no positions"},
 )

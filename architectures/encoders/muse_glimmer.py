@@ -54,7 +54,7 @@ def vision(c: HFConfig, v: HFConfig, norm: NormSpec) -> VisionSpec:
     """The encoder, from the config and its own; `norm` is that of its features.
 
     Raises:
-        ConfigError: a position table that is no square, or windows that cut through tokens.
+        ConfigError: a position table that is not square, or windows that cut through tokens.
     """
     v.fill({"num_hidden_layers": 50, "intermediate_size": 8960, "hidden_act": "gelu"})
     v.take("max_position_embeddings", None)  # unused by the reference

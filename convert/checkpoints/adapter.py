@@ -284,7 +284,7 @@ def resolve_model(
         options: of `resolve`.
 
     Raises:
-        CheckpointError, HubError: as in `resolve`; or `base` was given, and `name` is no adapter.
+        CheckpointError, HubError: as in `resolve`; or `base` was given, and `name` is not an adapter.
     """
     folder = resolve(name, adapter=True, **options)
     if not (folder / ADAPTER_CONFIG).is_file():

@@ -220,7 +220,7 @@ class Permute(Expr):
         what = f"Permute of {_describe(self.part)} of shape {self.part.shape}"
         if sorted(self.order) != list(range(len(self.view))):
             raise ValueError(
-                f"{what}: the order {self.order} is no permutation of the dimensions {self.view}"
+                f"{what}: the order {self.order} is not a permutation of the dimensions {self.view}"
             )
         if not divides(self.view, self.part.shape):
             raise ValueError(f"{what}: the view {self.view} does not divide its dimensions")
@@ -327,7 +327,7 @@ def places_by_ref(natives: Iterable[tuple[Expr, Tensor]]) -> dict[Ref, list[Plac
         ends = [0, *(place.stop for place in places)]
         if [*(place.start for place in places), math.prod(ref.shape)] != ends:
             raise ValueError(
-                f"of checkpoint tensor {ref.name!r} some elements have no place in the model, or two"
+                f"some elements of checkpoint tensor {ref.name!r} have no place in the model, or two"
             )
     return found
 

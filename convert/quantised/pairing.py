@@ -150,7 +150,7 @@ class Pairing:
         """Record a quantised weight, whose parts were checked.
 
         Raises:
-            CheckpointError: it is no matrix, or the checkpoint has the weight in another form, too.
+            CheckpointError: it is not a matrix, or the checkpoint has the weight in another form, too.
         """
         found = {role: info for role, info in parts.items() if info is not None}
         codes = found[CODES]

@@ -56,7 +56,7 @@ def check_float8(x: Tensor, gate_up: Any, down: Any, paths: Sequence[Any]) -> No
     """Check what `moe_experts` can compute in float8.
 
     Raises:
-        ValueError: a width that is no multiple of 16, low-rank paths, or matrices in another form.
+        ValueError: a width that is not a multiple of 16, low-rank paths, or matrices in another form.
         TypeError: another dtype than bfloat16.
     """
     widths = {*gate_up.shape[1:], *down.shape[1:]}

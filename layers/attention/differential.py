@@ -8,7 +8,7 @@ to the same values, head by head.
 
 The first half of the heads of queries and keys is 1, the second half 2. Values are wide, of two heads each:
 pair i holds v_i and v_(i + pairs). Both attentions are one call, in which each pair of values serves a key
-head of either half. The norm is that of each head, without a weight.
+head of either half. Each head is normalised, without a weight.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class Attention(nn.Module):
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
         for query and key norms their inputs and statistics; for scaled queries the projection that k and v
         are views of; for a gate its sigmoid, or with softplus also its input in float32, and with `all` the
-        product; for clamped projections what they were.
+        product; for clamped projections the clamp's input.
         """
         spec = self.spec
         kept = itemsize * (spec.q_size + spec.kv_size + spec.v_size + spec.o_size)

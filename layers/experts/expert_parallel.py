@@ -132,7 +132,7 @@ class ExpertExchange:
 
     def path(self, path: ExpertPath, num_experts: int) -> ExpertPath:
         """The part of a low-rank path, whole in every rank, that belongs to this rank's experts. Its gradient
-        is zero elsewhere, so the mean over the ranks is what a parameter's gradient is.
+        is zero elsewhere, so the mean over the ranks is the parameter's gradient.
         """
         own = slice(self.rank * self.own, (self.rank + 1) * self.own)
         a, b = path.a.unflatten(0, (num_experts, -1)), path.b.unflatten(1, (-1, num_experts))
@@ -164,7 +164,7 @@ class Routes:
         self.sent, self.received = sent, received
 
     def there(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Send x [T, H], weights and experts [T, k] of this rank's tokens; returns those of the tokens with
+        """Send x [T, H], weights and experts [T, k] of this rank's tokens; returns them for the tokens with
         experts here, with local expert indices from 0, and -1 for experts elsewhere.
         """
         exchange = self.exchange

@@ -11,8 +11,8 @@ know how many rows go where:
 The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
 (kernels/experts/_expert_passes.py). The host learns two sizes: the ranks' numbers of tokens, once per batch
-(`TokenCounts`), and the number of rows of this rank's experts, once per layer. It waits for the latter alone,
-while x travels and the shared expert runs. Nothing is dropped, and memory is what these rows take.
+(`TokenCounts`), and the number of rows of this rank's experts, once per layer. It waits only for the latter,
+while x travels and the shared expert runs. Nothing is dropped, and only these rows take memory.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class GatheredRoutes:
 
 
 class _OnHost:
-    """A number on its way to the host, without waiting for work that is queued later."""
+    """A number that is copied to the host; reading it does not wait for work queued later."""
 
     def __init__(self, number: Tensor):
         self._event = None
@@ -204,7 +204,7 @@ class _OnHost:
 
 
 class _Gather(torch.autograd.Function):
-    """Rows of all tokens. Those of other ranks are still arriving when it returns."""
+    """Rows of all tokens; rows of other ranks are still arriving when it returns."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: TokenExchange) -> Tensor:

@@ -151,7 +151,7 @@ def parse_budget(budget: float | str | None) -> tuple[float, int | None]:
     """
     if budget is None:
         return 0.95, None
-    with contextlib.suppress(ValueError):  # text with a unit is no number
+    with contextlib.suppress(ValueError):  # text with a unit is not a number
         if 0 < float(budget) <= 1:
             return float(budget), None
     try:

@@ -67,8 +67,8 @@ class ModuleCosts:
         return self.kept(level) + self.stream + len(self.blocks) * (self.stream + self.head_gradient)
 
     def in_backward(self, level: ActivationMemory) -> Iterator[tuple[int, int]]:
-        """Bytes in the backward pass of each module, without gradients of parameters, and those of the
-        gradients that do not exist yet. The gradients of earlier passes through the head wait.
+        """Bytes in the backward pass of each module, without gradients of parameters, and the bytes
+        of gradients that do not exist yet. The gradients of earlier passes through the head wait.
         """
         for i, block in enumerate(self.blocks):
             passes = (i + 1) * (self.stream + self.head_gradient)

@@ -65,7 +65,7 @@ def offloaded_bytes(layers: Iterable[Block], tokens: int, longest: int, itemsize
 def on_host(sizes: Sequence[tuple[int, int]], host_budget: int | None) -> tuple[int, bool]:
     """Host memory of layers whose inputs and results have these sizes, and whether it includes the results:
     they must fit in the share of the host's memory that `Offload` gives them. If its size is not known, the
-    inputs alone, which are what the host must have.
+    inputs, which the host must hold in any case.
     """
     inputs, results = (sum(of_layer[i] for of_layer in sizes) for i in range(2))
     keeps = host_budget is not None and inputs + results <= SHARE * host_budget

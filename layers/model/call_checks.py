@@ -39,7 +39,7 @@ def batch_shape(
 
     Raises:
         DataError: both or neither, the wrong shape or dtype, or no token.
-        TypeError: ids that are no tensor.
+        TypeError: ids that are not a tensor.
     """
     if input_ids is not None:
         check_ids(input_ids)

@@ -172,7 +172,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs, embedded)
         if inner is not None:
             inner.append(sequences.unpack(hidden))
-            hidden = sequences.pack(inner[-1])  # what is returned thus has the gradient of the loss
+            hidden = sequences.pack(inner[-1])  # so the returned tensor has the loss's gradient
         checks.finish()
 
         own = None if targets is None else sequences.own(targets)

@@ -91,7 +91,7 @@ class TokenEmbedding(nn.Embedding):
 class LearnedPositions(nn.Module):
     """A learned vector for each position (Radford et al., 2019: GPT-2).
 
-    No `nn.Embedding`: tools would take it for a table of tokens.
+    Not an `nn.Embedding`, which tools would take for a table of tokens.
 
     Args:
         positions: the number of positions.

@@ -108,7 +108,6 @@ class _Keep(torch.autograd.Function):
 
     A separate operation, so that a recomputed layer can stop here, where everything needed is saved, without
     computing the MLP's output.
-    is to keep, and need not make the MLP's output if nobody keeps that.
     """
 
     @staticmethod

@@ -166,7 +166,7 @@ class Slice:
         return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def dealt(self, *parts: Tensor) -> Tensor:
-        """[t, heads, dim] each, whose heads the ranks divide -> those of this rank next to one another for
+        """[t, heads, dim] each, whose heads the ranks divide -> this rank's heads next to one another, for
         all tokens, [T, all dims].
         """
         dealt = [x.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(2) for x in parts]

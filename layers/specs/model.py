@@ -41,7 +41,7 @@ class ModelSpec:
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
-    count its tokens alone (OPT). `embed_norm` is a norm of the first block's input, whose elements are
+    count only its tokens (OPT). `embed_norm` is a norm of the first block's input, whose elements are
     dropped in training with the probability `embed_dropout`.
     """
 

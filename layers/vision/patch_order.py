@@ -1,7 +1,7 @@
 """The order of patches: by time, then by blocks of `merge` times `merge` neighbours.
 
 Blocks are ordered row by row, and so are the patches within a block: patches to be merged are adjacent. If a
-side is no multiple of `merge`, the remaining patches at the right and bottom edges follow the blocks; they
+side is not a multiple of `merge`, the remaining patches at the right and bottom edges follow the blocks; they
 yield no tokens.
 """
 
@@ -66,7 +66,7 @@ def cut(picture: Tensor, spec: PatchSpec, merge: int, raster: bool = False) -> t
         [P, patch width], in blocks of `merge` times `merge`, or as `GridPictures.raster` says; and the grid.
 
     Raises:
-        DataError: height or width is no multiple of `merge` patches.
+        DataError: height or width is not a multiple of `merge` patches.
     """
     frames = picture if picture.dim() == 4 else picture[None]
     missing = -len(frames) % spec.frames

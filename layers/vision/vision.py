@@ -90,7 +90,7 @@ class Vision(nn.Module):
         if max(spec.taken, default=0) > len(spec.blocks):
             raise ValueError(f"taken is {spec.taken}, of an encoder of {len(spec.blocks)} layers")
         if spec.clips and not isinstance(spec.pictures, GridPictures):
-            raise ValueError("clips are videos with a grid, and pictures is no GridPictures")
+            raise ValueError("clips are videos with a grid, but pictures is not a GridPictures")
         self.spec, self.merge = spec, spec.projector.merge
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]

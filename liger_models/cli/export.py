@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
     dtype = getattr(torch, args.dtype) if args.dtype else None
     if args.command == "merge" and model.adapter_folder is None:
         raise CheckpointError(
-            f"{source} is no adapter, so there is nothing to merge; see `liger-models export`"
+            f"{source} is not an adapter, so there is nothing to merge; see `liger-models export`"
         )
     model.save_pretrained(
         out, max_shard_size=args.max_shard_size, dtype=dtype, quantization=args.quantization

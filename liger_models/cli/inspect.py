@@ -271,7 +271,7 @@ def print_report(report: dict[str, Any]) -> None:
 
     if copied := report["copied"]:
         shown = ", ".join(copied[:4]) + ", ..." * (len(copied) > 4)
-        print(f"\n{len(copied)} tensors of the checkpoint are no parameters, and exports copy them: {shown}")
+        print(f"\n{len(copied)} tensors of the checkpoint are not parameters; exports copy them: {shown}")
     if quantised := report["quantisation"]:
         print(f"\nQuantised weights ({quantised['method']})")
         print_table([(format, f"{count} tensors") for format, count in quantised["weights"].items()])

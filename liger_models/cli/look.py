@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """\
 Show what is trained on, token by token: trained tokens in colour, the others dim, or between marks where the
-output is no terminal (or NO_COLOR is set). The data are read and tokenized as `train` would:
+output is not a terminal (or NO_COLOR is set). The data are read and tokenized as `train` would:
   liger-models look chats.jsonl --model Qwen/Qwen3-0.6B --train-on last
   liger-models look pairs.jsonl --model Qwen/Qwen3-0.6B --objective dpo
 """

@@ -211,7 +211,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         if missing := sorted(known.keys() - found.keys()):
             raise CheckpointError(
                 f"the model has no {missing[0]} ({len(missing)} such tensors), so it is not what it was made "
-                "as: remove parametrizations, and unload what is no adapter of PEFT"
+                "as: remove parametrizations, and unload adapters that are not PEFT's"
             )
         own = {name: Ref(name, shape_of(get())) for name, get in found.items() if name not in known}
         yield from checkpoint_tensors(lambda name: found[name](), known | own)

@@ -90,7 +90,7 @@ class LigerEngine(SendsShards, BaseEngine):
         level = getattr(config, "activation_memory", None)
         if level is None:
             level = "checkpoint" if self.model_config.enable_gradient_checkpointing else "lean"
-        # Frozen weights are used in the dtype of computation alone.
+        # Frozen weights are used only in the dtype of computation.
         frozen = lora or config.forward_only
         options: dict[str, Any] = {
             "dtype": compute if frozen else PrecisionType.to_dtype(config.model_dtype or "fp32"),
@@ -308,7 +308,7 @@ class LigerEngine(SendsShards, BaseEngine):
     ) -> tuple[Iterator[tuple[str, Tensor]], dict | None]:
         """Stream the weights for the rollout, in the dtype of computation; all processes iterate together.
 
-        With adapters that are not merged (verl's `model.lora.merge`) these are the adapters alone, or before
+        With adapters that are not merged (verl's `model.lora.merge`) these are only the adapters, or before
         the first of them (`base_sync_done=False`) the weights below them, under vLLM's names for those.
         """
         options: dict[str, Any] = {"dtype": self._compute_dtype()}

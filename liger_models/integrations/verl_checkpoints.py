@@ -1,6 +1,6 @@
 """Checkpoints of verl's engine of ours (verl.py), through torch.distributed.checkpoint.
 
-state/           model and optimizer, for any number of processes; with adapters, these alone
+state/           model and optimizer, for any number of processes; with adapters, only these
 extra_RANK.pt    random state and learning rate schedule of a process
 huggingface/     on request, the model, or its adapters in PEFT's files, for other programs
 """

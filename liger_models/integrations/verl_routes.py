@@ -1,5 +1,5 @@
 """Router replay in verl's engine of ours (verl.py): R2, experts of the pass that gave the old
-log-probabilities, and R3, those of the rollout. A reference routes by itself, as in verl's own engines.
+log-probabilities, and R3, the experts of the rollout. A reference routes by itself, as in verl's own engines.
 """
 
 from __future__ import annotations

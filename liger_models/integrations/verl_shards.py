@@ -41,7 +41,7 @@ class SendsShards:
         if self.adapters is not None:
             raise UnsupportedModelError(
                 "verl's sharded checkpoint engines send whole weights, and this policy has adapters; use "
-                "another checkpoint engine, which sends the adapters alone"
+                "another checkpoint engine, which sends only the adapters"
             )
         return shards_of(self.module, self._compute_dtype(), self.device), None
 

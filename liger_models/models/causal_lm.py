@@ -166,7 +166,7 @@ class LigerCausalLM(CausalLM):
                 memory. Default: the source's, or each tensor's dtype in memory.
             quantization: of the matrices of layers, for servers: "as_loaded" is the format of the checkpoint
                 that was read, with the same bits of weights that have not changed; "fp8-block", "nvfp4" and
-                "mxfp4" (gpt-oss alone) are made anew (convert/quantised/encoding.py). Default: none.
+                "mxfp4" (only gpt-oss) are made anew (convert/quantised/encoding.py). Default: none.
 
         Raises:
             UnsupportedModelError: the weights cannot be written in that format.

@@ -29,7 +29,7 @@ def quantise(model: nn.Module, method: str, device: torch.device, to_host: bool 
         model: with separate layers to quantise (split projections).
         method: "nf4" or "int8".
         device: target device. The unquantised model only needs memory where it is now.
-        to_host: keep the weights in host memory (nf4 alone), for the model's `keep_weights_on_host`.
+        to_host: keep the weights in host memory (only nf4), for the model's `keep_weights_on_host`.
 
     Raises:
         ConfigError: bitsandbytes is not installed.

@@ -83,7 +83,7 @@ class Callbacks:
         self._saved.append(folder)
 
     def written(self, saver: Saver) -> None:
-        """Tell of the noted folders that are complete."""
+        """Report the recorded folders that are complete."""
         self._call(lambda callback: False, saver)
 
     def _call(self, call: Callable[[Callback], bool], saver: Saver) -> None:

@@ -130,7 +130,7 @@ class TrainConfig:
                        row
     log                trackers that also receive the metrics, separated by commas: tensorboard, wandb,
                        trackio, mlflow (training/observing/trackers.py)
-    log_every          steps between lines on stderr, where it is no terminal
+    log_every          steps between lines on stderr, where it is not a terminal
     profile            number of steps to profile, after the first three, into output/profile; 0: none
     shard              how several processes share the model: "full" (each has a shard of it), "hybrid" (each
                        node has all of it) or "none" (each has all of it); default: full, and none with lora

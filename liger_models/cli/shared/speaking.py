@@ -167,7 +167,7 @@ def check_text(text: str, name: str) -> str:
     """The text, if it is valid.
 
     Raises:
-        DataError: bytes of the command line that are no text, which arrive as lone surrogates.
+        DataError: bytes of the command line that are not valid text, which arrive as lone surrogates.
     """
     from liger_models.convert.errors import DataError
 

@@ -227,7 +227,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=10,
         metavar="N",
-        help="steps between lines, where the output is no terminal (default: %(default)s)",
+        help="steps between lines, where the output is not a terminal (default: %(default)s)",
     )
     add(
         "--profile",

@@ -76,7 +76,7 @@ def warn_of_layers_left_out(model: Any) -> None:
         warnings.warn(
             f"{len(left_out)} linear layers ({left_out[0]}, ..., {left_out[-1]}) have no adapter: in "
             f"{model.config.model_type} PEFT takes {', '.join(sorted(taken))} for the stacks of experts "
-            f"alone. To adapt these layers too, name their weights: "
+            f"only. To adapt these layers too, name their weights: "
             f"LoraConfig(target_parameters=['{shared}.weight', ...])",
             stacklevel=2,
         )

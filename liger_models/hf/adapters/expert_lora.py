@@ -6,7 +6,7 @@ same size. Here each wrapper passes its low-rank paths to the layer that it wrap
 Parameters, names, files, merging and switches stay PEFT's, as in lora.py.
 
 PEFT's own forward runs for disabled and merged adapters, for stacks of biases, and for adapters or experts
-that are no plain tensors.
+that are not plain tensors.
 """
 
 from __future__ import annotations

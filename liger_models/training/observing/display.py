@@ -24,7 +24,7 @@ class Display:
     Args:
         shown: False shows nothing: one process of several reports.
         total, done: steps of the run, and steps taken before.
-        every: steps between lines, where stderr is no terminal. The first and the last step have one, too.
+        every: steps between lines, where stderr is not a terminal. The first and the last step have one, too.
     """
 
     def __init__(self, shown: bool, total: int, done: int = 0, every: int = 10) -> None:

@@ -56,7 +56,7 @@ def assert_follows(found, truth, bound=2e-5):
     ids=[
         "one document, fast",
         "packed, bounded gates",
-        "widths that are no power of two",
+        "widths that are not a power of two",
         "packed, bounded gates, fast",
     ],
 )

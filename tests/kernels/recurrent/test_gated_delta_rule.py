@@ -49,7 +49,7 @@ with_gradients = functools.partial(delta_problem.with_gradients, run)
     ids=[
         "one document, fast",
         "packed, two value heads a key head",
-        "widths that are no power of two",
+        "widths that are not a power of two",
         "packed, fast",
     ],
 )

@@ -104,6 +104,6 @@ def test_the_command_line_plans_and_shows_the_modules(with_modules, capsys):
     assert more["num_parameters"] - plain["num_parameters"] == own
     assert more["peak"] > plain["peak"] + 4 * own
     assert main(["inspect", str(with_modules)]) == 0
-    assert "19 tensors of the checkpoint are no parameters" in capsys.readouterr().out
+    assert "19 tensors of the checkpoint are not parameters" in capsys.readouterr().out
     assert main(["inspect", str(with_modules), "--mtp"]) == 0
     assert "= mtp.fc.weight" in capsys.readouterr().out

@@ -53,7 +53,7 @@ def read_csv(path: Path, counts: Counter[str], advance: Advance, schema: Schema)
 
 
 def _typed(field: str, value: str) -> Any:
-    """Parse the JSON or the truth value in a field that is no text; leave all else to later checks."""
+    """Parse the JSON or the truth value in a field that is not text; leave all else to later checks."""
     if field == "label":
         return _TRUTH.get(value.strip().lower(), value)
     if field in _LISTS:
