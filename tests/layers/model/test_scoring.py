@@ -163,7 +163,7 @@ def test_scores_include_the_router_loss(make_model, moe_spec):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"labels": None}, "give labels or shift_labels"),
+        ({"labels": None}, "pass labels or shift_labels"),
         ({"coefficients": torch.zeros(BATCH, SEQ)}, r"shape of the scores, \(3, 8\)"),
         ({"num_items_in_batch": 4}, "score cannot be combined"),
         ({"return_logits": True}, "score cannot be combined"),
