@@ -65,7 +65,7 @@ def afmoe(c: HFConfig) -> ModelSpec:
 
 
 def experts(c: HFConfig) -> MoESpec:
-    """The experts, and shared ones as one MLP."""
+    """Routed experts, and the shared ones as one MLP."""
     inner, act = c.take_count("moe_intermediate_size"), activation(c)
     return MoESpec(
         *experts_and_chosen(c),

@@ -59,7 +59,7 @@ def cohere2_moe(c: HFConfig) -> ModelSpec:
 
 
 def experts(c: HFConfig) -> MoESpec:
-    """The experts, and shared ones as one MLP."""
+    """Routed experts, and the shared ones as one MLP."""
     width, act = c.take_count("intermediate_size"), activation(c)
     renormalize, shared = c.take_flag("norm_topk_prob", True), c.take_count("num_shared_experts", 0, least=0)
     choice = c.take_choice("expert_selection_fn", "softmax", "sigmoid")

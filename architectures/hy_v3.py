@@ -56,7 +56,7 @@ def hy_v3(c: HFConfig) -> ModelSpec:
 
 
 def experts(c: HFConfig) -> MoESpec:
-    """The experts, and shared ones as one MLP."""
+    """Routed experts, and the shared ones as one MLP."""
     inner, act = c.take_count("moe_intermediate_size"), activation(c)
     shared = c.take_count("num_shared_experts") * inner
     return MoESpec(

@@ -68,7 +68,7 @@ def laguna(c: HFConfig) -> ModelSpec:
 
 
 def experts(c: HFConfig) -> MoESpec:
-    """The experts, and the shared one."""
+    """Routed experts, and the shared one."""
     return chosen_experts(
         c,
         score="sigmoid",

@@ -43,7 +43,7 @@ def close(handle: int | None) -> None:
 
 
 def lock(handle: int | None, *, wait: bool = True) -> bool:
-    """Lock an open file or folder for this process alone, until the handle is closed or the process dies.
+    """Lock an open file or folder for this process only, until the handle is closed or the process dies.
 
     Returns:
         False if another process holds the lock and `wait` is False.

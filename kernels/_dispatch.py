@@ -125,7 +125,7 @@ def has_matrix_units(device: torch.device) -> bool:
 def interpret() -> Iterator[None]:
     """Run the kernels on CPU tensors in Triton's interpreter. Slow, and meant for tests.
 
-    TRITON_INTERPRET=1 must be set before Triton is first imported; the variable alone changes nothing.
+    TRITON_INTERPRET=1 must be set before Triton is first imported; the variable by itself changes nothing.
     """
     global _interpreting
     if not interpreted:

@@ -81,7 +81,7 @@ def gpu_of(x: Tensor) -> Gpu:
 def gpu(device_index: int | None) -> Gpu:
     """The record of a GPU; None is the current one."""
     properties: Any = torch.cuda.get_device_properties(device_index)
-    # torch for ROCm has the first name alone (pytorch 198198); there both are the same.
+    # torch for ROCm has only the first name (pytorch 198198); there both are the same.
     shared = getattr(properties, "shared_memory_per_block_optin", None) or properties.shared_memory_per_block
     if torch.version.hip is not None:
         arch, capability = properties.gcnArchName.split(":")[0], (0, 0)

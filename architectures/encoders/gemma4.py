@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
-    """The encoder, from its config; `settings` are other fields of the spec."""
+    """Spec of the encoder, from its config; `settings` are other fields of the spec."""
     for key in ("max_position_embeddings", "attention_bias", "global_head_dim", "default_output_length"):
         v.take(key, None)  # unused by the reference, or read by the processor
     v.fill({"hidden_activation": "gelu_pytorch_tanh", "intermediate_size": 3072})

@@ -70,7 +70,7 @@ def further_layers(c: HFConfig, default: int) -> tuple[str, ...]:
 
 
 def vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
-    """The encoder, from the config and its own; `text_size` is the width of the language model.
+    """Spec of the encoder, from the model's config and its own; `text_size` is the language model's width.
 
     Raises:
         ConfigError: images smaller than a patch.

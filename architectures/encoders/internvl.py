@@ -51,7 +51,7 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, projector: MLPProjectorSpec, image_id: int, state: int) -> VisionSpec:
-    """The encoder, from its config; `state` is its output, see `states_read`.
+    """Spec of the encoder, from its config; `state` is its output, see `states_read`.
 
     Raises:
         ConfigError: an unknown norm, or patches that cannot be merged.

@@ -47,7 +47,7 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, image_id: int) -> VisionSpec:
-    """The encoder, from its config.
+    """Spec of the encoder, from its config.
 
     Raises:
         ConfigError: incompatible widths.

@@ -48,7 +48,7 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, image_id: int) -> TiledVisionSpec:
-    """The encoder, from its config.
+    """Spec of the encoder, from its config.
 
     Raises:
         ConfigError: invalid heads, layers or ratios.

@@ -51,7 +51,7 @@ TINY: dict[str, Any] = {
 
 
 def vision(c: HFConfig, v: HFConfig, norm: NormSpec) -> VisionSpec:
-    """The encoder, from the config and its own; `norm` is that of its features.
+    """Spec of the encoder, from the model's config and its own; `norm` is applied to its features.
 
     Raises:
         ConfigError: a position table that is not square, or windows that cut through tokens.

@@ -34,8 +34,8 @@ TINY: dict[str, Any] = {
 
 
 def vision(v: HFConfig, projector: ProjectorSpec, image_id: int, states: Sequence[int] = ()) -> VisionSpec:
-    """The encoder, from its config: pairs with even frequencies are rotated by the row, the others by the
-    column. `states` selects its output, as for CLIP.
+    """Spec of the encoder, from its config. Pairs with even frequencies are rotated by the row, the others by
+    the column. `states` selects its output, as for CLIP.
     """
     for key in ("image_size", "vocab_size"):
         v.take(key, None)  # the image size limits the processor, and there is no vocabulary

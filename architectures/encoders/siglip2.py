@@ -35,10 +35,10 @@ CHANNELS_LAST = (("vision.encoder.patch_embed.weight", "d (h w c) -> d c h w"),)
 
 
 def vision(v: HFConfig, projector: ProjectorSpec, image_id: int) -> VisionSpec:
-    """The encoder, from its config.
+    """Spec of the encoder, from its config.
 
     Raises:
-        ConfigError: another encoder, or positions that form no square.
+        ConfigError: another encoder, or positions that do not form a square.
     """
     if v.raw.get("model_type", SIGLIP2) != SIGLIP2:
         raise ConfigError(

@@ -80,7 +80,7 @@ class LowRankAdapter:
         return cls(folder, config, str(named))
 
     def resolve_base(self, **options: Any) -> Path:
-        """The folder of the base model; `options` are those of `resolve`.
+        """The folder of the base model; `options` as for `resolve`.
 
         Raises:
             CheckpointError, HubError: it cannot be found.
@@ -191,7 +191,7 @@ class LowRankAdapter:
 
     def _stack(self, layer: str) -> str | None:
         """The stack of experts that a wrapper of PEFT's adapts, if it is one. PEFT wraps a module once for
-        each of its `target_parameters`, that of down_proj outside.
+        each of its `target_parameters`, the wrapper of down_proj outside.
         """
         module, *inner = layer.split(".base_layer")
         leaves = [

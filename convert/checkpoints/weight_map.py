@@ -79,7 +79,7 @@ WeightMap = Mapping[str, Expr]
 
 
 def with_transposed(expr: Expr, names: Set[str]) -> Expr:
-    """The same native tensor, over checkpoint tensors of which those in `names` are stored with their last
+    """The same native tensor, over checkpoint tensors; the tensors in `names` are stored with their last
     two dimensions swapped.
     """
     if not any(ref.name in names for ref in expr.refs()):

@@ -53,7 +53,7 @@ def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = Fal
     """silu(gate) * up.
 
     Args:
-        gate_up: [..., 2 I], gate first; or the gate alone, [..., I], if `up` is given.
+        gate_up: [..., 2 I], gate first; or only the gate, [..., I], if `up` is given.
         up: [..., I] in the gate's dtype.
         reuse_input: let the backward pass overwrite a packed `gate_up` with the gradient, unless the graph is
             retained. The caller guarantees that `gate_up` is not read afterwards.
@@ -254,7 +254,7 @@ def _launch_backward(
 
 
 def has_gate(activation: Activation) -> bool:
-    """Whether the activation has a gate, and multiplies up by a function of it; "relu2" has up alone."""
+    """Whether the activation has a gate, and multiplies up by a function of it; "relu2" has only up."""
     return activation != "relu2"
 
 

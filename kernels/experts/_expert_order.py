@@ -109,7 +109,7 @@ def sort_by_expert(
 
 
 def split_tiles(order: ExpertOrder, first_tokens: int) -> tuple[ExpertOrder, ExpertOrder]:
-    """The same rows in two launches: the tiles with rows of the first tokens alone, and all other tiles.
+    """The same rows in two launches: the tiles with only rows of the first tokens, and all other tiles.
 
     Within an expert the rows of the first tokens come first, so both together are as many tiles as before.
     """
@@ -239,7 +239,7 @@ def _split_tiles_kernel(
     mask = expert < num_experts
     start = tl.load(offsets + expert, mask, 0)
     end = tl.load(offsets + expert + 1, mask, 0)
-    low, high = start, end  # by bisection: the first row of an expert that is of no first slot
+    low, high = start, end  # by bisection: the first row of an expert that is not in a first slot
     for _ in range(0, steps):
         middle = (low + high) // 2
         before = tl.load(order + middle, low < high, first_slots) < first_slots

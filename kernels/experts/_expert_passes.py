@@ -48,7 +48,7 @@ class Exchange(Protocol):
 
 
 class Overlap(NamedTuple):
-    """An exchange: `arrive` and `leave`, the number of this rank's tokens, and the tiles of these alone and
+    """An exchange: `arrive` and `leave`, the number of this rank's tokens, and the tiles of only these and
     all others (`split_tiles`).
     """
 

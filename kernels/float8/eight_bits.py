@@ -5,7 +5,7 @@
     y = act(gate') * up',   gate', up' = c s
 
 Gate and up are rounded before the product, so y can be computed again from the codes, bit for bit, and the
-gradients are those of the function that was computed. The codes are integers and no float8: only a matrix
+gradients belong to the function that was computed. The codes are integers, not float8: only a matrix
 product needs float8, and an integer with a scale for 64 neighbours has about a fifth of the rounding error
 (of normally distributed numbers 0.6% in the root mean square, e4m3 2.6%).
 

@@ -40,7 +40,7 @@ class batch_invariant(TorchDispatchMode):  # a context, as torch.no_grad is
     """Make the results of a token, such as its log-probability, independent of the rest of the batch: bit for
     bit the same alone, packed with other documents, or in another order.
 
-    Applies to this thread, and to forward passes alone. Costs of the first products: an experiment for each
+    Applies to this thread, and to forward passes only. Costs of the first products: an experiment for each
     shape of a matrix, which needs memory for a product of 4,096 rows.
 
     Raises, within the context:

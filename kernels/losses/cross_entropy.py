@@ -192,7 +192,7 @@ def add_extras(
     reduction: str,
     reduced: Callable[[Tensor], Tensor],
 ) -> Tensor | CrossEntropyOutput:
-    """Add the requested extras to the loss; without any, return the loss alone. A loss of reduction "none",
+    """Add the requested extras to the loss; without any, return only the loss. A loss of reduction "none",
     lse and predicted are [T], labels [...]; `reduced` reduces losses [T]."""
     shape = labels.shape if reduction == "none" else loss.shape
     loss = loss if loss.shape == shape else loss.view(shape)

@@ -6,7 +6,7 @@ the boundaries between segments then gives the states there, from which all segm
 Gradients take the same path back, through M^T. No chain is longer than 64 chunks, for documents of any
 length.
 
-Segment boundaries depend on the document alone, so that packed documents equal separate ones bit for bit.
+Segment boundaries depend only on the document, so that packed documents equal separate ones bit for bit.
 """
 
 from __future__ import annotations

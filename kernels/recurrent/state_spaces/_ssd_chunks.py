@@ -400,7 +400,7 @@ def _pass(
     directions: int,
 ) -> None:
     """Launch `pass_kernel` for as many heads as `states` holds, from `first` on; without, for the segments of
-    all heads. With one direction, for the states alone.
+    all heads. With one direction, for the states only.
     """
     (tokens, heads, width), N = own.x.shape, own.B.shape[2]
     dy = own.x if own.dy is None else own.dy  # not read

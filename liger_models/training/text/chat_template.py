@@ -115,7 +115,7 @@ class ChatTemplate:
         """Render a conversation up to the assistant's next answer. Raises DataError as `render` does."""
         with self._lock, contextlib.suppress(DataError):
             return str.__str__(self._readable(messages, options, add_generation_prompt=True)[1])
-        return self._write(self._plain, messages, options, True)  # origins are needed for the form alone
+        return self._write(self._plain, messages, options, True)  # origins are needed only for the form
 
     # ------------------------------------------------------------------------------------------ rendering
 
