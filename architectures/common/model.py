@@ -46,8 +46,8 @@ def padding_row(c: HFConfig) -> int | None:
 
 
 def by_layer(c: HFConfig, key: str, usual: float | Sequence[float], *, whole: bool = False) -> list[Any]:
-    """A number for each layer, from the config's list `key`. The default is `usual`, one number for all layers
-    or one each. With `whole` they are integers from 1, else any numbers from 0.
+    """A number for each layer, from the config's list `key`. The default is `usual`: one number for all, or
+    one for each. With `whole` they are integers from 1, else any numbers from 0.
 
     Raises:
         ConfigError: not one such number per layer.

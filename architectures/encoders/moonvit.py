@@ -108,8 +108,8 @@ def layouts(text: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 
 def vision(c: HFConfig, v: HFConfig) -> VisionSpec:
-    """Spec of the encoder, from the model's config and its own. Pairs are rotated by the column and by the row
-    in turn.
+    """Spec of the encoder, from the model's config and its own. Pairs are rotated by the column and by the
+    row in turn.
     """
     for key in ("vision_start_token_id", "vision_end_token_id"):
         c.take(key, None)  # inserted by the processor
