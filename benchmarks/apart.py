@@ -1,4 +1,4 @@
-"""Measurements each in a process of its own: a library that ran earlier may have changed what torch chooses.
+"""Measurements each in a process of its own: a library that ran earlier may have changed torch's choices.
 
 A command measures a part of its work in a process of its own by `rows_apart`, which runs the command for that
 part alone with `--rows FILE`, where it leaves its rows.

@@ -64,7 +64,7 @@ def _context(invariant: bool) -> Any:
 
 @torch.no_grad()
 def _equal_alone(model: Any, documents: list[Tensor], device: torch.device, invariant: bool) -> int:
-    """How many documents have the same log-probabilities alone, and packed."""
+    """Number of documents whose log-probabilities are the same by themselves and packed."""
     with _context(invariant):
         packed = model.score(**_batch(documents, device)).log_probs[0]
         ends = torch.tensor([0, *map(len, documents)]).cumsum(0).tolist()

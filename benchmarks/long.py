@@ -178,7 +178,7 @@ def _model(
 
 @torch.no_grad()
 def _fill_on_host(model: Any, device: torch.device) -> None:
-    """Random weights in host memory. Those of one layer are drawn on the device, and copied to all."""
+    """Random weights in host memory. One layer's weights are drawn on the device, and copied to all."""
     model.to_empty(device="cpu")
     drawn: dict[Any, torch.Tensor] = {}
     for p in model.parameters():

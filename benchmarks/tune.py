@@ -27,7 +27,7 @@ from benchmarks.operations import Case, Operation
 from benchmarks.ops import device_of, matching, shapes_of
 from benchmarks.report import machine, markdown_table, publish
 
-SUMMARY = "alternative tile sizes of our kernels; without OP, lists what can be tuned"
+SUMMARY = "alternative tile sizes of our kernels; without OP, lists the tunable operations"
 
 Numbers = tuple[int, ...]
 

@@ -62,7 +62,7 @@ def main() -> int:
         *("--lr", 1e-3, "--warmup", 10, "--eval-every", 60, "--save-every", 120, "--keep", 1),
     )
 
-    say("6. An export, in bfloat16, and what others read in it")
+    say("6. An export, in bfloat16, and its contents as other tools read them")
     exported = out / "exported"
     liger_models("export", run, exported, "--dtype", "bfloat16")
     read_back(exported, untrained)

@@ -54,7 +54,7 @@ def main() -> int:
         *("--output", preferring, *common, "--steps", args.steps // 2, "--lr", 5e-4, "--batch-size", 2),
     )
 
-    say("4. What it says about what no pair was about")
+    say("4. Its answers to questions that were in no pair")
     before, after = (share_of_polite(folder / "final") for folder in (tuned, preferring))
     records = [json.loads(line) for line in (preferring / "metrics.jsonl").read_text().splitlines()]
     accuracy = [record["eval_accuracy"] for record in records if "eval_accuracy" in record]

@@ -308,7 +308,7 @@ def fresh(tmp_path_factory):
 
 
 def test_importing_loads_nothing_beyond_torch_and_triton(fresh):
-    """An import costs what it loads. A clock would measure how busy the machine is, and how cold its disk."""
+    """The cost of an import is the modules it loads: a clock would measure the machine's load and disk."""
     loaded = set(fresh[1]["loaded"])
     packages = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
     assert {name for name in packages if not name.startswith("_sysconfigdata")} == {"liger_models", "triton"}

@@ -63,7 +63,7 @@ OF_IMAGES = (
     "ModelSpec.extra_ids",
     *(f"CrossAttentionSpec.{field.name}" for field in fields(CrossAttentionSpec)),
 )
-"""Fields that concern images. Like those of the vision encoder, they are tested in tests/vision."""
+"""Fields that concern images. Like the vision encoder's fields, they are tested in tests/vision."""
 
 
 def name_of(path: Path) -> str:

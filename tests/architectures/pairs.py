@@ -208,7 +208,7 @@ class Pair:
         return Run(output.loss, output.logits, by_name | grads)
 
     def run_reference_by_document(self, input_ids: Tensor, labels: Tensor, lengths: list[int]) -> Run:
-        """The reference of packed documents: each alone, and the mean over all their labels together.
+        """The reference of packed documents: each by itself, and the mean over all their labels together.
 
         The reference's own packing is not used: in several families its documents attend to each other.
         """
@@ -233,7 +233,7 @@ class Pair:
         return self.run_ours(**call).distances(self.run_reference(**call))
 
     def forward_distances(self) -> Distances:
-        """The distances of logits and loss alone, of one batch."""
+        """The distances of only logits and loss, of one batch."""
         batch = self.batch()
 
         def run(model: nn.Module, **options: Any) -> Run:
@@ -371,7 +371,7 @@ def copy_parameters(weight_map: Mapping[str, Expr], model: CausalLM, source: Map
 
 
 def make_pair_once() -> Callable[[str], Pair]:
-    """`make_pair` of tiny configs as they are, each made once: for tests that leave parameters alone."""
+    """`make_pair` of tiny configs as they are, each made once: for tests that do not change parameters."""
     made: dict[str, Pair] = {}
 
     def get(family: str) -> Pair:

@@ -100,7 +100,7 @@ def settings_of(family: str) -> Iterator[Any]:
 
 
 OF_TOKENS = "window", "chunk", "indexer", "sinks", "slopes", "query_scale", "ropes"
-"""Settings of token mixers that depend on positions or limit what a token sees."""
+"""Settings of token mixers that depend on positions or limit the tokens that a token attends to."""
 
 
 def views_of(family: str) -> Iterator[Any]:

@@ -1,5 +1,5 @@
-"""Decoders with bidirectional attention, as embedding models have it: the results are those of transformers,
-of packed and padded documents those of each alone.
+"""Decoders with bidirectional attention, as in embedding models: results match transformers, and packed or
+padded documents match each document by itself.
 """
 
 import pytest

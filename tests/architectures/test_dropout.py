@@ -22,7 +22,7 @@ LEVELS = ("all", "lean", "mlp", "checkpoint", "tiled", "offload")
 
 
 def asked(family):
-    """Another probability for each dropout, so that none stands for another."""
+    """A different probability for each dropout, so that none can be mistaken for another."""
     return {key: 0.1 + 0.15 * i for i, key in enumerate(KEYS[family])}
 
 

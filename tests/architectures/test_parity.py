@@ -1,4 +1,4 @@
-"""Logits, loss and every gradient are those of transformers, for every registered family and its variants."""
+"""Logits, loss and every gradient match transformers, for every registered family and its variants."""
 
 from __future__ import annotations
 

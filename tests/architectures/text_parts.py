@@ -1,4 +1,4 @@
-"""Tiny configs of multimodal models whose text part loads alone: see test_multimodal.py."""
+"""Tiny configs of multimodal models whose text part loads by itself: see test_multimodal.py."""
 
 from liger_models.architectures import find_architecture
 

@@ -131,7 +131,7 @@ def together(family: str) -> Changes:
 
 
 def variants(family: str) -> dict[str, Changes]:
-    """Changes by name: none, those above, and those of the family's registration."""
+    """Changes by name: none, the ones above, and the family's registered variants."""
     architecture = find_architecture(family)
     own = {
         name: dict(changes)

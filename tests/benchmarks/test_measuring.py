@@ -57,7 +57,7 @@ def test_the_time_of_a_launch_is_the_lower_quartile_of_the_turns(meter, monkeypa
 
 
 def test_one_backward_pass_goes_through_all_copies(benchmarks, build):
-    """Each copy gets the gradients that it would get alone."""
+    """Each copy gets the gradients that it would get by itself."""
     case = build("rms_norm", (4, 8), torch.float32)
     bound = benchmarks.bound.Bound(case, case.provider("eager"), 3)
     alone = [gradient for i in range(3) for gradient in bound.train(i)[1:]]

@@ -165,7 +165,7 @@ def offloaded(folder, rank):
 
 
 def shards(folder, rank):
-    """Shards of the first weights, and what a step changes of them."""
+    """Shards of the first weights, and the elements that a step changes."""
     made = engine(folder, model={"path": str(folder / "experts")})
 
     def sent():

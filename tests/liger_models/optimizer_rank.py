@@ -84,7 +84,7 @@ def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
 
 
 def of_libraries(mesh) -> dict[str, Any]:
-    """Of each: a sharded network, one alone, and the names of the state that is sharded."""
+    """For each: a sharded network, an unsharded one, and the names of the sharded state."""
     found = {}
     for name in OPTIMIZERS[1:]:
         if name == "adamw_8bit" and not importlib.util.find_spec("bitsandbytes"):

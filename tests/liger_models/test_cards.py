@@ -1,4 +1,4 @@
-"""Cards: a family is checked from its registration alone, and the pages match their data."""
+"""Cards: a family is checked from only its registration, and the pages match their data."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -183,7 +183,7 @@ def test_wrong_numbers_text_and_weights_are_found(shop, monkeypatch):
 
 @pytest.fixture
 def tiny_models(monkeypatch):
-    """Let published configs be those of tests, and measure short steps."""
+    """Take test configs as published ones, and measure short steps."""
 
     def published(family, repository):
         return [Published(f"{family.model_type}-1", 1, dict(family.tiny))]

@@ -250,7 +250,7 @@ def test_less_is_kept_than_in_bfloat16(level):
 
 
 def test_a_copy_is_quantised_once_for_all_its_products(monkeypatch):
-    """Norms and gated products make the copies of what they write; a layer quantises the rest."""
+    """Norms and gated products quantise their own outputs; a layer quantises the other operands."""
     counts: Counter[tuple[int, ...]] = Counter()
 
     def count(x, **options):
@@ -267,7 +267,7 @@ def test_a_copy_is_quantised_once_for_all_its_products(monkeypatch):
 
 
 def test_an_edit_of_a_layers_input_is_seen():
-    """A copy is of what a norm wrote, and does not replace what a hook has made of it."""
+    """The copy belongs to the norm's output, and is not used for a tensor that a hook has edited."""
 
     def double(module, args):
         args[0].mul_(2)

@@ -1,5 +1,5 @@
-"""Weights gathered in float8 under FSDP2 on two processes: gradients are those of the quantised weights in
-one process, and sharded weights stay what they are.
+"""Weights gathered in float8 under FSDP2 on two processes: gradients match the quantised weights in one
+process, and sharded weights do not change.
 """
 
 from pathlib import Path

@@ -54,7 +54,7 @@ def test_axes_that_a_model_lacks_are_refused(make_pair, pairs_made):
 
 
 def test_packed_documents_with_images_need_positions_on_all_axes(make_pair, pairs_made):
-    """Positions that restart in packed documents cannot be those of images."""
+    """Positions that restart in packed documents cannot be positions of images."""
     pair = pairs_made.get("qwen2_5_vl") or pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
     alone = [pair.scene([1, Image(6, 10), 2]), pair.scene([5, Image(4, 4), 3])]
     lengths, call = [one["input_ids"].shape[1] for one in alone], pair.pack(alone)

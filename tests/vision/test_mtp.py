@@ -1,4 +1,4 @@
-"""Multi-token prediction in vision-language models: tokens ahead may be those of images."""
+"""Multi-token prediction in vision-language models: tokens ahead may be image tokens."""
 
 from __future__ import annotations
 

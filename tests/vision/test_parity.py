@@ -85,7 +85,7 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
         continued += [0, len(prompt), len(prompt)]
 
         def after_prompt(length, prompt=prompt, images=images):
-            """Tokens, their cross-attention masks, and those of the prompt and the tokens."""
+            """Tokens, their cross-attention masks, and the masks of prompt and tokens together."""
             tokens, mask = torch.randint(10, 40, (length,)), {}
             if (seen := images.get("cross_attention_mask")) is not None:  # the last attend to all images
                 mask["cross_attention_mask"] = seen[:, -1:].expand(-1, length, -1, -1)

@@ -31,7 +31,7 @@ def test_a_picture_is_cut_as_by_qwens_processor(size):
 
 @pytest.mark.parametrize("side", [1, 2, 3, 4])
 def test_pooled_pictures_are_shrunk_bilinearly(side):
-    """Two time steps; a mask leaves out tokens of videos alone."""
+    """Two time steps; a mask leaves out only tokens of videos."""
     grids, x = [(1, 12, 12), (2, 12, 24)], torch.randn(144 + 2 * 12 * 24, 5)
     expected = []
     for (t, h, w), own in zip(grids, x.split([144, 2 * 12 * 24]), strict=True):

@@ -11,7 +11,7 @@ from liger_models.kernels.experts._expert_order import sort_by_expert, split_til
 
 
 class Delayed:
-    """Stands for a rank with the first `own` tokens: rows of other tokens are wrong until they arrive."""
+    """Substitute for a rank with the first `own` tokens: rows of other tokens are wrong until they arrive."""
 
     overlaps = False
 

@@ -38,7 +38,7 @@ def library(monkeypatch):
 
 
 def by_count(y):
-    """As if the sums were split by the number of rows: those of short blocks differ."""
+    """As if the sums were split by the number of rows: sums of short blocks differ."""
     y += len(y) % 64
 
 

@@ -1,6 +1,4 @@
-"""Decoding of stacks of quantised matrices: the kernel gives the bits of its twin, and both those of the
-formula.
-"""
+"""Decoding of stacks of quantised matrices: the kernel and its plain twin give the bits of the formula."""
 
 from __future__ import annotations
 

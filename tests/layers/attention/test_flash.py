@@ -44,7 +44,7 @@ def one_document(q, k, v, scale, causal, window, sinks):
 
 
 class StandIn:
-    """The package's two functions, and what they were given."""
+    """The package's two functions, and their recorded arguments."""
 
     def __init__(self):
         self.calls = []

@@ -63,7 +63,7 @@ print(json.dumps({"kernels": theirs(), "changed": changed, "flags": flags()}))
 
 
 def neighbour(first: str) -> dict:
-    """Which kernels another model's attention takes in a fresh process, after our model or alone."""
+    """Kernels of another model's attention in a fresh process, after our model or without it."""
     done = subprocess.run([sys.executable, "-c", PROCESS, first], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

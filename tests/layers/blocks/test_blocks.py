@@ -1,5 +1,5 @@
-"""Layers of every kind: what they say that they keep for the backward pass is what autograd keeps, and what
-they start with.
+"""Layers of every kind: the bytes that they report are the bytes that autograd keeps; fresh parameters have
+values.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Layers of experts in a stack: what they keep for the backward pass, and how their routers' losses reach the
-model's, through recomputation, sharding and compilation.
+"""Training of stacked layers of experts: tensors kept for the backward pass, and routers' losses in the
+model's loss, under recomputation, sharding and compilation.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def make_layers(randomised, moe_spec):
 
 @pytest.fixture
 def process_group():
-    """A group of this process alone: the effect of sharding on a module's arguments and parameters needs no
-    more.
+    """A group of only this process, which suffices to see how sharding affects a module's arguments and
+    parameters.
     """
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield

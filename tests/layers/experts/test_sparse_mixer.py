@@ -1,4 +1,4 @@
-"""Two experts that are drawn in training: against transformers' function, and against what it estimates."""
+"""Two experts drawn in training: against transformers' function, and against the quantity it estimates."""
 
 from __future__ import annotations
 

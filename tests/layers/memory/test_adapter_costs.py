@@ -1,4 +1,4 @@
-"""Plans count what PEFT's own forward of a layer takes, and with adapters they are what is measured."""
+"""Plans count the memory of PEFT's own forward of a layer, and with adapters they match measurements."""
 
 from __future__ import annotations
 

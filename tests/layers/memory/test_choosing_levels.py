@@ -238,7 +238,7 @@ def test_the_command_takes_the_settings_of_a_run(tmp_path, capsys):
 
 
 def test_adapters_are_planned_with_the_whole_model_on_each_gpu(capsys):
-    """As `train` does, which divides only what it trains in full."""
+    """As `train` does, which divides only models that it trains in full."""
 
     def weights(*options):
         main(["plan", "llama-demo", "--gpu", "80GiB", "--gpus", "4", *options, "--json"])

@@ -121,7 +121,7 @@ ALLOCATED = {
 
 @pytest.mark.parametrize("name", ALLOCATED)
 def test_a_plan_equals_the_allocations_of_a_step(name):
-    """At all levels, to 0.2%: what is left out are vectors of a number a token, and norms' weights."""
+    """At all levels, to 0.2%: plans leave out vectors of one number per token, and norms' weights."""
     config, batch, seq, others = ALLOCATED[name]
     model = on_meta(config | {"max_position_embeddings": seq})
     memory = StepMemory(model, Step(batch, seq, optimizer_bytes=0, **others))

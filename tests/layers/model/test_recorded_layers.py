@@ -1,4 +1,4 @@
-"""Layers recorded as CUDA graphs: what is recorded, replayed and refused, with graphs that a CPU can run."""
+"""Layers recorded as CUDA graphs: recording, replaying and refusals, with graphs that a CPU can run."""
 
 from __future__ import annotations
 

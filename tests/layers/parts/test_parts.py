@@ -1,4 +1,4 @@
-"""The public modules, alone in anybody's model, are what torch's own parts compute."""
+"""The public modules, used by themselves in any model, compute the same as torch's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with low-rank paths: values and gradients of the plain form, and what is kept for them."""
+"""Linear layers with low-rank paths: values and gradients match the plain form; tensors that are kept."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def test_dropout_drops_the_given_share_of_elements(probability):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_float32_adapters_have_gradients_that_were_summed_in_float32(dtype):
-    """And the input is not cast to them: what is kept of it is the input itself."""
+    """And the input is not cast to float32: the input itself is kept."""
     x = make_input(dtype)
     adapter = make_adapter(10, dtype=torch.float32)
     projection = make_projection(10, dtype=dtype)._replace(adapters=(adapter,))

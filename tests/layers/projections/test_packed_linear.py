@@ -208,7 +208,7 @@ BY_HEAD = {
 
 @pytest.mark.parametrize("layout", BY_HEAD.values(), ids=BY_HEAD)
 def test_a_split_layer_has_its_rows_in_the_order_of_the_checkpoint(model, layout):
-    """One layer, of the checkpoint's name; what it computes is sorted."""
+    """One layer with the checkpoint's name, whose outputs are reordered."""
     model.layout = layout
     before, gradients = results(model)
     tensors = by_name_in(model, layout)

@@ -1,4 +1,4 @@
-"""The levels of activation memory change what is kept between forward and backward, and nothing else."""
+"""Activation memory levels change only the tensors kept between the forward and the backward pass."""
 
 from __future__ import annotations
 

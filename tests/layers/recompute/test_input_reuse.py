@@ -109,7 +109,7 @@ def test_a_modified_linear_layer_keeps_its_output(change):
 
 def test_a_weight_of_a_tensor_subclass_keeps_the_output():
     class Quantised(torch.Tensor):
-        """Its class decides what a product with it does, and keeps."""
+        """A product with it computes and keeps whatever its class decides."""
 
     linear = torch.nn.Linear(4, 4)
     linear.weight = torch.nn.Parameter(linear.weight.detach().as_subclass(Quantised))

@@ -61,7 +61,7 @@ def test_a_recipe_detects_a_change_in_place():
 
 
 def edit(module, args):
-    """A forward pre-hook that changes the module's input in place, by what the input does not depend on."""
+    """A forward pre-hook that changes the module's input in place, by a constant factor."""
     args[0].mul_(1.5)
 
 
@@ -82,7 +82,7 @@ def edit_twice(module, args):
 def test_an_output_edited_in_place_before_its_use_has_the_same_gradients(
     part, hook, levels, make_model, batch, at_all
 ):
-    """The norms' output and the gated product, whose recipes would make what was there before."""
+    """The norms' output and the gated product, whose recipes would make the unedited tensor again."""
     model = make_model(activation_memory="all")
     for layer in model.layers:
         layer.get_submodule(part).register_forward_pre_hook(hook)
@@ -106,8 +106,8 @@ class Halving(nn.Module):
 
 @pytest.mark.parametrize("levels", ["all", "lean"])
 def test_an_edit_after_a_use_is_handled_or_detected(levels, make_model, batch):
-    """At `all` autograd notices it: the projection's gradient needs what was there. (Under recomputation it
-    is beyond the check, as under torch's own checkpoint.)
+    """At `all` autograd notices it: the projection's gradient needs the unedited tensor. (Recomputation does
+    not detect it, as torch's own checkpoint does not.)
     """
     torch.manual_seed(3)
     model = make_model(activation_memory=levels)
@@ -133,7 +133,7 @@ def run_or_none(model, batch):
 
 @pytest.mark.parametrize("levels", CHOICES, ids=str)
 def test_an_edit_of_a_layers_input_is_handled_or_detected(levels, make_model, batch):
-    """A layer that runs again would edit what it has edited already."""
+    """A layer that runs again would edit its input a second time."""
     model = make_model(activation_memory=levels)
     model.layers[1].register_forward_pre_hook(edit)
     found = run_or_none(model, batch)
@@ -283,7 +283,7 @@ def test_nested_recomputes_keep_nothing():
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_editing_an_input_of_a_nested_recompute_raises(inside):
-    """The second run of the inner one would read what the first left."""
+    """The second run of the inner function would read the input as the edit left it."""
     x = torch.randn(5, requires_grad=True)
 
     def outer(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of split channels: those of torch's split, and no copy of adjacent ones."""
+"""Gradients of split channels match torch's split, and adjacent ones are not copied."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The rotary tables are those of transformers, at the settings of published models."""
+"""The rotary tables match transformers, at the settings of published models."""
 
 from __future__ import annotations
 

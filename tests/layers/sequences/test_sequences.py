@@ -1,4 +1,4 @@
-"""How a batch becomes documents: masks, boundaries and positions, and what is refused."""
+"""Conversion of a batch to documents: masks, boundaries, positions, and refusals."""
 
 from __future__ import annotations
 

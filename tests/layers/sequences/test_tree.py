@@ -1,4 +1,4 @@
-"""Documents that continue others: what they are, what computes them, and what is refused."""
+"""Documents that continue others: their description, the backends that compute them, and refusals."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ SPECS = {
 
 
 class Batch:
-    """Stands for a batch, in which the ranks' numbers of tokens stay the same."""
+    """Substitute for a batch in which the ranks' numbers of tokens stay the same."""
 
 
 def results(folder: Path, rank: int, ranks: int) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def scales(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def numbers(scale: Tensor) -> Tensor:
-    """Scales as float32 numbers; those of one byte are exponents."""
+    """Scales as float32 numbers; one-byte scales are exponents."""
     if scale.element_size() > 1:
         return scale.float()
     exponents = scale.view(torch.uint8).view(-1).tolist()
@@ -269,7 +269,7 @@ class QuantisedCheckpoint:
         stacked: bool = False,
         describe: Callable[[list[str]], dict[str, str]] | None = None,
     ) -> QuantisedCheckpoint:
-        """Write a checkpoint with random weights, of which those named like `weights` are quantised.
+        """Write a checkpoint with random weights; the ones named like `weights` are quantised.
 
         Args:
             maker: of all of them, or by patterns of their names.

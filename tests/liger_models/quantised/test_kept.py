@@ -156,7 +156,7 @@ def test_no_dense_matrix_is_kept_for_the_backward_pass(case, tmp_path):
 def test_stacks_of_experts_are_decoded_one_at_a_time_for_each_product(
     level, tmp_path, interpreted, monkeypatch
 ):
-    """A layer that runs again repeats the first product alone."""
+    """A layer that runs again repeats only the first product."""
     checkpoint = CASES["mxfp4"](tmp_path / "checkpoint")
     model = load(checkpoint.folder, dtype=torch.float32, keep_quantised=True, activation_memory=level)
     model = with_adapters(model)

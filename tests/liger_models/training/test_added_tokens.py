@@ -134,7 +134,7 @@ def test_a_tokenizer_that_has_the_tokens_already_is_compared_with_the_model_s(
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_below_adapters_are_trained_as_in_the_whole_table(tied, tmp_path, checkpoint, untied):
-    """Their gradients are those of the table's rows, and PEFT's switch takes them away."""
+    """Their gradients equal the gradients of the table's rows, and PEFT's switch disables them."""
     from liger_models.layers.parts.embedding import TrainedRows
 
     model = liger_models.from_hub(checkpoint if tied else untied, device="cpu")

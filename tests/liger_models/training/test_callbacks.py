@@ -17,7 +17,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 
 
 class Recorder(liger_models.Callback):
-    """Notes its calls; draws random numbers and changes what it is given, which must change nothing."""
+    """Records its calls; draws random numbers and modifies its arguments, which must not affect the run."""
 
     def __init__(self, stop_at=None):
         self.calls, self.metrics, self.stop_at = [], [], stop_at

@@ -1,4 +1,4 @@
-"""Runs with --mtp: what they train, log, save and resume."""
+"""Runs with --mtp: training, logging, saving and resuming."""
 
 from __future__ import annotations
 

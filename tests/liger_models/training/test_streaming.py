@@ -45,7 +45,7 @@ def contents(source, rows):
 
 
 def documents_of(rows):
-    """The inputs of rows, sorted by piece: rows of blocks are cut elsewhere than those of an epoch."""
+    """The inputs of rows, sorted by piece: rows of blocks are cut at other places than rows of an epoch."""
     return sorted(itertools.chain.from_iterable(piece for row in rows for piece in row))
 
 
