@@ -187,10 +187,10 @@ OF_SQUARES = {
         lambda call: call | {"token_type_ids": call["token_type_ids"].roll(1)},
         r"token_type_ids must be 1 where input_ids are 3 \(images\), and 0 elsewhere",
     ),
-    "a prefix behind the beginning": (
+    "a prefix after the start": (
         "paligemma",
         lambda call: call | {"token_type_ids": 1 - call["token_type_ids"]},
-        "token_type_ids must be 0 for a document's beginning",
+        "token_type_ids must be 0 for a document's prefix",
     ),
 }
 
