@@ -140,7 +140,7 @@ def test_reading_in_any_way_gives_one_tensor_and_writing_is_its_inverse(seed):
         assert list(written) == list(tensors)
         assert all(torch.equal(written[name], tensor) for name, tensor in tensors.items())
     elif native.numel():
-        with pytest.raises(ValueError, match="some elements have no place"):
+        with pytest.raises(ValueError, match=r"some elements of checkpoint tensor .* have no place"):
             expr.write(native)
 
 
@@ -259,7 +259,7 @@ def test_pieces_of_unequal_widths_are_extracted_from_their_groups():
         (lambda: permuted("a", (2, 3), "i o"), ["'i o'", "one arrow"]),
         (lambda: permuted("a", (2, 3), "i o -> o p"), ["'i o -> o p'", "same axes"]),
         (lambda: permuted("a", (2, 2), "2 2 -> 2 2"), ["'2 2 -> 2 2'", "once"]),
-        (lambda: Permute(Ref("a", (6,)), (2, 3), (1, 1), (6,)), ["'a'", "(1, 1)", "no permutation"]),
+        (lambda: Permute(Ref("a", (6,)), (2, 3), (1, 1), (6,)), ["'a'", "(1, 1)", "not a permutation"]),
         (lambda: Permute(Ref("a", (6,)), (2, 2), (1, 0), (4,)), ["'a'", "(6,)", "(2, 2)"]),
         (lambda: Permute(Ref("a", (6,)), (2, 3), (1, 0), (2, 3)), ["'a'", "(3, 2)", "(2, 3)"]),
         (lambda: Permute(Cat([Ref("a", (6,))]), (2, 3), (1, 0), (6,)), ["permute each Ref instead"]),
