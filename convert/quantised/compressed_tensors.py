@@ -19,7 +19,7 @@ from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.quantised.codes import FLOAT4, FLOAT8, FLOAT8_DTYPES, INT8, PACKED
 from liger_models.convert.quantised.formats import CODES, GROUPS, MATRIX, ROW, SCALE, SECOND, ZERO, Blocks
-from liger_models.convert.quantised.pairing import FLOAT_SCALES, Pairing
+from liger_models.convert.quantised.pairing import EXPONENTS, FLOAT_SCALES, Pairing
 
 PACKED_NAME = ".weight_packed"
 DENSE_STATUS = ("initialized", "calibration", "frozen")  # weights to be quantised are stored dense
@@ -95,8 +95,7 @@ def _add(pairing: Pairing, codes: TensorInfo, module: str, group: Mapping[str, A
             pairing.add_blocks(name, shape, format, parts, scales=(torch.float8_e4m3fn,))
         case "mxfp4-pack-quantized":
             shape = (*codes.shape[:-1], 2 * codes.shape[-1])
-            exponents = (torch.uint8, torch.float8_e8m0fnu)
-            pairing.add_blocks(name, shape, Blocks(FLOAT4, (1, 32)), parts, scales=exponents)
+            pairing.add_blocks(name, shape, Blocks(FLOAT4, (1, 32)), parts, scales=EXPONENTS)
         case "mxfp8-quantized":
             pairing.add_blocks(name, codes.shape, Blocks(FLOAT8, (1, 32)), parts)
         case "pack-quantized":

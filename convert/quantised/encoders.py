@@ -71,7 +71,7 @@ class AsLoaded:
             tensor = tensor.transpose(-1, -2)
         for role, part in encode(weight.format, tensor, weight.parts[SCALE].dtype).items():
             info = weight.parts[role]
-            yield info.name, part.reshape(info.shape)
+            yield info.name, part.reshape(info.shape).view(info.dtype)
 
 
 @dataclass(frozen=True)

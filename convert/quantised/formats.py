@@ -169,14 +169,14 @@ class Blocks(Format):
         values = self.codes.decode(matrix.part(CODES, rows, top, bottom).to(device))[:, :columns]
         height, width = self.block[0] or rows, self.block[1] or columns
         above, below = top // height, -(-bottom // height)
-        scale = self._scales(matrix, above, below)
-        block_of_row = torch.arange(top, bottom, device="cpu") // height - above
-        scale = scale[block_of_row].to(device)  # [rows of the band, blocks along a row]
+        scale = self._scales(matrix, above, below, device)
+        block_of_row = torch.arange(top, bottom, device=device) // height - above
+        scale = scale[block_of_row]  # [rows of the band, blocks along a row]
         groups = None
         if GROUPS in matrix.weight.parts:  # columns in groups of their own choice
             groups = self._groups(matrix).to(device)
         if ZERO in matrix.weight.parts:
-            zero = self._zeros(matrix, above, below)[block_of_row].to(device)
+            zero = self._zeros(matrix, above, below).to(device)[block_of_row]
             values = values - _spread(zero, width, columns, groups)
         values = _product(values, scale, width, groups)
         return values if self.factor is None else values * self.factor
@@ -195,14 +195,14 @@ class Blocks(Format):
                 f"are {count} groups; the file is damaged: download it again"
             )
 
-    def _scales(self, matrix: _Matrix, above: int, below: int) -> Tensor:
+    def _scales(self, matrix: _Matrix, above: int, below: int, device: torch.device) -> Tensor:
         """The scales of some rows of blocks, float32 [rows, columns of blocks]."""
         weight, count = matrix.weight, self.grid(matrix.weight.shape)[0]
-        scale = as_scale(matrix.part(SCALE, count, above, below))
+        scale = as_scale(matrix.part(SCALE, count, above, below).to(device))
         _check_scales(scale[None], lambda _: weight.parts[SCALE].name, self.allow_zero)
         if self.second is None:
             return scale
-        second = as_scale(matrix.part(SECOND, 1, 0, 1))
+        second = as_scale(matrix.part(SECOND, 1, 0, 1).to(device))
         _check_scales(second[None], lambda _: weight.parts[SECOND].name, False)
         return scale * second if self.second == "times" else scale / second
 

@@ -15,7 +15,7 @@ import torch
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.quantised.codes import FLOAT4, FLOAT8, FLOAT8_DTYPES
 from liger_models.convert.quantised.formats import CODES, COLUMN, MATRIX, ROW, SCALE, Blocks
-from liger_models.convert.quantised.pairing import Pairing
+from liger_models.convert.quantised.pairing import EXPONENTS, Pairing
 
 
 def mxfp4(pairing: Pairing) -> None:
@@ -47,12 +47,13 @@ def fp8(pairing: Pairing) -> None:
     row.
 
     Next to `X` float8_e4m3fn [..., rows, columns] there is `X_scale_inv`, or `X_scale`: in spite of the first
-    name the factor of each block.
+    name the factor of each block. DeepSeek-V4 has `Y.scale` next to `Y.weight`, and experts in float4, two in
+    an int8, with groups of 32.
     """
     pairing.setting("activation_scheme", "dynamic", "static")
     pairing.setting("fmt", "e4m3", "float8_e4m3fn")
     pairing.setting("scale_fmt", "float", "ue8m0")
-    pairing.setting("expert_dtype", "fp8")
+    pairing.setting("expert_dtype", "fp8", "fp4")
     block = pairing.settings.get("weight_block_size")
     if block is None and pairing.settings.get("quant_method") == "mxfp8":
         block = [1, 32]
@@ -62,13 +63,20 @@ def fp8(pairing: Pairing) -> None:
     if block is not None and not good:
         raise pairing.bad_setting("weight_block_size", block, "two positive numbers, or null")
     add_float8(pairing, [tuple(block)] if block else [MATRIX, ROW])
+    for name, codes in list(pairing.tensors.items()):
+        scale = pairing.get(_own_scale(name)) if codes.dtype == torch.int8 else None
+        if scale is not None:
+            pairing.check_matrix(codes)
+            shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+            parts = {CODES: codes, SCALE: scale}
+            pairing.add_blocks(name, shape, Blocks(FLOAT4, (1, 32)), parts, scales=EXPONENTS)
     _check_excluded(pairing)
 
 
 def fbgemm_fp8(pairing: Pairing) -> None:
-    """float8 with a scale for each output: one a row of a linear layer, one a column of stacked experts,
-    which
-    are stored [experts, inputs, outputs].
+    """float8 with a scale for each output: one a row of a linear layer, one a column of stacked experts.
+
+    Stacked experts are stored [experts, inputs, outputs].
     """
     add_float8(pairing, [ROW, COLUMN])
     _check_excluded(pairing)
@@ -80,10 +88,15 @@ def add_float8(pairing: Pairing, blocks: list[Any]) -> None:
         if codes.dtype not in FLOAT8_DTYPES or pairing.is_part(codes):  # scales are in float8, too
             continue
         pairing.check_matrix(codes)
-        scale = pairing.companion(codes, f"{name}_scale_inv", f"{name}_scale")
+        scale = pairing.companion(codes, f"{name}_scale_inv", f"{name}_scale", _own_scale(name))
         formats = [Blocks(FLOAT8, block) for block in blocks]
         fitting = [format for format in formats if scale.shape in format.scale_shapes(codes.shape)]
         pairing.add_blocks(name, codes.shape, (fitting or formats)[0], {CODES: codes, SCALE: scale})
+
+
+def _own_scale(name: str) -> str:
+    """The name of a module's scale, in DeepSeek-V4's manner."""
+    return f"{name.rpartition('.')[0]}.scale"
 
 
 def _check_excluded(pairing: Pairing) -> None:

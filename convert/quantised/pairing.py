@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 """Dtypes of scales; uint8 are the bytes of float8_e8m0fnu."""
-FLOAT_SCALES = SCALES[:3]
+FLOAT_SCALES, EXPONENTS = SCALES[:3], SCALES[3:]
 
 # Scales of activations and of the key/value cache, for servers that compute in eight bits.
 OF_ACTIVATIONS = re.compile(

@@ -12,6 +12,7 @@ from quantised_files import (
     QuantisedCheckpoint,
     bnb_four_bits,
     bnb_int8,
+    deepseek_v4_experts,
     float8_blocks,
     float8_of,
     int4,
@@ -79,8 +80,13 @@ CASES: dict[str, Callable[[Path], QuantisedCheckpoint]] = {
     # 48, 64, 80 rows and columns in blocks of 32 x 24 and so on: the last ones are cut off.
     "float8 blocks": _case(QWEN, float8_blocks((32, 24)), blocks(32, 24)),
     "float8 blocks, bfloat16 scales": _case(QWEN, float8_blocks((16, 16), torch.bfloat16), blocks(16, 16)),
-    "float8 blocks, e8m0 scales": _case(
-        QWEN, float8_blocks((24, 32), torch.float8_e8m0fnu), blocks(24, 32, scale_fmt="ue8m0")
+    "float8 blocks, float4 experts (DeepSeek-V4)": _case(
+        {**EXPERTS, "hidden_size": 64, "moe_intermediate_size": 32},
+        {
+            "*.experts.*_proj.weight": deepseek_v4_experts,
+            "*_proj.weight": float8_blocks((24, 32), torch.float8_e8m0fnu, "!.scale"),
+        },
+        blocks(24, 32, scale_fmt="ue8m0", expert_dtype="fp4"),
     ),
     "float8 blocks, experts one by one": _case(EXPERTS, float8_blocks((16, 24)), blocks(16, 24)),
     "float8 blocks, stacked experts": _case(

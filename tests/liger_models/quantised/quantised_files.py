@@ -170,6 +170,12 @@ def mxfp4_packed(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
     return {"_packed": pairs(codes), "_scale": exponents}, values
 
 
+def deepseek_v4_experts(shape: tuple[int, ...]) -> tuple[Parts, Tensor]:
+    parts, values = mxfp4_packed(shape)
+    codes, exponents = parts.values()
+    return {"": codes.view(torch.int8), "!.scale": exponents.view(torch.float8_e8m0fnu)}, values
+
+
 def bnb_four_bits(kind: str, nested: bool, storage: torch.dtype = torch.uint8) -> Maker:
     """bitsandbytes: blocks of 64 elements of the flattened matrix, by tables in the file."""
 

@@ -50,7 +50,7 @@ def parts(checkpoint: QuantisedCheckpoint) -> list[str]:
     """The names of all parts of one weight, its codes among them."""
     first = checkpoint.quantised[-1]
     stem = first.removesuffix("weight")
-    of_weight = (first, f"{stem}weight_", f"{stem}_weight_", f"{stem}SCB")
+    of_weight = (first, f"{stem}weight_", f"{stem}_weight_", f"{stem}SCB", f"{stem}scale")
     optional = f"{stem}weight_format"
     return [name for name in checkpoint.tensors if name.startswith(of_weight) and name != optional]
 
@@ -219,9 +219,7 @@ def test_tensors_of_further_predictions_are_checked_and_exported_dense(tmp_path)
     model = load(checkpoint.write(**further))
     assert torch.equal(dict(model.checkpoint_tensors())[name], values.bfloat16())
     del further[f"{name}_scale_inv"]
-    with pytest.raises(
-        CheckpointError, match=re.escape(f"'{name}_scale_inv' or '{name}_scale' is not in the checkpoint")
-    ):
+    with pytest.raises(CheckpointError, match=re.escape(f"'{name}_scale_inv' or '{name}_scale' or ")):
         load(checkpoint.write(**further))
 
 

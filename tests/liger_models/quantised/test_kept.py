@@ -29,7 +29,7 @@ peft = pytest.importorskip("peft")
 
 LINEAR = [
     "float8 blocks",
-    "float8 blocks, e8m0 scales",
+    "float8 blocks, float4 experts (DeepSeek-V4)",
     "float8, one scale a matrix",
     "fbgemm",
     "nvfp4 of compressed-tensors",
@@ -227,7 +227,7 @@ def test_merged_adapters_are_written_in_the_bits_of_the_checkpoint(float8, tmp_p
 
 @pytest.mark.parametrize(
     ("case", "distance"),
-    [("float8 blocks", (1e-3, 2e-3)), ("mxfp4", None), ("float8 blocks, e8m0 scales", None)],
+    [("float8 blocks", (1e-3, 2e-3)), ("mxfp4", None), ("float8 blocks, float4 experts (DeepSeek-V4)", None)],
 )
 def test_the_distance_of_a_bfloat16_export_is_described(case, distance, tmp_path):
     checkpoint = CASES[case](tmp_path / "checkpoint")
