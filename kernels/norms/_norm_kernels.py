@@ -69,9 +69,11 @@ def norm_forward(
 
     Returns y [..., H], x + residual [..., H] or None, mean [rows] float32 or None, rstd [rows] float32.
     """
-    total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    total_dtype = x.dtype
+    if residual is not None and residual.dtype != total_dtype:
+        total_dtype = torch.promote_types(total_dtype, residual.dtype)
     y_dtype = total_dtype
-    if round_first and weight is not None:
+    if round_first and weight is not None and weight.dtype != total_dtype:
         y_dtype = torch.promote_types(total_dtype, weight.dtype)
     y = contiguous_like(x, y_dtype)
     total = None if residual is None else contiguous_like(y, total_dtype)

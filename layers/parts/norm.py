@@ -90,14 +90,15 @@ class LigerRMSNorm(nn.Module):
         if self.weight is None:
             norm = functools.partial(norm, weight=None)
         inputs = (x,) if self.weight is None else (x, self.weight)
-        carry_float8_recipe(y, functools.partial(norm, float8=True), *inputs, late=True)
+        if self.float8_copy:
+            carry_float8_recipe(y, functools.partial(norm, float8=True), *inputs, late=True)
         return carry_recipe(y, norm, *inputs, late=True)
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """Cast to use: a weight wider than the model's matrices would promote the result, which they could
         not take; under autocast the result is rounded anyway.
         """
-        if self.weight is None:
+        if self.weight is None or self.weight.dtype == x.dtype:
             return self.cast
         promotes = torch.promote_types(x.dtype, self.weight.dtype) != x.dtype
         if promotes and self.cast == "llama" and not torch.is_autocast_enabled(x.device.type):
