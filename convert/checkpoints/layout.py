@@ -235,16 +235,20 @@ def _saved(model: nn.Module) -> list[tuple[str, nn.Module, str, Tensor]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is None or id(tensor) in seen or name in module._non_persistent_buffers_set:
-                    continue
+        for name, tensor in module._parameters.items():
+            if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 found.append((path, module, name, tensor))
-        stem = f"{path}." if path else ""
-        for name, child in module._modules.items():
-            if child is not None:
-                visit(path if name in WRAPPERS else stem + name, child)
+        for name, buffer in module._buffers.items() if module._buffers else ():
+            persistent = name not in module._non_persistent_buffers_set
+            if buffer is not None and persistent and id(buffer) not in seen:
+                seen.add(id(buffer))
+                found.append((path, module, name, buffer))
+        if children := module._modules.items():
+            stem = f"{path}." if path else ""
+            for name, child in children:
+                if child is not None:
+                    visit(path if name in WRAPPERS else stem + name, child)
 
     visit("", model)
     return found

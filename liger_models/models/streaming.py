@@ -35,8 +35,8 @@ from liger_models.models.causal_lm import LigerCausalLM, check_savable, parse_dt
 from liger_models.models.quantised_export import AS_LOADED, encoder_of
 
 Pairs = Iterator[tuple[str, Tensor]]
-Entries = Iterator[tuple[str, Tensor, torch.dtype]]
-"""Names, values, and the dtype in which each is sent."""
+Entries = Iterator[tuple[str, Tensor, torch.dtype, bool]]
+"""Names, values, the dtype in which each is sent, and whether the next value may follow it in one memory."""
 _ALIGNMENT = 256  # bytes, between tensors of a bucket: more than any dtype or vector load needs
 
 
@@ -73,7 +73,7 @@ class WeightStream:
         self._entries, self._token = entries, token
 
     def __iter__(self) -> Pairs:
-        for name, tensor, dtype in self._entries():
+        for name, tensor, dtype, _ in self._entries():
             yield name, tensor.to(dtype)
 
     @property
@@ -94,10 +94,12 @@ class WeightStream:
         limit = parse_size(size)
         filled, tensors, used, room = None, dict[str, Tensor](), 0, 0
         flat = dict[torch.dtype, Tensor]()  # the bucket's memory as a row of each dtype
-        for name, tensor, dtype in self._entries():
+        copy = _Copy()
+        for name, tensor, dtype, more in self._entries():
             count, width = tensor.numel(), dtype.itemsize
             start = -(-used // _ALIGNMENT) * _ALIGNMENT
             if filled is not None and start + count * width > room:
+                copy.run()
                 yield Bucket(filled[:used], tensors)
                 filled, tensors, start = None, {}, 0
                 flat.clear()
@@ -107,11 +109,48 @@ class WeightStream:
             if dtype not in flat:
                 flat[dtype] = filled[: room - room % width].view(dtype)
             used = start + count * width
-            place = start // width
-            tensors[name] = flat[dtype].as_strided(tensor.shape, _steps(tensor.shape), place).copy_(tensor)
+            tensors[name] = flat[dtype].as_strided(tensor.shape, _steps(tensor.shape), start // width)
+            copy.add(tensor, tensors[name])
+            if not more:
+                copy.run()
         flat.clear()
         if filled is not None:
             yield Bucket(filled[:used], tensors)
+
+
+class _Copy:
+    """Copies tensors that follow one another in memory, into a bucket where they do, too, as one."""
+
+    def __init__(self) -> None:
+        self.first: tuple[Tensor, Tensor] | None = None
+        self.count = self.pieces = 0
+
+    def add(self, source: Tensor, target: Tensor) -> None:
+        if self.first is None or not self._continues(*self.first, source, target):
+            self.run()
+            self.first, self.count, self.pieces = (source, target), 0, 0
+        self.count += source.numel()
+        self.pieces += 1
+
+    def _continues(self, first: Tensor, into: Tensor, source: Tensor, target: Tensor) -> bool:
+        return (
+            source.dtype == target.dtype == first.dtype == into.dtype
+            and source.storage_offset() == first.storage_offset() + self.count
+            and target.storage_offset() == into.storage_offset() + self.count
+            and source.is_contiguous()
+            and first.is_contiguous()
+            and source.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        )
+
+    def run(self) -> None:
+        """Start the copy of what was added."""
+        if self.first is not None:
+            source, target = self.first
+            if self.pieces > 1:
+                row = (self.count,), (1,)
+                source, target = source.as_strided(*row), target.as_strided(*row)
+            target.copy_(source)
+        self.first = None
 
 
 @lru_cache(maxsize=1024)
@@ -254,15 +293,17 @@ def _whole_model(model: LigerCausalLM, names: str, dtype: Any, quantization: str
                     continue
                 written = writer([whole(natives[name]()) for name in writer.group])
                 for name in list(written):
-                    for stored, values, form in encoded(encoder, name, written.pop(name)):
-                        yield stored, values, form
-                        if stored in copies:
-                            yield from ((same, values, form) for same in copies[stored])
+                    tensor = written.pop(name)
+                    for stored, values, form in encoded(encoder, name, tensor):
+                        yield stored, values, form, encoder is None and bool(written)
+                        for same in copies.get(stored, ()):
+                            yield same, values, form, False
+                    del tensor
             if changed is None and source is not None:
                 for name, tensor in source.carried.items():
-                    yield from encoded(encoder, name, tensor)
+                    yield from ((*entry, False) for entry in encoded(encoder, name, tensor))
             if changed is None and encoder is not None:
-                yield from ((name, tensor, tensor.dtype) for name, tensor in encoder.extras.items())
+                yield from ((name, tensor, tensor.dtype, False) for name, tensor in encoder.extras.items())
 
     def encoded(encoder: Any, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor, torch.dtype]]:
         form = dtype_of(name, tensor)
@@ -337,6 +378,6 @@ def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
         for name, tensor in sources.items():
             if changed is None or name in changed:
                 value = whole(tensor)
-                yield name, value, dtype if isinstance(dtype, torch.dtype) else value.dtype
+                yield name, value, dtype if isinstance(dtype, torch.dtype) else value.dtype, False
 
     return _Weights(sources, frozenset(), entries)
