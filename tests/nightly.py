@@ -117,6 +117,11 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "LoRA on torchao's 8 bits-lean",
         "IA3-lean",
     ),
+    "tests/test_live_bytes.py::test_however_a_step_ends_it_gives_everything_back_at_once": (
+        "full, experts-lean",
+        "LoRA, dense-tiled",
+        "LoRA, dense-offload",
+    ),
     "tests/test_live_bytes_of_trainers.py::test_a_trainers_step_keeps_what_its_level_promises": (
         "sft-offload",
         "dpo-checkpoint",
@@ -137,6 +142,12 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "gemma2-dpo",
     ),
     f"{HF}/test_trl.py::test_training_with_shared_prompts_equals_trls_own": ("grpo-True", "dpo-False"),
+    f"{VISION}/test_adapters_in_transformers.py::test_adapters_match_transformers_own_model": (
+        "qwen2_5_vl-tower",
+        "gemma3-all",
+        "mllama-all",
+        "muse_glimmer-all",
+    ),
     f"{VISION}/test_trainers_in_transformers.py::test_trl_trains_with_images": (
         "DPO-gemma3",
         "SFT-qwen2_5_vl",
@@ -161,6 +172,8 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{BENCHMARKS}/test_vision.py::test_every_vision_language_family_accepts_the_images": (
         *("aya_vision", "gemma4", "lfm2_vl", "mllama", "qwen2_5_vl"),
     ),
+    f"{BENCHMARKS}/test_lengths.py::"
+    "test_a_case_runs_in_its_own_command_and_a_peer_is_checked_without_ours": (),
     f"{BENCHMARKS}/test_parallel.py::test_two_processes_measure_a_model_and_report_what_is_missing": (),
     f"{BENCHMARKS}/test_compiling_ahead.py::test_jobs_run_in_processes_that_end_and_report_failures": (),
     f"{HF}/test_examples.py::test_the_example_for_several_gpus_trains_on_two_processes": (),
@@ -315,6 +328,8 @@ ALWAYS |= {
         "dtype0-mxfp4",
         "dtype1-float8 blocks",
     ),
+    # Trains with three kinds of rounding. Each step's rounding is compared with its definition.
+    f"{TRAINING}/test_learning.py::test_the_default_learns_as_float32_does_and_plain_does_not": (),
     # Trains for some hundred steps; the objective's steps are compared with other definitions.
     f"{TRAINING}/test_examples.py::test_a_small_model_learns_a_preference": (),
 }
