@@ -192,7 +192,7 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
 
     if peers:
         _import_peers()
-    on = torch.device(device)
+    on = torch.device("cuda:0" if device == "cuda" else device)
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send("ready")

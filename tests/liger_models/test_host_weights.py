@@ -1,6 +1,7 @@
 """Frozen weights in host memory: the same bits at every level, two layers on the device, and errors."""
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -167,6 +168,7 @@ def test_on_a_gpu_a_step_has_the_same_bits_in_the_planned_memory(level):
         results.append([loss.detach(), *(p.grad for p in model.parameters() if p.requires_grad)])
         peaks.append(torch.cuda.max_memory_allocated())
         del model, loss
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+        gc.collect()  # split projections and their owners refer to each other
+    assert [n for n, (a, b) in enumerate(zip(*results, strict=True)) if not torch.equal(a, b)] == []
     # Eight layers of 16.8 million weights in 16 bits, of which two are on the device at a time.
     assert peaks[1] < peaks[0] - 5 * 2 * 16.8e6
