@@ -324,4 +324,4 @@ class _ShortConv(torch.autograd.Function):
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
 # channels and warps, without and with gates.
 _TILES = {False: (64, 8, 512, 4), True: (64, 8, 512, 2)}
-_TILES_BACK = {False: (128, 4, 256, 4), True: (64, 4, 512, 2)}
+_TILES_BACK = {False: (128, 8, 256, 2), True: (64, 4, 512, 2)}
