@@ -15,7 +15,7 @@ from liger_models.layers.memory import adapters, frozen
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
-from liger_models.layers.memory.on_host import on_host, streamed_bytes
+from liger_models.layers.memory.on_host import on_host, streamed_at, streamed_bytes
 from liger_models.layers.memory.own_parts import largest_part, linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
 from liger_models.layers.memory.planned import Planned
@@ -154,8 +154,7 @@ class StepMemory:
             if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
                 room += costs.stream
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
-            unit = number + 1  # the first is the embedding, which is not fetched again
-            streamed = sum(self._units[max(1, unit - 1) : unit + 1]) if number >= 0 else 0
+            streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
             found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))
             left -= kept[i] - costs.own_input
         return found

@@ -84,6 +84,18 @@ def streamed_bytes(
     return total - int(elements * (itemsize - _NF4_CODES))
 
 
+def streamed_at(units: Sequence[int], unit: int) -> int:
+    """The most bytes of streamed weights on the device while a layer runs: its own and the next unit's, which
+    are fetched meanwhile. In the forward pass that is the head after the last layer, and in the backward pass
+    the layer before it (the embedding, unit 0, has no backward pass).
+
+    Args:
+        units: bytes of the embedding, each layer and the head; none if nothing is streamed.
+        unit: the layer's number in them.
+    """
+    return max(sum(units[max(1, unit - 1) : unit + 1]), sum(units[unit : unit + 2]))
+
+
 def _by_fused_kernels(mixer: Any) -> bool:
     """Whether kernels that keep a log-sum-exp compute all of attention."""
     latent = isinstance(mixer.spec, LatentAttentionSpec)

@@ -56,7 +56,7 @@ def mlp_in_tiles(
     elif any(p.requires_grad and p.dtype.itemsize < 4 for p in mlp.parameters()):
         return recompute(whole, x)
     else:
-        y = torch.cat([recompute(whole, tile) for tile in rows.split(TILE)])
+        y = torch.cat([recompute(whole, rows[tile]) for tile in _tiles(len(rows))])
     return y.unflatten(0, x.shape[:-1])
 
 

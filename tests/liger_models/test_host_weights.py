@@ -10,6 +10,7 @@ import torch
 import liger_models
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.memory import Step, StepMemory
+from liger_models.layers.memory.on_host import streamed_at
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.training.config import TrainConfig
 
@@ -146,6 +147,8 @@ def test_the_plan_counts_two_neighbouring_layers(tied):
     # At each moment the plan has at most the head and the last layer, or two layers, in place of all.
     at_most = max(a + b for a, b in itertools.pairwise(units[1:]))
     assert on_host.peak <= on_device.peak - real.host_weights.host_bytes + at_most
+    # Of an embedding, two layers and a head: the head is fetched while the last layer runs forward.
+    assert [streamed_at([9, 2, 3, 7], unit) for unit in (1, 2)] == [5, 10]
 
 
 @pytest.mark.gpu

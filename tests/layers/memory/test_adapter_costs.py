@@ -96,7 +96,8 @@ LONG = 131_072
 STEPS = [  # each kind of adapter with some levels, each level with some kinds
     *(("LoRA", level, 65536) for level in ("all", "lean", "mlp", "checkpoint")),
     *(("DoRA", level, 65536) for level in ("lean", "checkpoint")),
-    *((name, level, LONG) for name, level in (("LoRA", "tiled"), ("DoRA", "offload"))),
+    ("DoRA", "offload", LONG),
+    ("LoRA", "tiled", 65536 + 256),  # in five tiles of equal length
     ("DoRA", "tiled", 65536),
     ("DoRA", "checkpoint", 8192),
     *(("LoRA with a bias", level, 65536) for level in ("all", "checkpoint")),
