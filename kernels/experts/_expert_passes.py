@@ -144,7 +144,7 @@ def summed(
     path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
     options: Any = {"transposed": True, "bias": bias, "path": path}
     of_sum = None if inputs else weights
-    return _summed_product(product, down(), order, of_sum, overlap, float8, **options)
+    return _summed_product(product, down, order, of_sum, overlap, float8, **options)
 
 
 def _product_of_arriving(
@@ -166,7 +166,7 @@ def _product_of_arriving(
 
 def _summed_product(
     a: Tensor,
-    matrices: Tensor,
+    make: Make,
     order: ExpertOrder,
     weights: Tensor | None,
     overlap: Overlap | None,
@@ -174,17 +174,19 @@ def _summed_product(
     **options: Any,
 ) -> Tensor:
     """Return `rows_product`, summed by token [T, H]. Tokens of other ranks come first, and leave while this
-    rank's own are computed; in float8 all are computed at once.
+    rank's own are computed; in float8 all are computed at once. The matrices are freed before the last sum.
     """
     if float8:
-        return sum_slots(float8_rows_product(a, matrices, order, **options), weights, order)
+        return sum_slots(float8_rows_product(a, make(), order, **options), weights, order)
     if overlap is None:
-        return sum_slots(rows_product(a, matrices, order, **options), weights, order)
+        return sum_slots(rows_product(a, make(), order, **options), weights, order)
+    matrices = make()
     rows = rows_product(a, matrices, overlap.rest, **options)
     y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
     sum_slots(rows, weights, order, slice(overlap.tokens, None), y)
     overlap.leave(y)
     rows_product(a, matrices, overlap.own, out=rows, shared_device=True, **options)
+    del matrices
     return sum_slots(rows, weights, order, slice(overlap.tokens), y)
 
 
@@ -284,7 +286,7 @@ def experts_backward(
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
     if want.x:
-        dx = _summed_product(dh, gate_up(), order, None, overlap, float8, transposed=False, path=path)
+        dx = _summed_product(dh, gate_up, order, None, overlap, float8, transposed=False, path=path)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
 
 
