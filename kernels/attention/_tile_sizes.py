@@ -48,8 +48,9 @@ _DESKTOP: _Table = {  # up to 99 KB
 _A100: _Table = {**_DESKTOP, (64, 64): _HOPPER[64, 64]}
 _CDNA: _Table = {  # up to 64 KB, and warps of 64 threads
     (64, 64): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 64, 8, 1), Tiles(64, 32, 4, 1)),
+    (96, 96): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),  # padded
     (128, 128): Configuration(Tiles(64, 64, 8, 1), Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1)),
-    (256, 256): Configuration(Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(32, 32, 4, 1)),
+    (256, 256): Configuration(Tiles(64, 32, 4, 1), Tiles(64, 32, 4, 1), Tiles(16, 32, 4, 1)),
     (512, 512): Configuration(*[Tiles(16, 16, 4, 1)] * 3),
 }
 _RDNA: _Table = {  # larger heads spill with all tiles that were tried
@@ -68,17 +69,20 @@ _FLOAT32: _Table = {
     (256, 256): Configuration(*[Tiles(16, 32, 8, 2)] * 3),
     (512, 512): Configuration(*[Tiles(16, 16, 8, 1)] * 3),
 }
+_FLOAT32_OF_FAMILY: dict[Family, _Table] = {
+    "cdna": {  # up to 64 KB
+        (64, 64): Configuration(*[Tiles(32, 32, 8, 1)] * 3),
+        (256, 256): Configuration(*[Tiles(16, 16, 4, 1)] * 3),
+        (512, 512): _FLOAT32[512, 512],
+    },
+    "rdna": {},
+}
 
 
 def find_tiles(q: Tensor, v: Tensor) -> Configuration | None:
     """Tiles for heads of these sizes on q's GPU; None if none fit, on AMD's RDNA above 64 and in float32."""
     family = gpu_of(q).family
-    if q.dtype != torch.float32:
-        table = _OF_FAMILY[family]
-    else:
-        table = {} if family == "rdna" else _FLOAT32
+    wide = q.dtype == torch.float32
+    table = _FLOAT32_OF_FAMILY.get(family, _FLOAT32) if wide else _OF_FAMILY[family]
     sizes = (tiles for (keys, values), tiles in table.items() if q.shape[2] <= keys and v.shape[2] <= values)
-    found = next(sizes, None)
-    if found is not None and table is _FLOAT32 and family == "cdna":  # with 64 KB of shared memory
-        return Configuration(*(tiles._replace(num_stages=1) for tiles in found))
-    return found
+    return next(sizes, None)
