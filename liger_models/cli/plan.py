@@ -1,9 +1,8 @@
 """`liger-models plan`: whether a training step fits on a GPU, the activation memory levels it needs, the
 largest batch and the longest context. Runs on any machine and reads only config.json.
 
-It takes the options of `train`, --config included. Rows longer than the model's
-`max_position_embeddings` are allowed. Pinned host memory (the level `offload`, --optimizer-memory host) is
-counted, too.
+It takes the options of `train`, --config included. Rows longer than the model's `max_position_embeddings` are
+allowed. Pinned host memory (the level `offload`, --optimizer-memory host) is counted, too.
 """
 
 import argparse
@@ -64,12 +63,8 @@ def add_parser(subparsers) -> None:
         metavar="HxW",
         help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
-    add(
-        "--pass-states",
-        action="store_true",
-        help="with --sequence-parallel: recurrent layers pass states instead of exchanging heads, as after "
-        "divide_sequences(model, mesh, pass_states=True)",
-    )
+    text = "with --sequence-parallel: recurrent layers pass states instead of exchanging heads"
+    add("--pass-states", action="store_true", help=text)
     add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
     add("--json", action="store_true", help="print JSON")
     add("--picture", type=Path, metavar="FILE.svg", help="also draw the parts of the peak, for each level")
@@ -202,8 +197,7 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
         raise ConfigError("--quantize needs --lora: quantised weights are not trained")
     if args.gpus % args.sequence_parallel:
         raise ConfigError(
-            f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}, of which its "
-            "GPUs are"
+            f"--sequence-parallel {args.sequence_parallel} does not divide --gpus {args.gpus}; give a divisor"
         )
     if args.pass_states and args.sequence_parallel == 1:
         raise ConfigError("--pass-states needs --sequence-parallel: one GPU has no other to pass states to")
