@@ -129,8 +129,11 @@ def states_read(
     return tuple(i % (depth + 1) for i in states)
 
 
-def tiles(c: HFConfig, v: HFConfig, default: list[list[int]], most: int | None) -> AnyresPictures:
-    """Images as tiles, in the best of the config's `image_grid_pinpoints`; `most` as in `AnyresPictures`.
+def tiles(
+    c: HFConfig, v: HFConfig, default: list[list[int]], most: int | None, frame_pool: int | None = None
+) -> AnyresPictures:
+    """Images as tiles, in the best of the config's `image_grid_pinpoints`; `most` and `frame_pool` as in
+    `AnyresPictures`.
 
     Raises:
         ConfigError: not pairs of multiples of the encoder's image size.
@@ -145,4 +148,4 @@ def tiles(c: HFConfig, v: HFConfig, default: list[list[int]], most: int | None) 
             f"{c.name}: image_grid_pinpoints must be pairs of a height and a width, multiples of the "
             f"encoder's image_size, {size}; found {abbreviate(pairs)}"
         )
-    return AnyresPictures(size, tuple((h, w) for h, w in pairs), most)
+    return AnyresPictures(size, tuple((h, w) for h, w in pairs), most, frame_pool)

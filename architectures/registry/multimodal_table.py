@@ -198,12 +198,8 @@ MULTIMODAL: dict[str, Multimodal] = {
         for kind in ("idefics3", "smolvlm")
     },
     **{
-        kind: Multimodal(
-            {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"},
-            tied_by_text=True,
-            missing=missing,
-        )
-        for kind, missing in (("llava_next", ""), ("llava_next_video", "pooled frames"))
+        kind: Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True)
+        for kind in ("llava_next", "llava_next_video")
     },
     "kimi_k25": Multimodal(
         {"deepseek_v3": "deepseek_v3", "kimi_k2": "deepseek_v3"},
@@ -304,11 +300,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
         },
     ),
-    "nemotron_h_omni": Multimodal(
-        {"nemotron_h": "nemotron_h"},
-        missing="RADIO's encoder: several tokens before the patches of each image, positions cropped from a "
-        "resized square, and scales that checkpoints leave out",
-    ),
+    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}),
     "paddleocr_vl": Multimodal(
         {"paddleocr_vl_text": "llama"},
         (("model.language_model.", "model."),),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,10 @@ def _nothing(config: HFConfig) -> tuple[str, ...]:
     return ()
 
 
+def _as_described(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
+    return spec
+
+
 @dataclass(frozen=True)
 class Architecture:
     """A family of models.
@@ -46,6 +50,8 @@ class Architecture:
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
         says_transposed: the reference declares to PEFT that its experts are [experts, inputs, outputs].
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
+        as_stored: turns the spec of a config into that of a checkpoint with tensors of the given names, for
+            families whose checkpoints may leave out parts that would compute the identity.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
@@ -66,6 +72,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
+    as_stored: Callable[[ModelSpec, Collection[str]], ModelSpec] = _as_described
     mtp: MTP | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -134,6 +141,7 @@ def register(
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
+    as_stored: Callable[[ModelSpec, Collection[str]], ModelSpec] = _as_described,
     mtp: MTP | None = None,
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
@@ -156,6 +164,7 @@ def register(
             defaults or {},
             layouts,
             carried,
+            as_stored,
             mtp,
             fixed or {},
             unread or {},

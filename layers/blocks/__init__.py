@@ -13,6 +13,7 @@ from liger_models.layers.blocks.block import (
     own_input,
     run_block,
 )
+from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
@@ -40,6 +41,7 @@ __all__ = [
 
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
+    "from_norms": FromNormsBlock,
     "layer_scale": LayerScaleBlock,
     "gated_pre_norm": GatedPreNormBlock,
     "gated_cross": GatedCrossBlock,

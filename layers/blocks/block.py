@@ -90,6 +90,7 @@ class Block(nn.Module):
             "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
             "second_mixer": spec.second_mixer,
             "branch_scales": set(spec.branch_scales) != {1.0},
+            "stream_scales": set(spec.stream_scales) != {1.0},
             "dropout": spec.dropout > 0,
             "branch_norm": spec.branch_norm,
             "shared": spec.shared,

@@ -16,23 +16,24 @@ from liger_models.layers.specs import BlockSpec
 
 
 class ChannelScale(nn.Module):
-    """Per-channel learned scale of a branch, initialised small.
+    """Per-channel learned scale of a branch.
 
     Args:
         hidden_size: the width H.
+        initial: its initial value.
     """
 
-    def __init__(self, hidden_size: int):
+    def __init__(self, hidden_size: int, initial: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.weight, self.initial = nn.Parameter(torch.empty(hidden_size)), initial
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H]."""
         return x * self.weight.to(x.dtype)
 
     def reset_parameters(self, *_: Any) -> None:
-        """Set the scale to 0.1, regardless of how matrices are initialised."""
-        nn.init.constant_(self.weight, 0.1)
+        """Set the scale to its initial value, regardless of how matrices are initialised."""
+        nn.init.constant_(self.weight, self.initial)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes per token: its input."""
@@ -41,14 +42,15 @@ class ChannelScale(nn.Module):
 
 class LayerScaleBlock(PreNormBlock):
     """`h = x + a * attention(norm(x)); y = h + b * mlp(norm(h))`, a and b learned for each channel
-    (LayerScale; Touvron et al., 2021, arXiv:2103.17239): InternVL's encoder.
+    (LayerScale; Touvron et al., 2021, arXiv:2103.17239): the encoders of InternVL and C-RADIO.
     """
 
     has_room_for: tuple[str, ...] = ()
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
-        self.attention_scale, self.mlp_scale = ChannelScale(hidden_size), ChannelScale(hidden_size)
+        self.attention_scale = ChannelScale(hidden_size, spec.initial_scale)
+        self.mlp_scale = ChannelScale(hidden_size, spec.initial_scale)
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.input_layernorm, x, residual)

@@ -17,6 +17,7 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
 from liger_models.layers.recurrent.gated_delta import GatedDelta
+from liger_models.layers.recurrent.lightning import LightningAttention
 from liger_models.layers.recurrent.selective import SelectiveScan
 from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
@@ -28,6 +29,7 @@ from liger_models.layers.specs import (
     GatedConvSpec,
     GatedDeltaSpec,
     LatentAttentionSpec,
+    LightningSpec,
     SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -60,6 +62,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     SelectiveSpec: SelectiveScan,
     GatedConvSpec: GatedConvolution,
     ChannelDeltaSpec: ChannelDelta,
+    LightningSpec: LightningAttention,
 }
 
 MIXER_NAMES: dict[type, str] = {

@@ -62,7 +62,7 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
         return NOTHING
     if isinstance(spec, TiledVisionSpec):
         return _tiles(spec, *pictures.ratios.shape)
-    merge, extra = spec.projector.merge, int(spec.class_token is not None)
+    merge, extra = spec.projector.merge, int(spec.class_token is not None) + spec.prefix_tokens
     frames, longest = pictures.lengths, max(pictures.lengths) + extra
     window = 0 if spec.window is None else min((spec.window * merge) ** 2, longest)
     tokens = sum(frames) + extra * len(frames)

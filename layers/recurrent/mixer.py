@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_models.kernels import document_bounds
 from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.passed import over_ranks
-from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
+from liger_models.layers.recurrent.short_conv import WHOLE, Share
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequence_parallel import Slice
@@ -29,7 +29,7 @@ class RecurrentMixer(nn.Module):
         layer: index of this layer in the model, and in a cache.
     """
 
-    conv1d: ShortConvolution
+    conv1d: Any  # a ShortConvolution, or a module with its interface
     pass_states = False  # from rank to rank, instead of exchanging heads, where sequences are divided
 
     def __init__(self, layer: int):
@@ -157,8 +157,7 @@ class RecurrentMixer(nn.Module):
         """Allocate the convolution's last inputs [batch, K - 1, C], and for a scan its states
         [batch, *state_shape] in float32.
         """
-        channels, width = self.conv1d.weight.shape
-        inputs = torch.zeros(batch, width - 1, channels, device=device, dtype=dtype)
+        inputs = torch.zeros(batch, self.conv1d.taps - 1, self.conv1d.channels, device=device, dtype=dtype)
         if self.state_shape is None:
             return (inputs,)
         wide = torch.promote_types(dtype, torch.float32)

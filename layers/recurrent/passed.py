@@ -71,7 +71,9 @@ def _with_inputs_before(
     """The convolution's inputs, after those that it needs of a document that began on an earlier rank. Sends
     the last ones to the next rank, if that continues the last document.
     """
-    before = mixer.conv1d.weight.shape[1] - 1
+    before = mixer.conv1d.taps - 1
+    if not before:
+        return channels
     trained = trained and channels.requires_grad
     rows, length = channels, len(channels) - bounds[-2]
     if continued:

@@ -43,9 +43,9 @@ class ShortConvolution(nn.Module):
     ):
         super().__init__()
         self.heads, self.names, self.activation = heads, names, activation
-        channels = sum(number * size for number, size in heads)
-        self.weight = nn.Parameter(torch.empty(channels, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.channels, self.taps = sum(number * size for number, size in heads), width
+        self.weight = nn.Parameter(torch.empty(self.channels, width))
+        self.bias = nn.Parameter(torch.empty(self.channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:

@@ -118,11 +118,16 @@ class SSD(RecurrentMixer):
         that several slices share.
         """
         spec = self.spec
-        slices = max(ceil_div(2 * spec.state, CHUNK), 1)
-        shared = 2 * spec.groups * spec.state if slices > spec.groups else 0
-        wide = shared + 4 * spec.heads + 2 * spec.size * spec.state // SEGMENT
-        return itemsize * (3 * spec.size + 2 * spec.conv_size) + 4 * wide
+        return scan_bytes(spec.size, spec.conv_size, spec.heads, spec.groups, spec.state, itemsize)
 
     def extra_repr(self) -> str:
         spec = self.spec
         return f"heads={spec.heads}, head_dim={spec.head_dim}, groups={spec.groups}, state={spec.state}"
+
+
+def scan_bytes(size: int, conv_size: int, heads: int, groups: int, state: int, itemsize: int) -> int:
+    """`SSD.backward_bytes`, from fields of the spec."""
+    slices = max(ceil_div(2 * state, CHUNK), 1)
+    shared = 2 * groups * state if slices > groups else 0
+    wide = shared + 4 * heads + 2 * size * state // SEGMENT
+    return itemsize * (3 * size + 2 * conv_size) + 4 * wide

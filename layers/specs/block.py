@@ -32,6 +32,7 @@ MixerSpec = (
 
 Topology = Literal[
     "pre_norm",
+    "from_norms",
     "layer_scale",
     "gated_pre_norm",
     "gated_cross",
@@ -70,8 +71,10 @@ class BlockSpec:
 
     The types of `mixer` and `mlp` determine their modules; a layer of topology "one_part" has only one of
     them. `second_mixer` reads the same input as `mixer`, and `branch_scales` multiply the outputs of both and
-    of the MLP. `norm` applies to each of the layer's norms, or with `branch_norm` to those before
-    the branches, and that to the norms of their outputs. `residual_scale` multiplies each branch before it
+    of the MLP; `stream_scales` multiply the terms to which the mixer's output and the MLP's are added. `norm`
+    applies to each of the layer's norms, or with `branch_norm` to those before
+    the branches, and that to the norms of their outputs. `initial_scale` is the initial value of learned
+    scales of the branches. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
     second mixer and the MLP are shared with other layers.
@@ -86,7 +89,9 @@ class BlockSpec:
     per_layer_input: PerLayerInputSpec | None = None
     second_mixer: MixerSpec | None = None
     branch_scales: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    stream_scales: tuple[float, float] = (1.0, 1.0)
     dropout: float = 0.0
+    initial_scale: float = 0.1
     branch_norm: NormSpec | LayerNormSpec | None = None
     shared: SharedSpec | None = None
 

@@ -46,9 +46,9 @@ class LinearProjectorSpec:
 
 @dataclass(frozen=True)
 class MLPProjectorSpec:
-    """Projector: concatenation of `merge` times `merge` adjacent patches, an optional `norm` of these, and
-    two linear layers with an activation between them, of width `size` or the language model's (LLaVA,
-    InternVL).
+    """Projector: an optional `patch_norm` of each patch, concatenation of `merge` times `merge` adjacent
+    patches, an optional `norm` of these, and two linear layers with an activation between them, of width
+    `size` or the language model's (LLaVA, InternVL).
     """
 
     activation: Activation = "gelu"
@@ -56,6 +56,7 @@ class MLPProjectorSpec:
     merge: int = 1
     norm: NormSpec | LayerNormSpec | None = None
     size: int | None = None
+    patch_norm: NormSpec | LayerNormSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from liger_models.layers.specs.mlp import Activation
 from liger_models.layers.specs.rotary import RopeSpec
 
 Projections = Literal["qkvz", "qkv", "apart"]
@@ -243,6 +244,58 @@ class ChannelDeltaSpec:
 
 
 @dataclass(frozen=True)
+class LightningSpec:
+    """Lightning attention: linear attention of queries, keys and values after an activation, with a fixed
+    decay for each head (MiniMax, 2025, arXiv:2501.08313, section 2.2).
+
+    A head with decay s multiplies its state by exp(-s) at every token. `norm_eps` is that of the norm of all
+    heads' outputs together, which are gated.
+    """
+
+    decays: tuple[float, ...]
+    head_dim: int
+    activation: Activation = "silu"
+    norm_eps: float = 1e-6
+
+    @property
+    def heads(self) -> int:
+        """Number of heads."""
+        return len(self.decays)
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of queries, keys and values."""
+        return 3 * self.size
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        return self.heads, "heads"
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and received
+        queries, keys and values.
+        """
+        return 4 * self.size
+
+    @property
+    def state_flops(self) -> int:
+        """Operations for each token, one token at a time: a decay, a write and a query of every state."""
+        return 5 * self.heads * self.head_dim * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotations of queries and keys: none."""
+        return ()
+
+
+@dataclass(frozen=True)
 class GatedConvSpec:
     """Gated short convolution: a causal depthwise convolution of `channels`, between two products with gates
     that the layer computes from its input (LFM2: Liquid AI, 2025, arXiv:2511.23404).
@@ -282,5 +335,5 @@ class GatedConvSpec:
         return ()
 
 
-RecurrentSpec = GatedDeltaSpec | SSDSpec | SelectiveSpec | GatedConvSpec | ChannelDeltaSpec
+RecurrentSpec = GatedDeltaSpec | SSDSpec | SelectiveSpec | GatedConvSpec | ChannelDeltaSpec | LightningSpec
 """Mixers that carry a state."""

@@ -78,6 +78,15 @@ class FadingTable:
 
 
 @dataclass(frozen=True)
+class CroppedTable:
+    """A table of `side` times `side` positions, interpolated bilinearly to a square on the longer side of
+    each image, whose upper left part the image gets (C-RADIO, arXiv:2312.06709).
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class FixedTable:
     """A table of `side` times `side` positions, one per patch, and one for the class token (CLIP)."""
 
@@ -139,6 +148,15 @@ class GridPictures:
 
 
 @dataclass(frozen=True)
+class FlatGrids(GridPictures):
+    """The same in raster order for images alone, whose grids are `image_grid_hw`, rows and columns (Nemotron
+    3 Omni).
+    """
+
+    raster: bool = True
+
+
+@dataclass(frozen=True)
 class PooledGrids:
     """The same as `GridPictures`, with a number n for each picture in `image_merge_sizes` and
     `video_merge_sizes`: blocks of n times n patches are pooled before the projector. With
@@ -173,12 +191,14 @@ class AnyresPictures:
     and there is no `batch_num_images` (LLaVA-NeXT). For videos `pixel_values_videos` [videos,
     frames, channels, size, size], or for different lengths concatenated, [frames, channels, size, size], with
     `num_frames_per_video` [videos]. layers/vision/anyres.py turns the features of at most `most` tiles into
-    tokens (LLaVA-OneVision).
+    tokens (LLaVA-OneVision). With `frame_pool` blocks of so many times so many patches of a frame are
+    averaged before the projector, without the rest at the right and bottom edges (LLaVA-NeXT-Video).
     """
 
     size: int
     resolutions: tuple[tuple[int, int], ...]
     most: int | None
+    frame_pool: int | None = None
 
 
 @dataclass(frozen=True)
@@ -206,7 +226,8 @@ class VisionSpec:
     (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_patches` a norm of
     the embedded patches without positions, `norm_before` a norm before the blocks and `norm_after` one after
     them. A `class_token` is an additional token of each image, before or after its patches, which the
-    projector receives only with `class_feature`, as an additional feature. With `taken` it receives the
+    projector receives only with `class_feature`, as an additional feature. `prefix_tokens` are learned tokens
+    before the patches of each image, which the projector does not receive. With `taken` it receives the
     concatenated outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary
     positions of patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend
     to one another, and the projector receives their mean.
@@ -232,6 +253,7 @@ class VisionSpec:
         | BicubicTable
         | ClipTable
         | FadingTable
+        | CroppedTable
         | FixedTable
         | CubicTable
         | FractionTable
@@ -253,6 +275,7 @@ class VisionSpec:
     norm_after: NormSpec | LayerNormSpec | None = None
     class_token: Literal["first", "last"] | None = None
     class_feature: bool = False
+    prefix_tokens: int = 0
     taken: tuple[int, ...] = ()
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
     spans: Literal["images", "prefix"] | None = None

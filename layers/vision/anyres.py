@@ -5,7 +5,8 @@ arXiv:2408.03326, section 3.2).
                       the downscaled image, n * n features, row by row; then the grid of its tiles, cropped to
                       the image, reduced if there are many tiles, with `newline` after each row
     several images:   each downscaled image, then `newline`
-    a video:          each frame at half its height and width, then a final `newline`
+    a video:          each frame at half its height and width, then a final `newline`; or each frame as it
+                      was pooled before (LLaVA-NeXT-Video)
 
 A token of a reduced grid is a weighted mean of up to four features, its taps: linear interpolation with
 pixels as areas. Everything follows from the sizes, and is computed on the host.
@@ -90,8 +91,10 @@ def of_whole(n: int) -> Taps:
 
 
 @functools.lru_cache(maxsize=256)
-def of_video(n: int, frames: int) -> Taps:
-    """Taps of a video of frames with n * n features each."""
+def of_video(n: int, frames: int, pool: int | None = None) -> Taps:
+    """Taps of a video of frames with n * n features each, of which `pool` times `pool` were averaged."""
+    if pool is not None:
+        return _as_is(torch.arange(frames * (n // pool) ** 2, device="cpu"))
     half = math.ceil(n / 2)
     pieces = [_shrunk(grid, half, half) for grid in torch.arange(frames * n * n, device="cpu").view(-1, n, n)]
     return _joined(*(Taps(*(x.flatten(0, 1) for x in piece)) for piece in pieces), _end())

@@ -2,7 +2,7 @@
 another.
 
     x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding
-    a class token, a norm, in some families
+    a class token or other learned tokens, a norm, in some families
     blocks as in a language model, with bidirectional attention
     a norm, in some families
 
@@ -85,6 +85,29 @@ class ClassToken(nn.Module):
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
+class PrefixTokens(nn.Module):
+    """Learned vectors [count, width], tokens before the patches of each picture."""
+
+    def __init__(self, count: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, width))
+
+    def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """x [P, D], of pictures of these numbers of patches -> [P + count * pictures, D]."""
+        own = self.weight.to(x.dtype)
+        return torch.cat([part for picture in x.split(list(lengths)) for part in (own, picture)])
+
+    def dropped(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        """x without these tokens."""
+        count = len(self.weight)
+        parts = x.split([n for length in lengths for n in (count, length)])
+        return torch.cat(parts[1::2])
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise like a matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
 Run = Callable[[list[Tensor], Sequences, dict[str, Tensor]], Tensor]
 """The layers and the norm after them: ([x [P, D]], sequences, nothing) -> [P, D]."""
 RecordedRun = Callable[[list[Tensor], Sequences, dict[str, Tensor], Run], Tensor]
@@ -110,6 +133,7 @@ class VisionEncoder(nn.Module):
         self.class_token = None
         if spec.class_token is not None:
             self.class_token = ClassToken(spec.hidden_size, spec.class_token)
+        self.prefix = PrefixTokens(spec.prefix_tokens, spec.hidden_size) if spec.prefix_tokens else None
         self.table = make_table(spec)
         self.norm_patches = self.norm_before = self.norm_after = None
         if spec.norm_patches is not None:
@@ -131,7 +155,7 @@ class VisionEncoder(nn.Module):
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
         x, places = self._embedded(pictures), pictures.places(merge)
-        lengths = [n + (self.class_token is not None) for n in pictures.lengths]
+        lengths = [n + (self.class_token is not None) + self.spec.prefix_tokens for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
@@ -143,7 +167,8 @@ class VisionEncoder(nn.Module):
                 seen_by[number] = windows
         if self.class_token is not None:  # not rotated: its position is 0
             places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), len(lengths)).T
-        frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
+        if self.prefix is None:  # with such tokens no layer has positions
+            frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.ropes)))
         for sequences in seen_by:
             sequences.positions = frames.positions
@@ -154,6 +179,8 @@ class VisionEncoder(nn.Module):
             made = self._run(x, seen_by)
         if self.class_token is not None and not self.spec.class_feature:
             made = tuple(self.class_token.dropped(x, len(lengths)) for x in made)
+        if self.prefix is not None:
+            made = tuple(self.prefix.dropped(x, pictures.lengths) for x in made)
         if order is not None:
             back = order.argsort()
             made = tuple(_by_blocks(x, back, merge) for x in made)
@@ -193,6 +220,8 @@ class VisionEncoder(nn.Module):
             x = self.class_token(x, len(pictures.lengths))
         if self.table is not None:
             x = x + self.table(pictures.grids, self.spec.projector.merge).to(x.dtype)
+        if self.prefix is not None:
+            x = self.prefix(x, pictures.lengths)
         return x if self.norm_before is None else self.norm_before(x)
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:

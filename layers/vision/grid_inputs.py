@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import ClipTable, GridPictures, VisionSpec
+from liger_models.layers.specs import ClipTable, FlatGrids, GridPictures, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, in_blocks
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.pooled import PooledPictures
@@ -32,6 +32,13 @@ def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | 
     return Pictures(torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips)
 
 
+def flat_grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """Images as patches with the rows and columns of each: see `FlatGrids`."""
+    given = taken(keywords, "pixel_values", "image_grid_hw")
+    patches, grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_hw")
+    return None if patches is None else Pictures(patches, grids, len(grids))
+
+
 def _of_kind(
     spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, grids: str
 ) -> tuple[Tensor | None, list[Grid]]:
@@ -40,12 +47,13 @@ def _of_kind(
     raster = isinstance(spec.pictures, GridPictures) and spec.pictures.raster
     values, table = given[pixels], torch.as_tensor(given[grids])
     values = values.flatten(1) if raster else values
-    if table.dim() != 2 or table.shape[1] != 3 or table.is_floating_point():
+    axes = ("height", "width") if isinstance(spec.pictures, FlatGrids) else ("time", "height", "width")
+    if table.dim() != 2 or table.shape[1] != len(axes) or table.is_floating_point():
         raise DataError(
-            f"{grids} must be integers [pictures, 3], their patches in time, height and width; found "
-            f"{table.dtype} of shape {tuple(table.shape)}"
+            f"{grids} must be integers [pictures, {len(axes)}], their patches in {', '.join(axes[:-1])} and "
+            f"{axes[-1]}; found {table.dtype} of shape {tuple(table.shape)}"
         )
-    shapes: list[Grid] = [(t, h, w) for t, h, w in table.tolist()]
+    shapes: list[Grid] = [(*(1,) * (3 - len(axes)), *sizes) for sizes in table.tolist()]
     for i, (t, h, w) in enumerate(shapes):
         if min(t, h, w) < 1 or h % merge or w % merge:
             raise DataError(

@@ -16,7 +16,14 @@ from liger_models.layers.vision.positions import IMAGE, VIDEO
 # Read on the host: as device tensors, they would cost a synchronisation.
 ON_HOST = frozenset(
     {
-        *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_sizes", "batch_num_images"),
+        *(
+            "image_grid_thw",
+            "image_grid_hw",
+            "video_grid_thw",
+            "second_per_grid_ts",
+            "image_sizes",
+            "batch_num_images",
+        ),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
         *("spatial_shapes", "pixel_attention_mask"),
         *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),

@@ -7,6 +7,8 @@ of the patches, and processor_inputs.py makes `Pictures` from the outputs of a p
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.layers.specs import (
@@ -82,12 +84,31 @@ class TiledPictures(Pictures):
 
     Attributes:
         taps: per picture, the interpolation that makes its tokens: see layers/vision/anyres.py.
-        sizes: per picture, the number of patches.
+        sizes: per picture, the number of features.
     """
 
-    def __init__(self, patches: Tensor, side: int, taps: list[Taps], tiles: list[int], images: int):
+    def __init__(
+        self,
+        patches: Tensor,
+        side: int,
+        taps: list[Taps],
+        tiles: list[int],
+        images: int,
+        pool: int | None = None,
+    ):
         super().__init__(patches, [(1, side, side)] * sum(tiles), images)
-        self.taps, self.sizes = taps, [count * side**2 for count in tiles]
+        self.taps, self.side, self.pool = taps, side, pool
+        frame = side**2 if pool is None else (side // pool) ** 2
+        self.sizes = [count * (side**2 if number < images else frame) for number, count in enumerate(tiles)]
+
+    def pooled(self, x: Tensor) -> Tensor:
+        """Encoded patches [P, D], of frames the means of blocks."""
+        own = sum(self.sizes[: self.images])
+        if self.pool is None or own == len(x):
+            return x
+        tiles, frames = x[:own], x[own:].unflatten(0, (-1, self.side, self.side))
+        blocks = F.avg_pool2d(frames.permute(0, 3, 1, 2), self.pool).permute(0, 2, 3, 1)
+        return torch.cat([tiles, blocks.flatten(0, 2)])
 
     def counts(self, merge: int) -> list[int]:
         return [len(taps.features) for taps in self.taps]

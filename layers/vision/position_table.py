@@ -10,8 +10,9 @@
 Interpolated tables are squares of side S. In the first kind, patch i of h has the coordinate
 i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
 (Qwen3-VL). In the second kind A [h, S] and B [w, S] are torch's resizing of one axis: bilinear with
-antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), or linear between
-the rows of a table with zeros around it, which fades at the border (Muse Glimmer).
+antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), linear between
+the rows of a table with zeros around it, which fades at the border (Muse Glimmer), or bilinear to max(h, w)
+on both axes, of which the first h and w count (C-RADIO, arXiv:2312.06709).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from liger_models.layers.specs import (
     BicubicTable,
     BilinearTable,
     ClipTable,
+    CroppedTable,
     CubicTable,
     FadingTable,
     FixedTable,
@@ -53,6 +55,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
         case ClipTable(side):
             return ClipPositions(side**2, spec.hidden_size, side, "bicubic")
+        case CroppedTable(side):
+            return ResizedPositions(side**2, spec.hidden_size, side, "cropped")
         case FadingTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "fading")
         case FixedTable(side) | CubicTable(side) as table:
@@ -133,8 +137,8 @@ class StretchedPositions(PositionTable):
 
 class ResizedPositions(PositionTable):
     """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
-    "bilinear", "antialiased" for the same with antialiasing, "bicubic", or "fading", linear with zeros around
-    the table.
+    "bilinear", "antialiased" for the same with antialiasing, "bicubic", "fading", linear with zeros around
+    the table, or "cropped", "bilinear" to a square from which the picture is cut.
     """
 
     def __init__(self, rows: int, width: int, side: int, mode: str):
@@ -147,10 +151,15 @@ class ResizedPositions(PositionTable):
 
     def _of_size(self, grid: Grid, merge: int) -> Tensor:
         table = at_least_float32(self.weight).unflatten(0, (self.side, self.side))
-        rows, columns = (_resizing(n, self.side, self.mode).to(table, non_blocking=True) for n in grid[1:])
+        rows, columns = (self._of_axis(n, max(grid[1:])).to(table, non_blocking=True) for n in grid[1:])
         row, column = places_of([grid], merge).to(table.device, non_blocking=True)
         with torch.autocast(table.device.type, enabled=False):
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
+
+    def _of_axis(self, size: int, longest: int) -> Tensor:
+        if self.mode == "cropped":
+            return _resizing(longest, self.side, "bilinear")[:size]
+        return _resizing(size, self.side, self.mode)
 
 
 class ClipPositions(ResizedPositions):

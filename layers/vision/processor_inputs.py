@@ -16,6 +16,7 @@ from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
     CubicTable,
+    FlatGrids,
     FractionTable,
     GridPictures,
     PaddedPictures,
@@ -26,7 +27,7 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
-from liger_models.layers.vision.grid_inputs import ROUNDED, grids, pooled_grids, taken, together
+from liger_models.layers.vision.grid_inputs import ROUNDED, flat_grids, grids, pooled_grids, taken, together
 from liger_models.layers.vision.image_rows import images_of_rows
 from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
@@ -220,19 +221,22 @@ def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
 
 def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     assert isinstance(spec.pictures, AnyresPictures)
-    others: tuple[str, ...] = ("batch_num_images", "pixel_values_videos", "num_frames_per_video")
-    others = () if spec.pictures.most is None else others
-    given = taken(keywords, "pixel_values", "image_sizes", *others)
+    of_rows = () if spec.pictures.most is None else ("batch_num_images",)
+    of_videos = () if spec.video_id is None else ("pixel_values_videos", "num_frames_per_video")
+    given, pool = (
+        taken(keywords, "pixel_values", "image_sizes", *of_rows, *of_videos),
+        spec.pictures.frame_pool,
+    )
     side = _anyres_side(spec)
     tiles, taps = _tiles_of_images(spec, given)
     images = len(tiles)
     if "pixel_values_videos" in given:
         tiles += _frames_of_videos(spec, given["pixel_values_videos"], given.get("num_frames_per_video"))
-        taps += [of_video(side, len(video)) for video in tiles[images:]]
+        taps += [of_video(side, len(video), pool) for video in tiles[images:]]
     if not tiles:
         return None
     patches = [cut_image(tile, (1, side, side), merge, spec.patches.size) for tile in torch.cat(tiles)]
-    return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images)
+    return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images, pool)
 
 
 def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
@@ -308,6 +312,7 @@ def _alone(given: Any, images: int) -> list[bool]:
 
 READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]] = {
     GridPictures: grids,
+    FlatGrids: flat_grids,
     PooledGrids: pooled_grids,
     PaddedPictures: _padded,
     SquarePictures: _squares,

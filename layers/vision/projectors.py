@@ -102,17 +102,18 @@ class LinearProjector(nn.Module):
 
 class MLPProjector(nn.Module):
     """`linear_2(act(linear_1(norm(concatenated merge^2 patches))))` (LLaVA 1.5, arXiv:2310.03744, section
-    3.3).
+    3.3), with or without a norm of each patch.
 
     Args:
         width: of a patch, D.
         hidden_size: of the language model, H.
-        spec: the merge factor, the norm, the inner width, the activation and the biases.
+        spec: the merge factor, the norms, the inner width, the activation and the biases.
     """
 
     def __init__(self, width: int, hidden_size: int, spec: MLPProjectorSpec):
         super().__init__()
         self.merged, self.activation = width * spec.merge**2, plain_activation(spec.activation)
+        self.patch_norm = None if spec.patch_norm is None else make_norm(width, spec.patch_norm)
         self.norm = None if spec.norm is None else make_norm(self.merged, spec.norm)
         inner = hidden_size if spec.size is None else spec.size
         self.linear_1 = Linear(self.merged, inner, bias=spec.bias)
@@ -120,7 +121,7 @@ class MLPProjector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
-        x = x.reshape(-1, self.merged)
+        x = (x if self.patch_norm is None else self.patch_norm(x)).reshape(-1, self.merged)
         return self.linear_2(self.activation(self.linear_1(x if self.norm is None else self.norm(x))))
 
 

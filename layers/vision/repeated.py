@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import GridPictures, PooledGrids, SquarePictures, TiledVisionSpec, VisionSpec
+from liger_models.layers.specs import (
+    FlatGrids,
+    GridPictures,
+    PooledGrids,
+    SquarePictures,
+    TiledVisionSpec,
+    VisionSpec,
+)
 from liger_models.layers.vision.processor_inputs import take_pictures
 
 _OF_VIDEOS = (
@@ -86,7 +93,8 @@ def _order(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int
 def _sizes(spec: VisionSpec, name: str, given: Mapping[str, Any], pictures: int) -> list[int]:
     """The number of entries of each picture in an output of the processor."""
     if name.startswith("pixel_values") and isinstance(spec.pictures, GridPictures | PooledGrids):
-        grids = given["video_grid_thw" if name in _OF_VIDEOS else "image_grid_thw"]
+        of_images = "image_grid_hw" if isinstance(spec.pictures, FlatGrids) else "image_grid_thw"
+        grids = given["video_grid_thw" if name in _OF_VIDEOS else of_images]
         return torch.as_tensor(grids).prod(1).tolist()
     if name == "video_compression_mask":
         sides = torch.as_tensor(given["video_merge_sizes"]).flatten()

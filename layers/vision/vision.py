@@ -87,6 +87,10 @@ class Vision(nn.Module):
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
                 f"class_token={spec.class_token!r} and merge={spec.projector.merge}"
             )
+        if spec.prefix_tokens and (spec.class_token or spec.windowed or any(b.ropes for b in spec.blocks)):
+            raise ValueError(
+                "prefix_tokens are for encoders without a class_token, windows and rotary positions"
+            )
         if max(spec.taken, default=0) > len(spec.blocks):
             raise ValueError(f"taken is {spec.taken}, of an encoder of {len(spec.blocks)} layers")
         if spec.clips and not isinstance(spec.pictures, GridPictures):

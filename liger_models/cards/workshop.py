@@ -174,10 +174,14 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
                 tensor.nan_to_num_(posinf=1.0, neginf=-1.0).add_(0.3 * noise)
 
 
+FOLLOWING = ("slope_rate", "_decay")
+"""Ends of the names of saved buffers that the reference computes from its config (MiniMax)."""
+
+
 def _saved_once(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, then persistent buffers of floating point."""
+    """Parameters, then persistent buffers of floating point, without tables that follow from the config."""
     yield from model.named_parameters()
     saved = model.state_dict().keys()
     for name, buffer in model.named_buffers():
-        if name in saved and buffer.is_floating_point():
+        if name in saved and buffer.is_floating_point() and not name.endswith(FOLLOWING):
             yield name, buffer

@@ -28,7 +28,8 @@ from liger_models.layers.vision.repeated import repeat_pictures
 from liger_models.layers.vision.vision import VisionInputs
 
 PICTURES = (
-    *("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids", "batch_num_images"),
+    *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
+    *("image_position_ids", "batch_num_images"),
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
     *(
         "second_per_grid_ts",
@@ -146,6 +147,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         logits_to_keep: int | Tensor = 0,
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
+        image_grid_hw: Tensor | None = None,
         image_sizes: Tensor | None = None,
         image_position_ids: Tensor | None = None,
         batch_num_images: Tensor | None = None,

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_models.layers.specs import (
     AnyresPictures,
+    FlatGrids,
     GridPictures,
     ModelSpec,
     PaddedPictures,
@@ -219,6 +220,14 @@ class Scenes:
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
         return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
 
+    def _flat_grids(self, pieces: list[Piece]) -> dict[str, Any]:
+        grids = torch.tensor([self._grid(piece)[1:] for piece in pieces])
+        patches = int(grids.prod(1).sum())
+        return {
+            "pixel_values": 0.1 * self._normal(patches, self.vision.patches.width),
+            "image_grid_hw": grids,
+        }
+
     def _pooled_grids(self, pieces: list[Piece]) -> dict[str, Any]:
         """Videos are pooled by 2, and some of their tokens left out; images have all."""
         call = self._grids(pieces)
@@ -301,7 +310,9 @@ class Scenes:
     def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:
         pictures, side = self.vision.pictures, self.vision.pictures.size // self.vision.patches.size
         if isinstance(piece, Video):
-            return [self.vision.video_id] * len(anyres.of_video(side, piece.steps).features)
+            return [self.vision.video_id] * len(
+                anyres.of_video(side, piece.steps, pictures.frame_pool).features
+            )
         taps = anyres.of_whole(side)
         if images == 1 or pictures.most is None:
             pixels = piece.height * 3, piece.width * 3
@@ -325,6 +336,7 @@ def _kept(video: Video) -> Tensor:
 
 _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     GridPictures: Scenes._grids,
+    FlatGrids: Scenes._flat_grids,
     PooledGrids: Scenes._pooled_grids,
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,

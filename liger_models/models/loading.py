@@ -7,7 +7,7 @@ resolve the name to a folder -> read its config.json -> choose the architecture 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -295,6 +295,7 @@ class _Choice(NamedTuple):
         untied: the head is a tensor of its own, whatever the config says.
         kind: the class of the model.
         beheaded: a language model's head was left out, so that the model is saved under a base model's names.
+        names: of the checkpoint's tensors; None without a checkpoint.
     """
 
     config: HFConfig
@@ -304,6 +305,7 @@ class _Choice(NamedTuple):
     untied: bool = False
     kind: type[LigerCausalLM] = LigerCausalLM
     beheaded: bool = False
+    names: Collection[str] | None = None
 
 
 def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | None = None) -> _Choice:
@@ -331,7 +333,8 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
         read.most_layers = min(read.most_layers, len(reader.tensors))
         untied = architecture.vision and has_own_head(architecture, reader)
     missing = ("lm_head.weight",) if fresh else ()
-    return _Choice(read, architecture, left_out, missing, untied, kind, beheaded)
+    names = None if reader is None else reader.tensors.keys()
+    return _Choice(read, architecture, left_out, missing, untied, kind, beheaded, names)
 
 
 def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) -> _Choice:
@@ -380,6 +383,7 @@ def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
     """The model on the meta device: shapes without memory."""
     config, architecture = choice.config, choice.architecture
     spec = architecture.spec(config)
+    spec = spec if choice.names is None else architecture.as_stored(spec, choice.names)
     spec = replace(spec, tie_word_embeddings=False) if choice.untied else spec
     raw = {"architectures": [architecture.reference], **config.raw}
     try:

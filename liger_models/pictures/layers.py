@@ -17,6 +17,7 @@ from liger_models.layers.specs import (
     GatedDeltaSpec,
     LatentAttentionSpec,
     LayerNormSpec,
+    LightningSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
@@ -29,6 +30,7 @@ from liger_models.pictures.svg import GREY, INK, box, line, text
 # The steps of each branch, by topology (layers/blocks). Steps in a tuple run side by side, and are added.
 BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "pre_norm": [["norm", "mixer"], ["norm", "mlp"]],
+    "from_norms": [["norm", "mixer"], ["norm", "mlp"]],
     "layer_scale": [["norm", "mixer", "scale"], ["norm", "mlp", "scale"]],
     "gated_pre_norm": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
     "gated_cross": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
@@ -56,6 +58,7 @@ MIXERS = {
     SSDSpec: "Mamba 2",
     SelectiveSpec: "Mamba",
     GatedConvSpec: "gated short convolution",
+    LightningSpec: "lightning attention",
 }
 FILLS = {"norm": "#e8e8e8", "scale": "#e8e8e8", "gate": "#e8e8e8", "mixer": "#cfe2f3", "mlp": "#fce5cd"}
 COLUMN, MOST = 230, 3  # width of a column, and number of columns

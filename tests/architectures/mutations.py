@@ -41,6 +41,7 @@ WITHOUT_EFFECT = {
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
     "ModelSpec.embed_dropout": "acts in training alone: test_dropout.py",
     "BlockSpec.dropout": "the same",
+    "BlockSpec.initial_scale": "concerns fresh weights alone",
     "AttentionSpec.dropout": "the same",
     "ModelSpec.padding_has_positions": "concerns padded rows alone: test_parity.py",
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",

@@ -166,3 +166,32 @@ def test_verify_compares_images_too(make_pair, tmp_path):
     assert not found.too_far
     assert not found.lonely
     assert any("visual.patch_embed" in name for name in found.gradients)
+
+
+def test_parts_that_compute_the_identity_may_be_left_out_of_a_checkpoint(make_pair, tmp_path):
+    """Released checkpoints of Nemotron 3 Omni have neither the scales of branches nor the weight and bias of
+    the last norm, which the reference sets to one and zero.
+    """
+    pair = make_pair("nemotron_h_omni")
+    left_out = {
+        name: p
+        for name, p in pair.reference.named_parameters()
+        if "layer_scale" in name or "vision_final_layernorm" in name
+    }
+    for name, p in left_out.items():
+        torch.nn.init.constant_(p, float(not name.endswith("bias")))
+    pair.reference.save_pretrained(tmp_path / "whole")
+    source = tmp_path / "source"
+    shutil.copytree(tmp_path / "whole", source)
+    tensors = load_file(source / "model.safetensors")
+    released = {n: x for n, x in tensors.items() if "layer_scale" not in n and "vision_final" not in n}
+    assert len(tensors) - len(released) == len(left_out) == 6
+    save_file(released, source / "model.safetensors", metadata={"format": "pt"})
+    model = liger_models.from_hub(source)
+    batch = pair.batch()
+    with torch.no_grad():
+        found = model(**batch, return_logits=True).logits
+        expected = pair.reference(**batch, use_cache=False).logits
+    assert not beyond_bound({"logits": relative_distance(found, expected)})
+    model.save_pretrained(tmp_path / "out")
+    assert files(tmp_path / "out") == files(source)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import Architecture
@@ -46,12 +46,15 @@ def own_skeleton(architecture: Architecture, config: Any) -> nn.Module:
 @contextmanager
 def _parts_of_theirs() -> Iterator[None]:
     """Make the Auto classes return transformers' own submodels while one of its models is built."""
-    mapping = AutoModel._model_mapping
-    before, mapping._extra_content = mapping._extra_content, {}
+    mappings = AutoModel._model_mapping, AutoModelForCausalLM._model_mapping
+    before = [mapping._extra_content for mapping in mappings]
+    for mapping in mappings:
+        mapping._extra_content = {}
     try:
         yield
     finally:
-        mapping._extra_content = before
+        for mapping, own in zip(mappings, before, strict=True):
+            mapping._extra_content = own
 
 
 def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
@@ -83,15 +86,18 @@ def carry_unread(model: Any, theirs: nn.Module) -> None:
     own.add(model.own_layout.name("lm_head.weight"))
     shapes = {name: tensor.shape for name, tensor in theirs.state_dict().items() if name not in own}
     for path, module in _unread_modules(theirs, "", shapes.keys()):
-        model.initializers |= _initializers(theirs, path, module)
+        initializers = _initializers(theirs, path, module)
+        model.initializers |= initializers
         _place(model, path.removeprefix(prefix), module)
+        if isinstance(module, PreTrainedModel) and not any(b.is_meta for b in module.buffers()):
+            initializers[type(module)](module)  # buffers of a part that ours has too
     model.unread = {name.removeprefix(prefix): Ref(name, shape) for name, shape in shapes.items()}
 
 
 def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type, Any]:
     """Return initialisers by module type: `_init_weights` of the transformers model that owns the module."""
     steps = path.split(".")
-    around = [theirs.get_submodule(".".join(steps[:i])) for i in range(len(steps))]
+    around = [theirs.get_submodule(".".join(steps[:i])) for i in range(len(steps) + 1)]
     owner = [holder for holder in around if isinstance(holder, PreTrainedModel)][-1]
     alone = copy.copy(owner)  # only its config is used
     vars(alone).update(_modules={}, _parameters={})  # the shallow copy shares the owner's dicts
@@ -114,10 +120,19 @@ def _name_in(decoder: Any, layout: Layout, name: str) -> str:
     for part in ("vision.encoder.", "vision."):
         here = decoder.own_layout.name(part)
         if name.startswith(here):
-            return layout.name(part) + name.removeprefix(here)
+            canonical = part + _canonical(dict(decoder.own_layout.parts).get(part), name.removeprefix(here))
+            known = decoder.own_layout.name(canonical) == name
+            return layout.name(canonical) if known else layout.name(part) + name.removeprefix(here)
     raise UnsupportedModelError(
         f"transformers' own model has {name}, whose place in checkpoints is not known"
     )
+
+
+def _canonical(layout: Layout | None, name: str) -> str:
+    """The name in a part of a model before the renames of its layout."""
+    for old, new in reversed(layout.rename if layout else ()):
+        name = name.replace(new, old)
+    return name
 
 
 def _unread_modules(module: nn.Module, path: str, unread: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -126,9 +141,11 @@ def _unread_modules(module: nn.Module, path: str, unread: Any) -> Iterator[tuple
     if path and saved and all(name in unread for name in saved):
         yield path.removesuffix("."), module
         return
-    if any(f"{path}{name}" in unread for name in dict(module.named_parameters(recurse=False))):
-        own = nn.Module()
+    if any(f"{path}{name}" in unread for name in (*module._parameters, *module._buffers)):
+        own = copy.copy(module)
+        own._modules = {}
         own._parameters = {n: p for n, p in module._parameters.items() if f"{path}{n}" in unread}
+        own._buffers = {n: b for n, b in module._buffers.items() if f"{path}{n}" in unread}
         yield path.removesuffix("."), own
     for name, child in module.named_children():
         yield from _unread_modules(child, f"{path}{name}.", unread)
@@ -150,6 +167,8 @@ def _place(model: nn.Module, path: str, module: nn.Module) -> None:
         holder = child_table(holder).setdefault(step, nn.Module())
     for name, parameter in module.named_parameters(recurse=False):  # of a module that ours has too
         holder.register_parameter(name, parameter)
+    for name, buffer in module.named_buffers(recurse=False):
+        holder.register_buffer(name, buffer)
 
 
 def _hide_further(layers: nn.ModuleList) -> None:

@@ -20,6 +20,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     DifferentialAttentionSpec,
     LayerNormSpec,
+    LightningSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
@@ -73,6 +74,10 @@ BLOCKS = {
     "plain gelu": replace(PRE_NORM, mlp=MLPSpec(40, "gelu_tanh", gated=False)),
     "scaled branches": replace(PRE_NORM, residual_scale=0.5),
     "branches scaled apart": replace(PRE_NORM, branch_scales=(0.5, 1.0, 2.0)),
+    "streams from norms": replace(
+        PRE_NORM, topology="from_norms", stream_scales=(2.0, 0.5), branch_scales=(0.5, 1.0, 1.5)
+    ),
+    "lightning attention": replace(PRE_NORM, mixer=LightningSpec((0.5, 0.02), 16)),
     "norms of heads": replace(PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec())),
     "norms of all heads": replace(
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="all_heads", before_rope=False))

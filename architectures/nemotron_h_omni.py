@@ -1,0 +1,122 @@
+"""Nemotron 3 Nano Omni (NVIDIA, 2026): Nemotron-H with C-RADIO's encoder for images of any size; four patches
+make a token. Its videos and sounds are not supported.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.encoders import radio
+from liger_models.architectures.nemotron_h import PARTS, STACKED
+from liger_models.architectures.registry import find_architecture, for_tests, register
+from liger_models.architectures.registry.multimodal import text_part
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError
+from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
+
+HEAD = ("lm_head.", "language_model.lm_head.")
+FINAL_NORM = "vision_final_layernorm"
+ON_DISK = Layout(
+    (*PARTS, HEAD),
+    radio.JOINED,
+    radio.PERMUTED,
+    root="language_model.backbone.",
+    parts=(
+        ("vision.projector.patch_norm.", Layout(root=f"{FINAL_NORM}.")),
+        ("vision.encoder.", Layout(radio.NAMES, root="vision_model.")),
+        (
+            "vision.projector.",
+            Layout((("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3.")), root="mlp1."),
+        ),
+    ),
+)
+IN_MODULES = Layout(
+    (*PARTS, HEAD),
+    STACKED,
+    radio.PERMUTED,
+    root="language_model.model.",
+    parts=(
+        ON_DISK.parts[0],
+        ("vision.encoder.", Layout(radio.NAMES_IN_MODULES, root="vision_model.")),
+        ("vision.projector.", Layout((("norm.", "layer_norm."),), root="multi_modal_projector.")),
+    ),
+)
+SOUND = ("audio_tower.*", "embed_audio.*", "sound_encoder.*", "sound_projection.*")
+ASIDE = """
+    audio_config audio_token_id force_image_size img_context_token img_context_token_id img_end_token
+    img_start_token llm_config max_sequence_length norm_mean norm_std patch_size ps_version sound_config
+    sound_context_token sound_context_token_id template use_thumbnail video_context_token
+    video_context_token_id video_pruning_rate video_temporal_patch_size video_token_id vit_hidden_size
+"""
+
+
+def as_stored(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
+    """The spec of a checkpoint with these tensors. Released ones leave out the scales of the encoder's
+    branches, which are one, and the final norm's weight and bias, which are one and zero.
+    """
+    assert spec.vision is not None
+    vision = radio.as_stored(spec.vision, names)
+    projector = vision.projector
+    assert isinstance(projector, MLPProjectorSpec)
+    if isinstance(projector.patch_norm, LayerNormSpec) and f"{FINAL_NORM}.weight" not in names:
+        plain = replace(projector.patch_norm, weighted=False, bias=False)
+        vision = replace(vision, projector=replace(projector, patch_norm=plain))
+    return replace(spec, vision=vision)
+
+
+@register(
+    "nemotron_h_omni",
+    reference="NemotronH_Omni_Reasoning_V3",
+    vision=True,
+    layouts=(ON_DISK, IN_MODULES),
+    carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *SOUND),
+    as_stored=as_stored,
+    fixed={"downsample_ratio": 0.5},
+    unread=dict.fromkeys(ASIDE.split(), "of processors, sounds or videos, or another name"),
+)
+def nemotron_h_omni(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), c.part("vision_config")
+    width = c.take_count(("vision_hidden_size", "vit_hidden_size"), 1280)
+    image_id = c.take_count(("image_token_id", "img_context_token_id"), least=0)
+    # The reference normalises features where the language model has modules for multi-token prediction.
+    predicts = text_part(c).take_count("num_nextn_predict_layers", 0, least=0) > 0
+    eps = v.take_number("layer_norm_eps", 1e-6)
+    projector = MLPProjectorSpec(
+        *("relu2", False, 2, NormSpec(1e-5, cast="float32"), c.take_count("projector_hidden_size", 4096)),
+        patch_norm=LayerNormSpec(eps) if predicts else None,
+    )
+    vision = radio.vision(v, projector, image_id)
+    if vision.hidden_size != width:
+        raise ConfigError(
+            f"{c.name}: vision_hidden_size is {width} and the encoder's hidden_size {vision.hidden_size}; "
+            "expected the same"
+        )
+    return replace(text, vision=vision)
+
+
+# -- tests
+
+for_tests(
+    "nemotron_h_omni",
+    tiny={
+        "text_config": {
+            **find_architecture("nemotron_h").tiny,
+            **dict.fromkeys(
+                ("hidden_act", "rms_norm_eps", "rope_parameters", "max_position_embeddings"), ...
+            ),
+            "num_nextn_predict_layers": 1,
+        },
+        "vision_config": radio.TINY,
+        "vision_hidden_size": 32,
+        "projector_hidden_size": 28,
+        "image_token_id": 3,
+        "audio_config": None,
+    },
+    variants={
+        "no norm after the encoder": {"text_config": {"num_nextn_predict_layers": 0}},
+        "one register, no biases": {"vision_config": {"qkv_bias": False, "num_registers": 1}},
+        "no registers": {"vision_config": {"num_registers": 0}},
+    },
+    skip={"published:config": "no copy was at hand"},
+)
