@@ -57,7 +57,7 @@ for_tests(
         "image_token_index": 3,
         "video_token_index": 4,
         "vision_feature_select_strategy": "default",
-        "image_grid_pinpoints": [[15, 15], [30, 15], [30, 30]],
+        "image_grid_pinpoints": [[15, 15], [45, 15], [30, 30]],
         "spatial_pool_stride": 2,
     },
     variants={

@@ -23,7 +23,7 @@ from liger_models.kernels import ssd, ssd_step
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
+from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipes
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.mixer import RecurrentMixer
 from liger_models.layers.recurrent.short_conv import WHOLE, Share
@@ -69,14 +69,14 @@ class LightningAttention(RecurrentMixer):
         state: Tensor | None,
         share: Share = WHOLE,
     ) -> tuple[Tensor, Tensor]:
-        (q, k, v), (decay, zeros) = parts[0].chunk(3, -1), self._by_head(parts[0], share)
+        (q, k, v), (decay, zeros) = parts, self._by_head(parts[0], share)
         steps = zeros.expand(len(v), -1)
         return ssd(v, steps, k, q, decay, zeros, zeros, dt_limit=STEP, cu_seqlens=documents, state=state)
 
     def step(
         self, parts: tuple[Tensor, ...], gates: Sequence[Tensor], state: Tensor
     ) -> tuple[Tensor, Tensor]:
-        (q, k, v), (decay, zeros) = parts[0].chunk(3, -1), self._by_head(parts[0], WHOLE)
+        (q, k, v), (decay, zeros) = parts, self._by_head(parts[0], WHOLE)
         return ssd_step(v, zeros.expand(len(v), -1), k, q, decay, zeros, zeros, state, dt_limit=STEP)
 
     def _by_head(self, like: Tensor, share: Share) -> tuple[Tensor, ...]:
@@ -109,8 +109,8 @@ class LightningAttention(RecurrentMixer):
 
 
 class ActivationOfHeads(nn.Module):
-    """An activation of `heads` heads with `width` channels each, in place of a short convolution: it has the
-    interface of `ShortConvolution`, and one tap.
+    """An activation of `heads` heads with `width` channels each: queries, keys and values. It takes the place
+    of a `ShortConvolution`, whose interface it has, and has one tap.
     """
 
     taps = 1
@@ -129,19 +129,19 @@ class ActivationOfHeads(nn.Module):
         share: Share = WHOLE,
         before: int = 0,
     ) -> tuple[Tensor, ...]:
-        """x [T, C] -> [T, heads, width]; with `share`, x has that share of the heads."""
-        return (carry_recipe(self._of_heads(x), self._of_heads, x, deep=True),)
+        """x [T, C] -> three parts [T, heads, width / 3]; with `share`, x has that share of the heads."""
+        return carry_recipes(self._parts(x), self._parts, x, deep=True)
 
     def step(self, x: Tensor, state: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """x [batch, C], state [batch, 0, C] -> [batch, heads, width], and the same state."""
-        return (self._of_heads(x),), state
+        """x [batch, C], state [batch, 0, C] -> three parts [batch, heads, width / 3], and the same state."""
+        return self._parts(x), state
 
     def next_state(self, x: Tensor, documents: Tensor | None, state: Tensor | None) -> Tensor:
         """Return [documents, 0, C]: no inputs are needed again."""
         return x.new_zeros(1 if documents is None else len(documents) - 1, 0, x.shape[1])
 
-    def _of_heads(self, x: Tensor) -> Tensor:
-        return self.activation(x).unflatten(-1, (-1, self.heads[0][1]))
+    def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.activation(x).unflatten(-1, (-1, self.heads[0][1])).chunk(3, -1)
 
 
 @functools.lru_cache(maxsize=256)

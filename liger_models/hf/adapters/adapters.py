@@ -71,7 +71,9 @@ def save_adapter(model: Any, folder: str | Path, adapter_name: str = "default") 
     for path, parts in packed.items():
         found = parts_by_name.setdefault(path.rpartition(".")[2], [])
         found += [part for part in parts if part not in found]
-    _write(folder, _with_usual_names(config, parts_by_name), tensors)
+    paths = [path for path, _ in model.get_base_model().named_modules()]
+    alike = {path for path in paths if path not in packed and path.rpartition(".")[2] in parts_by_name}
+    _write(folder, _with_usual_names(config, parts_by_name, alike), tensors)
 
 
 def load_adapter(model: nn.Module, folder: str | Path, **options: Any) -> Any:
@@ -298,22 +300,28 @@ def _scale(config: Mapping[str, Any], path: str) -> float:
     return of("alpha_pattern", config["lora_alpha"]) / (rank**0.5 if config.get("use_rslora") else rank)
 
 
-def _with_usual_names(config: dict[str, Any], parts: Mapping[str, list[str]]) -> dict[str, Any]:
-    """Return a config whose targets and patterns name the parts of packed projections."""
+def _with_usual_names(
+    config: dict[str, Any], parts: Mapping[str, list[str]], alike: Collection[str]
+) -> dict[str, Any]:
+    """Return a config whose targets and patterns name the parts of packed projections. Layers at the paths
+    `alike` have the name of one, and are not packed.
+    """
 
     def usual(name: str) -> list[str]:
-        if name in (config.get("target_parameters") or ()):  # transformers packs these too
+        if name in (config.get("target_parameters") or ()) or name in alike:  # transformers has these too
             return [name]
         for packed, names in parts.items():
             if name == packed or name.endswith(f".{packed}"):
-                return [name.removesuffix(packed) + part for part in names]
+                both = [name] if any(path.endswith(f".{name}") for path in alike) else []
+                return [name.removesuffix(packed) + part for part in names] + both
         return [name]
 
     for kind in ("target_modules", "exclude_modules"):
         targets = config.get(kind) or []
         if isinstance(targets, str):  # a pattern
             for packed, names in parts.items():
-                targets = targets.replace(packed, f"({'|'.join(names)})")
+                own = [packed] if any(path.endswith(f".{packed}") for path in alike) else []
+                targets = targets.replace(packed, f"({'|'.join(names + own)})")
             config[kind] = targets
         else:
             config[kind] = sorted({part for name in targets for part in usual(name)})
