@@ -141,7 +141,9 @@ class ActivationOfHeads(nn.Module):
         return x.new_zeros(1 if documents is None else len(documents) - 1, 0, x.shape[1])
 
     def _parts(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.activation(x).unflatten(-1, (-1, self.heads[0][1])).chunk(3, -1)
+        by_head = self.activation(x).unflatten(-1, (-1, 3, self.heads[0][1] // 3))
+        # The scan would copy rows with gaps between heads, and keep the copies.
+        return by_head.permute(2, 0, 1, 3).contiguous().unbind(0)
 
 
 @functools.lru_cache(maxsize=256)
