@@ -2,6 +2,8 @@
 attention in the others, and Mixtral's experts. Branches are added to the outputs of the norms before them.
 """
 
+from dataclasses import replace
+
 from liger_models.architectures.common import (
     FULL,
     LINEAR,
@@ -52,8 +54,8 @@ def minimax(c: HFConfig) -> ModelSpec:
         decays = decays_of(full.num_attention_heads, layer, len(kinds))
         linear = LightningSpec(decays, full.head_dim, activation(c))
         mixer, stream, branch = (full, a, x) if kind == FULL else (linear, b, y)
-        scales = {"stream_scales": (stream, of_mlp[0]), "branch_scales": (branch, 1.0, of_mlp[1])}
-        blocks.append(BlockSpec(mixer, moe, norm, "from_norms", **scales))
+        block = BlockSpec(mixer, moe, norm, "from_norms", stream_scales=(stream, of_mlp[0]))
+        blocks.append(replace(block, branch_scales=(branch, 1.0, of_mlp[1])))
     return decoder(c, blocks, norm)
 
 

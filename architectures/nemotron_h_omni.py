@@ -2,7 +2,6 @@
 make a token. Its videos and sounds are not supported.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
@@ -16,6 +15,7 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
 
 HEAD = ("lm_head.", "language_model.lm_head.")
+PROJECTOR = (("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3."))
 FINAL_NORM = "vision_final_layernorm"
 ON_DISK = Layout(
     (*PARTS, HEAD),
@@ -25,10 +25,7 @@ ON_DISK = Layout(
     parts=(
         ("vision.projector.patch_norm.", Layout(root=f"{FINAL_NORM}.")),
         ("vision.encoder.", Layout(radio.NAMES, root="vision_model.")),
-        (
-            "vision.projector.",
-            Layout((("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3.")), root="mlp1."),
-        ),
+        ("vision.projector.", Layout(PROJECTOR, root="mlp1.")),
     ),
 )
 IN_MODULES = Layout(
@@ -51,27 +48,13 @@ ASIDE = """
 """
 
 
-def as_stored(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
-    """The spec of a checkpoint with these tensors. Released ones leave out the scales of the encoder's
-    branches, which are one, and the final norm's weight and bias, which are one and zero.
-    """
-    assert spec.vision is not None
-    vision = radio.as_stored(spec.vision, names)
-    projector = vision.projector
-    assert isinstance(projector, MLPProjectorSpec)
-    if isinstance(projector.patch_norm, LayerNormSpec) and f"{FINAL_NORM}.weight" not in names:
-        plain = replace(projector.patch_norm, weighted=False, bias=False)
-        vision = replace(vision, projector=replace(projector, patch_norm=plain))
-    return replace(spec, vision=vision)
-
-
 @register(
     "nemotron_h_omni",
     reference="NemotronH_Omni_Reasoning_V3",
     vision=True,
     layouts=(ON_DISK, IN_MODULES),
     carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *SOUND),
-    as_stored=as_stored,
+    as_stored=lambda spec, names: radio.as_stored(spec, names, FINAL_NORM),
     fixed={"downsample_ratio": 0.5},
     unread=dict.fromkeys(ASIDE.split(), "of processors, sounds or videos, or another name"),
 )

@@ -17,7 +17,9 @@ from liger_models.layers.specs import (
     CroppedTable,
     FlatGrids,
     LayerNormSpec,
+    MLPProjectorSpec,
     MLPSpec,
+    ModelSpec,
     ProjectorSpec,
     VisionSpec,
 )
@@ -123,10 +125,21 @@ def vision(v: HFConfig, projector: ProjectorSpec, image_id: int) -> VisionSpec:
     )
 
 
-def as_stored(vision: VisionSpec, names: Collection[str]) -> VisionSpec:
-    """The encoder without the scales of branches if the tensors `names` do not include them, as in released
-    checkpoints.
+def as_stored(spec: ModelSpec, names: Collection[str] | None, final_norm: str) -> ModelSpec:
+    """The spec of a checkpoint with tensors of these `names`, or without one. Released checkpoints leave out
+    the scales of the encoder's branches, which are one, and the weight and bias of a `final_norm`, one and
+    zero.
     """
-    if any(name.endswith(SCALE) for name in names):
-        return vision
-    return replace(vision, blocks=tuple(replace(block, topology="pre_norm") for block in vision.blocks))
+    if names is None:
+        return spec
+    vision = spec.vision
+    assert isinstance(vision, VisionSpec)
+    projector = vision.projector
+    assert isinstance(projector, MLPProjectorSpec)
+    if not any(name.endswith(SCALE) for name in names):
+        blocks = tuple(replace(block, topology="pre_norm") for block in vision.blocks)
+        vision = replace(vision, blocks=blocks)
+    if isinstance(projector.patch_norm, LayerNormSpec) and f"{final_norm}.weight" not in names:
+        plain = replace(projector.patch_norm, weighted=False, bias=False)
+        vision = replace(vision, projector=replace(projector, patch_norm=plain))
+    return replace(spec, vision=vision)

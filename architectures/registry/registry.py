@@ -32,7 +32,7 @@ def _nothing(config: HFConfig) -> tuple[str, ...]:
     return ()
 
 
-def _as_described(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
+def _as_described(spec: ModelSpec, names: Collection[str] | None) -> ModelSpec:
     return spec
 
 
@@ -50,8 +50,8 @@ class Architecture:
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
         says_transposed: the reference declares to PEFT that its experts are [experts, inputs, outputs].
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
-        as_stored: turns the spec of a config into that of a checkpoint with tensors of the given names, for
-            families whose checkpoints may leave out parts that would compute the identity.
+        as_stored: turns the spec of a config into that of a checkpoint with tensors of the given names (None:
+            there is none), for families whose checkpoints may leave out parts that compute the identity.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
@@ -72,7 +72,7 @@ class Architecture:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
-    as_stored: Callable[[ModelSpec, Collection[str]], ModelSpec] = _as_described
+    as_stored: Callable[[ModelSpec, Collection[str] | None], ModelSpec] = _as_described
     mtp: MTP | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
@@ -141,7 +141,7 @@ def register(
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
-    as_stored: Callable[[ModelSpec, Collection[str]], ModelSpec] = _as_described,
+    as_stored: Callable[[ModelSpec, Collection[str] | None], ModelSpec] = _as_described,
     mtp: MTP | None = None,
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,

@@ -332,8 +332,7 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
     if reader is not None:
         read.most_layers = min(read.most_layers, len(reader.tensors))
         untied = architecture.vision and has_own_head(architecture, reader)
-    missing = ("lm_head.weight",) if fresh else ()
-    names = None if reader is None else reader.tensors.keys()
+    missing, names = ("lm_head.weight",) * fresh, None if reader is None else reader.tensors.keys()
     return _Choice(read, architecture, left_out, missing, untied, kind, beheaded, names)
 
 
@@ -382,8 +381,7 @@ def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str,
 def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
     """The model on the meta device: shapes without memory."""
     config, architecture = choice.config, choice.architecture
-    spec = architecture.spec(config)
-    spec = spec if choice.names is None else architecture.as_stored(spec, choice.names)
+    spec = architecture.as_stored(architecture.spec(config), choice.names)
     spec = replace(spec, tie_word_embeddings=False) if choice.untied else spec
     raw = {"architectures": [architecture.reference], **config.raw}
     try:

@@ -143,9 +143,9 @@ def _unread_modules(module: nn.Module, path: str, unread: Any) -> Iterator[tuple
         return
     if any(f"{path}{name}" in unread for name in (*module._parameters, *module._buffers)):
         own = copy.copy(module)
-        own._modules = {}
-        own._parameters = {n: p for n, p in module._parameters.items() if f"{path}{n}" in unread}
-        own._buffers = {n: b for n, b in module._buffers.items() if f"{path}{n}" in unread}
+        parameters = {n: p for n, p in module._parameters.items() if f"{path}{n}" in unread}
+        buffers = {n: b for n, b in module._buffers.items() if f"{path}{n}" in unread}
+        vars(own).update(_modules={}, _parameters=parameters, _buffers=buffers)
         yield path.removesuffix("."), own
     for name, child in module.named_children():
         yield from _unread_modules(child, f"{path}{name}.", unread)
