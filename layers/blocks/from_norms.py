@@ -6,7 +6,6 @@ from torch import Tensor
 
 from liger_models.layers.blocks.block import Streams, add_and_norm
 from liger_models.layers.blocks.pre_norm import PreNormBlock
-from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
 
 
@@ -23,6 +22,3 @@ class FromNormsBlock(PreNormBlock):
         mixed = self._scaled(self._branch(0, self.token_mixer(x, sequences)))
         x = add_and_norm(self.post_attention_layernorm, mixed, of_mixer * x)[0]
         return self._scaled(self._branch(2, self.mlp(x, sequences))), of_mlp * x
-
-    def _branch_inputs(self, level: ActivationMemory) -> int:
-        return 2  # the norms' outputs
