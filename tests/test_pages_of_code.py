@@ -138,7 +138,19 @@ def imported(node):
     if importlib.util.find_spec(node.module.split(".")[0]) is None:
         return {}
     module = importlib.import_module(node.module)
-    return {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
+    return {alias.asname or alias.name: member(module, alias.name) for alias in node.names}
+
+
+def member(module, name):
+    """A name of a module, or one of its modules; None if that needs a package that is not installed."""
+    if hasattr(module, name):
+        return getattr(module, name)
+    try:
+        return importlib.import_module(f"{module.__name__}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name.startswith("liger_models"):
+            raise
+        return None
 
 
 def resolve(node, known):

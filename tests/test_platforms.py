@@ -37,7 +37,7 @@ def import_all(package):
             try:
                 imported = importlib.import_module(module.name)
             except ModuleNotFoundError as error:
-                if error.name.split(".")[0] != "verl":  # not in every environment
+                if error.name.split(".")[0] not in ("verl", "torchtitan"):  # not in every environment
                     raise
                 continue
             if module.ispkg:

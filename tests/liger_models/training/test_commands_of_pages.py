@@ -36,6 +36,7 @@ NOT_RUN = {
     r"python llama.cpp/.*": "needs llama.cpp",
     r"OUMI_EXTRA_DEPS_FILE=.*": "needs oumi",
     r"torchrun --nproc-per-node 8 .*": "needs eight GPUs; its options are understood: tests/test_readme.py",
+    r"torchrun .* -m torchtitan\.train .*": "needs torchtitan: tests/frameworks/test_torchtitan.py",
     r"python -m benchmarks certify .*": "runs for minutes: tests/benchmarks/test_certify.py",
     r"python -m benchmarks.*": "needs a GPU: tests/benchmarks",
     r"liger-models bench .*": "needs a GPU: tests/benchmarks/test_commands.py",
