@@ -26,8 +26,8 @@ PINS := -c constraints.txt
 endif
 
 BIN := $(VENV)/bin
-# Three test processes for two cores, since tests of several processes wait for one another, and one thread in each:
-# more threads than cores make small matrices slower. Each has a third of the tests in their order, since neighbours
+# Four test processes for two cores, since tests of several processes wait for one another, and one thread in each:
+# more threads than cores make small matrices slower. Each has a quarter of the tests in their order, since neighbours
 # use the same models and libraries, and takes over from others in the end. Compiled modules are kept, whatever the
 # environment says: each of the many processes would compile them again.
 PYTEST_FLAGS := -q -n 3 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)

@@ -130,7 +130,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{LAYERS}/memory/test_adapter_costs.py::"
     "test_a_plan_with_adapters_is_what_a_step_of_real_widths_allocates": (
         *(f"LoRA-{level}-65536" for level in ("all", "lean", "mlp", "checkpoint")),
-        "LoRA-tiled-131072",
+        "LoRA-tiled-65792",
         "DoRA-lean-65536",
         "DoRA-checkpoint-8192",
         "LoRA with a bias-all-65536",
@@ -328,6 +328,10 @@ ALWAYS |= {
         "dtype0-mxfp4",
         "dtype1-float8 blocks",
     ),
+    # Compiles each layer. By day whole models are compiled.
+    "tests/architectures/test_compile.py::test_layers_compiled_one_by_one_give_the_same_results": (),
+    # Runs compositions until the smallest that fails is found.
+    f"{BENCHMARKS}/test_certify.py::test_a_wrong_loss_is_found_and_reduced_to_the_simplest_composition": (),
     # Trains with three kinds of rounding. Each step's rounding is compared with its definition.
     f"{TRAINING}/test_learning.py::test_the_default_learns_as_float32_does_and_plain_does_not": (),
     # Trains for some hundred steps; the objective's steps are compared with other definitions.

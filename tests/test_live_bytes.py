@@ -28,7 +28,7 @@ from liger_models.layers.experts.moe import Experts
 from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
-from liger_models.layers.specs import CrossAttentionSpec, SharedAttentionSpec, SSDSpec
+from liger_models.layers.specs import CrossAttentionSpec, LightningSpec, SharedAttentionSpec, SSDSpec
 
 DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
@@ -274,6 +274,7 @@ def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, le
 # What is tested elsewhere.
 OTHERS = {
     SSDSpec: "its plain form: tests/kernels/recurrent/test_ssd.py",
+    LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
 }

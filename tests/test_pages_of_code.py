@@ -143,14 +143,12 @@ def imported(node):
 
 def member(module, name):
     """A name of a module, or one of its modules; None if that needs a package that is not installed."""
-    if hasattr(module, name):
-        return getattr(module, name)
-    try:
-        return importlib.import_module(f"{module.__name__}.{name}")
-    except ModuleNotFoundError as error:
-        if error.name.startswith("liger_models"):
-            raise
-        return None
+    if not hasattr(module, name) and importlib.util.find_spec(f"{module.__name__}.{name}") is not None:
+        try:
+            return importlib.import_module(f"{module.__name__}.{name}")
+        except ModuleNotFoundError:
+            return None
+    return getattr(module, name)
 
 
 def resolve(node, known):

@@ -98,6 +98,9 @@ def test_transformers_has_all_names_that_our_integration_uses():
 def test_a_release_that_lacks_a_name_breaks_no_import_and_the_error_names_it(monkeypatch):
     import transformers.utils.generic
 
+    import liger_models.hf
+
+    monkeypatch.setattr(liger_models, "hf", liger_models.hf)  # which an import replaces
     for name in [name for name in sys.modules if name.startswith("liger_models.hf")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(transformers.utils.generic, "can_return_tuple")
