@@ -189,8 +189,41 @@ class SelectiveSpec:
         return ()
 
 
+class EqualHeads:
+    """Sizes of a mixer whose queries, keys and values have equally many heads of one width."""
+
+    head_dim: int
+
+    @property
+    def shared_heads(self) -> tuple[int, str]:
+        """Number and kind of the heads that ranks divide in sequence parallelism."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """Channels of all heads."""
+        return self.shared_heads[0] * self.head_dim
+
+    @property
+    def conv_size(self) -> int:
+        """Channels of queries, keys and values."""
+        return 3 * self.size
+
+    @property
+    def exchanged_size(self) -> int:
+        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and received
+        queries, keys and values.
+        """
+        return 4 * self.size
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotations of queries and keys: none."""
+        return ()
+
+
 @dataclass(frozen=True)
-class ChannelDeltaSpec:
+class ChannelDeltaSpec(EqualHeads):
     """Linear attention by the delta rule with a decay for each key channel (Kimi Delta Attention; Kimi Team,
     2025, arXiv:2510.26692), after a causal depthwise convolution of queries, keys and values.
 
@@ -209,26 +242,9 @@ class ChannelDeltaSpec:
     lower_bound: float | None = None
 
     @property
-    def size(self) -> int:
-        """Channels of all heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def conv_size(self) -> int:
-        """Channels of the convolution."""
-        return 3 * self.size
-
-    @property
     def shared_heads(self) -> tuple[int, str]:
         """Number and kind of the heads that ranks divide in sequence parallelism."""
         return self.heads, "heads"
-
-    @property
-    def exchanged_size(self) -> int:
-        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and received
-        queries, keys and values.
-        """
-        return 4 * self.size
 
     @property
     def state_flops(self) -> int:
@@ -237,14 +253,9 @@ class ChannelDeltaSpec:
         """
         return 7 * self.heads * self.head_dim * self.head_dim
 
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Rotations of queries and keys: none."""
-        return ()
-
 
 @dataclass(frozen=True)
-class LightningSpec:
+class LightningSpec(EqualHeads):
     """Lightning attention: linear attention of queries, keys and values after an activation, with a fixed
     decay for each head (MiniMax, 2025, arXiv:2501.08313, section 2.2).
 
@@ -263,36 +274,14 @@ class LightningSpec:
         return len(self.decays)
 
     @property
-    def size(self) -> int:
-        """Channels of all heads."""
-        return self.heads * self.head_dim
-
-    @property
-    def conv_size(self) -> int:
-        """Channels of queries, keys and values."""
-        return 3 * self.size
-
-    @property
     def shared_heads(self) -> tuple[int, str]:
         """Number and kind of the heads that ranks divide in sequence parallelism."""
         return self.heads, "heads"
 
     @property
-    def exchanged_size(self) -> int:
-        """Elements per token that a rank keeps in addition, if heads are exchanged: the output, and received
-        queries, keys and values.
-        """
-        return 4 * self.size
-
-    @property
     def state_flops(self) -> int:
         """Operations for each token, one token at a time: a decay, a write and a query of every state."""
         return 5 * self.heads * self.head_dim * self.head_dim
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Rotations of queries and keys: none."""
-        return ()
 
 
 @dataclass(frozen=True)
