@@ -3,8 +3,9 @@ each mode.
 
 A small LLaMA is trained from scratch in float32 and saved in bfloat16. Every mode then continues with the
 same data in the same order at a constant rate, through `liger_models.training`; or with --from-scratch every
-mode starts from the same random weights. Two runs with different data orders show the effect of chance. The
-losses become a table, a CSV file and a plot.
+mode starts from the same random weights, and with --start from a trained model, to be fine-tuned on other
+texts. --orders runs each mode with several orders of the data, which shows the effect of chance. The losses
+become a table, a CSV file and a plot.
 """
 
 from __future__ import annotations
@@ -12,19 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.report import machine, markdown_table, publish
+from benchmarks.training.peer import use_torchao
 from liger_models.layers.projections.float8 import RECIPES
+from liger_models.training.learning_rate import SCHEDULES
 
 SUMMARY = "held-out losses with each representation of bfloat16 weights, Muon and float8, against float32"
 
@@ -69,9 +73,8 @@ MODES: dict[str, dict[str, Any]] = {
     "plain": BFLOAT16 | {"weights": "plain"},
     "muon": BFLOAT16 | {"optimizer": "muon"},
     "muon_heads": BFLOAT16 | {"optimizer": "muon_heads"},
-    "master, other order": BFLOAT16 | {"weights": "master", "seed": 1},
     **{recipe: BFLOAT16 | {"weights": "master", "float8": recipe} for recipe in RECIPES},
-    "rowwise, other order": BFLOAT16 | {"weights": "master", "float8": "rowwise", "seed": 1},
+    "torchao rowwise": BFLOAT16 | {"weights": "master", "torchao": "rowwise"},
 }
 # Weight, gradient, residue, and two moments; Muon's one, in float32.
 BYTES = {
@@ -85,18 +88,27 @@ BYTES = {
     "plain": 8,
     "muon": 10,
     "muon_heads": 10,
-    "master, other order": 10,
     **dict.fromkeys(RECIPES, 10),
-    "rowwise, other order": 10,
+    "torchao rowwise": 10,
+}
+TEXTS = {
+    "reference": "the texts of Python's help()",
+    "library": "Python's library",
+    "torch": "torch's sources",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--experiment", choices=EXPERIMENTS, default="demo", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=120, help="steps per mode (%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-5, help="constant (%(default)s)")
+    parser.add_argument("--lr", type=float, default=1e-5, help="highest learning rate (%(default)s)")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="constant", help="default: %(default)s")
     parser.add_argument("--mode", action="append", choices=MODES, help="repeatable; default: all")
+    parser.add_argument("--orders", type=int, default=1, help="orders of the data per mode (%(default)s)")
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights, and warm up")
+    parser.add_argument("--start", type=Path, help="a trained model to start from, with its tokenizer")
+    parser.add_argument("--text", choices=TEXTS, help="texts to learn; default: the experiment's")
+    parser.add_argument("--cuda-graphs", action="store_true", help="record the layers, except torchao's")
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations per run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -104,34 +116,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     experiment = EXPERIMENTS[args.experiment]
+    if args.text:
+        experiment = replace(experiment, text=args.text)
     folder = Path(args.out) / f"learn-{args.experiment}"
     common = _prepare(experiment, folder, args)
     started = time.perf_counter()
-    chosen = args.mode or list(MODES)
+    start = args.start or folder / ("fresh" if args.from_scratch else "start")
+    runs = {
+        _named(mode, order): mode for mode in args.mode or list(MODES) for order in range(1, args.orders + 1)
+    }
 
-    def train(mode: str) -> None:
+    def train(name: str) -> None:
+        mode = MODES[runs[name]]
+        order = {} if name == runs[name] else {"seed": int(name.rpartition(" ")[2]) - 1}
         options = common | {
-            "model": str(folder / ("fresh" if args.from_scratch else "start")),
-            "warmup": args.steps // 20 if args.from_scratch else 0,
+            "model": str(start),
+            "warmup": args.steps // 20 if args.from_scratch or args.start else 0,
             "data": [str(folder / "train.jsonl")],
             "eval_data": [str(folder / "held-out.jsonl")],
-            "output": str(folder / mode.replace(", ", "-").replace(" ", "-")),
+            "output": str(_output(folder, name)),
             "steps": args.steps,
             "lr": args.lr,
-            "schedule": "constant",
+            "schedule": args.schedule,
             "eval_every": max(1, args.steps // args.evaluations),
+            "cuda_graphs": args.cuda_graphs and "torchao" not in mode,
         }
-        _in_own_process(options | MODES[mode])
+        _in_own_process(options | mode | order)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        list(pool.map(train, chosen))
-    curves = {mode: _records(folder / mode.replace(", ", "-").replace(" ", "-")) for mode in chosen}
+        list(pool.map(train, runs))
+    curves = {name: _records(_output(folder, name)) for name in runs}
     title = machine(torch.device(args.device))
+    rate = "a constant" if args.schedule == "constant" else f"a {args.schedule} schedule from"
     about = (
-        f"{title}. {args.experiment}: {args.steps} steps of {_tokens(experiment):,} tokens at a constant "
-        f"{args.lr:g}; {time.perf_counter() - started:.0f} s."
+        f"{title}. {args.experiment}: {args.steps} steps of {_tokens(experiment):,} tokens of "
+        f"{TEXTS[experiment.text]} at {rate} {args.lr:g}; {time.perf_counter() - started:.0f} s."
     )
-    rows = [_row(mode, curves) for mode in curves]
+    rows = [_row(name, runs[name], curves) for name in curves]
     header = [
         "weights",
         "bytes per parameter",
@@ -151,18 +172,47 @@ def run(args: argparse.Namespace) -> int:
         ]
         for row in rows
     ]
-    publish(args.out, f"learn-{args.experiment}", f"{about}\n\n{markdown_table(header, table)}", rows)
-    _draw(curves, about, Path(args.out) / f"learn-{args.experiment}.png")
+    means = "" if args.orders == 1 else f"\n\n{_over_orders(curves, runs)}"
+    publish(args.out, f"learn-{args.experiment}", f"{about}\n\n{markdown_table(header, table)}{means}", rows)
+    _draw(curves, runs, about, Path(args.out) / f"learn-{args.experiment}.png")
     return 0
 
 
-def _row(mode: str, curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    losses = [record["eval_loss"] for record in curves[mode]]
+def _named(mode: str, order: int) -> str:
+    return mode if order == 1 else f"{mode}, order {order}"
+
+
+def _output(folder: Path, name: str) -> Path:
+    return folder / name.replace(", ", "-").replace(" ", "-")
+
+
+def _over_orders(curves: dict[str, list[dict[str, Any]]], runs: dict[str, str]) -> str:
+    """Table of the last losses of each mode over the orders of the data."""
+    last: dict[str, list[float]] = {}
+    for name, mode in runs.items():
+        last.setdefault(mode, []).append(curves[name][-1]["eval_loss"])
+    reference = statistics.mean(last.get(_reference(curves), [float("nan")]))
+    table = [
+        [
+            mode,
+            ", ".join(f"{loss:.4f}" for loss in losses),
+            f"{statistics.mean(losses):.4f}",
+            f"{100 * (max(losses) - min(losses)) / min(losses):.2f}%",
+            f"{100 * (statistics.mean(losses) / reference - 1):+.2f}%",
+        ]
+        for mode, losses in last.items()
+    ]
+    header = ["weights", "held-out loss of each order", "mean", "spread", f"mean from {_reference(curves)}'s"]
+    return markdown_table(header, table)
+
+
+def _row(name: str, mode: str, curves: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    losses = [record["eval_loss"] for record in curves[name]]
     reference = curves.get(_reference(curves))
     distance = None if reference is None else losses[-1] - reference[-1]["eval_loss"]
     fall = losses[0] - losses[-1]
     ends = {"before": losses[0], "after": losses[-1], "fall": fall, "distance": distance}
-    return {"mode": mode, "bytes": BYTES[mode], **ends, "curve": json.dumps(losses)}
+    return {"mode": name, "bytes": BYTES[mode], **ends, "curve": json.dumps(losses)}
 
 
 def _reference(curves: dict[str, list[dict[str, Any]]]) -> str:
@@ -192,6 +242,8 @@ def _prepare(experiment: Experiment, folder: Path, args: argparse.Namespace) -> 
         return common
     folder.mkdir(parents=True, exist_ok=True)
     _write_texts(experiment.text, folder, "")
+    if args.start:
+        return common | {"tokenizer": str(args.start)}
     _write_texts(experiment.first_text, folder, "first-")
     train_tokenizer(folder / "first-train.jsonl", folder / "tokenizer")
     torch.manual_seed(0)
@@ -246,11 +298,22 @@ def _in_own_process(options: dict[str, Any]) -> None:
 
 def _train(options: dict[str, Any]) -> None:
     """Runs in the process of its own."""
-    from liger_models.training import TrainConfig, train
+    from liger_models.training import TrainConfig
+    from liger_models.training.loop import Run, train_as
+
+    class Converted(Run):
+        """A run whose linear layers, except the head, are torchao's in float8."""
+
+        def _load_model(self, checkpoint: Path | None) -> None:
+            super()._load_model(checkpoint)
+            self.model.split_projections()
+            use_torchao(self.model, recipe, emulate=self.world.device.type == "cpu")
+            self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     torch.backends.cuda.matmul.allow_tf32 = True  # the float32 runs would take most of the time
+    recipe = options.pop("torchao", None)
     lists = {"data": tuple(options["data"]), "eval_data": tuple(options.get("eval_data", ()))}
-    train(TrainConfig(**options | lists))
+    train_as(Converted if recipe else Run, TrainConfig(**options | lists))
 
 
 def _records(output: Path) -> list[dict[str, Any]]:
@@ -259,7 +322,7 @@ def _records(output: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "eval_loss" in record]
 
 
-def _draw(curves: dict[str, list[dict[str, Any]]], title: str, path: Path) -> None:
+def _draw(curves: dict[str, list[dict[str, Any]]], runs: dict[str, str], title: str, path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
@@ -269,12 +332,14 @@ def _draw(curves: dict[str, list[dict[str, Any]]], title: str, path: Path) -> No
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    for mode, records in curves.items():
-        style = "--" if mode.startswith("float32") else "-"
-        width = 2.5 if mode == "float32" else 1.3
+    colours = {mode: f"C{number % 10}" for number, mode in enumerate(dict.fromkeys(runs.values()))}
+    styles = ("-", "--", ":", "-.")
+    for number, (name, records) in enumerate(curves.items()):
+        order = number - list(runs.values()).index(runs[name])
+        drawn = {"color": colours[runs[name]], "linestyle": styles[order % len(styles)]}
         losses = [record["eval_loss"] for record in records]
-        label = f"{mode}: {losses[-1]:.4f}"
-        axes.plot([record["step"] for record in records], losses, style, linewidth=width, label=label)
+        label = f"{name}: {losses[-1]:.4f}"
+        axes.plot([record["step"] for record in records], losses, linewidth=1.3, label=label, **drawn)
     axes.set_xlabel("step")
     axes.set_ylabel("held-out loss")
     axes.set_title(title, fontsize=7, wrap=True)

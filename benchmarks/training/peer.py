@@ -11,6 +11,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -70,7 +71,7 @@ def build_peer(
     model.train()
     recipe = next((name for name in FLOAT8 if name in options), None)
     if recipe is not None:
-        _use_float8(model, recipe)
+        use_torchao(model, recipe)
     if "regional" in options:
         for path, layers in model.named_modules():
             if isinstance(layers, torch.nn.ModuleList) and path.rpartition(".")[2] == "layers":
@@ -79,8 +80,10 @@ def build_peer(
     return torch.compile(model) if "compile" in options else model
 
 
-def _use_float8(model: torch.nn.Module, recipe: str) -> None:
-    """Replace linear layers by torchao's in float8: those whose widths allow it, but not the head."""
+def use_torchao(model: torch.nn.Module, recipe: str, emulate: bool = False) -> None:
+    """Replace linear layers by torchao's in float8: those whose widths allow it, but not the head. `emulate`
+    computes their products in float32, for CPUs.
+    """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
@@ -90,9 +93,8 @@ def _use_float8(model: torch.nn.Module, recipe: str) -> None:
         sizes = getattr(module, "in_features", 1), getattr(module, "out_features", 1)
         return not (name.endswith("lm_head") or any(size % 16 for size in sizes))
 
-    convert_to_float8_training(
-        model, config=Float8LinearConfig.from_recipe_name(recipe), module_filter_fn=chosen
-    )
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+    convert_to_float8_training(model, config=config, module_filter_fn=chosen)
 
 
 def _patch(model_type: str, with_experts: bool) -> None:
