@@ -1,4 +1,4 @@
-"""Operands of both forms of AdamW: settings, tensors, and the scalars of a step."""
+"""Operands of both forms of AdamW: settings, tensors, the scalars of a step, and tables of addresses."""
 
 from __future__ import annotations
 
@@ -56,3 +56,8 @@ def draws(parameter: Tensor, exp_avg: Tensor, weights: str) -> bool:
     """Whether anything is rounded stochastically."""
     stochastic = weights == "stochastic" and parameter.dtype == torch.bfloat16
     return stochastic or (weights != "plain" and exp_avg.dtype == torch.bfloat16)
+
+
+def copied_to(table: Tensor, device: torch.device) -> Tensor:
+    """A copy of a launch's table on its device, from pinned memory, to avoid synchronising."""
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.clone()

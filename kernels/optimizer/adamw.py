@@ -28,6 +28,7 @@ written, moments read and written), 10 + 4 b with a residue. One launch for all 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +36,13 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
 from liger_models.kernels.optimizer._adamw_plain import Buffers, adamw_plain
-from liger_models.kernels.optimizer._operands import AdamWSettings, AdamWTensors, draws, numbers_of
+from liger_models.kernels.optimizer._operands import (
+    AdamWSettings,
+    AdamWTensors,
+    copied_to,
+    draws,
+    numbers_of,
+)
 from liger_models.kernels.optimizer._random_bits import (
     BLOCK,
     PERIOD,
@@ -88,14 +95,14 @@ def prepare_adamw(
 
     A step costs the host some microseconds a parameter to check and list its operands. While no operand
     moves, the launches can be used again: with a step's other settings, but the same `weights` and `seed`.
-    They do not keep gradients and state alive.
+    If only gradients move, `moved` renews the addresses. The launches keep neither gradients nor state alive.
     """
-    tensors = [one for one in tensors if one.parameter.numel()]
-    for one in tensors:
+    filled = [one for one in tensors if one.parameter.numel()]
+    for one in filled:
         _check(one, settings.weights)
-    operands = [operand for one in tensors for operand in one[:6]]
+    operands = [operand for one in filled for operand in one[:6]]
     floating = [operand for operand in operands if operand is None or operand.is_floating_point()]
-    if not tensors or not use_triton(tensors[0].parameter, *floating, *scaling):
+    if not filled or not use_triton(filled[0].parameter, *floating, *scaling):
         return None
     return AdamWLaunches(tensors, settings)
 
@@ -142,13 +149,14 @@ class AdamWLaunches:
     """One launch for all tensors of the same dtypes: see `prepare_adamw`."""
 
     def __init__(self, tensors: Sequence[AdamWTensors], settings: AdamWSettings):
-        kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[AdamWTensors]] = {}
-        for one in tensors:
+        kinds: dict[tuple[torch.dtype, torch.dtype, torch.dtype, bool], list[int]] = {}
+        filled = [(place, one) for place, one in enumerate(tensors) if one.parameter.numel()]
+        for place, one in filled:
             kind = (one.parameter.dtype, one.gradient.dtype, one.exp_avg.dtype, _is_aligned(one))
-            kinds.setdefault(kind, []).append(one)
-        self._parameters = [one.parameter for one in tensors]
+            kinds.setdefault(kind, []).append(place)
+        self._parameters = [one.parameter for _, one in filled]
         with on_device_of(self._parameters[0]):
-            self._launches = [_prepared(alike, kind, settings) for kind, alike in kinds.items()]
+            self._launches = [_prepared(tensors, alike, kind, settings) for kind, alike in kinds.items()]
 
     def __call__(
         self, settings: AdamWSettings, factor: Tensor | None = None, found_inf: Tensor | None = None
@@ -159,8 +167,41 @@ class AdamWLaunches:
         # As Triton passes them to a compiled kernel; its interpreter would not round them.
         rounded = torch.tensor(numbers_of(settings), dtype=torch.float32, device="cpu").tolist()
         with on_device_of(self._parameters[0]):
-            for programs, operands, options in self._launches:
-                _adamw_kernel[(programs,)](*operands, factor, found_inf, *rounded, **options)
+            for launch in self._launches:
+                operands = launch.table, launch.tensor_of_chunk, launch.lanes, factor, found_inf
+                _adamw_kernel[(launch.programs,)](*operands, *rounded, **launch.constants)
+
+    def moved(self, gradients: Sequence[int]) -> bool:
+        """Read gradients at other addresses from now on, one for each of the tensors, everything else being
+        the same. False, without effect, if that needs other launches.
+        """
+        columns = [torch.tensor([gradients[place] for place in launch.places]) for launch in self._launches]
+        for launch, column in zip(self._launches, columns, strict=True):
+            if launch.constants["ALIGNED"] and (column % 16).any():
+                return False
+        for launch, column in zip(self._launches, columns, strict=True):
+            launch.rows[:, 1] = column
+            launch.table = copied_to(launch.rows, self._parameters[0].device)
+        return True
+
+
+@dataclass
+class _Launch:
+    """One launch.
+
+    Attributes:
+        places: of its tensors, among all.
+        rows: its table, on the host.
+        programs, table, tensor_of_chunk, lanes, constants: the number of programs, and their operands.
+    """
+
+    places: list[int]
+    rows: Tensor
+    programs: int
+    table: Tensor
+    tensor_of_chunk: Tensor
+    lanes: Tensor | None
+    constants: dict[str, Any]
 
 
 def _is_aligned(tensors: AdamWTensors) -> bool:
@@ -171,21 +212,21 @@ def _is_aligned(tensors: AdamWTensors) -> bool:
 
 
 def _prepared(
-    tensors: Sequence[AdamWTensors], kind: tuple[Any, ...], settings: AdamWSettings
-) -> tuple[int, tuple[Tensor | None, ...], dict[str, Any]]:
-    """The number of programs, the first operands, and the constants of a launch."""
-    rows: list[list[int]] = []
+    all_tensors: Sequence[AdamWTensors], places: list[int], kind: tuple[Any, ...], settings: AdamWSettings
+) -> _Launch:
+    """The launch for the tensors at these places."""
+    tensors = [all_tensors[place] for place in places]
+    listed: list[list[int]] = []
     counts: list[int] = []
     for one in tensors:
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in one[:6]]
         size = one.parameter.numel()
-        rows.append([*addresses, size, one.offset, one.place, _signed(settings.seed), sum(counts)])
+        listed.append([*addresses, size, one.offset, one.place, _signed(settings.seed), sum(counts)])
         blocks = ceil_div(one.offset + size, BLOCK) - one.offset // BLOCK
         counts.append(ceil_div(blocks, _CHUNK_BLOCKS))
     device = tensors[0].parameter.device
-    table = torch.tensor([[*row, count] for row, count in zip(rows, counts, strict=True)])
-    if device.type == "cuda":  # from pinned memory, to avoid synchronising
-        table = table.pin_memory().to(device, non_blocking=True)
+    rows = torch.tensor([[*row, count] for row, count in zip(listed, counts, strict=True)])
+    table = copied_to(rows, device)
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, _COLUMNS], output_size=sum(counts))
     parameter_dtype, gradient_dtype, moment_dtype, aligned = kind
@@ -205,7 +246,7 @@ def _prepared(
         "num_warps": _NUM_WARPS,
         "enable_fp_fusion": False,
     }
-    return sum(counts), (table, tensor_of_chunk, lanes), constants
+    return _Launch(places, rows, sum(counts), table, tensor_of_chunk, lanes, constants)
 
 
 def _signed(seed: int) -> int:

@@ -7,11 +7,13 @@ tensor once. One launch for all tensors; deterministic.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
+from liger_models.kernels.optimizer._operands import copied_to
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -31,18 +33,16 @@ class SumOfSquares:
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
-        by_dtype: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
-        self._copies = []
-        for tensor in tensors:
-            if tensor.numel():
-                x = tensor.contiguous()
-                if x is not tensor:
-                    self._copies.append(x)
+        by_kind: dict[tuple[torch.dtype, bool], list[int]] = {}
+        read = [tensor.contiguous() for tensor in tensors]
+        self._copies = [x for x, tensor in zip(read, tensors, strict=True) if x is not tensor]
+        for place, x in enumerate(read):
+            if x.numel():
                 aligned = x.data_ptr() % 16 == 0 and x.numel() % 16 == 0
-                by_dtype.setdefault((x.dtype, aligned), []).append(x)
+                by_kind.setdefault((x.dtype, aligned), []).append(place)
         self._nothing = torch.zeros(1, device=tensors[0].device)
         with on_device_of(self._nothing):
-            self._launches = [_prepared(alike, aligned) for (_, aligned), alike in by_dtype.items()]
+            self._launches = [_prepared(read, alike, aligned) for (_, aligned), alike in by_kind.items()]
 
     @property
     def copied(self) -> bool:
@@ -51,8 +51,40 @@ class SumOfSquares:
     def __call__(self) -> Tensor:
         """The sum, as `sum_of_squares`."""
         with on_device_of(self._nothing):
-            sums = [_launch(*launch) for launch in self._launches]
+            sums = [_sums(launch) for launch in self._launches]
         return torch.cat([self._nothing, *sums]).double().sum()
+
+    def moved(self, addresses: Sequence[int]) -> bool:
+        """Read tensors at other addresses from now on, contiguous ones of the same dtypes and sizes. False,
+        without effect, if that needs other launches.
+        """
+        columns = [torch.tensor([addresses[place] for place in launch.places]) for launch in self._launches]
+        for launch, column in zip(self._launches, columns, strict=True):
+            if launch.aligned and (column % 16).any():
+                return False
+        for launch, column in zip(self._launches, columns, strict=True):
+            launch.rows[:, 0] = column
+            launch.table = copied_to(launch.rows, self._nothing.device)
+        return True
+
+
+@dataclass
+class _Launch:
+    """One launch.
+
+    Attributes:
+        places: of its tensors, among all.
+        rows: its table, on the host: address, numel, first chunk and number of chunks of each tensor.
+        chunks, table, tensor_of_chunk, element, aligned: the number of programs, and their operands.
+    """
+
+    places: list[int]
+    rows: Tensor
+    chunks: int
+    table: Tensor
+    tensor_of_chunk: Tensor
+    element: str
+    aligned: bool
 
 
 def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
@@ -67,31 +99,30 @@ _CHUNK_BLOCKS = 16
 _ELEMENT = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def _prepared(tensors: Sequence[Tensor], aligned: bool) -> tuple[int, Tensor, Tensor, str, bool]:
-    """The number of chunks, and the operands of a launch."""
-    rows, chunks = [], 0
+def _prepared(all_tensors: Sequence[Tensor], places: list[int], aligned: bool) -> _Launch:
+    """The launch for the tensors at these places."""
+    tensors = [all_tensors[place] for place in places]
+    listed, chunks = [], 0
     for tensor in tensors:
         count = ceil_div(tensor.numel(), _BLOCK * _CHUNK_BLOCKS)
-        rows.append([tensor.data_ptr(), tensor.numel(), chunks, count])
+        listed.append([tensor.data_ptr(), tensor.numel(), chunks, count])
         chunks += count
-    device = tensors[0].device
-    table = torch.tensor(rows)
-    if device.type == "cuda":  # from pinned memory, to avoid synchronising
-        table = table.pin_memory().to(device, non_blocking=True)
+    device, rows = tensors[0].device, torch.tensor(listed)
+    table = copied_to(rows, device)
     numbers = torch.arange(len(rows), dtype=torch.int32, device=device)
     tensor_of_chunk = numbers.repeat_interleave(table[:, 3], output_size=chunks)
-    return chunks, table, tensor_of_chunk, _ELEMENT[tensors[0].dtype], aligned
+    return _Launch(places, rows, chunks, table, tensor_of_chunk, _ELEMENT[tensors[0].dtype], aligned)
 
 
-def _launch(chunks: int, table: Tensor, tensor_of_chunk: Tensor, element: str, aligned: bool) -> Tensor:
+def _sums(launch: _Launch) -> Tensor:
     """Sums of all chunks."""
-    sums = torch.empty(chunks, dtype=torch.float32, device=table.device)
-    _sum_of_squares_kernel[(chunks,)](
-        table,
-        tensor_of_chunk,
+    sums = torch.empty(launch.chunks, dtype=torch.float32, device=launch.table.device)
+    _sum_of_squares_kernel[(launch.chunks,)](
+        launch.table,
+        launch.tensor_of_chunk,
         sums,
-        ELEMENT=element,
-        ALIGNED=aligned,
+        ELEMENT=launch.element,
+        ALIGNED=launch.aligned,
         CHUNK_BLOCKS=_CHUNK_BLOCKS,
         BLOCK=_BLOCK,
         num_warps=4,

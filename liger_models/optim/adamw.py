@@ -34,7 +34,7 @@ from liger_models.kernels.optimizer.adamw import (
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares_plain
 from liger_models.optim.dtensors import is_dtensor, local
 from liger_models.optim.host_state import adamw_from_host, room_on_host, state_on_host
-from liger_models.optim.prepared import Prepared, Update, addresses_of
+from liger_models.optim.prepared import Prepared, Update, operands_of, plain_gradients
 
 MOMENTS = ("auto", "float32", "bfloat16")
 
@@ -153,15 +153,15 @@ class AdamW(torch.optim.Optimizer):
                     by_device.setdefault(tensors.parameter.device, []).append(tensors)
             updates, lasting = [], True
             for device, updated in by_device.items():
-                launches = None if addresses is None else prepare_adamw(updated, _settings(group))
+                launches = None if operands is None else prepare_adamw(updated, _settings(group))
                 run = adamw if self.state_device is None else adamw_from_host
                 lasting &= launches is not None
                 steps = [one.step for one in updated]
                 updates.append(Update(device, steps, launches or functools.partial(run, updated)))
             return updates, lasting
 
-        addresses = None if self.state_device else addresses_of(group, self.state, places)
-        return self._prepared.updates(places[0] if places else 0, addresses, make)
+        operands = None if self.state_device else operands_of(group, self.state, places)
+        return self._prepared.updates(places[0] if places else 0, operands, make)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._factors = {}  # the factors belong to the old gradients
@@ -334,11 +334,14 @@ def _norm_and_factors(
 ) -> tuple[Tensor, dict[Any, Tensor]]:
     """Norm of the gradients on the first parameter's device, and each device's clipping factor."""
     shards: dict[tuple[Any, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
+    first, used = parameters[0].device, [p for p in parameters if p.grad is not None]
+    gradients = plain_gradients(used)
+    if gradients is not None and {p.device for p in used} == {first}:
+        shards[(first,)] = gradients
+    else:
+        for parameter in used:
             gradient = _gradient(parameter)
             shards.setdefault((gradient.device, *_divided_over(parameter)), []).append(gradient)
-    first = parameters[0].device
     total = torch.zeros((), dtype=torch.float64, device=first)
     for (_, *groups), gradients in shards.items():
         square = (prepared.sum_of_squares if use_triton(*gradients) else sum_of_squares_plain)(gradients)

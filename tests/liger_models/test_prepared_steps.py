@@ -18,12 +18,22 @@ def lists(monkeypatch):
     """
     found = []
 
-    def prepare(tensors, settings, *scaling):
-        found.append("step")
-        return lambda now, factor, found_inf: adamw.adamw(tensors, now, factor, found_inf)
+    class Step:
+        def __init__(self, tensors, settings, *scaling):
+            found.append("step")
+            self.tensors = tensors
+
+        def __call__(self, now, factor, found_inf):
+            adamw.adamw(self.tensors, now, factor, found_inf)
+
+        def moved(self, addresses):
+            return False
 
     class Norm:
         copied = False
+
+        def moved(self, addresses):
+            return False
 
         def __init__(self, gradients):
             found.append("norm")
@@ -32,7 +42,7 @@ def lists(monkeypatch):
         def __call__(self):
             return adamw.sum_of_squares_plain(self.gradients)
 
-    monkeypatch.setattr(adamw, "prepare_adamw", prepare)
+    monkeypatch.setattr(adamw, "prepare_adamw", Step)
     monkeypatch.setattr(prepared, "SumOfSquares", Norm)
     for module in (adamw, prepared):
         monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
@@ -88,6 +98,52 @@ def test_operands_are_listed_once_and_again_after_one_has_moved(lists):
     assert run(9) == ["norm", "step"]
     optimizer.param_groups[0]["weights"] = expected.param_groups[0]["weights"] = "plain"
     assert run(10) == ["step"]
+
+
+def test_operands_are_listed_again_for_a_gradient_with_another_layout(lists):
+    """Its copy is made anew in each step."""
+    p, q = (nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    places = [torch.zeros(6, 4).t(), torch.zeros(4, 6)]
+    ours, expected = adamw.AdamW([p]), adamw.AdamW([q])
+    for number in range(1, 5):
+        for optimizer, parameter, place in zip((ours, expected), (p, q), places, strict=True):
+            parameter.grad = place.copy_(torch.arange(24.0).view(4, 6) ** number - 50)
+            optimizer.step()
+        assert torch.equal(p, q)
+
+
+@pytest.mark.skipif(not interpreted, reason="runs the kernels in Triton's interpreter")
+def test_launches_follow_gradients_that_moved(monkeypatch):
+    """Also past a parameter without elements, and not to an address that vector loads cannot read."""
+    made = []
+    for module, name in ((adamw, "prepare_adamw"), (prepared, "SumOfSquares")):
+        own = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, own=own, name=name: made.append(name) or own(*given))
+    generator = torch.Generator().manual_seed(1)
+    ours = [nn.Parameter(torch.randn(size, generator=generator)) for size in (16, 0, 32, 5)]
+    other = [nn.Parameter(p.detach().clone()) for p in ours]
+    optimizer, expected = adamw.AdamW(ours, lr=0.1), adamw.AdamW(other, lr=0.1)
+    kept = []
+    with interpret():
+        for number in range(6):
+            for p, q in zip(ours, other, strict=True):
+                room = torch.zeros(p.numel() + 1)
+                p.grad = room[1:] if number == 5 else torch.empty_like(p)
+                kept += room, p.grad
+                q.grad = p.grad.copy_(torch.randn(p.shape, generator=generator))
+            noted = len(made)
+            norm = optimizer.clip_grad_norm(1.0)
+            optimizer.step()
+            noted = made[noted:]
+            expected._prepared = prepared.Prepared()
+            assert torch.equal(norm, expected.clip_grad_norm(1.0))
+            expected.step()
+            assert all(map(torch.equal, ours, other))
+            assert noted == {
+                0: ["SumOfSquares"],
+                1: ["prepare_adamw"],
+                5: ["SumOfSquares", "prepare_adamw"],
+            }.get(number, [])
 
 
 @pytest.mark.skipif(not interpreted, reason="runs the kernels in Triton's interpreter")
