@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,21 +37,26 @@ class RecordedModules:
         # Attributes, and what is in those that are tables: children, parameters, hooks, settings of adapters.
         tables: list[dict[str, Any]] = [vars(m) for m in self.modules]
         tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
-        self._empty = [table for table in tables if not table]
-        self._held = [(table, [*table.values()]) for table in tables if table]
+        self._tables = tables
+        self._sizes = [*map(len, tables)]
+        self._held = [*self._values()]
+
+    def _values(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._tables))
 
     def unchanged(self) -> bool:
         """Whether each attribute of each module is still the same object, and each table has the same
-        entries. Runs in every step, so it must cost the host little.
+        entries. Runs in every step, so it must cost the host little: its loops run in C.
         """
-        return not any(self._empty) and all(
-            len(table) == len(held) and all(map(operator.is_, table.values(), held))
-            for table, held in self._held
-        )
+        same_sizes = [*map(len, self._tables)] == self._sizes
+        return same_sizes and all(map(operator.is_, self._values(), self._held))
 
-    def addresses(self) -> tuple[tuple[int, bool], ...]:
+    def addresses(self) -> tuple[Any, ...]:
         """Where the parameters are, and which of them are trained."""
-        return tuple((p.data_ptr(), p.requires_grad) for p in self.parameters)
+        return *map(Tensor.data_ptr, self.parameters), *map(_is_trained, self.parameters)
+
+
+_is_trained = operator.attrgetter("requires_grad")
 
 
 def _refuse(found: str, remedy: str) -> None:
