@@ -211,7 +211,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         tied=True,
         defaults={"max_position_embeddings": 4096},
     ),
-    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True, missing="a vocabulary of images"),
+    "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
     "video_llama_3": Multimodal(
         {"qwen2": "qwen2"},
         _OWN_ROOT,

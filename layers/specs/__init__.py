@@ -27,6 +27,7 @@ from liger_models.layers.specs.projectors import (
     PatchMergerSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    VisualWordsSpec,
 )
 from liger_models.layers.specs.recurrent import (
     ChannelDeltaSpec,
@@ -129,4 +130,5 @@ __all__ = [
     "TimeSpec",
     "Topology",
     "VisionSpec",
+    "VisualWordsSpec",
 ]

@@ -107,8 +107,21 @@ class GatedProjectorSpec:
     norm: NormSpec | LayerNormSpec | None = None
 
 
+@dataclass(frozen=True)
+class VisualWordsSpec:
+    """Projector: a linear layer over `merge` times `merge` adjacent patches, a LayerNorm, and a softmax over
+    `size` visual words, whose probabilities weight the rows of a table (Ovis, arXiv:2405.20797, section 3.1).
+    The table has `markers` more rows: see `VisionSpec.marker_ids`.
+    """
+
+    merge: int
+    size: int
+    markers: int
+
+
 ProjectorSpec = (
     PoolProjectorSpec
+    | VisualWordsSpec
     | GatedProjectorSpec
     | DownsamplingProjectorSpec
     | AdapterSpec

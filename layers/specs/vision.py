@@ -232,6 +232,9 @@ class VisionSpec:
     positions of patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend
     to one another, and the projector receives their mean.
 
+    In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the projector's
+    table in place of their embeddings (Ovis).
+
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
     the initial tokens of type 0 in a document ("prefix").
@@ -280,6 +283,7 @@ class VisionSpec:
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
     spans: Literal["images", "prefix"] | None = None
     clips: bool = False
+    marker_ids: tuple[int, ...] = ()
 
     @property
     def deep_projector(self) -> PatchMergerSpec:

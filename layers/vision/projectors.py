@@ -23,6 +23,7 @@ from liger_models.layers.specs import (
     PatchMergerSpec,
     PatchSpec,
     PoolProjectorSpec,
+    VisualWordsSpec,
 )
 from liger_models.layers.vision.encoder import PatchEmbedding
 
@@ -237,8 +238,47 @@ class DownsamplingProjector(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class WordTable(nn.Module):
+    """Embeddings of visual words, [words, hidden_size], and of markers after them."""
+
+    def __init__(self, words: int, markers: int, hidden_size: int):
+        super().__init__()
+        self.words, self.weight = words, nn.Parameter(torch.empty(words + markers, hidden_size))
+
+    def forward(self, probabilities: Tensor) -> Tensor:
+        """probabilities [F, words] -> [F + markers, H]: the mean of the words' rows, and the markers' rows."""
+        weight = self.weight.to(probabilities.dtype)
+        return torch.cat([probabilities @ weight[: self.words], weight[self.words :]])
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise like a matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+class VisualWords(nn.Module):
+    """`softmax(norm(linear(concatenated merge^2 patches))) @ table` (Ovis, arXiv:2405.20797, section 3.1).
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, and the numbers of words and markers.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: VisualWordsSpec):
+        super().__init__()
+        self.merged = width * spec.merge**2
+        self.linear = Linear(self.merged, spec.size, bias=False)
+        self.norm = make_norm(spec.size, LayerNormSpec(1e-5))
+        self.table = WordTable(spec.size, spec.markers, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches to merge -> [P / merge^2 + markers, H]."""
+        return self.table(self.norm(self.linear(x.reshape(-1, self.merged))).softmax(-1))
+
+
 PROJECTORS: dict[type, type[nn.Module]] = {
     PoolProjectorSpec: PoolProjector,
+    VisualWordsSpec: VisualWords,
     AdapterSpec: Adapter,
     DownsamplingProjectorSpec: DownsamplingProjector,
     GatedProjectorSpec: GatedProjector,

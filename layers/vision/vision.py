@@ -38,6 +38,7 @@ class VisionInputs:
     Attributes:
         kinds: kind of each token, as processors number them; [batch, seq] as given, later [T].
         deep: features added after the first layers of the language model, [F, H] each, in order.
+        markers: index of each marker of `VisionSpec.marker_ids`, [T], -1 for other tokens; None: there are none.
         checks: counts of picture tokens, and faults, on their way to the host.
         wrong: pictures and tokens do not match, a bool on the device.
     """
@@ -45,6 +46,7 @@ class VisionInputs:
     def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
         self.pictures, self.kinds = pictures, kinds
         self.deep: list[Tensor] = []
+        self.markers: Tensor | None = None
         self.checks: HostCopy | None = None
         self.wrong: Tensor | None = None
         self._places: tuple[Tensor, Tensor] | None = None
@@ -54,7 +56,7 @@ class VisionInputs:
         return (0, 0) if self.pictures is None else self.pictures.features(merge)
 
     def places(self, merge: int) -> tuple[Tensor, Tensor]:
-        """Mask of the picture tokens, [T, 1] bool, and the feature index of each token, [T]."""
+        """Mask of the tokens with features, [T, 1] bool, and the feature index of each token, [T]."""
         if self._places is None:
             assert self.pictures is not None
             assert self.kinds is not None
@@ -62,7 +64,11 @@ class VisionInputs:
             is_image, is_video = self.kinds == IMAGE, self.kinds == VIDEO
             images = self.pictures.features(merge)[0]
             number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
-            self._places = (is_image | is_video)[:, None], number.clamp(0, count - 1)
+            seen, number = is_image | is_video, number.clamp(0, count - 1)
+            if self.markers is not None:  # their features follow the pictures'
+                marked = self.markers >= 0
+                seen, number = seen | marked, torch.where(marked, count + self.markers, number)
+            self._places = seen[:, None], number
         return self._places
 
 
@@ -192,6 +198,11 @@ class Vision(nn.Module):
             else:
                 wrong = (kinds != found).any()
             counts.append(wrong.long())
+        if vision_inputs.pictures is not None and self.spec.marker_ids:
+            markers = torch.full_like(ids, -1)
+            for number, marker in enumerate(self.spec.marker_ids):
+                markers = torch.where(ids == marker, number, markers)
+            vision_inputs.markers = markers
         if vision_inputs.pictures is not None and self.spec.spans == "images":
             spans = spans_of(documents, found != TEXT)
         with_images = vision_inputs.pictures is not None

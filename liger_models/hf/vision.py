@@ -72,7 +72,8 @@ def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling
     if pictures is None:
         raise DataError("no pixels were given; expected the processor's output for images or videos")
     features, *_deep = decoder.vision(pictures)
-    return BaseModelOutputWithPooling(pooler_output=features.split(pictures.counts(decoder.vision.merge)))
+    counts = pictures.counts(decoder.vision.merge)
+    return BaseModelOutputWithPooling(pooler_output=features[: sum(counts)].split(counts))
 
 
 def get_rope_index(

@@ -141,7 +141,10 @@ class Scenes:
                 step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
                 between = self.vision.positions and self.vision.positions.steps_apart
                 more = 0 if self.vision.clips else grid[0] - 1
+                before = len(self.vision.marker_ids) // 2
+                tokens += self.vision.marker_ids[:before]
                 tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * more]
+                tokens += self.vision.marker_ids[before:]
         return tokens
 
     def kinds(self, ids: Tensor) -> Tensor:
