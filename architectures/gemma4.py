@@ -51,12 +51,17 @@ def gemma4(c: HFConfig) -> ModelSpec:
         video_id=c.take_count("video_token_id", 258884, least=0),
         spans="images" if bidirectional else None,
     )
+    return replace(with_spans(text, bidirectional), vision=vision)
+
+
+def with_spans(text: ModelSpec, bidirectional: bool) -> ModelSpec:
+    """The language model whose layers with a window show the tokens of an image to one another."""
     blocks = []
     for block in text.blocks:
         assert isinstance(block.mixer, AttentionSpec | SharedAttentionSpec)
         spans = not bidirectional or block.mixer.window is not None
         blocks.append(replace(block, mixer=replace(block.mixer, bidirectional_spans=spans)))
-    return replace(text, blocks=tuple(blocks), vision=vision)
+    return replace(text, blocks=tuple(blocks))
 
 
 # -- tests

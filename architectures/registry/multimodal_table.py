@@ -265,7 +265,6 @@ MULTIMODAL: dict[str, Multimodal] = {
             "max_position_embeddings": 262144,
             "sliding_window": 1024,
         },
-        missing="patches that are embedded without an encoder",
     ),
     "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
     "lfm2_vl": Multimodal({"lfm2": "lfm2"}, tied=True, without=("tie_embedding",)),

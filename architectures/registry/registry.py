@@ -52,6 +52,8 @@ class Architecture:
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
         as_stored: turns the spec of a config into that of a checkpoint with tensors of the given names (None:
             there is none), for families whose checkpoints may leave out parts that compute the identity.
+        masks_of_generation: the reference's forward pass masks images otherwise than its own generation does,
+            which the family follows.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
@@ -78,6 +80,7 @@ class Architecture:
     unread: Mapping[str, str] = field(default_factory=dict)
     rope_keys: tuple[str, str] = ROPE_KEYS
     says_transposed: bool = False
+    masks_of_generation: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
@@ -147,6 +150,7 @@ def register(
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
     says_transposed: bool = False,
+    masks_of_generation: bool = False,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Add the decorated function to the table. The arguments are fields of `Architecture`; test configs
     follow below the function (`for_tests`).
@@ -170,6 +174,7 @@ def register(
             unread or {},
             rope_keys,
             says_transposed,
+            masks_of_generation,
         )
         return build
 

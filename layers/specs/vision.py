@@ -123,8 +123,10 @@ class PlacedPictures:
     """Processor outputs `pixel_values` [images, patches, width], numbers from 0 to 1 with channels last,
     padded to the most patches, and `image_position_ids` [images, patches, 2], column and row of each patch,
     -1 for padding; for video frames `pixel_values_videos` and `video_position_ids`, with
-    `num_frames_per_video` (Gemma 4).
+    `num_frames_per_video`. If `centred` they are scaled to -1 to 1 (Gemma 4).
     """
+
+    centred: bool = True
 
 
 @dataclass(frozen=True)
@@ -221,10 +223,10 @@ class VisionSpec:
     except for those at `windowed`, which see windows of `window` times `window` merged patches. `projector`
     turns the encoder's outputs into features, one for each token with the id `image_id` or `video_id`.
     `positions` are those of these tokens; None: as for other tokens. A `position_table` encodes a patch's
-    place in its image, with or without rotary positions. Outputs of the encoder layers at `deep` are added to
+    place in its image, with or without rotary positions. `blocks` may be empty (Gemma 4 12B). Outputs of the encoder layers at `deep` are added to
     its tokens after the first layers of the language model, lowest first, each through its own projector
-    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_patches` a norm of
-    the embedded patches without positions, `norm_before` a norm before the blocks and `norm_after` one after
+    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_pixels` a norm of
+    each patch's pixels, `norm_patches` a norm of the embedded patches without positions, `norm_before` a norm before the blocks and `norm_after` one after
     them. A `class_token` is an additional token of each image, before or after its patches, which the
     projector receives only with `class_feature`, as an additional feature. `prefix_tokens` are learned tokens
     before the patches of each image, which the projector does not receive. With `taken` it receives the
@@ -273,6 +275,7 @@ class VisionSpec:
         | SquarePictures
         | AnyresPictures
     ) = GridPictures()
+    norm_pixels: LayerNormSpec | None = None
     norm_patches: NormSpec | LayerNormSpec | None = None
     norm_before: NormSpec | LayerNormSpec | None = None
     norm_after: NormSpec | LayerNormSpec | None = None

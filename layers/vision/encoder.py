@@ -1,7 +1,7 @@
 """The image encoder: a linear layer over patches, and blocks in which the patches of a picture attend to one
 another.
 
-    x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding
+    x = patches @ W^T + b,        [P, D] of all pictures of a batch, without padding, in some normalised
     a class token or other learned tokens, a norm, in some families
     blocks as in a language model, with bidirectional attention
     a norm, in some families
@@ -135,7 +135,10 @@ class VisionEncoder(nn.Module):
             self.class_token = ClassToken(spec.hidden_size, spec.class_token)
         self.prefix = PrefixTokens(spec.prefix_tokens, spec.hidden_size) if spec.prefix_tokens else None
         self.table = make_table(spec)
-        self.norm_patches = self.norm_before = self.norm_after = None
+        self.norm_pixels = self.norm_patches = self.norm_before = self.norm_after = None
+        if spec.norm_pixels is not None:
+            self.norm_pixels = make_norm(spec.patches.width, spec.norm_pixels)
+            setattr(self.norm_pixels, "axes", {"size": spec.patches.size, "channels": spec.patches.channels})
         if spec.norm_patches is not None:
             self.norm_patches = make_norm(spec.hidden_size, spec.norm_patches)
         if spec.norm_before is not None:
@@ -214,7 +217,11 @@ class VisionEncoder(nn.Module):
 
     def _embedded(self, pictures: Pictures) -> Tensor:
         """The input of the blocks."""
-        x = self.patch_embed(pictures.patches)
+        x = pictures.patches
+        if self.norm_pixels is not None:
+            assert self.norm_pixels.weight is not None
+            x = self.norm_pixels(x.to(self.norm_pixels.weight.dtype))
+        x = self.patch_embed(x)
         x = x if self.norm_patches is None else self.norm_patches(x)
         if self.class_token is not None:
             x = self.class_token(x, len(pictures.lengths))

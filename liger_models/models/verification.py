@@ -109,6 +109,8 @@ def verify_numbers(folder: Path) -> Comparison:
         )
         .eval()  # as it is: without dropout
     )
+    if skeleton.architecture.masks_of_generation:
+        mask_as_in_generation(reference)
     stacks = _names_of_stacks(skeleton)
     expected = _results(reference, call) | _gradients(reference, stacks)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
@@ -155,6 +157,26 @@ def config_class(architecture: Architecture) -> Any:
     if architecture.reference_of:
         return CONFIG_MAPPING[architecture.model_type]
     return getattr(transformers, architecture.reference).config_class
+
+
+def mask_as_in_generation(reference: Any) -> None:
+    """Let a model of transformers mask the tokens of images in every forward pass as in `generate`."""
+
+    def masks(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        kinds, ids = kwargs.get("mm_token_type_ids"), kwargs.get("input_ids")
+        if kinds is None or ids is None or isinstance(kwargs.get("attention_mask"), dict):
+            return None
+        made = type(reference).create_masks_for_generate(
+            config=module.config,
+            inputs_embeds=module.get_input_embeddings()(torch.zeros_like(ids)),
+            attention_mask=kwargs.get("attention_mask"),
+            past_key_values=kwargs.get("past_key_values"),
+            position_ids=kwargs.get("position_ids"),
+            mm_token_type_ids=kinds,
+        )
+        return args, {**kwargs, "attention_mask": made}
+
+    reference.model.register_forward_pre_hook(masks, with_kwargs=True)
 
 
 def _names_of_stacks(model: LigerCausalLM) -> set[str]:

@@ -1,0 +1,78 @@
+"""Gemma 4 12B (Google DeepMind, 2026): Gemma 4's language model over patches of images and videos, without an
+encoder; on sliding layers the tokens of one image attend to each other in both directions.
+"""
+
+from dataclasses import replace
+
+from liger_models.architectures.common import unread_keys
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.encoders import gemma4_unified as encoder
+from liger_models.architectures.gemma4 import with_spans
+from liger_models.architectures.gemma4_text import NAMES
+from liger_models.architectures.registry import find_architecture, for_tests, register
+from liger_models.architectures.registry.multimodal import text_part
+from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.config.hf_config import HFConfig
+from liger_models.layers.specs import ModelSpec
+
+
+def carried(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the audio tensors, and of the text model's unread tensors."""
+    unread = (f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text_part(c)))
+    return ("*embed_audio.*", *unread)
+
+
+@register(
+    "gemma4_unified",
+    reference="Gemma4UnifiedForConditionalGeneration",
+    vision=True,
+    layouts=tuple(
+        Layout(
+            NAMES,
+            permuted=encoder.PERMUTED,
+            root="model.language_model.",
+            parts=(("vision.", Layout(names, root="model.")),),
+        )
+        for names in (encoder.NAMES, encoder.NAMES_IN_MODULES)
+    ),
+    carried=carried,
+    masks_of_generation=True,  # its forward pass shows image tokens to one another in full layers, too
+)
+def gemma4_unified(c: HFConfig) -> ModelSpec:
+    text = language_model(c)
+    for key in (
+        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+        *("audio_token_id", "audio_config"),
+    ):
+        c.take(key, None)  # placed by the processor; audio tensors are carried along
+    bidirectional = c.raw["text_config"].get("use_bidirectional_attention", "vision") is not None
+    vision = encoder.vision(
+        c.part("vision_config"),
+        c.take_count("image_token_id", 258880, least=0),
+        video_id=c.take_count("video_token_id", 258884, least=0),
+        spans="images" if bidirectional else None,
+    )
+    return replace(with_spans(text, bidirectional), vision=vision)
+
+
+# -- tests
+
+SMALL_ONLY = ("hidden_size_per_layer_input", "vocab_size_per_layer_input")
+EXPERTS = ("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size")
+for_tests(
+    "gemma4_unified",
+    tiny={
+        "text_config": {
+            **find_architecture("gemma4_text").tiny,
+            **dict.fromkeys((*SMALL_ONLY, *EXPERTS), ...),
+            "model_type": "gemma4_unified_text",
+            "hidden_act": ...,
+            "use_bidirectional_attention": "vision",
+        },
+        "vision_config": encoder.TINY,
+        "audio_config": None,
+        "image_token_id": 3,
+        "video_token_id": 4,
+    },
+    variants={"causal": {"text_config": {"use_bidirectional_attention": None}}},
+)
