@@ -36,7 +36,7 @@ NAMES_IN_MODULES = (
 """The same in transformers' modules."""
 PERMUTED = (
     ("vision.encoder.patch_embed.weight", "d (h w c) -> d c h w"),
-    ("vision.encoder.norm_pixels.*", "(size columns channels) -> (channels size columns)"),
+    ("vision.encoder.norm_pixels.*", "(height width channels) -> (channels height width)"),
     ("vision.encoder.table.weight", "size axes d -> axes size d"),
 )
 """Pixels have their channels last in checkpoints."""

@@ -170,6 +170,8 @@ def edges_of(
         return Edges(encoder * kept, made, shown.read * hidden_size * size)
     norms = [x for x in (spec.norm_patches, spec.norm_before, spec.norm_after) if x is not None]
     kept += len(norms) * shown.tokens * (width * size + 8)
+    if spec.norm_pixels is not None:
+        kept += shown.patches * (spec.patches.width * size + 8)
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
     patches = shown.patches // spec.projector.merge**2 * spec.projector.merge**2

@@ -223,19 +223,20 @@ class VisionSpec:
     except for those at `windowed`, which see windows of `window` times `window` merged patches. `projector`
     turns the encoder's outputs into features, one for each token with the id `image_id` or `video_id`.
     `positions` are those of these tokens; None: as for other tokens. A `position_table` encodes a patch's
-    place in its image, with or without rotary positions. `blocks` may be empty (Gemma 4 12B). Outputs of the encoder layers at `deep` are added to
-    its tokens after the first layers of the language model, lowest first, each through its own projector
-    (DeepStack, arXiv:2406.04334). `pictures` is the form of the processor's output, `norm_pixels` a norm of
-    each patch's pixels, `norm_patches` a norm of the embedded patches without positions, `norm_before` a norm before the blocks and `norm_after` one after
-    them. A `class_token` is an additional token of each image, before or after its patches, which the
-    projector receives only with `class_feature`, as an additional feature. `prefix_tokens` are learned tokens
-    before the patches of each image, which the projector does not receive. With `taken` it receives the
-    concatenated outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary
-    positions of patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend
-    to one another, and the projector receives their mean.
+    place in its image, with or without rotary positions. `blocks` may be empty (Gemma 4 12B). Outputs of the
+    encoder layers at `deep` are added to its tokens after the first layers of the language model, lowest
+    first, each through its own projector (DeepStack, arXiv:2406.04334). `pictures` is the form of the
+    processor's output, `norm_pixels` a norm of each patch's pixels, `norm_patches` a norm of the embedded
+    patches without positions, `norm_before` a norm before the blocks and `norm_after` one after them. A
+    `class_token` is an additional token of each image, before or after its patches, which the projector
+    receives only with `class_feature`, as an additional feature. `prefix_tokens` are learned tokens before
+    the patches of each image, which the projector does not receive. With `taken` it receives the concatenated
+    outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary positions of
+    patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend to one
+    another, and the projector receives their mean.
 
-    In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the projector's
-    table in place of their embeddings (Ovis).
+    In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
+    projector's table in place of their embeddings (Ovis).
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or

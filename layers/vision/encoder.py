@@ -138,7 +138,7 @@ class VisionEncoder(nn.Module):
         self.norm_pixels = self.norm_patches = self.norm_before = self.norm_after = None
         if spec.norm_pixels is not None:
             self.norm_pixels = make_norm(spec.patches.width, spec.norm_pixels)
-            setattr(self.norm_pixels, "axes", {"size": spec.patches.size, "channels": spec.patches.channels})
+            self.axes = {"height": spec.patches.size, "channels": spec.patches.channels}
         if spec.norm_patches is not None:
             self.norm_patches = make_norm(spec.hidden_size, spec.norm_patches)
         if spec.norm_before is not None:

@@ -246,7 +246,7 @@ class WordTable(nn.Module):
         self.words, self.weight = words, nn.Parameter(torch.empty(words + markers, hidden_size))
 
     def forward(self, probabilities: Tensor) -> Tensor:
-        """probabilities [F, words] -> [F + markers, H]: the mean of the words' rows, and the markers' rows."""
+        """probabilities [F, words] -> [F + markers, H]: means of the words' rows, and the markers'."""
         weight = self.weight.to(probabilities.dtype)
         return torch.cat([probabilities @ weight[: self.words], weight[self.words :]])
 

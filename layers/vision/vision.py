@@ -38,7 +38,7 @@ class VisionInputs:
     Attributes:
         kinds: kind of each token, as processors number them; [batch, seq] as given, later [T].
         deep: features added after the first layers of the language model, [F, H] each, in order.
-        markers: index of each marker of `VisionSpec.marker_ids`, [T], -1 for other tokens; None: there are none.
+        markers: number of each token in `VisionSpec.marker_ids`, [T], -1 for others; None: there are none.
         checks: counts of picture tokens, and faults, on their way to the host.
         wrong: pictures and tokens do not match, a bool on the device.
     """

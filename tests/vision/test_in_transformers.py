@@ -124,7 +124,7 @@ def test_modules_have_the_names_of_transformers_own(pair, ours):
     found = {name for name, m in split.named_modules() if isinstance(m, torch.nn.Linear)}
     # Routers are parameters in our models, Llama 4's patch embedding has the form of the others', and Gemma
     # 4's clipped layers are inside other layers.
-    known = ("router", ".gate", "patch_embedding", "patch_embedder", "patch_projection")
+    known = ("router", ".gate", "patch_embedding", "patch_embedder", "patch_projection", "patch_dense")
     differ = {name.removesuffix(".linear") for name in theirs} ^ {
         name.removesuffix(".linear") for name in found
     }
