@@ -56,6 +56,7 @@ def vision(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
     width, norm = v.take_count("mm_embed_dim", 3840), LayerNormSpec(1e-5)
     size = v.take_count("patch_size", 16) * v.take_count("pooling_kernel_size", 3)
     v.take_only(output_proj_dims=width, model_patch_size=size)
+    v.take("num_soft_tokens", None)  # read by the processor
     return VisionSpec(
         width,
         PatchSpec(size, bias=True),
