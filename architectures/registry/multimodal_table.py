@@ -163,11 +163,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         missing="positions on three axes in layers of two types",
     ),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True, missing="convolutions over grids of patches"),
-    "got_ocr2": Multimodal(
-        {"qwen2": "qwen2"},
-        tied=True,
-        missing="SAM's encoder: windows with learned relative positions, and convolutions",
-    ),
+    "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal(
         {"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}, missing="an encoder of sound"
     ),

@@ -13,6 +13,7 @@ from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
@@ -28,6 +29,7 @@ from liger_models.layers.specs import (
     DifferentialAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
+    GridAttentionSpec,
     LatentAttentionSpec,
     LightningSpec,
     SelectiveSpec,
@@ -57,6 +59,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     LatentAttentionSpec: LatentAttention,
     DifferentialAttentionSpec: DifferentialAttention,
     CrossAttentionSpec: CrossAttention,
+    GridAttentionSpec: GridAttention,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
     SelectiveSpec: SelectiveScan,

@@ -8,6 +8,7 @@ from liger_models.layers.specs.attention import (
     AttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
+    GridAttentionSpec,
     IndexerSpec,
     LatentAttentionSpec,
     QKNormSpec,
@@ -19,6 +20,7 @@ from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
 from liger_models.layers.specs.projectors import (
     AdapterSpec,
+    ConvolutionProjectorSpec,
     DownsamplingProjectorSpec,
     GatedProjectorSpec,
     LinearProjectorSpec,
@@ -78,6 +80,7 @@ __all__ = [
     "ChannelDeltaSpec",
     "ClampedSwiGLU",
     "ClipTable",
+    "ConvolutionProjectorSpec",
     "CroppedTable",
     "CrossAttentionSpec",
     "CubicTable",
@@ -90,6 +93,7 @@ __all__ = [
     "GatedConvSpec",
     "GatedDeltaSpec",
     "GatedProjectorSpec",
+    "GridAttentionSpec",
     "GridPictures",
     "IndexerSpec",
     "LatentAttentionSpec",

@@ -218,6 +218,37 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
+class GridAttentionSpec(_Heads):
+    """Attention of the patches of pictures of `side` times `side` patches, in blocks of `merge` times
+    `merge`, with learned relative positions: layers/grids/grid_attention.py. With a `window`, patches attend
+    within windows of so many times so many.
+    """
+
+    num_attention_heads: int
+    head_dim: int
+    scale: float
+    side: int
+    merge: int
+    window: int | None = None
+    qkv_bias: bool = True
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads: none."""
+        return ()
+
+    @property
+    def width(self) -> int:
+        """The number of patches on a side of what attends to one another."""
+        return self.side if self.window is None else self.window
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether windows reach beyond the grid."""
+        return self.side % self.width > 0
+
+
+@dataclass(frozen=True)
 class DifferentialAttentionSpec:
     """The difference of two causal attentions to the same values, by head, with a norm of each head:
     layers/attention/differential.py. Both numbers of heads are even; `norm_eps` is that of the norm, and

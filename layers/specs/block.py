@@ -13,6 +13,7 @@ from liger_models.layers.specs.attention import (
     AttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
+    GridAttentionSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
@@ -27,6 +28,7 @@ MixerSpec = (
     | LatentAttentionSpec
     | DifferentialAttentionSpec
     | CrossAttentionSpec
+    | GridAttentionSpec
     | RecurrentSpec
 )
 

@@ -119,8 +119,25 @@ class VisualWordsSpec:
     markers: int
 
 
+@dataclass(frozen=True)
+class ConvolutionProjectorSpec:
+    """Projector for pictures of `side` times `side` patches: a neck, a linear layer and a convolution of 3
+    times 3 patches to `channels`, each with a LayerNorm, two convolutions of stride 2, and one linear layer
+    (GOT-OCR 2.0).
+    """
+
+    side: int
+    channels: int
+
+    @property
+    def merge(self) -> int:
+        """The number of patches on a side of what makes a token."""
+        return 4
+
+
 ProjectorSpec = (
     PoolProjectorSpec
+    | ConvolutionProjectorSpec
     | VisualWordsSpec
     | GatedProjectorSpec
     | DownsamplingProjectorSpec

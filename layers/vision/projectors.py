@@ -14,6 +14,7 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.specs import (
     AdapterSpec,
+    ConvolutionProjectorSpec,
     DownsamplingProjectorSpec,
     GatedProjectorSpec,
     LayerNormSpec,
@@ -25,6 +26,7 @@ from liger_models.layers.specs import (
     PoolProjectorSpec,
     VisualWordsSpec,
 )
+from liger_models.layers.vision.convolutions import ConvolutionProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 
 
@@ -280,6 +282,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     AdapterSpec: Adapter,
+    ConvolutionProjectorSpec: ConvolutionProjector,
     DownsamplingProjectorSpec: DownsamplingProjector,
     GatedProjectorSpec: GatedProjector,
     PatchMergerSpec: PatchMerger,

@@ -1,0 +1,79 @@
+"""A projector of convolutions over the grid of patches (GOT-OCR 2.0, arXiv:2409.01704, section 3.2)."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.linear import Linear
+from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec
+
+
+class Convolution(nn.Module):
+    """A convolution of 3 times 3 patches with zeros around the grid, without a bias.
+
+    Args:
+        inputs, outputs: numbers of channels.
+        stride: distance of neighbouring windows.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+        super().__init__()
+        self.stride, self.weight = stride, nn.Parameter(torch.empty(outputs, inputs, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [pictures, channels, rows, columns] -> the same of `outputs`."""
+        return F.conv2d(x, self.weight.to(x.dtype), stride=self.stride, padding=1)
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise like a matrix."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+
+
+class Neck(nn.Module):
+    """`norm_2(conv2(norm_1(conv1(x))))` (SAM, arXiv:2304.02643, appendix A; ViTDet, arXiv:2203.16527).
+
+    Args:
+        width: of a patch, D.
+        channels: the output width C.
+    """
+
+    def __init__(self, width: int, channels: int):
+        super().__init__()
+        self.conv1 = Linear(width, channels, bias=False)
+        self.layer_norm1 = make_norm(channels, LayerNormSpec(1e-6))
+        self.conv2 = Convolution(channels, channels)
+        self.layer_norm2 = make_norm(channels, LayerNormSpec(1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [pictures, side, side, D] -> [pictures, C, side, side]."""
+        x = self.conv2(self.layer_norm1(self.conv1(x)).permute(0, 3, 1, 2))
+        return self.layer_norm2(x.permute(0, 2, 3, 1).contiguous()).permute(0, 3, 1, 2)
+
+
+class ConvolutionProjector(nn.Module):
+    """`multimodal_projector(conv_upsampler2(conv_upsampler1(neck(x))))`.
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the grid, and the neck's width.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: ConvolutionProjectorSpec):
+        super().__init__()
+        self.side, self.merge = spec.side, spec.merge
+        self.neck = Neck(width, spec.channels)
+        self.conv_upsampler1 = Convolution(spec.channels, 2 * spec.channels, stride=2)
+        self.conv_upsampler2 = Convolution(2 * spec.channels, hidden_size, stride=2)
+        self.multimodal_projector = Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of 4 times 4 patches -> [P / 16, H]."""
+        blocks = self.side // self.merge
+        x = x.view(-1, blocks, blocks, self.merge, self.merge, x.shape[-1])
+        x = x.transpose(2, 3).reshape(-1, self.side, self.side, x.shape[-1])
+        x = self.conv_upsampler2(self.conv_upsampler1(self.neck(x)))
+        return self.multimodal_projector(x.flatten(2).transpose(1, 2).flatten(0, 1))
