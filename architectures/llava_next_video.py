@@ -69,5 +69,4 @@ for_tests(
             "multimodal_projector_bias": False,
         }
     },
-    skip={"published:config": "no copy was at hand"},
 )

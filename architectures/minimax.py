@@ -87,7 +87,6 @@ for_tests(
     },
     variants={"in turns": {"layer_types": ...}},
     skip={
-        "published:config": "no copy was at hand",
         "key:num_experts": "another name of num_local_experts",
         "field:MoESpec.softmax_after_top_k": "the same function as renormalised shares of all",
     },

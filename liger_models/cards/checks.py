@@ -16,7 +16,13 @@ import torch
 
 from liger_models.cards.results import say
 from liger_models.cards.workshop import STEPS, Workshop
-from liger_models.models.verification import TOLERANCE, relative_distance, verify_bytes, verify_numbers
+from liger_models.models.verification import (
+    TOLERANCE,
+    mask_as_family,
+    relative_distance,
+    verify_bytes,
+    verify_numbers,
+)
 
 Values = Mapping[str, Any]
 TRAINING_STEP = "training_step"
@@ -139,6 +145,7 @@ def reload(shop: Workshop) -> tuple[bool, Values]:
     folder = shop.trained.final
     prompt = shop.prompt(2, 19)
     reference = shop.reference_class.from_pretrained(folder, attn_implementation="eager")
+    mask_as_family(shop.architecture, reference)
     with torch.no_grad():
         expected = reference(**prompt, use_cache=False).logits
         distance = relative_distance(shop.load(folder)(**prompt).logits, expected)

@@ -23,7 +23,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_images
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.verification import config_class, mask_as_in_generation
+from liger_models.models.verification import config_class, mask_as_family
 from liger_models.training import TrainConfig, TrainResult, train
 
 FILE_BYTES = 100_000  # splits a tiny checkpoint into several files
@@ -62,8 +62,7 @@ class Workshop:
         config._attn_implementation = "eager"
         model = self.reference_class(config)
         randomise(model, torch.Generator().manual_seed(1))
-        if self.architecture.masks_of_generation:
-            mask_as_in_generation(model)
+        mask_as_family(self.architecture, model)
         return model.eval()
 
     @cached_property

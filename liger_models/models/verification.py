@@ -109,8 +109,7 @@ def verify_numbers(folder: Path) -> Comparison:
         )
         .eval()  # as it is: without dropout
     )
-    if skeleton.architecture.masks_of_generation:
-        mask_as_in_generation(reference)
+    mask_as_family(skeleton.architecture, reference)
     stacks = _names_of_stacks(skeleton)
     expected = _results(reference, call) | _gradients(reference, stacks)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
@@ -159,8 +158,12 @@ def config_class(architecture: Architecture) -> Any:
     return getattr(transformers, architecture.reference).config_class
 
 
-def mask_as_in_generation(reference: Any) -> None:
-    """Let a model of transformers mask the tokens of images in every forward pass as in `generate`."""
+def mask_as_family(architecture: Architecture, reference: Any) -> None:
+    """Let every forward pass of a family's reference mask the tokens of images as its `generate` does, if the
+    family follows that (`Architecture.masks_of_generation`).
+    """
+    if not architecture.masks_of_generation:
+        return
 
     def masks(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         kinds, ids = kwargs.get("mm_token_type_ids"), kwargs.get("input_ids")

@@ -30,7 +30,7 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.experts.router import Router
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec
-from liger_models.models.verification import config_class, mask_as_in_generation
+from liger_models.models.verification import config_class, mask_as_family
 
 LENGTH = 19  # longer than the windows of the tiny configs
 ABSENT: Any = ...
@@ -304,8 +304,7 @@ def reference_model(architecture: Architecture, config: Mapping[str, Any], atten
         raise RefusedByReference(f"{architecture.reference}: {error}") from error
     skip_groups_normalised_together(reference, own_config)
     randomise(reference, torch.Generator().manual_seed(1))
-    if architecture.masks_of_generation:
-        mask_as_in_generation(reference)
+    mask_as_family(architecture, reference)
     return reference
 
 

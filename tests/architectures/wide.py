@@ -37,6 +37,7 @@ from liger_models.cards.published import layers_of_every_kind, with_layers
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.specs import ModelSpec, TiledVisionSpec
+from liger_models.models.verification import mask_as_family
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PUBLISHED = Path(__file__).parent / "published"
@@ -51,7 +52,13 @@ FEW: dict[str, Any] = {
     "deepstack_visual_indexes": [0, 1],
     "intermediate_layers_indices": [0, 2],
 }
-IDS = {"image_token_id": 3, "image_token_index": 3, "video_token_id": 4, "video_token_index": 4}
+IDS: dict[str, Any] = {
+    "image_token_id": 3,
+    "image_token_index": 3,
+    "video_token_id": 4,
+    "video_token_index": 4,
+}
+IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 
 
 def wide_config(family: str) -> dict[str, Any]:
@@ -68,6 +75,8 @@ def wide_config(family: str) -> dict[str, Any]:
     text = cut.get("text_config", cut)
     if images := "vision_config" in cut:
         _cut_encoder(cut)
+    if cut.get("vocab_size"):  # stated for the whole model, too
+        cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
     text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
     if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
@@ -293,6 +302,7 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
         if name in saved and buffer.is_floating_point():
             module, _, own = name.rpartition(".")
             setattr(model.get_submodule(module), own, buffer.to(dtype))
+    mask_as_family(architecture, model)
     return model
 
 

@@ -57,8 +57,7 @@ def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     randomise(model, torch.Generator().manual_seed(2))
     model.save_pretrained(tmp_path / "out")
     read = reference_class(pair.architecture).from_pretrained(tmp_path / "out", attn_implementation="eager")
-    if pair.architecture.masks_of_generation:
-        verification.mask_as_in_generation(read)
+    verification.mask_as_family(pair.architecture, read)
     batch = pair.batch()
     with torch.no_grad():
         found = model(**batch, return_logits=True).logits
