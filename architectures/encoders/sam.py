@@ -34,10 +34,7 @@ NAMES = (
 )
 """Names of the encoder."""
 WHOLE = ("vision.encoder.layers.*.qkv_proj.*",)
-PERMUTED = (
-    ("vision.encoder.table.weight", "1 side columns d -> (1 side columns) d"),
-    ("vision.projector.neck.conv1.weight", "o i 1 1 -> (o 1 1) i"),
-)
+PERMUTED = (("vision.encoder.table.weight", "1 side columns d -> (1 side columns) d"),)
 TINY: dict[str, Any] = {
     "model_type": "got_ocr2_vision",
     "hidden_size": 32,

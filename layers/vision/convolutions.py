@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec
+from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec, PatchSpec
+from liger_models.layers.vision.encoder import PatchEmbedding
 
 
 class Convolution(nn.Module):
@@ -42,7 +43,7 @@ class Neck(nn.Module):
 
     def __init__(self, width: int, channels: int):
         super().__init__()
-        self.conv1 = Linear(width, channels, bias=False)
+        self.conv1 = PatchEmbedding(PatchSpec(1, channels=width), channels)
         self.layer_norm1 = make_norm(channels, LayerNormSpec(1e-6))
         self.conv2 = Convolution(channels, channels)
         self.layer_norm2 = make_norm(channels, LayerNormSpec(1e-6))

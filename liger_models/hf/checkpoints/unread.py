@@ -36,6 +36,7 @@ def own_class(config_class: Any, name: str) -> Any:
 def own_skeleton(architecture: Architecture, config: Any) -> nn.Module:
     """Build transformers' own model on the meta device."""
     config = copy.deepcopy(config)  # some models modify it
+    config._attn_implementation = "eager"  # which all have; it is not called
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     with torch.device("meta"), _parts_of_theirs():
