@@ -136,9 +136,9 @@ def _placed_of_kind(
         row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
         patches.append(picture[row * w + column])
         grids.append((1, h, w))
-    pixels = _channels_first(spec, torch.cat(patches))
+    made = _channels_first(spec, torch.cat(patches))
     assert isinstance(spec.pictures, PlacedPictures)
-    return 2 * (pixels - 0.5) if spec.pictures.centred else pixels, grids
+    return 2 * (made - 0.5) if spec.pictures.centred else made, grids
 
 
 def _channels_first(spec: VisionSpec, patches: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def mask_as_family(architecture: Architecture, reference: Any) -> None:
     if not architecture.masks_of_generation:
         return
 
-    def masks(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    def masks(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
         kinds, ids = kwargs.get("mm_token_type_ids"), kwargs.get("input_ids")
         if kinds is None or ids is None or isinstance(kwargs.get("attention_mask"), dict):
             return None
