@@ -1,1 +1,4 @@
-"""Token mixers for pictures of one size, whose patches form a square grid."""
+"""Token mixers for pictures of one size, whose patches form a square grid.
+
+Imports attention's calls of torch's kernels, projections, recompute, sequences and specs.
+"""
