@@ -37,7 +37,6 @@ MISSING |= {
     "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
-    "longcat_flash": "layers with two attentions, and experts that return their input",
     "mistral_large4": f"{_CHOSEN_KEYS}, and latents that layers share",
     "minimax_m3_vl": _CHOSEN_KEYS,
     "minimax_m3_vl_text": _CHOSEN_KEYS,

@@ -9,6 +9,7 @@ A family only declares how its checkpoints differ, as `Layout`s:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -62,6 +63,8 @@ class Layout:
             ("linear_attn", ((".input_layernorm.", ".attention_layer_norm."),)).
         apart: (pattern, names) of native stacks of matrices whose rows are those of several stacks in the
             checkpoint, next to it: ("*.experts.gate_up_proj", ("w1", "v1")). They must be `whole`, too.
+        in_one: number of layers in turn that the checkpoint stores as one, whose modules are then numbered:
+            with 2, "layers.5.mlp.up_proj" is stored as "layers.2.mlp.1.up_proj". `rename` applies later.
     """
 
     rename: Renames = ()
@@ -72,6 +75,7 @@ class Layout:
     joined: tuple[Joined, ...] = ()
     in_layers_with: tuple[tuple[str, Renames], ...] = ()
     apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    in_one: int = 1
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
         """Convert canonical expressions (`canonical_forms`) to expressions over this layout's tensors.
@@ -104,6 +108,8 @@ class Layout:
         for beginning, layout in self.parts:
             if canonical.startswith(beginning):
                 return layout.name(canonical.removeprefix(beginning))
+        if self.in_one > 1:
+            canonical = _LAYER.sub(partial(_numbered, self.in_one), canonical)
         name = canonical if canonical.startswith("lm_head.") else self.root + canonical
         for old, new in self.rename:
             name = name.replace(old, new)
@@ -177,6 +183,14 @@ class Layout:
                 stored = Ref(self.name(name), (last - first, *rest))
                 pieces.append(Rows(stored, max(first, start) - first, min(last, stop) - first))
         return Cat(tuple(pieces))
+
+
+_LAYER = re.compile(r"^layers\.(\d+)\.(\w+)")
+
+
+def _numbered(count: int, found: re.Match[str]) -> str:
+    layer, number = divmod(int(found[1]), count)
+    return f"layers.{layer}.{found[2]}.{number}"
 
 
 @dataclass(frozen=True)

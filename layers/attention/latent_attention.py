@@ -133,7 +133,8 @@ class LatentAttention(nn.Module):
             q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
             q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]
         q = scale_queries(q, spec.query_scale, sequences)
-        return q, q_latent, self.kv_a_layernorm(latent), k_rope
+        latent = self.kv_a_layernorm(latent)
+        return q, q_latent, latent if spec.latent_scale == 1.0 else latent * spec.latent_scale, k_rope
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """latent [..., kv_lora_rank], k_rope [..., qk_rope_head_dim] -> k, v [..., heads, their sizes]."""
@@ -170,7 +171,8 @@ class LatentAttention(nn.Module):
         spec = self.spec
         a_head = 2 * spec.qk_head_dim + spec.qk_nope_head_dim + 2 * spec.v_head_dim
         normed = sum(self._latent_widths()[:-1])
-        latents = normed + spec.qk_rope_head_dim + (normed if level == "all" else 0)
+        scaled = 0 if spec.latent_scale == 1.0 else spec.kv_lora_rank
+        latents = normed + spec.qk_rope_head_dim + (normed if level == "all" else scaled)
         in_float32 = spec.num_attention_heads + len(self._latent_widths()) - 1
         heads, gated_output = spec.num_attention_heads, spec.v_head_dim if level == "all" else 0
         gates = heads * (1 + gated_output) if spec.head_gates else 0

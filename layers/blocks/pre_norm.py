@@ -25,10 +25,18 @@ class PreNormBlock(Block):
         self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
+        x, residual = self._attended(x, residual, sequences)
+        return self._fed(x, sequences), residual
+
+    def _attended(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """The input of the MLP, normalised, and the stream after attention."""
         x, residual = add_and_norm(self.input_layernorm, x, residual)
         x = self._scaled(self._branch(0, self._dropped(self.token_mixer(x, sequences))))
-        x, residual = add_and_norm(self.post_attention_layernorm, x, residual)
-        return self._scaled(self._branch(2, self._dropped(self.mlp(x, sequences)))), residual
+        return add_and_norm(self.post_attention_layernorm, x, residual)
+
+    def _fed(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """The MLP's branch, of normalised x."""
+        return self._scaled(self._branch(2, self._dropped(self.mlp(x, sequences))))
 
     def _branch(self, number: int, y: Tensor) -> Tensor:
         scale = self.spec.branch_scales[number]

@@ -80,6 +80,9 @@ class MixtureOfExperts(nn.Module):
         logits, weights, experts = self.router(read, None if sequences is None else sequences.notes.routing)
         if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
             sequences.notes.router_logits.note(logits)
+        share = None
+        if self.spec.identity_experts:
+            weights, experts, share = _without_identity(weights, experts, self.spec.num_experts)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
         shared = None
         if self.shared_expert is not None and getattr(unwrapped(self.experts), "exchange", None) is not None:
@@ -87,6 +90,8 @@ class MixtureOfExperts(nn.Module):
         y = self.experts(latent, weights, experts, sequences, shared)
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
+        if share is not None:
+            y = (y + x * share).to(y.dtype)
         if self.shared_expert is None:
             return y
         return torch.add(y, self._shared(x) if shared is None else shared(), alpha=self.spec.shared_scale)
@@ -101,7 +106,8 @@ class MixtureOfExperts(nn.Module):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: those of its parts, the latent experts' input and output, both factors of a
-        gated shared expert, and for input noise the numbers and their product with x.
+        gated shared expert, and for input noise the numbers and their product with x; with identity experts
+        which slots are theirs, the others' weights, and the sum of theirs.
         """
         parts = unwrapped(self.router), unwrapped(self.experts)
         kept = sum(part.activation_bytes(level, itemsize) for part in parts)
@@ -113,7 +119,19 @@ class MixtureOfExperts(nn.Module):
             kept += itemsize * (self.hidden_size + 1)
         if self.input_noise is not None:
             kept += 2 * itemsize * self.hidden_size
+        if self.spec.identity_experts:
+            kept += 5 * self.spec.experts_per_token + 4
         return kept
+
+
+def _without_identity(weights: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights and experts [T, k] of the MLPs, and the sum of the identity experts' weights, [T, 1]. An
+    identity expert's slot goes to an MLP with the weight 0: leaving slots out would need their number on the
+    host.
+    """
+    identity = experts >= num_experts
+    share = weights.where(identity, 0).sum(-1, keepdim=True)
+    return weights.masked_fill(identity, 0), experts % num_experts, share
 
 
 # Rows of an expert from which its float8 products save clearly more time than quantising its matrices takes.

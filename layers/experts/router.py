@@ -38,12 +38,12 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
         self.spec = spec
-        self.weight = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
-        self.bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.router_bias else None
-        correction = torch.empty(spec.num_experts, dtype=torch.float32) if spec.correction_bias else None
+        self.weight = nn.Parameter(torch.empty(spec.num_choices, hidden_size))
+        self.bias = nn.Parameter(torch.empty(spec.num_choices)) if spec.router_bias else None
+        correction = torch.empty(spec.num_choices, dtype=torch.float32) if spec.correction_bias else None
         self.register_buffer("correction_bias", correction)
         self.scale = nn.Parameter(torch.empty(hidden_size)) if spec.router_norm_eps is not None else None
-        self.per_expert_scale = nn.Parameter(torch.empty(spec.num_experts)) if spec.expert_scale else None
+        self.per_expert_scale = nn.Parameter(torch.empty(spec.num_choices)) if spec.expert_scale else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
@@ -73,7 +73,7 @@ class Router(nn.Module):
         `all` its output. (The block accounts for the input.)
         """
         spec = self.spec
-        kept = spec.num_experts * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
+        kept = spec.num_choices * (4 if spec.float32_router else itemsize) + 8 * spec.experts_per_token
         if spec.expert_scale:
             kept += 16 * spec.experts_per_token
         if spec.router_norm_eps is not None:
@@ -143,11 +143,11 @@ class Router(nn.Module):
             return
         chosen = experts.detach().flatten()
         if self.load is None or self.load.device != chosen.device:
-            self.load = torch.zeros(self.spec.num_experts, dtype=torch.int64, device=chosen.device)
+            self.load = torch.zeros(self.spec.num_choices, dtype=torch.int64, device=chosen.device)
         self.load.index_add_(0, chosen, self.load.new_ones(1).expand(chosen.shape))
 
     def extra_repr(self) -> str:
-        return f"{self.spec.experts_per_token} of {self.spec.num_experts}, score={self.spec.score!r}"
+        return f"{self.spec.experts_per_token} of {self.spec.num_choices}, score={self.spec.score!r}"
 
 
 def _of_chosen(scales: Tensor, experts: Tensor) -> Tensor:
@@ -198,4 +198,5 @@ class SparseMixerRouter(Router):
 _FOR_ROUTE = (
     *("experts_per_token", "score", "softmax_after_top_k", "renormalize", "correction_bias"),
     *("num_groups", "top_groups", "group_score", "routed_scaling_factor", "renormalize_eps"),
+    "identity_experts",
 )

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
-from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.blocks import (
     BLOCKS,
     EMBEDDINGS,
@@ -22,10 +21,10 @@ from liger_models.layers.blocks import (
     Block,
     add_and_norm,
     joined,
-    keys_and_values,
     own_input,
     run_block,
 )
+from liger_models.layers.blocks.connections import connect
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.blocks.shared_transformer import make_shared
 from liger_models.layers.memory import offloaded_bytes
@@ -40,7 +39,7 @@ from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
-from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
@@ -96,8 +95,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
-        _hand_on_keys(self.layers)
-        _share_chosen_keys(self.layers)
+        connect(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
         self.mtp = make_mtp(spec, attention)
         self.vision: Any = None
@@ -350,51 +348,3 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
     return PerLayerInputs(
         spec.hidden_size, len(spec.blocks), size, spec.per_layer_vocab_size, spec.norm, spec.padding_idx
     )
-
-
-def _share_chosen_keys(layers: Sequence[Block]) -> None:
-    """Make the layers whose indexer chooses keys for later layers note them.
-
-    Raises:
-        ValueError: the source layer comes later, or has no indexer.
-    """
-    for i, layer in enumerate(layers):
-        for mixer in layer.spec.mixers:
-            if not isinstance(mixer, LatentAttentionSpec) or mixer.keys_of is None:
-                continue
-            source = layers[mixer.keys_of].self_attn if 0 <= mixer.keys_of < i else None
-            if not isinstance(source, LatentAttention) or source.spec.indexer is None:
-                raise ValueError(
-                    f"layer {i} attends to the keys that layer {mixer.keys_of} chooses; expected an earlier "
-                    "layer with an indexer"
-                )
-            source.shares_keys = True
-
-
-def _hand_on_keys(layers: Sequence[Block]) -> None:
-    """Make layers return the keys and values that later layers read.
-
-    Raises:
-        ValueError: the source layer comes later, has no keys of its own or unexpected ones, or cannot return
-            them.
-    """
-    for i, reader in enumerate(layers):
-        mixer = reader.spec.mixer
-        if not isinstance(mixer, SharedAttentionSpec):
-            continue
-        read = layers[mixer.keys_of] if 0 <= mixer.keys_of < i else reader
-        source = read.spec.mixer
-        alike = ("num_key_value_heads", "head_dim", "window")
-        if (
-            not isinstance(source, AttentionSpec)
-            or "keys of another layer" not in read.has_room_for
-            or source.chunk is not None
-            or source.value_dim != source.head_dim
-            or any(getattr(source, name) != getattr(mixer, name) for name in alike)
-        ):
-            raise ValueError(
-                f"layer {i} reads the keys and values of layer {mixer.keys_of}; expected an earlier one that "
-                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, no chunks, and "
-                "values as wide as keys"
-            )
-        read.makes = keys_and_values(mixer.keys_of)

@@ -78,11 +78,11 @@ class RoutedExperts:
         chosen = (rows >= 0).all(-1, keepdim=True)  # [T, layers, 1]
         ordered = rows.sort(-1).values
         repeated = ((ordered[..., 1:] == ordered[..., :-1]) & chosen).any()
-        sizes = torch.tensor([router.spec.num_experts for router in found], device=rows.device)
+        sizes = torch.tensor([router.spec.num_choices for router in found], device=rows.device)
         outside = ((rows >= sizes[:, None]) | (rows < -1)).any()
         if any(torch.stack([repeated, outside]).tolist()):
             raise DataError(
-                f"routed_experts must be from 0 to {min(router.spec.num_experts for router in found) - 1}, "
+                f"routed_experts must be from 0 to {min(router.spec.num_choices for router in found) - 1}, "
                 "different for one token in one layer, or -1 where the layer is to choose"
             )
         rows = torch.where(chosen, rows, -1).int()

@@ -180,7 +180,8 @@ class LatentAttentionSpec:
     A head's query and key have `qk_nope_head_dim` dimensions without position, then `qk_rope_head_dim`
     rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
-    latent and the output projections. `norm` is the latents'. With `head_gates` a further projection computes
+    latent and the output projections. `norm` is the latents', and `latent_scale` multiplies that of keys and
+    values behind it. With `head_gates` a further projection computes
     a gate per head, whose sigmoid multiplies the head's output. With an `indexer` a query attends to the keys
     that it chooses, from the hidden state and the queries' latent; with `keys_of`, to those that the indexer
     of that layer has chosen.
@@ -196,6 +197,7 @@ class LatentAttentionSpec:
     rope: RopeSpec | None = None
     bias: bool = False
     norm: NormSpec = NormSpec(eps=1e-6)
+    latent_scale: float = 1.0
     query_scale: QueryScaleSpec | None = None
     head_gates: bool = False
     indexer: IndexerSpec | None = None

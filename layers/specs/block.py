@@ -45,6 +45,7 @@ Topology = Literal[
     "parallel",
     "parallel_two_norms",
     "one_part",
+    "shortcut",
     "side_by_side",
     "shared_transformer",
 ]

@@ -51,8 +51,10 @@ class MoESpec:
     multiplied by a learned number. With `latent_size` the experts' inputs and outputs have that width: a
     projection precedes and one follows them, with biases if `latent_bias`, while the router and the shared
     expert read the tokens themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale`
-    multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The coefficients are those of the
-    load balancing loss and of the router's z-loss: see layers/sequences/router_loss.py.
+    multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The router also chooses among
+    `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. The
+    coefficients are those of the load balancing loss and of the router's z-loss: see
+    layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -81,6 +83,7 @@ class MoESpec:
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
     shared_scale: float = 1.0
+    identity_experts: int = 0
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 
@@ -88,6 +91,11 @@ class MoESpec:
     def gated(self) -> bool:
         """Whether the experts have gates."""
         return has_gate(self.activation)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of experts that the router chooses from."""
+        return self.num_experts + self.identity_experts
 
     def input_size(self, hidden_size: int) -> int:
         """Width of the experts' inputs and outputs."""

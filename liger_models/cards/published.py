@@ -68,9 +68,13 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
-    """Config with only the first layers of the language model; per-layer lists are cut, too."""
+    """Config with only the first layers of the language model; per-layer lists are cut, too. Where the config
+    counts several layers as one, whole ones.
+    """
     if "text_config" in config:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
+    if "model_type" in config:
+        layers = max(1, layers // find_architecture(config["model_type"]).layouts[0].in_one)
     counts = [key for key in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if key in config] or [
         "num_hidden_layers"
     ]

@@ -168,6 +168,7 @@ ELSEWHERE = {
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
     "shared_transformer": "its layers share weights: see below",
+    "shortcut": "two layers in turn: see below",
     "side_by_side": "its mixers keep what they keep alone: tests/layers/blocks/test_free_blocks.py",
 }
 
@@ -194,6 +195,27 @@ def test_a_layer_reports_the_bytes_of_weights_that_it_shares(adapts, level):
     blocks = tuple(replace(block, shared=SharedSpec(0, use, 3, adapts)) for use in range(2))
     found = kept_bytes(blocks, level) - kept_bytes(blocks[:1], level)
     assert found == TOKENS * model_of(*blocks).layers[1].activation_bytes(level, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("level", ["lean", "mlp"])
+def test_layers_around_experts_that_skip_one_report_the_bytes_they_keep(level):
+    after = replace(PRE_NORM, topology="shortcut")
+    both = replace(after, experts=replace(EXPERTS, identity_experts=3)), after
+    found = kept_bytes(both * 2, level) - kept_bytes(both, level)
+    stated = TOKENS * sum(layer.activation_bytes(level, 4) for layer in model_of(*both).layers)
+    tiles = 4 * (EXPERTS.num_experts + 1) + 8 * (TOKENS * EXPERTS.experts_per_token + EXPERTS.num_experts)
+    assert 0 <= found - stated <= (tiles if level == "lean" else 0)
+
+
+def test_experts_that_skip_a_layer_need_a_next_one():
+    after = replace(PRE_NORM, topology="shortcut")
+    first = replace(after, experts=EXPERTS)
+    for blocks in ((first,), (first, first), (first, PRE_NORM)):
+        with pytest.raises(ValueError, match=r"experts of layer 0 skip a layer; expected layer 1"):
+            model_of(*blocks)
+    with pytest.raises(ValueError, match="layer 0 of topology 'shortcut' needs experts"):
+        model_of(after)
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)

@@ -369,3 +369,29 @@ def test_on_a_gpu_it_is_as_accurate_as_transformers(randomised):
     for name, (found, other, true) in zip(["y", "x", *names], results, strict=True):
         error, other_error = ((t.double() - true).norm() for t in (found, other))
         assert error <= 1.1 * other_error, name
+
+
+def test_experts_that_return_their_input_equal_their_formula():
+    torch.manual_seed(0)
+    spec = MoESpec(EXPERTS, TOP_K, INNER, renormalize=False, correction_bias=True, identity_experts=5)
+    moe = MixtureOfExperts(HIDDEN, spec).double()
+    with torch.no_grad():
+        for tensor in moe.state_dict().values():
+            tensor.copy_(torch.randn(tensor.shape))
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, requires_grad=True)
+    scores = F.linear(x, moe.router.weight).softmax(-1)
+    chosen = (scores + moe.router.correction_bias).topk(TOP_K).indices
+    weights = torch.zeros_like(scores).scatter(1, chosen, scores.gather(1, chosen))
+    gate, up = torch.einsum("th,eih->tei", x, moe.experts.gate_up_proj).chunk(2, -1)
+    of_mlps = torch.einsum("tei,ehi->teh", F.silu(gate) * up, moe.experts.down_proj)
+    expected = torch.einsum("te,teh->th", weights[:, :EXPERTS], of_mlps)
+    expected = expected + x * weights[:, EXPERTS:].sum(1, keepdim=True)
+    assert 0 < (chosen >= EXPERTS).sum() < chosen.numel()
+    inputs = x, moe.router.weight, moe.experts.gate_up_proj, moe.experts.down_proj
+    cotangent = torch.randn_like(x)
+    found = moe(x)
+    torch.testing.assert_close(found, expected)
+    for ours, theirs in zip(
+        *(torch.autograd.grad(y, inputs, cotangent) for y in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -1,0 +1,81 @@
+"""Connections between layers: what one layer makes and later ones read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from liger_models.layers.attention.latent_attention import LatentAttention
+from liger_models.layers.blocks.block import Block, keys_and_values
+from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
+
+
+def connect(layers: Sequence[Block]) -> None:
+    """Make layers return or note what later layers read.
+
+    Raises:
+        ValueError: a layer reads what no earlier one makes, or makes what none reads.
+    """
+    _hand_on_keys(layers)
+    _share_chosen_keys(layers)
+    _check_shortcuts(layers)
+
+
+def _check_shortcuts(layers: Sequence[Block]) -> None:
+    """Check that the output of experts that skip a layer is added after the next layer."""
+    for i, layer in enumerate(layers):
+        if layer.spec.topology != "shortcut" or layer.spec.experts is None:
+            continue
+        after = layers[i + 1].spec if i + 1 < len(layers) else None
+        if after is None or after.topology != "shortcut" or after.experts is not None:
+            raise ValueError(
+                f"the experts of layer {i} skip a layer; expected layer {i + 1} to have the topology "
+                "'shortcut' and no experts, and to add their output"
+            )
+
+
+def _share_chosen_keys(layers: Sequence[Block]) -> None:
+    """Make the layers whose indexer chooses keys for later layers note them.
+
+    Raises:
+        ValueError: the source layer comes later, or has no indexer.
+    """
+    for i, layer in enumerate(layers):
+        for mixer in layer.spec.mixers:
+            if not isinstance(mixer, LatentAttentionSpec) or mixer.keys_of is None:
+                continue
+            source = layers[mixer.keys_of].self_attn if 0 <= mixer.keys_of < i else None
+            if not isinstance(source, LatentAttention) or source.spec.indexer is None:
+                raise ValueError(
+                    f"layer {i} attends to the keys that layer {mixer.keys_of} chooses; expected an earlier "
+                    "layer with an indexer"
+                )
+            source.shares_keys = True
+
+
+def _hand_on_keys(layers: Sequence[Block]) -> None:
+    """Make layers return the keys and values that later layers read.
+
+    Raises:
+        ValueError: the source layer comes later, has no keys of its own or unexpected ones, or cannot return
+            them.
+    """
+    for i, reader in enumerate(layers):
+        mixer = reader.spec.mixer
+        if not isinstance(mixer, SharedAttentionSpec):
+            continue
+        read = layers[mixer.keys_of] if 0 <= mixer.keys_of < i else reader
+        source = read.spec.mixer
+        alike = ("num_key_value_heads", "head_dim", "window")
+        if (
+            not isinstance(source, AttentionSpec)
+            or "keys of another layer" not in read.has_room_for
+            or source.chunk is not None
+            or source.value_dim != source.head_dim
+            or any(getattr(source, name) != getattr(mixer, name) for name in alike)
+        ):
+            raise ValueError(
+                f"layer {i} reads the keys and values of layer {mixer.keys_of}; expected an earlier one that "
+                f"has keys of its own, hands them on, and has the same {', '.join(alike)}, no chunks, and "
+                "values as wide as keys"
+            )
+        read.makes = keys_and_values(mixer.keys_of)
