@@ -9,6 +9,7 @@ from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
 from liger_models.kernels.attention.chosen_keys import choose_keys
 from liger_models.kernels.attention.flash_attention import attention
+from liger_models.kernels.attention.indexer_loss import indexer_loss
 from liger_models.kernels.attention.visible_keys import (
     KeyRanges,
     document_bounds,
@@ -80,6 +81,7 @@ __all__ = [
     "geglu",
     "generalized_jsd",
     "has_float8_products",
+    "indexer_loss",
     "key_ranges",
     "kl_div",
     "layer_norm",

@@ -7,8 +7,9 @@ choose the keys each query attends to.
     s_qk = sum_h w_qh relu(q_qh . k_k / sqrt(head_dim))
 
 A query attends to the `top_k` keys of its document with the highest scores. In documents of at most that many
-tokens it attends to all, and no score is computed. The choice has no gradient, so the indexer's parameters
-are frozen: the loss of the model trains nothing here.
+tokens it attends to all, and no score is computed. The choice has no gradient, so the loss of the model
+trains nothing here: the indexer's parameters are frozen, unless they are trained by a loss of their own,
+which moves the scores towards the attention of the layer (kernels/attention/indexer_loss.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels import choose_keys, rotary
+from liger_models.kernels import choose_keys, indexer_loss, rotary
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -34,7 +35,7 @@ class Indexer(nn.Module):
         layer: the index of the layer.
     """
 
-    untrained = True  # `freeze` leaves it frozen
+    untrained = True  # `freeze` leaves it frozen; `train_indexers` changes this
 
     def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
         super().__init__()
@@ -110,7 +111,49 @@ class Indexer(nn.Module):
     def keys(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The tokens' keys, [t, head_dim]."""
         with torch.no_grad():
-            return self._rotated(self.k_norm(self.wk(x))[:, None], sequences)[:, 0]
+            return self._keys(x, sequences)
+
+    def loss(
+        self,
+        x: Tensor,
+        q_latent: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        chosen: Tensor | None,
+        sequences: Sequences,
+    ) -> Tensor:
+        """The divergence from the layer's attention, a mean over the tokens. Its gradients reach the
+        indexer's parameters alone.
+
+        Args:
+            x, q_latent: as for `forward`.
+            q: [T, heads, E], k: [T, heads, E], and the scale of their products, of the layer.
+            chosen: the keys that `forward` has chosen.
+
+        Raises:
+            DataError: documents that continue others, or sequences divided over processes.
+        """
+        documents = sequences.documents
+        if documents.tree is not None or sequences.slice is not None:
+            raise DataError(
+                "indexer_weight needs whole documents in one process: leave out parents and sequence "
+                "groups, or omit it"
+            )
+        x, q_latent = x.detach(), None if q_latent is None else q_latent.detach()
+        own = self._queries_and_weights(x, q_latent, sequences)
+        total = indexer_loss(
+            *(own[0], self._keys(x, sequences), own[1], q, k),
+            scale=self.scale,
+            attention_scale=scale,
+            bounds=documents.bounds(),
+            chosen=chosen,
+            longest=documents.max_seqlen,
+        )
+        return total / max(1, len(x))
+
+    def _keys(self, x: Tensor, sequences: Sequences) -> Tensor:
+        return self._rotated(self.k_norm(self.wk(x))[:, None], sequences)[:, 0]
 
     def _queries_and_weights(
         self, x: Tensor, q_latent: Tensor | None, sequences: Sequences

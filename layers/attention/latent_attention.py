@@ -85,6 +85,9 @@ class LatentAttention(nn.Module):
         chosen = self._chosen(x, q_latent, index, sequences)
         k, v = self._keys_and_values(latent, k_rope)
         out = attend(q, k, v, spec, sequences, self.backend, chosen=chosen)
+        losses = sequences.notes.indexer_losses
+        if self.spec.indexer is not None and losses.asked_for:
+            losses.note(self.indexer.loss(x, q_latent, q, k, spec.scale, chosen, sequences))
         return self.o_proj(gated(out.flatten(1), gate))
 
     def _chosen(

@@ -107,7 +107,7 @@ class MixtureOfExperts(nn.Module):
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: those of its parts, the latent experts' input and output, both factors of a
         gated shared expert, and for input noise the numbers and their product with x; with identity experts
-        which slots are theirs, the others' weights, and the sum of theirs.
+        which slots are theirs, the sum of their weights, and if the others are recomputed, the weights again.
         """
         parts = unwrapped(self.router), unwrapped(self.experts)
         kept = sum(part.activation_bytes(level, itemsize) for part in parts)
@@ -120,7 +120,7 @@ class MixtureOfExperts(nn.Module):
         if self.input_noise is not None:
             kept += 2 * itemsize * self.hidden_size
         if self.spec.identity_experts:
-            kept += 5 * self.spec.experts_per_token + 4
+            kept += (5 if level == "mlp" else 1) * self.spec.experts_per_token + 4
         return kept
 
 

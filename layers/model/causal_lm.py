@@ -18,6 +18,7 @@ from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.model.distilling import Distilling
 from liger_models.layers.model.freezing import divides_projections, freeze
 from liger_models.layers.model.head import LMHead, LogitForm
+from liger_models.layers.model.indexer_loss import add_indexer_loss, begin_indexer_loss, train_indexers
 from liger_models.layers.model.mtp import MTPCall
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.model.parameters import (
@@ -90,6 +91,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
         mtp_weight: float | None = None,
+        indexer_weight: float | None = None,
         return_dict: bool | None = None,
         **others: Any,
     ) -> ModelOutput | tuple[Any, ...]:
@@ -127,13 +129,16 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 activation memory, so that `retain_grad` and losses on them work.
             mtp_weight: of the loss of multi-token prediction (layers/model/mtp.py), which is added to the
                 loss; requires a model loaded with `mtp=True`.
+            indexer_weight: of the loss of the indexers (layers/model/indexer_loss.py), which is added to the
+                loss; requires `train_indexers`.
             return_dict: False returns the output's entries as a tuple.
             pixel_values and other keywords: outputs of the processor of a family with `vision`.
             others: keywords of other libraries' models are accepted if they request nothing: None and False.
 
         Returns:
             A dict with `loss` (float32 scalar), `logits` ([batch, seq, V], zero at padding) and
-            `hidden_states` as requested; with `mtp_weight` also `mtp_loss`, without the weight and gradients.
+            `hidden_states` as requested; with `mtp_weight` also `mtp_loss`, and with
+            `indexer_weight` also `indexer_loss`, without the weights and gradients.
 
         Raises:
             DataError: shapes that do not fit, ids or labels outside the vocabulary, no label in the batch,
@@ -161,6 +166,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             if mtp_weight is not None:
                 scored = request.score is not None
                 further = MTPCall(mtp_weight, self.mtp, targets, sequences, scored)
+            if indexer_weight is not None:
+                begin_indexer_loss(self, indexer_weight, targets, sequences, request.score is not None)
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, vision_inputs)
             request = request.packed(sequences)
@@ -185,6 +192,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             output["logits"] = self._logits(hidden, sequences, logits_to_keep)
         if inner is not None:
             output["hidden_states"] = tuple(inner)
+        if indexer_weight is not None:
+            share = checks.num_valid / request.divisor(checks.num_valid)
+            add_indexer_loss(output, indexer_weight, share, sequences)
         if further is not None:
             level, divisor = self.layers[-1].activation_memory, request.divisor(checks.num_valid)
             further.add_to(output, self.lm_head, self.logit_form, hidden, level, divisor)
@@ -218,6 +228,15 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
                 fused projection, which needs projections="split".
         """
         freeze(self, self.weight_map(), patterns, train_only, **self._freezing())
+
+    def train_indexers(self, enabled: bool = True) -> None:
+        """Train the indexers of layers that attend to chosen keys, or freeze them again: the loss of
+        `indexer_weight` alone reaches them. Call `freeze` and create the optimizer afterwards.
+
+        Raises:
+            ValueError: no layer has an indexer.
+        """
+        train_indexers(self, enabled)
 
     def freezing_divides_projections(self, *patterns: str, train_only: Sequence[str] = ()) -> bool:
         """Whether `freeze` with these arguments needs split projections.

@@ -42,8 +42,8 @@ class ModelOutput(OrderedDict[str, Any]):
 
 
 class CausalLMOutput(ModelOutput):
-    """`loss` (float32 scalar), `logits` ([batch, seq, V]), `hidden_states` (a tuple of [batch, seq, H]) and
-    `mtp_loss` (float32 scalar), each only if present; `output.loss`, `output["loss"]`.
+    """`loss` (float32 scalar), `logits` ([batch, seq, V]), `hidden_states` (a tuple of [batch, seq, H]),
+    `mtp_loss` and `indexer_loss` (float32 scalars), each only if present; `output.loss`, `output["loss"]`.
     """
 
     @property
@@ -61,6 +61,10 @@ class CausalLMOutput(ModelOutput):
     @property
     def mtp_loss(self) -> Tensor | None:
         return self.get("mtp_loss")
+
+    @property
+    def indexer_loss(self) -> Tensor | None:
+        return self.get("indexer_loss")
 
     @property
     def routed_experts(self) -> Tensor | None:

@@ -81,6 +81,8 @@ def check_call(x: Tensor, sequences: Sequences) -> None:
         _refuse("documents that continue others (parents)", "repeat the prompts")
     if sequences.slice is not None or is_of_several_processes():
         _refuse("a step of several processes", "train in one process")
+    if notes.indexer_losses.asked_for:
+        _refuse("a call with indexer_weight", "leave it out")
     if notes.routing.given or notes.routing.seen is not None or notes.router_logits.asked_for:
         _refuse("a call with routed_experts or output_router_logits", "leave these out")
     if sequences.visibility.tiles is not None:

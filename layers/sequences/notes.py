@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from liger_models.layers.sequences.router_loss import RouterLogits
+from liger_models.layers.sequences.router_loss import Noted, RouterLogits
 from liger_models.layers.sequences.routing_decisions import RoutingDecisions
 
 
@@ -15,6 +15,7 @@ class Notes:
         router_logits: logits of the routers that have a loss, or of all routers if they are asked for.
         routing: the decisions of each router, for layers that run again in the backward pass.
         chosen_keys: by layer, the keys that its indexer has chosen for later layers; None for all keys.
+        indexer_losses: the loss of each layer's indexer, if the losses are asked for.
 
     Not a dataclass, for the reason that `Sequences` gives.
     """
@@ -23,3 +24,4 @@ class Notes:
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
         self.chosen_keys: dict[int, Tensor | None] = {}
+        self.indexer_losses = Noted()

@@ -42,40 +42,48 @@ def router_loss(logits: list[Tensor], spec: MoESpec, part: Slice | None = None) 
     return loss
 
 
-class RouterLogits:
-    """The logits [T, E] of a model's routers in one call, in the order of its layers.
+class Noted:
+    """Tensors of some layers in one call, in the order of the layers, for the loss.
 
     Attributes:
-        asked_for: whether all routers note their logits, or only those whose spec has a loss.
+        asked_for: whether all such layers note their tensors.
 
     Not a plain list, since sharding frameworks copy the lists among a layer's arguments and join the tensors
     in them to the layer's graph. They leave other objects alone.
     """
+
+    whose = "a layer with an indexer"
 
     def __init__(self) -> None:
         self.asked_for = False
         self._with_gradients, self._cut_off = torch.is_grad_enabled(), False
         self._noted: list[Tensor] | None = []
 
-    def note(self, logits: Tensor) -> None:
+    def note(self, tensor: Tensor) -> None:
         if self._noted is not None:
-            self._noted.append(logits)
+            self._noted.append(tensor)
             self._cut_off |= self._with_gradients and not torch.is_grad_enabled()
 
     def take(self) -> list[Tensor]:
-        """Return the noted logits and ignore later ones. A layer that runs again in the backward pass would
+        """Return the noted tensors and ignore later ones. A layer that runs again in the backward pass would
         keep its second graph alive, in a reference cycle with this object.
 
         Raises:
-            RuntimeError: a layer ran without gradients in a call that has them, so its router would not learn
-                from its logits.
+            RuntimeError: a layer ran without gradients in a call that has them, so its part of the loss would
+                train nothing.
         """
         if self._cut_off:
             raise RuntimeError(
-                "a layer of experts ran without gradients in a call that has them, as torch's checkpoint runs"
-                " one with use_reentrant=True, and its router's loss would train nothing: give "
+                f"{self.whose} ran without gradients in a call that has them, as torch's checkpoint runs one "
+                "with use_reentrant=True, and its part of the loss would train nothing: give "
                 "use_reentrant=False, or activation_memory='checkpoint' in its place; freeze layers by "
                 "requires_grad_(False)"
             )
         noted, self._noted = self._noted, None
         return noted or []
+
+
+class RouterLogits(Noted):
+    """The logits [T, E] of a model's routers. Those whose spec has a loss always note them."""
+
+    whose = "a layer of experts"

@@ -31,7 +31,7 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.dense import dense_tensors, with_dense_config
 from liger_models.hf.checkpoints.merged import merged_tensors
-from liger_models.hf.checkpoints.module_names import refuse_ambiguous
+from liger_models.hf.checkpoints.module_names import by_path, refuse_ambiguous
 from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
 from liger_models.hf.checkpoints.renaming import CheckpointRenaming
 from liger_models.hf.checkpoints.unread import leave_unread, unread_in
@@ -321,13 +321,14 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         if target == "embeddings.word_embeddings":
             self._prompted = True
         path, _, part = target.rpartition(".")
-        base = getattr(super().get_submodule(path), "base_layer", None) if path else None
+        base = getattr(self.get_submodule(path), "base_layer", None) if path else None
         if part in getattr(base, "parts", ()):
             raise ValueError(
                 f"{path} is to have an adapter, and so is {part}, which is packed in it; call "
                 "model.split_projections() first, and name the parts"
             )
-        return super().get_submodule(target)
+        found = by_path(self, target)
+        return super().get_submodule(target) if found is None else found
 
     def _meet_adapters(self) -> None:
         from liger_models.hf.adapters.expert_adapters import keep_usual_order

@@ -45,6 +45,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "parallel": [["norm", ("mixer", "mlp")]],
     "parallel_two_norms": [[("norm", "norm"), ("mixer", "mlp")]],
     "one_part": [["norm", "part"]],
+    "shortcut": [["norm", "mixer"], ["norm", ("mlp", "experts")]],
     "side_by_side": [["norm", ("mixer", "second mixer")], ["norm", "mlp"]],
     "shared_transformer": [["norm", "second mixer", "norm", "mlp", "norm", "mixer"]],
 }
@@ -111,6 +112,10 @@ def _box(block: BlockSpec, name: str) -> tuple[str, str, str]:
             return "mixer", *_mixer(block.second_mixer)
         case "mlp":
             return "mlp", *_mlp(block.mlp)
+        case "experts" if block.topology == "shortcut" and block.experts is None:
+            return "mlp", "experts", "of the layer before"
+        case "experts" if block.topology == "shortcut":
+            return "mlp", "experts", f"{_mlp(block.experts)[1]}, added one layer later"
         case "experts":
             return "mlp", *_mlp(block.experts)
     return "other", name, ""

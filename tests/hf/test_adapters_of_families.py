@@ -42,7 +42,7 @@ def layers(model):
     reference passes by, and those whose weights several layers share (test_shared_weights.py).
     """
     found = {path for path, module in model.named_modules() if isinstance(module, LINEAR)}
-    other = ["lm_head", ".router", ".router.proj", ".router.layer", ".gate.wg"]
+    other = ["lm_head", ".router", ".router.proj", ".router.layer", ".router.classifier", ".gate.wg"]
     other += [".out_proj"] if model.config.model_type in REFUSED else []
     other += [".dt_proj"] if model.config.model_type in PASSED_BY else []
     return {path for path in found if not path.endswith(tuple(other)) and ".shared_transformer." not in path}
@@ -87,7 +87,7 @@ def test_adapters_on_packed_projections_match_the_reference(family, make_both, h
     """
     both = make_both(family)
     stacks = any(name.endswith("experts.down_proj") for name, _ in both.reference.named_parameters())
-    old = ".mlp.", ".self_attn.gate_proj"
+    old = ".mlp.", ".mlps.", ".self_attn.gate_proj"
     targets = sorted(
         path for path in layers(both.reference) if not (stacks and any(name in path for name in old))
     )

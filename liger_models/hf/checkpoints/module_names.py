@@ -61,7 +61,7 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
                 children[above][last] = at[within]
                 within = above
             children[holder][leaf] = modules[path]
-            if wired != home and not isinstance(at[holder], _Around):
+            if wired != home and not (wired == holder and isinstance(at[holder], _Around)):
                 shared = _common([homes[parent], holder])
                 way = home.removeprefix(f"{shared}." if shared else "")
                 _note(modules[parent], name, at[shared], way)
@@ -77,6 +77,16 @@ def give_names(model: nn.Module, weight_map: Mapping[str, Expr]) -> tuple[dict[s
         if isinstance(packed := modules[path], PackedLinear) and name == "weight":
             name_parts_as_stored(packed, expr)
     return names, ambiguous
+
+
+def by_path(module: nn.Module, path: str) -> nn.Module | None:
+    """Return the submodule that has this path in transformers' own model; None if there is none. A block may
+    give one of the names on the way to another module: where one of transformers' layers is two blocks.
+    """
+    found: nn.Module | None = module
+    for step in path.split(".") if path else ():
+        found = None if found is None else child_table(found).get(step)
+    return found
 
 
 def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:

@@ -1,0 +1,105 @@
+"""The loss of indexers in a whole model (layers/model/indexer_loss.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pairs import make_pair
+
+from liger_models.convert.errors import DataError
+from liger_models.kernels.attention.chosen_keys import chosen_mask
+from liger_models.layers.attention import indexer as module
+
+FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
+LENGTHS = [11, 1, 4, 3]  # of 19 tokens; indexers choose 5 keys
+
+
+@pytest.fixture(params=FAMILIES)
+def pair(request):
+    pair = make_pair(request.param)
+    pair.ours.double().train_indexers()
+    return pair
+
+
+def gradients(model, output):
+    model.zero_grad()
+    output.loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def of_indexers(found):
+    return {name: gradient for name, gradient in found.items() if ".indexer." in name}
+
+
+def test_packed_documents_have_the_loss_of_separate_ones_and_only_indexers_learn_from_it(pair):
+    model, batch = pair.ours, pair.batch(rows=1)
+    batch["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0)
+    batch["labels"] = batch["input_ids"].clone()
+    without = model(**batch)
+    plain = gradients(model, without)
+    assert not of_indexers(plain)
+    for level in ("lean", "checkpoint"):
+        model.set_activation_memory(level)
+        found = model(**batch, indexer_weight=0.7)
+        expected, separate = 0.0, {}
+        for ids in batch["input_ids"][0].split(LENGTHS):
+            if len(ids) > 1:  # one key has nothing to learn
+                own = model(ids[None], labels=ids[None], indexer_weight=0.7)
+                share = len(ids) / sum(LENGTHS)
+                expected += share * own.indexer_loss
+                for name, gradient in of_indexers(gradients(model, own)).items():
+                    separate[name] = separate.get(name, 0.0) + share * gradient
+        torch.testing.assert_close(found.indexer_loss, expected, rtol=1e-5, atol=0)  # summed in float32
+        torch.testing.assert_close(found.loss, without.loss + 0.7 * found.indexer_loss)
+        packed = gradients(model, found)
+        trained = of_indexers(packed)
+        assert (
+            trained.keys() == separate.keys() == {n for n, _ in model.named_parameters() if ".indexer." in n}
+        )
+        for name, gradient in trained.items():
+            torch.testing.assert_close(gradient, separate[name], rtol=1e-6, atol=1e-9)
+            assert gradient.abs().max() > 1e-6
+        for name, gradient in plain.items():
+            assert torch.equal(packed[name], gradient)
+
+
+def test_the_target_is_the_mean_of_the_references_attention_weights(pair, monkeypatch):
+    seen, original = [], module.indexer_loss
+
+    def noted(q, k, weights, attention_q, attention_k, *, attention_scale, bounds, chosen, **options):
+        mask = chosen_mask(chosen, bounds, len(q)) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
+        products = torch.einsum("qhe,khe->hqk", attention_q, attention_k) * attention_scale
+        seen.append(products.masked_fill(~mask, float("-inf")).softmax(-1).mean(0))
+        given = {"attention_scale": attention_scale, "bounds": bounds, "chosen": chosen, **options}
+        return original(q, k, weights, attention_q, attention_k, **given)
+
+    monkeypatch.setattr(module, "indexer_loss", noted)
+    batch = pair.batch(rows=1)
+    pair.ours.float()(**batch, indexer_weight=1.0)
+    reference = pair.reference(**batch, use_cache=False, output_attentions=True).attentions
+    own = [i for i, block in enumerate(pair.ours.spec.blocks) if block.mixer.indexer is not None]
+    assert len(seen) == len(own)
+    for layer, found in zip(own, seen, strict=True):
+        # float32, in sums of other orders
+        torch.testing.assert_close(found, reference[layer][0].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_would_train_nothing_is_refused():
+    model = make_pair("deepseek_v32").ours
+    ids = torch.randint(131, (1, 9))
+    with pytest.raises(DataError, match="the indexers are frozen"):
+        model(ids, labels=ids, indexer_weight=0.1)
+    model.train_indexers()
+    model.freeze("embed_tokens")
+    assert all(p.requires_grad for n, p in model.named_parameters() if ".indexer." in n)
+    with pytest.raises(DataError, match="pass labels"):
+        model(ids, indexer_weight=0.1)
+    with pytest.raises(ValueError, match="finite number"):
+        model(ids, labels=ids, indexer_weight=-1.0)
+    model.train_indexers(False)
+    assert not any(p.requires_grad for n, p in model.named_parameters() if ".indexer." in n)
+    llama = make_pair("llama").ours
+    with pytest.raises(DataError, match="no layer of this model has an indexer"):
+        llama(ids, labels=ids, indexer_weight=0.1)
+    with pytest.raises(ValueError, match="no layer of this model has an indexer"):
+        llama.train_indexers()
