@@ -45,7 +45,7 @@ from liger_models.training.text.tokenizer import TextTokenizer
 from liger_models.training.trained_part import (
     check_language_model,
     check_new_rows_are_trained,
-    freeze,
+    choose_trained,
     freezing_divide,
     is_frozen,
     new_rows,
@@ -200,7 +200,7 @@ def load_model(
         settings: Any = model.config
         if getattr(settings, "pad_token_id", None) is None:
             settings.pad_token_id = tokenizer.pad_id
-    freeze(model, config.freeze, config.train_only)
+    choose_trained(model, config)
     if new and config.lora is None:
         check_new_rows_are_trained(model)
     frozen = {path for path, module in model.named_modules() if is_frozen(module)}

@@ -110,16 +110,34 @@ def freeze(model: LigerCausalLM, patterns: Sequence[str], train_only: Sequence[s
         raise ConfigError(f"{asked}: nothing is left to train; freeze fewer parts")
 
 
+def choose_trained(model: LigerCausalLM, config: TrainConfig) -> None:
+    """Freeze the weights that the settings name, and train indexers if they ask for it.
+
+    Raises:
+        ConfigError: as for `freeze`; or no layer has an indexer, or other settings do not support its loss.
+    """
+    if config.objective_options.get("indexer_loss"):
+        for option, unset in (("lora", None), ("cuda_graphs", False), ("sequence_parallel", 1)):
+            if getattr(config, option) != unset:
+                raise ConfigError(f"indexer_loss does not work with {option}: omit one of them")
+        try:
+            model.train_indexers()
+        except ValueError as error:
+            raise ConfigError(f"indexer_loss was given, but {error} ({config.model}); omit it") from None
+    freeze(model, config.freeze, config.train_only)
+
+
 def freezing_divide(config: TrainConfig, world: World) -> Callable[[LigerCausalLM], object] | None:
     """Function that divides a model over the processes. It freezes first, since this may split projections,
     which a divided model cannot.
     """
     divide = world.divide
-    if divide is None or not (config.freeze or config.train_only):
+    indexers = config.objective_options.get("indexer_loss")
+    if divide is None or not (config.freeze or config.train_only or indexers):
         return divide
 
     def frozen_and_divided(model: LigerCausalLM) -> None:
-        freeze(model, config.freeze, config.train_only)
+        choose_trained(model, config)
         divide(model)
 
     return frozen_and_divided

@@ -24,6 +24,10 @@ OBJECTIVE_OPTIONS: dict[str, tuple[type, str, str]] = {
         *(float, "X"),
         "for sft: load the checkpoint's modules for multi-token prediction, and add X times their loss (0)",
     ),
+    "indexer_loss": (
+        *(float, "X"),
+        "for sft: train the indexers of sparse attention, too, and add X times their loss (0)",
+    ),
     "label_smoothing": (
         float,
         "P",
