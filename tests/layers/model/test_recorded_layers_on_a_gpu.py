@@ -75,6 +75,23 @@ def test_replayed_steps_have_the_bits_of_unrecorded_ones(family, options, docume
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+    reason="needs products in float8",
+)
+def test_replayed_steps_in_float8_have_the_bits_of_unrecorded_ones():
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
+
+    def steps(recorded):
+        model = make("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
+        assert "float8" in liger_models.set_float8(model, "rowwise", all_sizes=True).values()
+        model.set_cuda_graphs(recorded)
+        return train(model, PACKED)
+
+    found, expected = steps(True), steps(False)
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 def test_replayed_steps_with_images_have_the_bits_of_unrecorded_ones():
     config = find_architecture("internvl").tiny
     call = make_batch(IMAGES, 2, 16, config, torch.device("cuda"))
