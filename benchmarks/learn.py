@@ -108,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from-scratch", action="store_true", help="start from random weights, and warm up")
     parser.add_argument("--start", type=Path, help="a trained model to start from, with its tokenizer")
     parser.add_argument("--text", choices=TEXTS, help="texts to learn; default: the experiment's")
-    parser.add_argument("--cuda-graphs", action="store_true", help="record the layers, except torchao's")
+    parser.add_argument("--cuda-graphs", action="store_true", help="record the layers")
     parser.add_argument("--evaluations", type=int, default=10, help="evaluations per run (%(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (%(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
             "lr": args.lr,
             "schedule": args.schedule,
             "eval_every": max(1, args.steps // args.evaluations),
-            "cuda_graphs": args.cuda_graphs and "torchao" not in mode,
+            "cuda_graphs": args.cuda_graphs,
         }
         _in_own_process(options | mode | order)
 
