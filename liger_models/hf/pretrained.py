@@ -78,7 +78,9 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     def _begin(self) -> None:
         """Finish construction once the submodules exist."""
         self.layouts = self.architecture.layouts
-        self._no_split_modules = self.base_decoder.layer_class_names()
+        # Where one of transformers' layers is several of ours, a module there holds parameters of both.
+        apart = self.base_decoder.own_layout.in_one == 1
+        self._no_split_modules = self.base_decoder.layer_class_names() if apart else set()
         self._is_stateful = self.base_decoder.spec.is_recurrent
         self.register_load_state_dict_pre_hook(convert_state_dict)
         self.register_load_state_dict_pre_hook(refuse_lost_adapters)

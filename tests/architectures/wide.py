@@ -90,6 +90,8 @@ def wide_config(family: str) -> dict[str, Any]:
     experts = max(EXPERTS, text.get("num_experts_per_tok") or 0)
     for most, keys in ((WINDOW, ["sliding_window"]), (experts, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
+    if "zero_expert_num" in text:  # transformers makes matrices for these experts that released files lack
+        text["zero_expert_num"] = 0
     fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # so that routers have a choice
     for key in NUMBERS_OF_EXPERTS:
         while (text.get(key) or 0) > fewest and _parameters(cut) > PARAMETERS:
