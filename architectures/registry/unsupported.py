@@ -14,7 +14,9 @@ MISSING: dict[str, str] = {
 }
 """The missing part, by `model_type`. An entry goes when its family is registered."""
 
-_CHOSEN_KEYS = "attention to the keys that an indexer chooses"
+_CHOSEN_BLOCKS = (
+    "attention to blocks of keys that an indexer chooses for each group of heads, and clamped MLPs"
+)
 _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
 _STREAMS = "several residual streams"
@@ -29,17 +31,21 @@ MISSING |= {
     "codegen": "projections joined in an order of its own",
     "cpmant": "learned biases by distance",
     "ctrl": "sinusoidal positions",
-    "deepseek_v4": f"{_CHOSEN_KEYS}, compressed keys, and {_STREAMS}",
+    "axk2": "norms with gates, and queries from a latent before and after its norm",
+    "beam": "residual sums that are scaled by depth, and gates of attention with biases",
+    "deepseek_v4": f"compressed keys, experts chosen by token ids, and {_STREAMS}",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in only the last layer",
     "hrm_text": "two stacks of layers that run in turns, several times each",
-    "hy_v4": f"{_CHOSEN_KEYS}, and {_STREAMS}",
+    "glm5_next": f"{_STREAMS}, and its image encoder",
+    "hy_v4": f"clamped MLPs, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
-    "mistral_large4": f"{_CHOSEN_KEYS}, and latents that layers share",
-    "minimax_m3_vl": _CHOSEN_KEYS,
-    "minimax_m3_vl_text": _CHOSEN_KEYS,
+    "mistral_large4": "learned scales of queries and of rotary frequencies, and latents that layers share",
+    "minimax_m3_vl": f"{_CHOSEN_BLOCKS}; its image encoder",
+    "minimax_m3_vl_text": _CHOSEN_BLOCKS,
+    "step3p7": "MLPs that clamp after their activation, and its image encoder",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",
     "openai-gpt": "learned positions next to norms after each sum",
     "biogpt": "learned positions that leave padding out",
@@ -47,7 +53,6 @@ MISSING |= {
     "xlnet": "attention in permuted orders",
     "reformer": "attention within hashed buckets",
     "zaya": "attention on convolved, compressed projections",
-    **dict.fromkeys(("axk2", "beam", "glm5_next"), _CHOSEN_KEYS),
     **dict.fromkeys(("inkling_text", "inkling2_text"), "short convolutions and relative scores in attention"),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "gated residuals"),
     **dict.fromkeys(("dots3_note_text", "xlm"), _UNDESCRIBED),
@@ -88,7 +93,7 @@ MISSING |= {
             *("kosmos-2", "kosmos-2.5"),
             *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
             *("perception_lm", "pi0", "pp_chart2table"),
-            *("qianfan_ocr", "shieldgemma2", "step3p7", "unlimited_ocr", "video_llava"),
+            *("qianfan_ocr", "shieldgemma2", "unlimited_ocr", "video_llava"),
         ),
         _SEES,
     ),
