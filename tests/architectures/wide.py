@@ -294,7 +294,8 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     made = reference_class(architecture)
     settings = made.config_class(**copy.deepcopy(config))
     settings._attn_implementation = kind if getattr(made, f"_supports_{kind}", True) else "eager"
-    if dtype == torch.bfloat16 and hasattr(settings, "vision_config"):  # as in a loaded model
+    by_sdpa = dtype == torch.bfloat16 and getattr(made, "_supports_sdpa", True)
+    if by_sdpa and hasattr(settings, "vision_config"):  # as in a loaded model
         settings.vision_config._attn_implementation = "sdpa"
     with torch.device(DEVICE):
         model = made(settings)
