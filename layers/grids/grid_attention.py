@@ -97,7 +97,7 @@ class GridAttention(nn.Module):
         """
         spec = self.spec
         heads, wide = spec.num_attention_heads, spec.head_dim + 2 * spec.width
-        within = itemsize * (4 * spec.q_size + 2 * heads * wide) + 4 * heads
+        within = itemsize * (5 * spec.q_size + 2 * heads * wide) + 4 * heads
         windows = -(-spec.side // spec.width) * spec.width
         return itemsize * spec.q_size + within * windows**2 // spec.side**2
 
