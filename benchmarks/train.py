@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_configuration,
         metavar="PROVIDER:MEMORY:BATCH[:DATA]",
         help="repeatable. PROVIDER: ours[+split|+compile|+graphs][+WEIGHTS][+FLOAT8], or transformers[+liger]"
-        f"[+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+FLOAT8]. WEIGHTS: our AdamW, "
+        f"[+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+PACKAGE][+FLOAT8]. WEIGHTS: our AdamW, "
         f"{', '.join(WEIGHTS)}. FLOAT8: {', '.join(RECIPES)}. MEMORY: for ours a "
         "level of activation memory, auto, or 'lean,checkpoint=4' (all lean, the last 4 layers checkpoint); "
         f"for the others none or checkpoint. DATA: {', '.join(DATA)}. "
@@ -136,6 +137,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         found = args.configuration or [_configuration(text) for text in CONFIGURATIONS]
         groups = [_jobs(model, args.seq, found, args) for model in args.model or [DEFAULT]]
     results: dict[int, Result] = {}
+    end = time.monotonic() + args.within
     jobs = [job for group in groups for job in group]
     ahead = args.device[0].startswith("cuda") and len(jobs) > 1
     for job, result in measure_all(groups, args.device, args.time_limit, ahead, args.within):
@@ -143,7 +145,7 @@ def measure(args: argparse.Namespace, report: Report) -> None:
         report.rows = [(jobs[i], results[i]) for i in sorted(results)]
         _write(args, report)
     if args.device[0].startswith("cuda"):
-        report.checks = check_alone(report.rows, args.device[0], args.time_limit)
+        report.checks = check_alone(report.rows, args.device[0], args.time_limit, end - time.monotonic())
 
 
 def _jobs(model: str, seq: int, asked: Sequence[cases.Configuration], args: argparse.Namespace) -> list[Job]:

@@ -114,28 +114,30 @@ CASES: Mapping[str, Case] = {
     ),
     "Qwen3-Next, 4 layers, 4 x 4096": Case(
         "qwen3-next-4",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+grouped_mm", "none", 4, "full")),
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+grouped_mm+fla+causal_conv1d", "none", 4, "full")),
     ),
     "Qwen3.5-9B, 4 layers, 4 x 4096": Case(
         "qwen3.5-9b-4",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa", "none", 4, "full")),
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+fla+causal_conv1d", "none", 4, "full")),
     ),
-    # transformers uses mamba_ssm's and causal_conv1d's kernels if these are installed.
     "Granite-4-H-Small, 4 layers, 4 x 4096": Case(
         "granite-4-h-small-4",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+grouped_mm", "none", 4, "full")),
+        (
+            ("ours", "lean", 4, "full"),
+            ("transformers+sdpa+grouped_mm+mamba_ssm+causal_conv1d", "none", 4, "full"),
+        ),
     ),
     "Granite-4-H-Micro, 10 layers, 4 x 4096": Case(
         "granite-4-h-micro-10",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa", "none", 4, "full")),
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
     ),
     "Nemotron-H-8B, 9 layers, 4 x 4096": Case(
         "nemotron-h-8b-9",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa", "none", 4, "full")),
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
     ),
     "LFM2-2.6B, 8 layers, 4 x 4096": Case(
         "lfm2-2.6b-8",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa", "none", 4, "full")),
+        (("ours", "lean", 4, "full"), ("transformers+sdpa+causal_conv1d", "none", 4, "full")),
     ),
     # Without peers: transformers 5.17 leaks states between packed documents.
     "Qwen3-Next, 4 layers, 18 documents, 75% masked": Case("qwen3-next-4", (("ours", "lean", 18, "packed"),)),
@@ -194,6 +196,7 @@ def _names(job: Job) -> list[str]:
         "varlen": "FlashAttention 2",
         "sdpa": "SDPA",
         "grouped_mm": "grouped_mm",
+        "fla": "flash-linear-attention",
     }
     library = " + ".join(names[part] for part in ("transformers", "liger") if part in job.provider.split("+"))
     more = [names.get(name, name) for name in job.provider.split("+")[1:] if name != "liger"]

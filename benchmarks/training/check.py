@@ -5,10 +5,12 @@ this package.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,16 +25,22 @@ TOLERANCE = 0.02
 Rows = Sequence[tuple[Job, Result]]
 
 
-def check_alone(rows: Rows, device: str, time_limit: float) -> list[str]:
-    """A sentence per model on the step of its first peer. Empty if no peer was measured."""
+def check_alone(rows: Rows, device: str, time_limit: float, within: float = math.inf) -> list[str]:
+    """A sentence per model on the step of its first peer, as far as `within` seconds allow. Empty if no peer
+    was measured.
+    """
+    end = time.monotonic() + within
     firsts: dict[str, tuple[Job, Result]] = {}
     for job, result in rows:
         if not job.ours and not job.under_compile and "step_ms" in result:
             firsts.setdefault(job.model, (job, result))
-    return [
-        compare(_name(job), result["step_ms"], run_alone(_PEER, _asked(job, device), time_limit))
-        for job, result in firsts.values()
-    ]
+    found = []
+    for job, result in firsts.values():
+        limit = min(time_limit, end - time.monotonic())
+        late = {"note": "no time was left for it"}
+        alone = run_alone(_PEER, _asked(job, device), limit) if limit > 0 else late
+        found.append(compare(_name(job), result["step_ms"], alone))
+    return found
 
 
 def compare(name: str, measured: float, alone: dict[str, Any]) -> str:

@@ -6,11 +6,13 @@ Imports nothing of ours: `alone.py` runs the same code in a separate process.
 from __future__ import annotations
 
 import copy
+import importlib.util
 import inspect
 import itertools
+import re
 import statistics
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +21,9 @@ import torch
 ATTENTION = ("sdpa", "flex_attention", "eager", "varlen")
 EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eager", "sonicmoe": "sonicmoe"}
 FLOAT8 = ("rowwise", "tensorwise", "rowwise_with_gw_hp")  # of torchao
-OPTIONS = {"liger", "compile", "regional", "kernels", *ATTENTION, *EXPERTS, *FLOAT8}
+# Packages whose kernels transformers' recurrent layers use if installed, with patterns of the kernels' names.
+PACKAGES = {"fla": r"gated_delta_rule", "mamba_ssm": r"_chunk_scan_", "causal_conv1d": r"causal_conv1d"}
+OPTIONS = {"liger", "compile", "regional", "kernels", *ATTENTION, *EXPERTS, *FLOAT8, *PACKAGES}
 
 
 def build_peer(
@@ -46,6 +50,9 @@ def build_peer(
     found = getattr(transformers, reference, None)
     if found is None:
         raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
+    for package in sorted(options & PACKAGES.keys()):
+        if importlib.util.find_spec(package) is None:
+            raise NotImplementedError(f"{package} is not installed")
     experts = next((EXPERTS[name] for name in EXPERTS if name in options), None)
     if "liger" in options:
         _patch(model_type, with_experts=experts is None)
@@ -148,6 +155,29 @@ def _register_varlen() -> None:
 
     AttentionInterface.register("varlen", attend)
     AttentionMaskInterface.register("varlen", flash_attention_mask)
+
+
+def check_packages(options: Set[str], step: Callable[[], object]) -> list[str]:
+    """The names of the kernels by which a step on a GPU shows that it uses the packages among the options.
+
+    Without a package, or if its import fails, transformers silently uses its own slow form.
+
+    Raises:
+        NotImplementedError: no kernel of a package ran.
+    """
+    asked = sorted(options & PACKAGES.keys())
+    if not asked:
+        return []
+    kernels = set()
+    if torch.cuda.is_available():
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+        kernels = {event.name for event in profile.events()}
+    found = {one: sorted(name for name in kernels if re.search(PACKAGES[one], name)) for one in asked}
+    if missing := [package for package in asked if not found[package]]:
+        raise NotImplementedError(f"transformers did not use the kernels of {' and '.join(missing)}")
+    return [name for names in found.values() for name in names]
 
 
 def in_one_line(error: Exception) -> str:

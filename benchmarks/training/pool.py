@@ -9,6 +9,7 @@ patched more of a model. Failed jobs and timeouts become notes.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import multiprocessing
 import os
@@ -33,6 +34,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 _MOST_AT_ONCE = 14  # compiling on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # per job
 _SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
+_RESERVE = 3  # processes that import ahead on a GPU: a job is often shorter than its imports
 _BROKEN = "failed"
 
 Group = Sequence[Job]
@@ -59,18 +61,20 @@ def measure_all(
     os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     # One tile size for each of liger-kernel's expert products: timing all of them takes minutes.
     os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
-    peers = any(not job.ours for group in groups for job in group)
+    jobs = [job for group in groups for job in group]
+    peers = ["transformers"] * any(not job.ours for job in jobs)
+    peers += ["liger_kernel.transformers"] * any("liger" in job.options for job in jobs)
     workers = [Worker(device, peers, once=True) for device in devices]  # they import meanwhile
     if ahead:
         # FlexAttention takes minutes to compile, which all others would wait for.
         patient = math.isinf(within)
         ready = (job for group in groups for job in group if patient or "flex_attention" not in job.options)
-        jobs = [[job] for job in ready if job.compiles]
-        jobs.sort(key=lambda group: _longest_first(group[0]))
+        compiling = [[job] for job in ready if job.compiles]
+        compiling.sort(key=lambda group: _longest_first(group[0]))
         at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
-        helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(jobs)]
-        work = _each(jobs, helpers, _SECONDS_AHEAD, end, ahead=True)
-        for _ in _with_bar(work, jobs, "compiling"):
+        helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(compiling)]
+        work = _each(compiling, helpers, _SECONDS_AHEAD, end, ahead=True)
+        for _ in _with_bar(work, compiling, "compiling"):
             pass
     yield from _with_bar(_each(groups, workers, time_limit, end, ahead=False), groups, "measuring")
 
@@ -122,9 +126,10 @@ def _each(
 class Worker:
     """A process with one device, replaced when it becomes unusable, or with `once` after each job."""
 
-    def __init__(self, device: str, peers: bool, once: bool = False) -> None:
+    def __init__(self, device: str, peers: Sequence[str], once: bool = False) -> None:
         self._arguments, self._once = (device, peers), once
-        self._next: tuple[Any, Any] | None = None
+        self._reserve = _RESERVE if device.startswith("cuda") else 1
+        self._next: list[tuple[Any, Any]] = []
         self._begin()
 
     def do(self, job: Job, time_limit: float, ahead: bool, last: bool = False) -> Result:
@@ -140,8 +145,8 @@ class Worker:
         try:
             self._pipe.recv()  # it has imported
             self._pipe.send((job, ahead))
-            if self._once and not last:
-                self._next = self._start()
+            while self._once and not last and len(self._next) < self._reserve:
+                self._next.append(self._start())
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
                 return {"note": f"stopped after {time_limit:.3g} s"}
@@ -162,8 +167,8 @@ class Worker:
     def close(self) -> None:
         """Stop the process and its successor."""
         self.end()
-        if self._next is not None:
-            self._next[0].kill()
+        for process, _ in self._next:
+            process.kill()
 
     def _start(self) -> tuple[Any, Any]:
         pipe, theirs = _SPAWN.Pipe()
@@ -174,15 +179,14 @@ class Worker:
 
     def _begin(self) -> None:
         self._changed: dict[str, int] = {}  # by liger-kernel, of transformers' models
-        self._process, self._pipe = self._next or self._start()
-        self._next = None
+        self._process, self._pipe = self._next.pop(0) if self._next else self._start()
 
     def _begin_anew(self) -> None:
         self.end()
         self._begin()
 
 
-def _work(pipe: Any, device: str, peers: bool) -> None:
+def _work(pipe: Any, device: str, peers: Sequence[str]) -> None:
     """Main loop of the process: reports that it is ready, then processes jobs until the pipe is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
     import torch
@@ -190,8 +194,7 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
     import liger_models.models.loading  # noqa: F401
     from benchmarks.training import step
 
-    if peers:
-        _import_peers()
+    _import_peers(peers)
     on = torch.device("cuda:0" if device == "cuda" else device)
     with contextlib.suppress(EOFError, OSError):
         while True:
@@ -203,21 +206,20 @@ def _work(pipe: Any, device: str, peers: bool) -> None:
                 result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
             except Exception as error:
                 if not ahead:  # otherwise it is retried
-                    message = f"{job.model} {job.provider}: {traceback.format_exc()[-1500:]}"
+                    message = f"{job.model} {job.provider}: {traceback.format_exc()[-6000:]}"
                     print(message, file=sys.stderr, flush=True)
                 result = {"note": f"{_BROKEN}: {type(error).__name__}: {in_one_line(error)}"}
             pipe.send(result)
 
 
-def _import_peers() -> None:
+def _import_peers(names: Sequence[str]) -> None:
     """Import the peers, which takes seconds; jobs report missing ones. transformers looks for a package
     called kernels, which must not be ours in the checkout: installed packages come first.
     """
     sys.path.sort(key=lambda path: Path(path or ".").resolve() == ROOT)
-    with contextlib.suppress(ImportError):
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        from transformers import AutoModelForCausalLM  # noqa: F401
-    with contextlib.suppress(ImportError):
-        import liger_kernel.transformers  # noqa: F401
+    for name in names:
+        with contextlib.suppress(ImportError):
+            peer = importlib.import_module(name)
+            if name == "transformers":
+                peer.logging.set_verbosity_error()
+                from transformers import AutoModelForCausalLM  # noqa: F401

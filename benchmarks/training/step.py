@@ -5,21 +5,23 @@ optimizer step and zero_grad; after untimed steps, steps are timed by device eve
 between them. A provider is a library with options:
 
     ours[+split|+compile|+graphs][+WEIGHTS][+FLOAT8]
-    transformers[+liger][+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+FLOAT8]
+    transformers[+liger][+kernels][+compile|+regional][+ATTENTION][+EXPERTS][+PACKAGE][+FLOAT8]
 
 `graphs` records the layers (`set_cuda_graphs`). `compile` is torch.compile of the model, and `regional` of
 each of its layers, which compiles one of them for all. WEIGHTS uses our AdamW instead of torch's, with this
 weight mode (`liger_models.optim.AdamW`). FLOAT8 is a recipe of `set_float8`, or of torchao's
 `convert_to_float8_training`. ATTENTION and EXPERTS are values of transformers' `attn_implementation` and
 `experts_implementation` (`loop` is its eager); the default is its own choice. With an EXPERTS, liger-kernel
-leaves the experts to transformers. `varlen` is torch's FlashAttention 2 over documents, in place of
-flash_attention_2, and `kernels` is `use_kernels=True`.
+leaves the experts to transformers. PACKAGE is one or more of fla, mamba_ssm and causal_conv1d, whose kernels
+transformers uses if they are installed: a step that does not run them is no result. `varlen` is torch's
+FlashAttention 2 over documents, in place of flash_attention_2, and `kernels` is `use_kernels=True`.
 `peer.py` builds and times peers.
 """
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -29,7 +31,9 @@ import torch
 from benchmarks.training.batches import IMAGES, MASKED, count_tokens, make_batch, rows_of
 from benchmarks.training.peer import (
     OPTIONS,
+    PACKAGES,
     build_peer,
+    check_packages,
     document_bounds,
     fused_adamw,
     in_one_line,
@@ -113,7 +117,7 @@ class Job:
     @property
     def compiles(self) -> bool:
         """Whether the first step compiles something."""
-        return self.ours or self.under_compile or bool(self.options & {"liger", "flex_attention"})
+        return self.ours or self.under_compile or bool(self.options & {"liger", "flex_attention", *PACKAGES})
 
 
 def check_provider(provider: str) -> None:
@@ -156,6 +160,9 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
     try:
         if job.memory.startswith("auto"):  # with so few layers nothing would be recomputed
             job = replace(job, memory="lean")
+        if job.options & PACKAGES.keys():
+            os.environ |= {"TRITON_CACHE_AUTOTUNING": "0", "FLA_CACHE_RESULTS": "0"}  # others run meanwhile
+            job = replace(job, batch=2, seq=min(job.seq, 1024))  # Triton compiles the same code
         model = build(job, config, device)
         model(**make_job_batch(job, device)).loss.backward()
         if job.weights is not None:
@@ -179,6 +186,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     batch = make_job_batch(job, device)
     times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None
+    ran = check_packages(job.options, lambda: train_step(model, optimizer, batch))
     return {
         **summary(times, count_job_tokens(job)),
         "peak_gib": peak,
@@ -186,6 +194,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
         "first_loss": losses[0].item(),
         "loss": losses[-1].item(),
         "parameters": sum(p.numel() for p in model.parameters()),
+        **({"packages": ran} if ran else {}),
         **({"kernels": kernels(job, model, optimizer, device)} if job.profile else {}),
     }
 

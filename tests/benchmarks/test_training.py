@@ -172,7 +172,7 @@ def test_a_model_that_liger_kernel_changed_is_measured_without_it_in_a_new_proce
         def __init__(self):
             self.recv, self.send, self.poll = dict, lambda asked: None, lambda seconds: True
 
-    worker = pool.Worker("cpu", peers=True)
+    worker = pool.Worker("cpu", peers=())
     worker._pipe = Pipe()
 
     def processes(provider):
@@ -192,7 +192,7 @@ def test_compiled_jobs_have_more_time_and_start_first(benchmarks, monkeypatch):
     from benchmarks.training import pool
 
     monkeypatch.setattr(pool.Worker, "_begin", lambda self: setattr(self, "_changed", {}))
-    worker, limits = pool.Worker("cpu", peers=True), []
+    worker, limits = pool.Worker("cpu", peers=()), []
     worker._pipe = type("Pipe", (), {"recv": dict, "send": lambda self, asked: None})()
     monkeypatch.setattr(type(worker._pipe), "poll", lambda self, limit: limits.append(limit) or True, False)
     jobs = [job("transformers+sdpa", "none"), job("transformers+liger+sdpa+compile", "none")]
@@ -224,3 +224,18 @@ def test_every_shape_is_a_supported_model(benchmarks):
     assert config_of("llama-3-8b", layers=3)["num_hidden_layers"] == 3
     assert config_of("llama-3-8b", seq=65536)["max_position_embeddings"] == 65536
     assert config_of("llama-3-8b", seq=4096)["max_position_embeddings"] == 8192
+
+
+def test_a_peer_whose_kernels_do_not_run_is_no_result(benchmarks, monkeypatch):
+    """transformers uses its own slow form where a package's import fails, and says nothing."""
+    pytest.importorskip("transformers")
+    import torch
+
+    from benchmarks.training import peer
+    from benchmarks.training.step import measure
+
+    asked = job("transformers+sdpa+mamba_ssm", "none")
+    assert measure(asked, torch.device("cpu")) == {"note": "mamba_ssm is not installed"}
+    monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: name)
+    note = {"note": "transformers did not use the kernels of mamba_ssm"}
+    assert measure(asked, torch.device("cpu")) == note
