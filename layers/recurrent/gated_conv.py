@@ -46,9 +46,10 @@ class GatedConvolution(RecurrentMixer):
             (gated,) = self.conv1d(projected, None, sequences.documents.bounds(), gated=True)
             return self.out_proj(gated)
         before, after, u = projected.chunk(3, dim=-1)
-        inner = carry_recipe(before * u, torch.mul, before, u)
+        inner = carry_recipe(before * u, torch.mul, before, u, late=True)
         convolved, after = self.mix(inner, (), sequences), after.unsqueeze(-1)  # [T, channels, 1]
-        return self.out_proj(carry_recipe(_gated(convolved, after), _gated, convolved, after, deep=True))
+        gated = carry_recipe(_gated(convolved, after), _gated, convolved, after, late=True, deep=True)
+        return self.out_proj(gated)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: gates and u; with `all` also the gated output."""

@@ -53,7 +53,7 @@ class GatedNormalisation(nn.Module):
             activation=self.activation,
             cast=self.cast,
         )
-        return carry_recipe(make(x, gate, self.weight), make, x, gate, self.weight)
+        return carry_recipe(make(x, gate, self.weight), make, x, gate, self.weight, late=True)
 
     def extra_repr(self) -> str:
         return f"{self.weight.numel()}, eps={self.eps}"

@@ -80,7 +80,7 @@ class SelectiveScan(RecurrentMixer):
         """x [T, H] -> [T, H]."""
         inner, z = self.in_proj(x).chunk(2, dim=-1)
         y = self.mix(inner, (), sequences).flatten(1)
-        return self.out_proj(carry_recipe(swiglu(z, y), swiglu, z, y).to(x.dtype))
+        return self.out_proj(carry_recipe(swiglu(z, y), swiglu, z, y, late=True).to(x.dtype))
 
     def _selected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The step before its bias [T, channels], B and C [T, state], from x [T, channels]."""
@@ -89,7 +89,9 @@ class SelectiveScan(RecurrentMixer):
         if spec.norms == "weighted":
             step, b, c = self.dt_layernorm(step), self.b_layernorm(b), self.c_layernorm(c)
         elif spec.norms == "unweighted":
-            step, b, c = (carry_recipe(self._unit(part), self._unit, part) for part in (step, b, c))
+            step, b, c = (
+                carry_recipe(self._unit(part), self._unit, part, late=True) for part in (step, b, c)
+            )
         return self.dt_proj(step), b, c
 
     def _unit(self, x: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class SelectiveScan(RecurrentMixer):
         state: Tensor | None,
         share: Share = WHOLE,
     ) -> tuple[Tensor, Tensor]:
-        x = carry_recipe(_flat(parts[0]), _flat, parts[0], deep=True)
+        x = carry_recipe(_flat(parts[0]), _flat, parts[0], late=True, deep=True)
         return self._scan(x, *self._selected(x), documents, state, share)
 
     def _scan(
@@ -137,7 +139,7 @@ class SelectiveScan(RecurrentMixer):
         share = slice.rank, slice.ranks
         received = slice.dealt(channels.unsqueeze(-1))
         convolved = self.conv1d(received, None, documents.bounds(), share=share)[0]
-        x = carry_recipe(_flat(convolved), _flat, convolved, deep=True)
+        x = carry_recipe(_flat(convolved), _flat, convolved, late=True, deep=True)
         dt, b, c = self._selected(_flat(slice.to_tokens(convolved)))
         b, c = slice.gathered(torch.cat([b, c], dim=-1)).chunk(2, dim=-1)
         y, _ = self._scan(x, slice.dealt(dt.unsqueeze(-1)), b, c, documents.boundaries(), None, share)

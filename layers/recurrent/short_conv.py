@@ -93,10 +93,10 @@ class ShortConvolution(nn.Module):
         operands = (x, self.weight) if self.bias is None else (x, self.weight, self.bias)
         if gated:
             gate = functools.partial(gated_short_conv, bounds=bounds)
-            return (carry_recipe(gate(*operands), gate, *operands),)
+            return (carry_recipe(gate(*operands), gate, *operands, late=True),)
         if state is None:
             make = functools.partial(self._parts, bounds=bounds, share=share, before=before)
-            return carry_recipes(make(*operands), make, *operands, deep=True)
+            return carry_recipes(make(*operands), make, *operands, late=True, deep=True)
         y = short_conv(
             x, self.weight, self.bias, activation=self.activation, cu_seqlens=documents, state=state
         )

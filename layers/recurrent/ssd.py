@@ -67,7 +67,11 @@ class SSD(RecurrentMixer):
         spec = self.spec
         z, xbc, dt = self._scaled(self.in_proj(x)).split([spec.size, spec.conv_size, spec.heads], dim=-1)
         y = self.mix(xbc, (dt,), sequences).flatten(1)
-        gated = carry_recipe(swiglu(z, y), swiglu, z, y) if spec.gating == "without_norm" else self.norm(y, z)
+        gated = (
+            carry_recipe(swiglu(z, y), swiglu, z, y, late=True)
+            if spec.gating == "without_norm"
+            else self.norm(y, z)
+        )
         return self.out_proj(gated.to(x.dtype))
 
     def _scaled(self, projected: Tensor) -> Tensor:
