@@ -166,6 +166,7 @@ class _Moments:
         tile_begun: of a tile when its backward pass runs the layer again, see `PeftForward`.
         moved: bytes of sums that are moved.
         accumulates: gradients of an earlier micro-batch exist, to which these are added.
+        one_part: there is no MLP: the stream's gradient takes the place of no stream between two parts.
     """
 
     lean: int
@@ -186,6 +187,7 @@ class _Moments:
     tile_begun: int
     moved: int
     accumulates: bool
+    one_part: bool
 
     @staticmethod
     def of(
@@ -265,6 +267,7 @@ class _Moments:
             tile_begun=tile_begun,
             moved=moved,
             accumulates=step.accumulates,
+            one_part=mlp is None,
         )
 
     def largest(self, level: ActivationMemory) -> int:
@@ -273,7 +276,9 @@ class _Moments:
         after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
-        attention = self.lean - self.mlp + self.attention + all_after - whole
+        attention = self.lean - self.mlp + self.attention + self.one_part * self.stream + all_after - whole
+        if level == "all":
+            attention += min(self.norms, self.stream)
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":
@@ -320,7 +325,8 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
 
 def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     if isinstance(module.spec, RecurrentSpec):
-        return step.tokens * module.backward_bytes(itemsize)
+        whole = step.sequence_ranks == 1
+        return step.tokens * (module.backward_bytes if whole else module.divided_backward_bytes)(itemsize)
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step
-from liger_models.kernels.recurrent._chunk_table import CHUNK
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -108,13 +108,16 @@ class ChannelDelta(RecurrentMixer):
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
-        keeps: gradients of o and z; q, k and v after the convolution and their gradients; the gradient of f;
-        the tokens' writes and their gradients; per chunk the solved triangle, and states with their
-        gradients; and gates in float32.
+        keeps, less o, which the norm has freed, and z if it is not a part of a wider product: gradients of o
+        and z; q, k and v after the convolution; the tokens' writes with what reads and solves them, and their
+        gradients (later the gradients of q, k and f); per chunk two squares, and states with their gradients;
+        and in float32 gates, and states between segments.
         """
         spec = self.spec
-        chunk = spec.heads * (CHUNK + 2 * spec.head_dim * spec.head_dim / CHUNK)
-        return int(itemsize * (11 * spec.size + chunk)) + 4 * (2 * spec.size + 4 * spec.heads)
+        chunk = spec.heads * (2 * CHUNK + 2 * spec.head_dim * spec.head_dim / CHUNK)
+        freed = (1 if spec.gate_rank is None else 2) * spec.size
+        numbers = spec.size + 4 * spec.heads + 3 * spec.size * spec.head_dim / SEGMENT
+        return int(itemsize * (10 * spec.size - freed + chunk) + 4 * numbers)
 
     def extra_repr(self) -> str:
         spec = self.spec

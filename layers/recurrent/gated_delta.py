@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels.recurrent._chunk_table import CHUNK
+from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -125,17 +125,28 @@ class GatedDelta(RecurrentMixer):
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
-        keeps: gradients of o and z; q, k and v after the convolution; the gradient of v; the tokens' writes,
-        replaced by the gradients of q and k if they fit; the gradients of k through the states, a part for
-        each program that shares a head; per chunk two squares of scores, and states; and float32 numbers.
+        keeps, less o, which the norm has freed, and z if it is a copy: gradients of o and z; q, k and v after
+        the convolution; the gradient of v; the tokens' writes, replaced by the gradients of q and k if they
+        fit; the gradients of k through the states, a part for each program that shares a head; per chunk two
+        squares of scores, and states; and in float32 numbers, and states between segments.
         """
         spec = self.spec
         keys = 2 * spec.key_heads * spec.key_dim
         parts = 1 if spec.key_dim == spec.value_dim == 128 else ceil_div(spec.value_dim, 64)
         chunk = 2 * CHUNK + spec.key_dim * spec.value_dim / CHUNK + parts * spec.key_dim
-        numbers = 4 * (7 * spec.value_heads + 2 * spec.key_heads + spec.value_size / CHUNK)
-        grads = spec.conv_size + 4 * spec.value_size + (0 if keys <= spec.value_size else keys)
+        between = 3 * spec.value_size * spec.key_dim / SEGMENT
+        numbers = 4 * (7 * spec.value_heads + 2 * spec.key_heads + spec.value_size / CHUNK + between)
+        freed = (2 if spec.projections == "qkvz" else 1) * spec.value_size
+        grads = spec.conv_size + 4 * spec.value_size - freed + (0 if keys <= spec.value_size else keys)
         return int(itemsize * (grads + spec.value_heads * chunk) + numbers)
+
+    def divided_backward_bytes(self, itemsize: int) -> int:
+        """The same of a sequence that is divided over ranks, less the product of which z is a part: only
+        copies of its other parts are needed.
+        """
+        spec = self.spec
+        product = 0 if spec.projections == "qkvz" else spec.conv_size + spec.value_size
+        return self.backward_bytes(itemsize) - itemsize * product
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -66,6 +66,16 @@ class RecurrentMixer(nn.Module):
         """Shape of the state of one sequence; None if there is no scan."""
         return None
 
+    def backward_bytes(self, itemsize: int) -> int:
+        """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
+        keeps.
+        """
+        raise NotImplementedError
+
+    def divided_backward_bytes(self, itemsize: int) -> int:
+        """The same of a sequence that is divided over ranks."""
+        return self.backward_bytes(itemsize)
+
     def mix(self, channels: Tensor, gates: Sequence[Tensor], sequences: Sequences) -> Tensor:
         """Return the scan's output [T, heads, head_dim].
 

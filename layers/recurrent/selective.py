@@ -162,12 +162,12 @@ class SelectiveScan(RecurrentMixer):
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
-        keeps: gradients of y and z, x after the convolution and its gradient, that of the step, and states
-        with their gradients for some channels.
+        keeps, less y, which is freed by then: gradients of y and z, x after the convolution and its gradient,
+        that of the step, and states with their gradients for some channels.
         """
         spec = self.spec
         states: Any = min(spec.channels, SLAB) * spec.state * BYTES_IN_BACKWARD
-        return itemsize * 5 * spec.channels + int(states)
+        return itemsize * 4 * spec.channels + int(states)
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -116,13 +116,14 @@ class SSD(RecurrentMixer):
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`
-        keeps: gradients of y and z; x, B and C after the convolution and their gradients; the states of a
-        slice of the heads and their gradients, together no larger than x; and in float32 four numbers for
-        each token and head, states and their gradients between segments, and gradients of B and C of groups
-        that several slices share.
+        keeps, less y, which the norm has freed: gradients of y and z; x, B and C after the convolution and
+        their gradients; the states of a slice of the heads and their gradients, together no larger than x;
+        and in float32 four numbers for each token and head, states and their gradients between segments, and
+        gradients of B and C of groups that several slices share.
         """
         spec = self.spec
-        return scan_bytes(spec.size, spec.conv_size, spec.heads, spec.groups, spec.state, itemsize)
+        of_scan = scan_bytes(spec.size, spec.conv_size, spec.heads, spec.groups, spec.state, itemsize)
+        return of_scan - itemsize * spec.size
 
     def extra_repr(self) -> str:
         spec = self.spec
@@ -130,7 +131,7 @@ class SSD(RecurrentMixer):
 
 
 def scan_bytes(size: int, conv_size: int, heads: int, groups: int, state: int, itemsize: int) -> int:
-    """`SSD.backward_bytes`, from fields of the spec."""
+    """`SSD.backward_bytes` with y, from fields of the spec."""
     slices = max(ceil_div(2 * state, CHUNK), 1)
     shared = 2 * groups * state if slices > groups else 0
     wide = shared + 4 * heads + 2 * size * state // SEGMENT
