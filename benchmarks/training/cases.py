@@ -139,6 +139,26 @@ CASES: Mapping[str, Case] = {
         "lfm2-2.6b-8",
         (("ours", "lean", 4, "full"), ("transformers+sdpa+causal_conv1d", "none", 4, "full")),
     ),
+    # With three quarters of a peer's memory.
+    "Granite-4-H-Small, 4 layers, 4 x 4096, within 34 GiB": Case(
+        "granite-4-h-small-4",
+        (
+            ("ours", "auto=34", 4, "full"),
+            ("transformers+sdpa+grouped_mm+mamba_ssm+causal_conv1d", "none", 4, "full"),
+        ),
+    ),
+    "Granite-4-H-Micro, 10 layers, 4 x 4096, within 22 GiB": Case(
+        "granite-4-h-micro-10",
+        (("ours", "auto=22", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
+    ),
+    "Nemotron-H-8B, 9 layers, 4 x 4096, within 20 GiB": Case(
+        "nemotron-h-8b-9",
+        (("ours", "auto=20", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
+    ),
+    "LFM2-2.6B, 8 layers, 4 x 4096, within 20 GiB": Case(
+        "lfm2-2.6b-8",
+        (("ours", "auto=20", 4, "full"), ("transformers+sdpa+causal_conv1d", "none", 4, "full")),
+    ),
     # Without peers: transformers 5.17 leaks states between packed documents.
     "Qwen3-Next, 4 layers, 18 documents, 75% masked": Case("qwen3-next-4", (("ours", "lean", 18, "packed"),)),
     "Qwen3.5-9B, 4 layers, 18 documents, 75% masked": Case("qwen3.5-9b-4", (("ours", "lean", 18, "packed"),)),

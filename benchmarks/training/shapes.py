@@ -124,6 +124,17 @@ MODELS: Mapping[str, dict[str, Any]] = {
         num_hidden_layers=9,
         hybrid_override_pattern="M-M-M*-M-",
     ),
+    # The widths in Megatron-Bridge's recipe for NVIDIA-Nemotron-3-Nano-4B.
+    "nemotron-3-nano-4b": _published(
+        "Nemotron-H-8B-Base-8K",
+        hidden_size=3136,
+        intermediate_size=12544,
+        num_attention_heads=40,
+        mamba_num_heads=96,
+        mamba_head_dim=80,
+        num_hidden_layers=42,
+        hybrid_override_pattern="M-M-M-MM-M-M*-M-M*-M-M-M*-M-M-MM*-MMM-M-M-",
+    ),
     "lfm2-2.6b-8": _published(
         "LFM2-1.2B",
         8,
