@@ -129,6 +129,7 @@ def names_of(family: str) -> Iterator[Any]:
         yield from (type(block.mlp), *map(type, block.mixers))
     for layout in find_architecture(family).layouts:
         yield from (field.name for field in fields(layout) if getattr(layout, field.name))
+        yield "in_one", layout.in_one
 
 
 def kinds_of(family: str) -> Iterator[Any]:
