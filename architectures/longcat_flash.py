@@ -45,7 +45,6 @@ def unused_experts(c: HFConfig) -> tuple[str, ...]:
         "n_routed_experts": 512,
         "zero_expert_num": 256,
         "expert_ffn_hidden_size": 2048,
-        "routed_scaling_factor": 6.0,
         "max_position_embeddings": 131072,
     },
     layouts=(Layout(NAMES, in_one=2), Layout(NAMES, ("*.experts.*",), in_one=2)),
@@ -75,7 +74,7 @@ def experts(c: HFConfig) -> MoESpec:
         renormalize=False,
         correction_bias=True,
         float32_router=True,
-        routed_scaling_factor=c.take_number("routed_scaling_factor"),
+        routed_scaling_factor=c.take_number("routed_scaling_factor", 6.0),
         identity_experts=c.take_count("zero_expert_num", 0, least=0),
     )
 
