@@ -186,6 +186,16 @@ def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None, padde
     return described
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for x's device. torch refuses the question for the meta device."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """Turn autocast off for x's device."""
+    return _NOTHING if x.is_meta else torch.autocast(x.device.type, enabled=False)
+
+
 def num_sms(x: Tensor) -> int:
     """Multiprocessors of x's GPU."""
     return gpu_of(x).multiprocessors

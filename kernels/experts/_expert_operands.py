@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels._dispatch import autocasts
 from liger_models.kernels.activations.gated import Activation, ClampedSwiGLU, has_gate
 from liger_models.kernels.experts._expert_paths import ExpertPath
 
@@ -87,7 +88,7 @@ def check_paths(name: str, paths: Sequence[ExpertPath], matrices: Tensor | Store
 
 def cast_operands(x: Tensor, *operands: Tensor | StoredMatrices | None) -> tuple[Any, ...]:
     """Cast all operands of the products to autocast's dtype if it is on; otherwise require one dtype."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if autocasts(x) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         operands = tuple(t.to(dtype) if isinstance(t, Tensor) else t for t in operands)

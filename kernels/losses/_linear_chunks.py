@@ -17,7 +17,16 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, graph_is_kept, jit, on_device_of, tl, use_triton
+from liger_models.kernels._dispatch import (
+    autocasts,
+    ceil_div,
+    graph_is_kept,
+    jit,
+    on_device_of,
+    tl,
+    use_triton,
+)
+from liger_models.kernels._gpu import on_gpu
 from liger_models.kernels.invariant.mode import without_batch_invariance
 from liger_models.kernels.losses._reductions import raise_label_error
 
@@ -134,7 +143,7 @@ _TILE = 64  # columns
 
 def _safe_to_multiply(gradient: Tensor) -> Tensor:
     """Gradient of logits [N, V] with finite numbers in the gaps between rows, or without gaps on a CPU."""
-    if not gradient.is_cuda:
+    if not on_gpu(gradient):
         return _without_gaps(gradient)
     vocab = gradient.shape[1]
     if gap := -vocab % _TILE:
@@ -145,7 +154,7 @@ def _safe_to_multiply(gradient: Tensor) -> Tensor:
 
 def _without_gaps(x: Tensor) -> Tensor:
     """On a CPU, matrix x or a copy of it whose rows, or columns, are adjacent in memory."""
-    return x if x.is_cuda or x.t().is_contiguous() else x.contiguous()
+    return x if on_gpu(x) or x.t().is_contiguous() else x.contiguous()
 
 
 class KeptLogits:
@@ -181,7 +190,7 @@ class _LogitsBuffer:
         dtype, vocab = linear.dtype, len(linear.weight)
         self.weight = _without_gaps(linear.weight.detach().to(dtype))
         self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
-        padded_vocab = ceil_div(vocab, _TILE) * _TILE if self.weight.is_cuda else vocab
+        padded_vocab = ceil_div(vocab, _TILE) * _TILE if on_gpu(self.weight) else vocab
         if made is None:
             logits_dtype = linear.logits_dtype or dtype
             made = torch.empty(rows, padded_vocab, dtype=logits_dtype, device=self.weight.device)[:, :vocab]
@@ -205,7 +214,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     beta = 0 if first else 1
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
-    elif total.is_cuda:
+    elif on_gpu(total):
         torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype), beta=beta)
@@ -257,7 +266,7 @@ def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: in
     """Indices of the rows to process; None for all. IndexError for a label outside the vocabulary."""
     if num_valid is None and labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
-    if num_valid is None or not labels.is_cuda:
+    if num_valid is None or not on_gpu(labels):
         valid = labels != ignore_index
         outside = ((labels < 0) | (labels >= vocab_size)) & valid
         counted, num_outside = torch.stack([valid.sum(), outside.sum()]).tolist()  # the only synchronisation
@@ -290,7 +299,7 @@ def check_operands(x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | Non
 
 def product_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """Dtype of the products: autocast's if it is on (float64 stays float64), else x's."""
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+    if autocasts(x) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(x.device.type)
     dtypes = [operand.dtype for operand in (x, weight, bias) if operand is not None]
     if len(set(dtypes)) > 1 or not x.is_floating_point():

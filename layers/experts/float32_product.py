@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import once_differentiable
+from liger_models.kernels._dispatch import once_differentiable, without_autocast
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -39,5 +39,5 @@ class _ProductInFloat32(torch.autograd.Function):
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     dtype = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a):
         return a.to(dtype) @ b.to(dtype)

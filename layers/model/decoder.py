@@ -30,6 +30,7 @@ from liger_models.layers.blocks.shared_transformer import make_shared
 from liger_models.layers.memory import offloaded_bytes
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
+from liger_models.layers.model.first_step import compile_first_step
 from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
@@ -51,12 +52,14 @@ class Decoder(ActivationLevels, WeightsMemory):
     Attributes:
         gathered_once: whether sharded layers stay gathered after the forward pass.
         recorded: the layers' CUDA graphs, if they were asked for: `set_cuda_graphs`.
+        begun: whether the kernels of a training step have been compiled.
     """
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
     gathered_once = False
     recorded: RecordedLayers | None = None
+    begun = False
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by torch.nn.DataParallel on each module that it copies.
@@ -187,6 +190,9 @@ class Decoder(ActivationLevels, WeightsMemory):
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
 
+        if not self.begun and torch.is_grad_enabled() and inputs_embeds.is_cuda:
+            self.begun = True
+            compile_first_step(self, inputs_embeds, sequences)
         run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=vision_inputs)
         first = [inputs_embeds]
         del inputs_embeds  # frozen embeddings are freed after layer 0

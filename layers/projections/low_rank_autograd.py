@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from liger_models.kernels import Float8
+from liger_models.kernels._dispatch import autocasts, without_autocast
 from liger_models.layers.projections.float8 import (
     Float8Settings,
     forward_product,
@@ -42,7 +43,7 @@ def run_low_rank(
         tuple(projection.dense for projection in projections),
         tuple(projection.float8 for projection in projections),
         tuple(projection.rows for projection in projections),
-        torch.is_autocast_enabled(x.device.type),
+        autocasts(x),
         tuple(paths),
         sum(adapter.a.shape[0] for _, adapter in found if adapter.dropout == 0),
         in_place,
@@ -67,7 +68,7 @@ class _Keep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, small: _Small, x: Tensor, *tensors: Tensor) -> Tensor:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             rows = _rows(x, plan.dtype)
             t = rows.new_empty(len(rows), plan.rank)
             if plan.shared:
@@ -108,7 +109,7 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         weights, biases, _, _ = plan.parts(tensors)
         ctx.plan, ctx.kept = plan, kept
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             if y is None:
                 out = _outputs(plan, _rows(x, plan.dtype), t, weights, biases, small.up)
                 return out.view(*x.shape[:-1], plan.width)
@@ -125,7 +126,7 @@ class _Sum(torch.autograd.Function):
         plan: Plan = ctx.plan
         x, t, *tensors = ctx.kept.saved_tensors
         _, _, _, dx_needed, _, dy_needed, *needed = ctx.needs_input_grad
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy):
             flat, small = _rows(dy, dy.dtype), _cast(plan, tensors)
             grads, u = _parameter_grads(ctx, small, x, t, flat, tensors, needed)
             shape, dtype = x.shape, x.dtype

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import Float8
+from liger_models.kernels._dispatch import autocasts
 from liger_models.layers.projections.float8 import Float8Settings
 
 
@@ -58,9 +59,8 @@ class Projection(NamedTuple):
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
+    if autocasts(x) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(x.device.type)
     return x.dtype
 
 

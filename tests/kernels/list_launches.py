@@ -1,8 +1,9 @@
-"""Compare the launches of layers of experts with those that `compile_ahead` compiles before, for a Hopper GPU
-on a machine without one; test_compilation.py runs this. Nothing is compiled.
+"""Compare the launches of layers of experts, and of whole models, with those that `compile_ahead` compiles
+before, for a Hopper GPU on a machine without one; test_compilation.py runs this. Nothing is compiled.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.compiled.gpus import imitate
@@ -17,6 +18,7 @@ def main() -> None:
 
     from benchmarks.compiled.launches import NoDevice
     from liger_models.kernels import ClampedSwiGLU
+    from liger_models.kernels._gpu import imagined
 
     driver.set_active(NoDevice("sm_90"))
     torch.cuda.device = lambda device: contextlib.nullcontext()
@@ -37,10 +39,17 @@ def main() -> None:
         assert ran_again == ran, name
         assert not ahead, name
         print(name, len(ran))
+    # Imagined tensors are not on a GPU.
+    torch.Tensor.is_cuda = property(lambda x: imagined.get() is None)  # type: ignore[assignment,method-assign]
+    for family in ("qwen3_moe", "llama"):
+        ran, ahead = launches_of({"family": family}, step_of_a_model)
+        assert len(ran) > 8, family
+        assert ran == ahead, f"{family}: {sorted(ran ^ ahead)}"
+        print(family, len(ran))
 
 
-def launches_of(case: dict[str, Any]) -> tuple[set[str], set[str]]:
-    """The launches that run, and those that are compiled ahead."""
+def launches_of(case: dict[str, Any], run: Callable[..., None] | None = None) -> tuple[set[str], set[str]]:
+    """The launches of `step`, or of `run`, that run, and those that are compiled ahead."""
     from triton.runtime.jit import JITFunction
 
     found: dict[bool, set[str]] = {False: set(), True: set()}
@@ -52,7 +61,7 @@ def launches_of(case: dict[str, Any]) -> tuple[set[str], set[str]]:
         found[warmup].add(str((kernel.fn.__name__, kinds, sorted(options.items()))))
 
     JITFunction.run = take
-    step(**case)
+    (run or step)(**case)
     return found[False], found[True]
 
 
@@ -88,6 +97,22 @@ def step(
     experts = torch.empty(tokens, 2, dtype=torch.int64)
     y = moe_experts(x, weights, experts, first, last, activation, *biases, **paths)
     y.backward(torch.empty_like(y))
+
+
+def step_of_a_model(family: str) -> None:
+    import torch
+
+    import liger_models
+    from liger_models.architectures import find_architecture
+    from liger_models.layers.sequences.sequences import Sequences
+
+    model = liger_models.from_config(find_architecture(family).tiny, dtype=torch.bfloat16, device="meta")
+    ids = torch.empty(4, 128, dtype=torch.int64)
+    sequences = Sequences.from_call((4, 128), ids.device)
+    model.prepare_call(sequences, ids)
+    hidden = model.run_layers(sequences, ids)
+    labels = torch.empty(512, dtype=torch.int64)
+    model.lm_head(hidden, labels, num_valid=508, num_items=1, form=model.logit_form).backward()
 
 
 if __name__ == "__main__":

@@ -25,8 +25,10 @@ def test_batches_of_other_lengths_compile_nothing_new():
 
 
 @pytest.mark.slow
-def test_kernels_of_experts_are_compiled_before_they_run():
-    assert "gpt-oss" in run("list_launches.py")
+def test_kernels_of_experts_and_of_models_are_compiled_before_they_run():
+    found = run("list_launches.py")
+    assert "gpt-oss" in found
+    assert "llama" in found
 
 
 def run(program: str) -> str:
