@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextvars
 import os
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any
@@ -52,7 +52,7 @@ def compile_ahead(operation: Callable[..., Tensor], key: Hashable, *operands: An
     if mode is None or imagined.get() is not None:
         return
 
-    pool = ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compilation")
+    pool = _Pool(min(MOST_THREADS, os.cpu_count() or 1), thread_name_prefix="compilation")
 
     def run() -> None:
         mode(pool).__enter__()  # and never left, which would wait for the compilations
@@ -67,6 +67,22 @@ def compile_ahead(operation: Callable[..., Tensor], key: Hashable, *operands: An
     with suppress(Exception):  # an error appears when the operation runs, which then compiles what is left
         contextvars.copy_context().run(run)
     pool.shutdown(wait=False)  # its threads end with their work
+
+
+class _Pool(ThreadPoolExecutor):
+    """Threads that compile kernels and what launches them: until Triton 3.6 a C program for each signature,
+    which takes the C compiler as long as a small kernel takes Triton.
+    """
+
+    def submit(self, compile_kernel: Callable[[], Any]) -> Future[Any]:  # type: ignore[override]
+        return super().submit(_with_launcher, compile_kernel)
+
+
+def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
+    kernel = compile_kernel()
+    with suppress(Exception):  # an error appears when the kernel is launched
+        triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)  # and keeps it on the disk
+    return kernel
 
 
 def _same(x: Tensor) -> Tensor:

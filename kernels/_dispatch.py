@@ -15,7 +15,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ if importlib.util.find_spec("triton") is not None:  # a broken Triton is an erro
         varying = [name for name in inspect.signature(function).parameters if name in _VARYING]
         kernel = triton.jit(function, do_not_specialize=varying)
         if not interpreted:
-            ahead = []  # compilations of this kernel that have begun (`_ahead.py`)
+            ahead: list[Any] = []  # compilations of this kernel that have begun (`_ahead.py`)
 
             def run(*args, **kwargs):
                 kwargs.setdefault("enable_fp_fusion", True)
@@ -64,8 +64,10 @@ if importlib.util.find_spec("triton") is not None:  # a broken Triton is an erro
                     if hasattr(found, "result"):
                         ahead.append(found)
                     return found
-                while ahead:
-                    ahead.pop().result(ignore_errors=True)  # which its own launch repeats
+                for begun in tuple(ahead):
+                    _wait_for(begun, kernel)
+                    with suppress(ValueError):  # another thread has waited for it
+                        ahead.remove(begun)
                 return type(kernel).run(kernel, *args, **kwargs)
 
             kernel.run = run
@@ -76,6 +78,14 @@ else:
     def jit(function):
         """Placeholder for triton.jit without Triton: the kernel is never called."""
         return function
+
+
+def _wait_for(begun: Any, kernel: Any) -> None:
+    """Wait for a compilation. If it fails, forget it: a launch then compiles again, and raises its error."""
+    if begun.result(ignore_errors=True) is None:
+        for kernels, *_ in kernel.device_caches.values():
+            for key in [key for key, found in kernels.items() if found is begun]:
+                kernels.pop(key, None)
 
 
 _TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

@@ -52,14 +52,12 @@ class Decoder(ActivationLevels, WeightsMemory):
     Attributes:
         gathered_once: whether sharded layers stay gathered after the forward pass.
         recorded: the layers' CUDA graphs, if they were asked for: `set_cuda_graphs`.
-        begun: whether the kernels of a training step have been compiled.
     """
 
     spec: ModelSpec
     embed_tokens: nn.Embedding
     gathered_once = False
     recorded: RecordedLayers | None = None
-    begun = False
 
     def _replicate_for_data_parallel(self) -> Any:
         """Called by torch.nn.DataParallel on each module that it copies.
@@ -189,10 +187,7 @@ class Decoder(ActivationLevels, WeightsMemory):
             inputs_embeds = cast(Tensor, self.embed_norm(inputs_embeds))
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
-
-        if not self.begun and torch.is_grad_enabled() and inputs_embeds.is_cuda:
-            self.begun = True
-            compile_first_step(self, inputs_embeds, sequences)
+        compile_first_step(self, inputs_embeds, sequences)
         run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=vision_inputs)
         first = [inputs_embeds]
         del inputs_embeds  # frozen embeddings are freed after layer 0
@@ -339,8 +334,7 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
     """Build the inputs of all layers; None if they have none.
 
     Raises:
-        ValueError: only some layers have their own inputs, or the inputs differ in size, or the number of ids
-            is missing.
+        ValueError: only some layers have own inputs, or inputs of different sizes, or no number of ids.
     """
     sizes = {None if block.per_layer_input is None else block.per_layer_input.size for block in spec.blocks}
     size = next(iter(sizes), None)
