@@ -59,42 +59,41 @@ def compile_first_step(model: Any, x: Tensor, sequences: Sequences) -> None:
 
 def _step(x: Tensor, model: Any, shape: tuple[int, int]) -> Tensor:
     """Run one layer of each kind twice, since the first of all has no residual, then norm and head."""
-    imaginary: dict[int, Any] = {}
-    for parameter in model.parameters():
-        like = nn.Parameter(_without_data(parameter), requires_grad=parameter.requires_grad)
-        imaginary[id(parameter)] = like
+    copies: dict[int, Any] = {}
     sequences = Sequences.from_call(shape if shape[0] * shape[1] == len(x) else (1, len(x)), x.device)
     sequences.prepare_rotary(model.spec.ropes)
     residual, offload = None, Offload()
     for layer in {layer.spec: layer for layer in model.layers if not layer.reads}.values():
-        own = _copy(layer, imaginary)
+        own = _copy(layer, copies)
         if own.activation_memory in RERUN:
             own.set_activation_memory("lean")
         for _ in range(2):
             x, residual, *_ = run_block(own, x, residual, sequences, offload=offload)
-    x = add_and_norm(_copy(model.norm, imaginary), x, residual)[0]
+    x = add_and_norm(_copy(model.norm, copies), x, residual)[0]
     head = getattr(model, "lm_head", None)
     if type(head) is not LMHead:
         return x
     labels = torch.empty(len(x), dtype=torch.int64, device=x.device)
     options = {"num_valid": len(x) - 1, "num_items": 1, "form": model.logit_form}
-    return _copy(head, imaginary)(x, labels, **options)
+    return _copy(head, copies)(x, labels, **options)
 
 
-def _copy(module: nn.Module, imaginary: dict[int, Any]) -> Any:
-    """A copy on the meta device; `imaginary` has the model's parameters, and maps all copies by `id`."""
+def _copy(module: nn.Module, copies: dict[int, Any]) -> Any:
+    """A copy on the meta device. `copies` has everything copied before, by `id`."""
     with _WithoutData():
-        return copy.deepcopy(module, imaginary)
+        return copy.deepcopy(module, copies)
 
 
 class _WithoutData(TorchFunctionMode):
-    """In this context, copies of tensors are on the meta device."""
+    """In this context, copies of tensors and parameters are on the meta device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is not Tensor.__deepcopy__:
-            return function(*args, **(kwargs or {}))
-        tensor, copies = args
-        return copies.setdefault(id(tensor), _without_data(tensor))
+        if function is Tensor.__deepcopy__:
+            tensor, copies = args
+            return copies.setdefault(id(tensor), _without_data(tensor))
+        if function is Tensor.clone:  # by which a parameter copies its data
+            return _without_data(args[0])
+        return function(*args, **(kwargs or {}))
 
 
 def _without_data(tensor: Tensor) -> Tensor:
