@@ -60,4 +60,8 @@ def draws(parameter: Tensor, exp_avg: Tensor, weights: str) -> bool:
 
 def copied_to(table: Tensor, device: torch.device) -> Tensor:
     """A copy of a launch's table on its device, from pinned memory, to avoid synchronising."""
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.clone()
+    return (
+        table.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else table.to(device, copy=True)
+    )

@@ -33,6 +33,7 @@ from liger_models.kernels.optimizer.adamw import (
 )
 from liger_models.kernels.optimizer.sum_of_squares import sum_of_squares_plain
 from liger_models.optim.dtensors import is_dtensor, local
+from liger_models.optim.first_step import compile_first_step
 from liger_models.optim.host_state import adamw_from_host, room_on_host, state_on_host
 from liger_models.optim.prepared import Prepared, Update, operands_of, plain_gradients
 
@@ -106,6 +107,8 @@ class AdamW(torch.optim.Optimizer):
         _check_settings(group)
         for parameter in group["params"]:
             _check_parameter(parameter)
+        if self.state_device is None:
+            compile_first_step(group, _settings(group))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]

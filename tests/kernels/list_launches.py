@@ -46,6 +46,11 @@ def main() -> None:
         assert len(ran) > 8, family
         assert ran == ahead, f"{family}: {sorted(ran ^ ahead)}"
         print(family, len(ran))
+    for case in ({"rank": 8}, {"weights": "master"}):
+        ran, ahead = launches_of(case, step_of_an_optimizer)
+        assert len(ran) == 2, case
+        assert ran == ahead, f"{case}: {sorted(ran ^ ahead)}"
+    print("AdamW")
 
 
 def launches_of(case: dict[str, Any], run: Callable[..., None] | None = None) -> tuple[set[str], set[str]]:
@@ -113,6 +118,20 @@ def step_of_a_model(family: str) -> None:
     hidden = model.run_layers(sequences, ids)
     labels = torch.empty(512, dtype=torch.int64)
     model.lm_head(hidden, labels, num_valid=508, num_items=1, form=model.logit_form).backward()
+
+
+def step_of_an_optimizer(rank: int = 0, weights: str = "plain") -> None:
+    import torch
+
+    from liger_models.optim import AdamW
+
+    dtype = torch.float32 if rank else torch.bfloat16
+    parameters = [torch.empty(512, rank or 768, dtype=dtype).requires_grad_() for _ in range(3)]
+    optimizer = AdamW(parameters, weights=weights)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    optimizer.clip_grad_norm(1.0)
+    optimizer.step()
 
 
 if __name__ == "__main__":
