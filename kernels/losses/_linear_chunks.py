@@ -212,6 +212,8 @@ class _LogitsBuffer:
 def add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
     """total += a @ b, or total = a @ b if first, never rounding a float32 total's products to less."""
     beta = 0 if first else 1
+    if total.is_meta:
+        return  # torch 2.11 has no product of meta tensors with another dtype
     if total.dtype == a.dtype:
         total.addmm_(a, b, beta=beta)
     elif on_gpu(total):

@@ -232,7 +232,7 @@ def _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps, transfer=None) -
             dk**-0.5,
             **_sizes(q, v),
             BLOCK_V=block_of_values(v.shape[2], 64),
-            SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else product_precision(q.dtype),
+            SOLVE_PRECISION=product_precision(q.dtype),
             num_warps=8,
             num_stages=1,
         )

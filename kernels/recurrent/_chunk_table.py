@@ -161,10 +161,12 @@ def with_whole_heads(x: Tensor) -> Tensor:
 
 
 def product_precision(dtype: torch.dtype) -> str:
-    """Precision of products of this dtype: float32 as three TF32 products, exact to a rounding or two."""
-    if dtype != torch.float32:
-        return "tf32"  # ignored for 16 bits
-    return "ieee" if ROCM else "tf32x3"
+    """Precision of products of this dtype, and of the float32 products in their middle: float32 as three TF32
+    products, exact to a rounding or two, and as it is on AMD's GPUs, of which only the MI300 has TF32.
+    """
+    if ROCM:
+        return "ieee"
+    return "tf32x3" if dtype == torch.float32 else "tf32"  # ignored for 16 bits
 
 
 # Columns per tile. On Hopper, Triton 3.6 compiles narrower products by wgmma that read past their tiles in

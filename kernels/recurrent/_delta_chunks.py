@@ -191,7 +191,7 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
             DK=dk,
             BLOCK_K=block_of_keys(dk),
             PRECISION=product_precision(q.dtype),
-            SOLVE_PRECISION="tf32" if q.dtype != torch.float32 else product_precision(q.dtype),
+            SOLVE_PRECISION=product_precision(q.dtype),
             num_warps=4,
             **_limit_registers(q, 168),
         )
