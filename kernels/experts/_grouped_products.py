@@ -101,6 +101,8 @@ def rows_product(
             EVEN_K=inner % block_k == 0,
             RANK=rank,
             BLOCK_RANK=block_rank,
+            # Triton 3.6 cannot keep the totals of two products in Blackwell's tensor memory then.
+            FLATTEN=rank == 0 or gpu_of(a).capability[0] != 10,
             PRECISION=precision_of(a.dtype),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -262,14 +264,15 @@ def _rows_kernel(
     EVEN_K: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    FLATTEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     tiles, blocks_n = tl.load(num_tiles), tl.cdiv(width, BLOCK_N)
-    # Flattened into one loop, so that the pipeline spans tiles.
-    for program in tl.range(tl.program_id(0), tiles * blocks_n, tl.num_programs(0), flatten=True):
+    # If flattened into one loop, the pipeline spans tiles.
+    for program in tl.range(tl.program_id(0), tiles * blocks_n, tl.num_programs(0), flatten=FLATTEN):
         tile, n = _in_bands(program, tiles, blocks_n)
         expert = tl.load(tile_expert + tile)
         first_row = tl.load(tile_row + tile)
