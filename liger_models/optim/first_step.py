@@ -34,9 +34,10 @@ def _step(
     parameter: Tensor, moment: torch.dtype, residue: torch.dtype | None, settings: AdamWSettings
 ) -> Tensor:
     flat = parameter.new_empty(parameter.numel())
-    state = [torch.empty_like(flat, dtype=moment) for _ in range(2)]
+    first, second = (torch.empty_like(flat, dtype=moment) for _ in range(2))
     more = None if residue is None else torch.empty_like(flat, dtype=residue)
     step = flat.new_empty((), dtype=torch.float32)
     square = sum_of_squares([flat])
-    adamw([AdamWTensors(flat, torch.empty_like(flat), *state, step, more, 0)], settings, square.float())
+    tensors = AdamWTensors(flat, torch.empty_like(flat), first, second, step, more, 0)
+    adamw([tensors], settings, square.float())
     return square
