@@ -108,7 +108,16 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
                 "modules. Load it whole and let accelerate, Trainer or torch's fully_shard divide it, or "
                 "read the rows of each process alone: liger_models.from_hub(..., shard=...)"
             )
-        loaded = super().from_pretrained(*args, **with_dense_config(cls.config_class, args, kwargs))
+        try:
+            loaded = super().from_pretrained(*args, **with_dense_config(cls.config_class, args, kwargs))
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" in str(error):
+                error.add_note(
+                    "If these are routers that transformers quantised (Gemma 4, Hunyuan): they are no linear "
+                    "layers here. Load the checkpoint with liger_models.from_hub, or quantise it again with "
+                    "the routers in llm_int8_skip_modules"
+                )
+            raise
         leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).base_decoder)
         return loaded
 

@@ -167,6 +167,21 @@ def test_experts_are_not_quantised(family, make_quantised, batch, hf):
     assert set(experts.values()) == {torch.float32}
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "hunyuan_v1_moe"])
+def test_quantised_routers_are_read_natively_and_refused_in_transformers(family, make_quantised, batch, hf):
+    """They are linear layers in transformers, and parameters here."""
+    both = make_quantised(family, 4)
+    assert any(name.endswith((".router.proj", ".gate.wg")) for name in quantised_layers(both.reference))
+    both.reference.eval().save_pretrained(both.folder / "reference")
+    with torch.no_grad():
+        expected = both.reference(input_ids=batch["input_ids"], use_cache=False).logits
+        native = liger_models.from_hub(both.folder / "reference", dtype=torch.float32, device="cpu").eval()
+        found = native(input_ids=batch["input_ids"], return_logits=True).logits
+    assert relative_distance(found, expected) <= BOUND
+    with pytest.raises(RuntimeError, match="no linear layers here"):
+        read(transformers.AutoModelForCausalLM, both.folder / "reference")
+
+
 @pytest.mark.supports("bitsandbytes", "QLoRA through PEFT at every level of activation memory")
 @pytest.mark.parametrize(
     ("family", "bits", "level"),

@@ -3,8 +3,9 @@
 Before weights are read, transformers replaces modules whose class is exactly `torch.nn.Linear`, and quantises
 each weight as it is loaded. A model to be quantised therefore has one such layer for each in transformers'
 own model. 4-bit blocks and their statistics are then equal (double quantisation averages over a whole layer),
-and so are saved files. Stacked experts and routers are not linear layers in either library and are not
-quantised; nor is the head, unless `llm_int8_skip_modules` omits it.
+and so are saved files. Stacked experts are not linear layers in either library and are not quantised; nor is
+the head, unless `llm_int8_skip_modules` omits it. Routers are not linear layers here and keep their dtype:
+transformers quantises those of Gemma 4 and Hunyuan, and `from_hub` reads such files.
 """
 
 from __future__ import annotations
