@@ -18,13 +18,13 @@ et al., "PaLM" (2022), section 5. Soft cap: Gemma Team, "Gemma 2" (2024), sectio
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._dispatch import (
     as_once_differentiable,
     as_rows,
@@ -289,7 +289,7 @@ def row_losses(
     return losses, lse.where(valid, 0.0), predicted
 
 
-@functools.cache
+@cached_tensors()
 def _labels_ok(device: torch.device) -> Tensor:
     """An int32 of one per device, shared by all calls: a kernel that zeroes it triggers the assertion."""
     # Copied from the host, which synchronises once (so the first call cannot be captured in a CUDA

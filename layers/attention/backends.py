@@ -43,7 +43,6 @@ docs/benchmarks.md has measurements, and the alternatives that were tried.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -51,6 +50,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import KeyRanges, attention
+from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
 from liger_models.kernels.attention.flash_attention import Once, attention_plain, has_tiles
 from liger_models.kernels.attention.visible_keys import visible_keys
@@ -241,10 +241,9 @@ def slopes_of(spec: AttentionSpec, device: torch.device) -> Tensor | None:
     return None if spec.slopes is None else _cached_slopes(spec.slopes, device)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_tensors(64)
 def _cached_slopes(slopes: tuple[float, ...], device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(slopes, dtype=torch.float32, device="cpu").to(device)
+    return torch.tensor(slopes, dtype=torch.float32, device="cpu").to(device)
 
 
 def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRanges | None, int | None]:

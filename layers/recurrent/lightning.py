@@ -13,13 +13,13 @@ activation runs again in the backward pass. The states of chunks are never kept.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step
+from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.projections.linear import Linear
@@ -146,9 +146,8 @@ class ActivationOfHeads(nn.Module):
         return by_head.permute(2, 0, 1, 3).contiguous().unbind(0)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _log_decays(decays: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Logarithms, and as many zeros."""
-    with torch.inference_mode(False):
-        made = torch.tensor(decays, dtype=torch.float64, device="cpu").log().to(device, dtype)
-        return made, torch.zeros_like(made)
+    made = torch.tensor(decays, dtype=torch.float64, device="cpu").log().to(device, dtype)
+    return made, torch.zeros_like(made)

@@ -19,13 +19,13 @@ All values are computed in float32, as in the reference implementations, and sta
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
 from torch import Tensor
 
 from liger_models.kernels import rotary
+from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.specs import RopeSpec
 
 
@@ -59,11 +59,10 @@ def _by_axis(position_ids: Tensor, spec: RopeSpec) -> Tensor:
     return position_ids.T[:, axes]
 
 
-@functools.lru_cache(maxsize=64)
+@cached_tensors(64)
 def _cached_inverse_frequencies(spec: RopeSpec, length: int, device: torch.device) -> Tensor:
     # Made on the CPU and then moved, so that every device has the same bits.
-    with torch.inference_mode(False):
-        return _inverse_frequencies(spec, length).to(device)
+    return _inverse_frequencies(spec, length).to(device)
 
 
 def effective_length(spec: RopeSpec, longest: int | None) -> int:

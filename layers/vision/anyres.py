@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels._constants import cached_tensors
+
 NEWLINE = -1
 
 
@@ -70,7 +72,7 @@ def best_resolution(height: int, width: int, resolutions: Sequence[tuple[int, in
     return max(resolutions, key=worth)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int | None) -> Taps:
     """Taps of an image of `height` times `width` pixels in `rows` times `columns` tiles of n * n features; a
     grid of more than `most` tiles is reduced (None: none is).
@@ -84,13 +86,13 @@ def of_tiles(n: int, rows: int, columns: int, height: int, width: int, most: int
     return _joined(_as_is(torch.arange(n * n, device="cpu")), Taps(*(x.flatten(0, 1) for x in lines)))
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def of_whole(n: int) -> Taps:
     """Taps of one of several images of n * n features."""
     return _joined(_as_is(torch.arange(n * n, device="cpu")), _end())
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def of_video(n: int, frames: int, pool: int | None = None) -> Taps:
     """Taps of a video of frames with n * n features each, of which `pool` times `pool` were averaged."""
     if pool is not None:

@@ -7,7 +7,6 @@ yield no tokens.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Iterable
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.specs import (
     PatchSpec,
 )
@@ -111,7 +111,7 @@ def windows_of(grids: Iterable[Grid], merge: int, side: int) -> tuple[Tensor, li
     return torch.cat(orders), lengths
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def places_in_picture(t: int, h: int, w: int, merge: int) -> Tensor:
     sides = torch.arange(h, device="cpu"), torch.arange(w, device="cpu")
     places = torch.stack(torch.meshgrid(*sides, indexing="ij"))
@@ -122,9 +122,9 @@ def places_in_picture(t: int, h: int, w: int, merge: int) -> Tensor:
     return ordered[:, None].expand(2, t, -1).flatten(1)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _windows(h: int, w: int, side: int) -> tuple[Tensor, tuple[int, ...]]:
-    token = torch.arange(h * w).view(h, w)
+    token = torch.arange(h * w, device="cpu").view(h, w)
     corners = itertools.product(range(0, h, side), range(0, w, side))
     pieces = [token[i : i + side, j : j + side].flatten() for i, j in corners]
     return torch.cat(pieces), tuple(map(len, pieces))

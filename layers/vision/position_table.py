@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.specs import (
     AntialiasedTable,
@@ -204,7 +205,7 @@ class PositionsByAxes(nn.Module):
         nn.init.normal_(self.weight, 0.0, std, generator)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
     """The row of the table for each token of a picture, on the host; None: in order."""
     if merge == 1:
@@ -214,7 +215,7 @@ def _rows(side: int, merge: int, first: int, rows: int) -> Tensor | None:
     return torch.cat([rest[:first], first + row * side + column, rest[first + side**2 :]])
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _times(steps: int, width: int) -> Tensor:
     """Embeddings of time steps, [steps, width] float32 on the host; zero for a single one."""
     if steps == 1:
@@ -224,7 +225,7 @@ def _times(steps: int, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], 1)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _at_fractions(grid: Grid, merge: int, side: int) -> Tensor:
     """The table row of each patch, on the host; in the reference's float32, which may round a fraction to
     below a border.
@@ -239,7 +240,7 @@ def _at_fractions(grid: Grid, merge: int, side: int) -> Tensor:
     return place(row, grid[1]) * side + place(column, grid[2])
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _resizing(size: int, side: int, mode: str) -> Tensor:
     """The matrix [size, side] that resizes an axis from `side` to `size`, in float64 on the host."""
     if mode == "fading":
@@ -252,7 +253,7 @@ def _resizing(size: int, side: int, mode: str) -> Tensor:
     return F.interpolate(columns, (size, side), mode=mode, align_corners=False, antialias=antialias)[0, 0]
 
 
-@functools.lru_cache(maxsize=256)
+@cached_tensors()
 def _taps(grid: Grid, merge: int, side: int) -> tuple[Tensor, Tensor]:
     """The table rows that each patch interpolates, [P, 4], and their weights, on the host."""
     (_, h, w), places = grid, places_of([grid], merge)
