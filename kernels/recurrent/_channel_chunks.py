@@ -37,10 +37,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import on_device_of, once_differentiable
+from liger_models.kernels._dispatch import ceil_div, on_device_of, once_differentiable
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.recurrent._channel_chunk_kernels import (
     channel_grads_kernel,
     gates_kernel,
+    norm_grads_kernel,
     prepare_kernel,
 )
 from liger_models.kernels.recurrent._channel_state_kernels import (
@@ -57,7 +59,11 @@ from liger_models.kernels.recurrent._chunk_table import (
     product_precision,
     with_whole_heads,
 )
-from liger_models.kernels.recurrent._states import NO_TILES, pass_state_grads, pass_states
+from liger_models.kernels.recurrent._states import NO_TILES, pass_state_grads, pass_states, save, saved
+
+# Largest |G - G_m| in a block, by dtype of the operands: factors up to its exponential are exact in it.
+SPANS = {torch.bfloat16: 60.0, torch.float16: 4.0, torch.float32: 16.0}
+_SLICES = 4  # of the heads: gradients of a slice's normalised q and k exist at a time, in float32
 
 
 class _Prepared(NamedTuple):
@@ -78,24 +84,24 @@ class ChannelDeltaRule(torch.autograd.Function):
         f = f if f.stride(2) == 1 else f.contiguous()
         A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
         state = None if state is None else state.float().contiguous()
-        ctx.save_for_backward(q, k, v, f, b, A_log, dt_bias, state)
         ctx.table, ctx.lower_bound, ctx.beta_scale, ctx.l2_eps = table, lower_bound, beta_scale, l2_eps
         ctx.set_materialize_grads(False)
         with on_device_of(q):
             cumulative = _run_gates(f, A_log, dt_bias, table, lower_bound)
             prepared = _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps)
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-            final, _ = pass_states(
+            final, between = pass_states(
                 states_kernel, prepared, NO_TILES, (), _sizes(q, v), table, state, output=o
             )
+        save(ctx, (q, k, v, f, b, A_log, dt_bias, state), between)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal):
-        q, k, v, f, b, A_log, dt_bias, state = ctx.saved_tensors
+        (q, k, v, f, b, A_log, dt_bias, state), between = saved(ctx)
         table = ctx.table
-        (tokens, heads, dk_size), width = q.shape, v.shape[2]
+        (heads, dk_size), width = q.shape[1:], v.shape[2]
         chunks = table.ranges.shape[1]
         do = torch.zeros_like(v) if do is None else with_whole_heads(do)
 
@@ -108,8 +114,17 @@ class ChannelDeltaRule(torch.autograd.Function):
             prepared = _prepare(q, k, v, b, cumulative, table, ctx.beta_scale, ctx.l2_eps, transfer)
             states, dstates = (empty(chunks, heads, dk_size, width) for _ in range(2))
             sizes, new = _sizes(q, v), prepared.values  # overwrite U with N
-            _, between = pass_states(
-                states_kernel, prepared, NO_TILES, (), sizes, table, state, states=states, new=new
+            pass_states(
+                states_kernel,
+                prepared,
+                NO_TILES,
+                (),
+                sizes,
+                table,
+                state,
+                states=states,
+                new=new,
+                between=between,
             )
             dvalues = empty(*v.shape)
             dstate = None if state is None else torch.empty_like(state)
@@ -128,47 +143,24 @@ class ChannelDeltaRule(torch.autograd.Function):
             dscores, dsolve = prepared.scores, transfer
             db = _run_score_grads(b, do, new, dscores, dsolve, dvalues, table, ctx.beta_scale)
             del prepared, operands, between  # free their memory for the gradients
-            dq, dk, df = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, f))
-            sums = [
-                torch.zeros(chunks, *x.shape, dtype=torch.float32, device=x.device) for x in (A_log, dt_bias)
-            ]
-            if tokens:
-                channel_grads_kernel[(chunks, heads)](
-                    q,
-                    k,
-                    f,
-                    A_log,
-                    dt_bias,
-                    do,
-                    cumulative,
-                    dscores,
-                    dsolve,
-                    states,
-                    dstates,
-                    new,
-                    dvalues,
-                    dq,
-                    dk,
-                    df,
-                    *sums,
-                    table.ranges,
-                    q.stride(0),
-                    k.stride(0),
-                    *f.stride()[:2],
-                    do.stride(0),
-                    chunks,
-                    0.0 if ctx.lower_bound is None else ctx.lower_bound,
-                    ctx.l2_eps,
-                    dk_size**-0.5,
-                    **sizes,
-                    BLOCK_V=block_of_values(width, 64),
-                    BLOCK_PART=max(NARROWEST, block_of_keys(dk_size) // 2),
-                    BOUNDED=ctx.lower_bound is not None,
-                    num_warps=8,
-                    num_stages=1,
-                )
+            gates = f, A_log, dt_bias, ctx.lower_bound
+            dq, dk, df, *sums = _run_channel_grads(
+                q,
+                k,
+                gates,
+                do,
+                cumulative,
+                (dscores, dsolve, states, dstates, new, dvalues),
+                table,
+                ctx.l2_eps,
+            )
         dA_log, ddt_bias = (x.sum(0).to(y.dtype) for x, y in zip(sums, (A_log, dt_bias), strict=True))
         return dq, dk, dvalues, df, db, dA_log, ddt_bias, dstate, None, None, None, None
+
+
+def _part(q: Tensor) -> int:
+    """Channels per program, or per step of one: as many as the registers hold."""
+    return NARROWEST if gpu_of(q).family in ("hopper", "cdna") else NARROWEST // 2
 
 
 def _run_gates(f: Tensor, A_log: Tensor, dt_bias: Tensor, table: ChunkTable, lower_bound) -> Tensor:
@@ -232,11 +224,79 @@ def _prepare(q, k, v, b, cumulative, table, beta_scale, l2_eps, transfer=None) -
             dk**-0.5,
             **_sizes(q, v),
             BLOCK_V=block_of_values(v.shape[2], 64),
+            BLOCK_PART=_part(q),
+            SPAN=SPANS[q.dtype],
             SOLVE_PRECISION=product_precision(q.dtype),
             num_warps=8,
             num_stages=1,
         )
     return prepared
+
+
+def _run_channel_grads(q, k, gates, do, cumulative, found, table, l2_eps) -> tuple[Tensor, ...]:
+    """dq, dk and df, and the terms of dA_log and ddt_bias."""
+    (tokens, heads, dk_size), dv_size = q.shape, do.shape[2]
+    chunks, (f, A_log, dt_bias, lower_bound) = table.ranges.shape[1], gates
+    dq, dk, df = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, f))
+    parts, held = ceil_div(dk_size, _part(q)), heads // (_SLICES if heads % _SLICES == 0 else 1)
+    like = {"dtype": torch.float32, "device": q.device}
+    rates = torch.zeros(parts * chunks, heads, **like)
+    biases = torch.zeros(chunks, heads, dk_size, **like)
+    if not tokens:
+        return dq, dk, df, rates, biases
+    of_unit = torch.empty(2, tokens, held, dk_size, **like)
+    sizes = {"HEADS": heads, "HELD": held, "DK": dk_size, "BLOCK_K": block_of_keys(dk_size)}
+    for first in range(0, heads, held):
+        channel_grads_kernel[(chunks, held, parts)](
+            q,
+            k,
+            f,
+            A_log,
+            dt_bias,
+            do,
+            cumulative,
+            *found,
+            *of_unit,
+            df,
+            rates,
+            biases,
+            table.ranges,
+            q.stride(0),
+            k.stride(0),
+            *f.stride()[:2],
+            do.stride(0),
+            chunks,
+            first,
+            0.0 if lower_bound is None else lower_bound,
+            l2_eps,
+            dk_size**-0.5,
+            **sizes,
+            DV=dv_size,
+            PRECISION=product_precision(q.dtype),
+            BLOCK_V=block_of_values(dv_size, 64),
+            BLOCK_PART=_part(q),
+            SPAN=SPANS[q.dtype],
+            BOUNDED=lower_bound is not None,
+            num_warps=4 if gpu_of(q).warp_size == 64 else 8,
+            num_stages=1,
+        )
+        norm_grads_kernel[(chunks, held)](
+            q,
+            k,
+            *of_unit,
+            dq,
+            dk,
+            table.ranges,
+            q.stride(0),
+            k.stride(0),
+            chunks,
+            first,
+            l2_eps,
+            dk_size**-0.5,
+            **sizes,
+            num_warps=4,
+        )
+    return dq, dk, df, rates, biases
 
 
 def _run_score_grads(b, do, new, dscores, dsolve, dvalues, table, beta_scale) -> Tensor:

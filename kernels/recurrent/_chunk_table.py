@@ -169,6 +169,11 @@ def product_precision(dtype: torch.dtype) -> str:
     return "tf32x3" if dtype == torch.float32 else "tf32"  # ignored for 16 bits
 
 
+def limit_registers(q: Tensor, registers: int) -> dict[str, int]:
+    """Fit more programs on a multiprocessor; products in float32 need more registers."""
+    return {} if ROCM or q.dtype == torch.float32 else {"maxnreg": registers}
+
+
 # Columns per tile. On Hopper, Triton 3.6 compiles narrower products by wgmma that read past their tiles in
 # shared memory.
 NARROWEST = 64

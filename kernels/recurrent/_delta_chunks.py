@@ -39,7 +39,6 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import (
-    ROCM,
     next_power_of_2,
     on_device_of,
     once_differentiable,
@@ -49,6 +48,7 @@ from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     block_of_keys,
     block_of_values,
+    limit_registers,
     product_precision,
     with_whole_heads,
 )
@@ -59,7 +59,14 @@ from liger_models.kernels.recurrent._delta_chunk_kernels import (
     score_grads_kernel,
 )
 from liger_models.kernels.recurrent._delta_state_kernels import state_grads_kernel, states_kernel
-from liger_models.kernels.recurrent._states import count_blocks, pass_state_grads, pass_states, tiles_of
+from liger_models.kernels.recurrent._states import (
+    count_blocks,
+    pass_state_grads,
+    pass_states,
+    save,
+    saved,
+    tiles_of,
+)
 
 
 class _Prepared(NamedTuple):
@@ -80,7 +87,6 @@ class GatedDeltaRule(torch.autograd.Function):
         q, k, v = (with_whole_heads(x) for x in (q, k, v))
         A_log, dt_bias = A_log.contiguous(), dt_bias.contiguous()
         state = None if state is None else state.float().contiguous()
-        ctx.save_for_backward(q, k, v, a, b, A_log, dt_bias, state)
         ctx.table, ctx.beta_scale, ctx.l2_eps = table, beta_scale, l2_eps
         ctx.set_materialize_grads(False)
         with on_device_of(q):
@@ -88,15 +94,16 @@ class GatedDeltaRule(torch.autograd.Function):
             o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             strides = q.stride(0), k.stride(0), v.stride(0)
             tiles = tiles_of((q, k), (v,), prepared[:2])
-            final, _ = pass_states(
+            final, between = pass_states(
                 states_kernel, (q, k, v, *prepared), tiles, strides, _sizes(q, v), table, state, output=o
             )
+        save(ctx, (q, k, v, a, b, A_log, dt_bias, state), between)
         return o, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do, dfinal):
-        q, k, v, a, b, A_log, dt_bias, state = ctx.saved_tensors
+        (q, k, v, a, b, A_log, dt_bias, state), between = saved(ctx)
         table = ctx.table
         heads, dv_size = v.shape[1:]
         do = torch.zeros_like(v) if do is None else with_whole_heads(do)
@@ -107,8 +114,17 @@ class GatedDeltaRule(torch.autograd.Function):
             new = torch.empty(v.shape, dtype=v.dtype, device=v.device)
             sizes, strides = _sizes(q, v), (q.stride(0), k.stride(0), v.stride(0))
             tiles, operands = tiles_of((q, k), (v,), prepared[:2]), (q, k, v, *prepared)
-            _, between = pass_states(
-                states_kernel, operands, tiles, strides, sizes, table, state, states=states, new=new
+            pass_states(
+                states_kernel,
+                operands,
+                tiles,
+                strides,
+                sizes,
+                table,
+                state,
+                states=states,
+                new=new,
+                between=between,
             )
             dv = torch.empty_like(new)
             dstate = None if state is None else torch.empty_like(state)
@@ -193,7 +209,7 @@ def _prepare(q, k, a, b, A_log, dt_bias, table, beta_scale, l2_eps) -> _Prepared
             PRECISION=product_precision(q.dtype),
             SOLVE_PRECISION=product_precision(q.dtype),
             num_warps=4,
-            **_limit_registers(q, 168),
+            **limit_registers(q, 168),
         )
     return prepared
 
@@ -206,11 +222,6 @@ def _in_place_of(new: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
         return q.new_empty(q.shape), q.new_empty(q.shape)
     parts = new.view(tokens, key_heads, room)
     return parts[:, :, :dk], parts[:, :, dk : 2 * dk]
-
-
-def _limit_registers(q: Tensor, registers: int) -> dict[str, int]:
-    """Fit more programs on a multiprocessor; products in float32 need more registers."""
-    return {} if ROCM or q.dtype == torch.float32 else {"maxnreg": registers}
 
 
 def _run_operand_grads(
@@ -255,7 +266,7 @@ def _run_operand_grads(
         **options,
         num_warps=4,
         num_stages=2,
-        **_limit_registers(q, 168 if None in tiles else 128),
+        **limit_registers(q, 168 if None in tiles else 128),
     )
     tiles = rows_to_copy(CHUNK, q, k)
     tiles += rows_to_copy(CHUNK, do, dv, columns=block)

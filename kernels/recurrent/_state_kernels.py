@@ -54,22 +54,21 @@ def decayed_boundaries_kernel(
     size,
     SEGMENT: tl.constexpr,
     BLOCK: tl.constexpr,
+    BACK: tl.constexpr,
 ):
-    """As `boundaries_kernel`, for transfers that are one factor per head: join the states `boundaries[0]`
-    and, in programs past the size of a state, the gradients `boundaries[1]`.
+    """As `boundaries_kernel`, for transfers that are one factor per head: join the states `boundaries[0]`, or
+    with BACK the gradients `boundaries[1]`.
     """
     head, document = tl.program_id(1), tl.program_id(2)
     length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)
     inner = (length - 1) // SEGMENT  # boundaries within the document
     first = (tl.load(first_segments + document) - document).to(tl.int64)
-    blocks = tl.cdiv(size, BLOCK)
-    back = (tl.program_id(0) >= blocks).to(tl.int32)
-    element = (tl.program_id(0) - back * blocks) * BLOCK + tl.arange(0, BLOCK)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state = tl.zeros([BLOCK], tl.float32)
     for nth in range(0, inner):
-        boundary = first + tl.where(back == 1, inner - 1 - nth, nth)
-        between = boundary + back
+        boundary = first + (inner - 1 - nth if BACK else nth)
+        between = boundary + BACK
         transfer = tl.load(transfers + between * heads + head, nth > 0, 0.0)  # none before the first
-        place = boundaries + ((back * boundary_count + boundary) * heads + head) * size + element
+        place = boundaries + ((BACK * boundary_count + boundary) * heads + head) * size + element
         state = tl.load(place, element < size, 0.0) + transfer * state
         tl.store(place, state, element < size)

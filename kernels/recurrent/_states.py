@@ -1,10 +1,10 @@
 """The pass of a delta rule's state over the chunks of documents, at two levels.
 
-The state at the end of a segment of 64 chunks is linear in the state at its start: S_end = M S_start +
-S_local. In documents with several segments, all segments compute M and S_local in parallel. A short pass over
-the boundaries between segments then gives the states there, from which all segments run in parallel.
-Gradients take the same path back, through M^T. No chain is longer than 64 chunks, for documents of any
-length.
+The state at the end of a segment is linear in the state at its start: S_end = M S_start + S_local. In
+documents with several segments, all segments compute M and S_local in parallel. A short pass over the
+boundaries between segments then gives the states there, from which all segments run in parallel. These states
+and M are kept for the backward pass. Gradients take the same path back, through M^T. No chain is longer than
+a segment, for documents of any length.
 
 Segment boundaries depend only on the document, so that packed documents equal separate ones bit for bit.
 """
@@ -49,6 +49,19 @@ class Boundaries(NamedTuple):
     transfers: Tensor  # M: [boundaries, heads, dk, dk] float32
 
 
+def save(ctx: Any, operands: tuple[Tensor | None, ...], between: Boundaries | None) -> None:
+    """Keep the operands of an autograd function, and the states between segments, for its backward pass."""
+    ctx.operands = len(operands)
+    ctx.save_for_backward(*operands, *(between or ()))
+
+
+def saved(ctx: Any) -> tuple[tuple[Any, ...], Boundaries | None]:
+    """Return what `save` kept."""
+    tensors = ctx.saved_tensors
+    between = tensors[ctx.operands :]
+    return tensors[: ctx.operands], Boundaries(*between) if between else None
+
+
 def pass_states(
     kernel: Any,
     operands: tuple[Tensor, ...],
@@ -60,6 +73,7 @@ def pass_states(
     output: Tensor | None = None,
     states: Tensor | None = None,
     new: Tensor | None = None,
+    between: Boundaries | None = None,
 ) -> tuple[Tensor, Boundaries | None]:
     """Pass states over the chunks by a rule's `states_kernel`.
 
@@ -75,6 +89,7 @@ def pass_states(
         states: [chunks, heads, ...] in q's dtype, the state at the start of every chunk, as the kernel stores
             it; written if given.
         new: N, written if given.
+        between: the second result of an earlier call, to compute it once.
 
     Returns:
         The final states [documents, heads, dk, dv] float32, and the states at the boundaries of segments.
@@ -86,8 +101,7 @@ def pass_states(
     if not documents:
         return final, None
     places = table.cu_seqlens, table.segments, initial
-    between = None
-    if table.boundaries:
+    if table.boundaries and between is None:
         between = Boundaries(
             torch.empty(table.boundaries, heads, dk, dv, **like),
             torch.empty(table.boundaries, heads, dk, dk, **like),

@@ -323,5 +323,5 @@ class _ShortConv(torch.autograd.Function):
 # A program goes down some rows (tokens) of some channels with the last inputs in registers, so that memory is
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
 # channels and warps, without and with gates.
-_TILES = {False: (64, 8, 512, 4), True: (64, 8, 512, 2)}
-_TILES_BACK = {False: (128, 8, 256, 2), True: (64, 4, 512, 2)}
+_TILES = {False: (128, 4, 512, 4), True: (64, 4, 256, 4)}
+_TILES_BACK = {False: (256, 4, 512, 4), True: (64, 4, 512, 4)}

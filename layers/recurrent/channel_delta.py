@@ -100,23 +100,26 @@ class ChannelDelta(RecurrentMixer):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the convolution, f, b, z and o, and the narrow
-        inputs of f and z; with `all` also q, k and v after the convolution and the norm's output.
+        inputs of f and z; with `all` also q, k and v after the convolution and the norm's output; and in
+        float32 the states between segments and how each segment changes them.
         """
         spec = self.spec
         narrow = (spec.forget_rank or 0) + (spec.gate_rank or 0)
-        return itemsize * ((10 if level == "all" else 6) * spec.size + spec.heads + narrow)
+        states = 8 * spec.size * spec.head_dim // SEGMENT
+        return itemsize * ((10 if level == "all" else 6) * spec.size + spec.heads + narrow) + states
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
         keeps, less o, which the norm has freed, and z if it is not a part of a wider product: gradients of o
         and z; q, k and v after the convolution; the tokens' writes with what reads and solves them, and their
         gradients (later the gradients of q, k and f); per chunk two squares, and states with their gradients;
-        and in float32 gates, and states between segments.
+        and in float32 gates, gradients of q and k of a quarter of the heads, and those of states between
+        segments.
         """
         spec = self.spec
         chunk = spec.heads * (2 * CHUNK + 2 * spec.head_dim * spec.head_dim / CHUNK)
         freed = (1 if spec.gate_rank is None else 2) * spec.size
-        numbers = spec.size + 4 * spec.heads + 3 * spec.size * spec.head_dim / SEGMENT
+        numbers = 1.5 * spec.size + 4 * spec.heads + spec.size * spec.head_dim / SEGMENT
         return int(itemsize * (10 * spec.size - freed + chunk) + 4 * numbers)
 
     def extra_repr(self) -> str:

@@ -117,24 +117,26 @@ class GatedDelta(RecurrentMixer):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q,
-        k and v after it and the norm's output.
+        k and v after it and the norm's output; and in float32 the states between segments and how each
+        segment changes them.
         """
         spec = self.spec
         kept = spec.conv_size + 2 * spec.value_size + 2 * spec.value_heads
-        return itemsize * (kept + (spec.conv_size + spec.value_size if level == "all" else 0))
+        states = 4 * spec.value_heads * spec.key_dim * (spec.key_dim + spec.value_dim) // SEGMENT
+        return itemsize * (kept + (spec.conv_size + spec.value_size if level == "all" else 0)) + states
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the rule on a GPU, in addition to what `lean`
         keeps, less o, which the norm has freed, and z if it is a copy: gradients of o and z; q, k and v after
         the convolution; the gradient of v; the tokens' writes, replaced by the gradients of q and k if they
         fit; the gradients of k through the states, a part for each program that shares a head; per chunk two
-        squares of scores, and states; and in float32 numbers, and states between segments.
+        squares of scores, and states; and in float32 numbers, and gradients of states between segments.
         """
         spec = self.spec
         keys = 2 * spec.key_heads * spec.key_dim
         parts = 1 if spec.key_dim == spec.value_dim == 128 else ceil_div(spec.value_dim, 64)
         chunk = 2 * CHUNK + spec.key_dim * spec.value_dim / CHUNK + parts * spec.key_dim
-        between = 3 * spec.value_size * spec.key_dim / SEGMENT
+        between = spec.value_size * spec.key_dim / SEGMENT
         numbers = 4 * (7 * spec.value_heads + 2 * spec.key_heads + spec.value_size / CHUNK + between)
         freed = (2 if spec.projections == "qkvz" else 1) * spec.value_size
         grads = spec.conv_size + 4 * spec.value_size - freed + (0 if keys <= spec.value_size else keys)

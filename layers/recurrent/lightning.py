@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step
 from liger_models.kernels._constants import cached_tensors
+from liger_models.kernels.recurrent._chunk_table import SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.projections.linear import Linear
@@ -90,11 +91,12 @@ class LightningAttention(RecurrentMixer):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the activation, the gate and o; with `all` also q,
-        k and v after it and the norm's output.
+        k and v after it and the norm's output; and in float32 the states between segments.
         """
         spec = self.spec
         kept = spec.conv_size + 2 * spec.size
-        return itemsize * (kept + (spec.conv_size + spec.size if level == "all" else 0))
+        states = 4 * spec.size * spec.head_dim // SEGMENT
+        return itemsize * (kept + (spec.conv_size + spec.size if level == "all" else 0)) + states
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU: `SSD.backward_bytes`, and the

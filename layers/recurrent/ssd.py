@@ -108,11 +108,12 @@ class SSD(RecurrentMixer):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: x, B and C before the convolution, z, dt and y; with `all` also x, B
-        and C after it and the norm's output.
+        and C after it and the norm's output; and in float32 the states between segments.
         """
         spec = self.spec
         kept = spec.conv_size + 2 * spec.size + spec.heads
-        return itemsize * (kept + (spec.conv_size + spec.size if level == "all" else 0))
+        states = 4 * spec.size * spec.state // SEGMENT
+        return itemsize * (kept + (spec.conv_size + spec.size if level == "all" else 0)) + states
 
     def backward_bytes(self, itemsize: int) -> int:
         """Peak bytes per token during the backward pass of the scan on a GPU, in addition to what `lean`

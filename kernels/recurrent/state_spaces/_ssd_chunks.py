@@ -55,6 +55,7 @@ from liger_models.kernels.recurrent._chunk_table import (
     with_whole_heads,
 )
 from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
+from liger_models.kernels.recurrent._states import Boundaries, save, saved
 from liger_models.kernels.recurrent.state_spaces._ssd_grad_kernels import (
     gate_grads_kernel,
     group_grads_kernel,
@@ -106,7 +107,6 @@ class SSD(torch.autograd.Function):
         x, B, C = (with_whole_heads(tensor) for tensor in (x, B, C))
         A_log, D, dt_bias = (tensor.contiguous() for tensor in (A_log, D, dt_bias))
         state = None if state is None else state.float().contiguous()
-        ctx.save_for_backward(x, dt, B, C, A_log, D, dt_bias, state)
         ctx.table, ctx.limit = table, (dt_limit[0], float("inf") if dt_limit[1] is None else dt_limit[1])
         ctx.set_materialize_grads(False)
         documents = len(table.first_segments)
@@ -114,13 +114,14 @@ class SSD(torch.autograd.Function):
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
             gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
-            _run(_Operands(x, B, C, D, gates, state), table, y, final)
+            between = _run(_Operands(x, B, C, D, gates, state), table, y, final)
+        save(ctx, (x, dt, B, C, A_log, D, dt_bias, state), between)
         return y, final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dfinal):
-        x, dt, B, C, A_log, D, dt_bias, state = ctx.saved_tensors
+        (x, dt, B, C, A_log, D, dt_bias, state), between = saved(ctx)
         table, (tokens, heads) = ctx.table, x.shape[:2]
         dy = torch.zeros_like(x) if dy is None else with_whole_heads(dy)
         dfinal = None if dfinal is None else dfinal.float().contiguous()
@@ -136,7 +137,7 @@ class SSD(torch.autograd.Function):
             dgates = torch.empty_like(gates)
             own = _Operands(x, B, C, D, gates, state, dy, dfinal)
             if tokens:
-                _operand_grads(own, table, dx, dB, dC, dgates, sums, dstate)
+                _operand_grads(own, table, between, dx, dB, dC, dgates, sums, dstate)
                 _gate_grads(dt, A_log, dt_bias, gates, dgates, ddt, sums, table, ctx.limit)
             elif dstate is not None:
                 dstate.copy_(torch.zeros_like(dstate) if dfinal is None else dfinal)
@@ -206,14 +207,14 @@ def _prepare(
     return gates
 
 
-def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> None:
-    """Write y and the final states of all heads."""
+def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundaries | None:
+    """Write y and the final states of all heads; return the states at the boundaries of segments."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]
     if not count:
-        return
-    boundaries = _boundaries(own, table, directions=1)
+        return None
+    between = _boundaries(own, table)
     groups, chunks = B.shape[1], table.ranges.shape[1]
     scores = torch.empty(chunks, groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
     scores_kernel[(chunks, groups)](
@@ -238,7 +239,7 @@ def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> None:
         table.cu_seqlens,
         table.segments,
         own.state,
-        boundaries,
+        None if between is None else between.states,
         scores,
         y,
         final,
@@ -251,11 +252,13 @@ def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> None:
         **own.sizes,
         **_options("states", own),
     )
+    return between
 
 
 def _operand_grads(
     own: _Operands,
     table: ChunkTable,
+    between: Boundaries | None,
     dx: Tensor,
     dB: Tensor,
     dC: Tensor,
@@ -276,55 +279,49 @@ def _operand_grads(
         partial = torch.empty(2, parts, tokens, groups, N, dtype=torch.float32, device=x.device)
         to_B, to_C = partial
     states = torch.empty(2, chunks, held, width, N, dtype=x.dtype, device=x.device)
-    boundaries = _boundaries(own, table, directions=2)
-    sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
-    strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks)
+    boundaries = None if between is None else _with_gradients(own, table, between)
     for first in range(0, heads, held):
         _pass(own, table, boundaries, None, states, dstate, first, directions=2)
-        group_grads_kernel[(chunks, held // shared * parts)](
-            x,
-            own.B,
-            own.C,
-            dy,
-            own.gates,
-            table.ranges,
-            states,
-            to_B,
-            to_C,
-            *strides,
-            to_B.stride(-3),
-            *numbers,
-            first,
-            held,
-            SHARED=shared,
-            PARTS=parts,
-            ADD=first % (heads // groups) > 0,
-            **sizes,
-            **_options("group", own),
-        )
-        head_grads_kernel[(chunks * held,)](
-            x,
-            own.B,
-            own.C,
-            own.D,
-            dy,
-            own.gates,
-            table.ranges,
-            states,
-            dx,
-            dgates,
-            sums,
-            *strides,
-            dx.stride(0),
-            *numbers,
-            first,
-            held,
-            **sizes,
-            **_options("head", own),
-        )
+        tensors = states, dx, to_B, to_C, dgates, sums
+        _chunk_grads(own, table, tensors, first, held, shared, parts)
     if partial is not None:
         for whole, some in zip((dB, dC), partial, strict=True):
             whole.copy_(some[0] if parts == 1 else some.sum(0))
+
+
+def _chunk_grads(
+    own: _Operands,
+    table: ChunkTable,
+    tensors: tuple[Any, ...],
+    first: int,
+    held: int,
+    shared: int,
+    parts: int,
+) -> None:
+    """Write what `_operand_grads` does, for `held` heads from `first` on, `shared` of each group."""
+    states, dx, to_B, to_C, dgates, sums = tensors
+    dy, (tokens, heads), (groups, N) = own.dy, own.x.shape[:2], own.B.shape[1:]
+    assert dy is not None
+    chunks = table.ranges.shape[1]
+    strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks, first, held)
+    sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
+    group_grads_kernel[(chunks, held // shared * parts)](
+        *(own.x, own.B, own.C, dy, own.gates, table.ranges),
+        *(states, to_B, to_C),
+        *(*strides, to_B.stride(-3), *numbers),
+        SHARED=shared,
+        PARTS=parts,
+        ADD=first % (heads // groups) > 0,
+        **sizes,
+        **_options("group", own),
+    )
+    head_grads_kernel[(chunks * held,)](
+        *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
+        *(states, dx, dgates, sums),
+        *(*strides, dx.stride(0), *numbers),
+        **sizes,
+        **_options("head", own),
+    )
 
 
 def _gate_grads(
@@ -361,31 +358,49 @@ def _gate_grads(
     )
 
 
-def _boundaries(own: _Operands, table: ChunkTable, *, directions: int) -> Tensor | None:
-    """The states between a document's segments, and with two directions their gradients: [directions,
-    boundaries, heads, P, N] float32. None if there are no such segments.
+def _boundaries(own: _Operands, table: ChunkTable) -> Boundaries | None:
+    """The states between a document's segments, [boundaries, heads, P, N] float32, and the decays of the
+    segments before them, [boundaries, heads]. None if there are no such segments.
     """
     if not table.boundaries:
         return None
     heads, (width, N) = own.x.shape[1], (own.x.shape[2], own.B.shape[2])
     like: dict[str, Any] = {"dtype": torch.float32, "device": own.x.device}
-    boundaries = torch.empty(directions, table.boundaries, heads, width, N, **like)
+    states = torch.empty(table.boundaries, heads, width, N, **like)
     transfers = torch.empty(table.boundaries, heads, **like)
-    _pass(own, table, boundaries, transfers, None, None, directions=directions)
+    _pass(own, table, states[None], transfers, None, None, directions=1)
+    _join(states[None], transfers, table, back=False)
+    return Boundaries(states, transfers)
+
+
+def _with_gradients(own: _Operands, table: ChunkTable, between: Boundaries) -> Tensor:
+    """The states between a document's segments and their gradients: [2, boundaries, heads, P, N] float32."""
+    boundaries = between.states.new_empty(2, *between.states.shape)
+    boundaries[0].copy_(between.states)
+    _pass(own, table, boundaries, between.transfers, None, None, directions=1, back=True)
+    _join(boundaries, between.transfers, table, back=True)
+    return boundaries
+
+
+def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, back: bool) -> None:
+    """Turn local states at boundaries [directions, boundaries, heads, P, N] into the true ones, or local
+    gradients, the last of these.
+    """
+    _, count, heads, width, N = boundaries.shape
     size, block = width * N, 1024
-    decayed_boundaries_kernel[(directions * ceil_div(size, block), heads, len(table.first_segments))](
+    decayed_boundaries_kernel[(ceil_div(size, block), heads, len(table.first_segments))](
         boundaries,
         transfers,
         table.cu_seqlens,
         table.first_segments,
-        table.boundaries,
+        count,
         heads,
         size,
         SEGMENT=table.segment,
         BLOCK=block,
+        BACK=back,
         num_warps=4,
     )
-    return boundaries
 
 
 def _pass(
@@ -398,9 +413,10 @@ def _pass(
     first: int = 0,
     *,
     directions: int,
+    back: bool = False,
 ) -> None:
     """Launch `pass_kernel` for as many heads as `states` holds, from `first` on; without, for the segments of
-    all heads. With one direction, for the states only.
+    all heads. With one direction, for the states only, or with `back` for their gradients.
     """
     (tokens, heads, width), N = own.x.shape, own.B.shape[2]
     dy = own.x if own.dy is None else own.dy  # not read
@@ -434,5 +450,6 @@ def _pass(
         BLOCK_N=block,
         **own.sizes,
         LOCAL=states is None,
+        BACK=back,
         **_options("pass", own),
     )

@@ -212,6 +212,7 @@ def pass_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
     LOCAL: tl.constexpr,
+    BACK: tl.constexpr,
 ):
     """Pass a block of a head's state over the chunks of a segment, or the state's gradient back, for heads
     from `first_head` on.
@@ -219,12 +220,13 @@ def pass_kernel(
     The former writes S of every chunk to the first of `states` [2, chunks, held, ...], the latter dS' to the
     second. With LOCAL they start from zero (at a document's ends, from what is given there) and write what
     leaves the segment to `boundaries` [2, boundaries, ...], and the segment's decay to `transfers`. Without,
-    they start from `boundaries`, the true states and gradients.
+    they start from `boundaries`, the true states and gradients. With BACK, gradients alone.
     """
     document, first, end, chunk, opening, ending, boundary = segment_of(segments, segment_count, cu_seqlens)
     blocks = tl.cdiv(P, BLOCK_P) * tl.cdiv(N, BLOCK_N)
-    back = tl.program_id(0) >= blocks
-    block = tl.where(back, tl.program_id(0) - blocks, tl.program_id(0))
+    nth_block = tl.program_id(0) + BACK * blocks
+    back = nth_block >= blocks
+    block = tl.where(back, nth_block - blocks, nth_block)
     leaves = tl.where(back, first > opening, end < ending)  # for another segment of the document
     if (document < 0) | (LOCAL & (leaves == 0)):
         return

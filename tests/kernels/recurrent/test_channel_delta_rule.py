@@ -196,7 +196,7 @@ def test_nothing_but_the_operands_is_kept(interpreted):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize("decay", [0.1, 30.0], ids=["slow", "fast"])
+@pytest.mark.parametrize("decay", [0.1, 3.0, 30.0], ids=["slow", "medium", "fast"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("key", "value"), [(128, 128), (96, 192), (64, 64), (16, 32)])
 def test_every_gradient_is_correct_on_a_gpu(key, value, dtype, decay, lower_bound):
