@@ -14,11 +14,10 @@ reference, what is beyond are keys and values of a hidden state of zeros, to whi
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor, nn
 
+from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.fused import unmasked_attention
 from liger_models.layers.projections.linear import Linear
@@ -106,30 +105,28 @@ class GridAttention(nn.Module):
         return f"heads={spec.num_attention_heads}, head_dim={spec.head_dim}, window={spec.window}"
 
 
-@functools.lru_cache(maxsize=64)
+@cached_tensors(64)
 def _windows(side: int, merge: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The patch at each place of each window, [windows, width^2], side^2 where there is none; and the place
     of each patch among all places, [side^2].
     """
-    with torch.inference_mode(False):
-        blocks = torch.arange(side**2, device="cpu").view(side // merge, side // merge, merge, merge)
-        raster = blocks.permute(0, 2, 1, 3).reshape(side, side)  # the number of the patch at a row and column
-        count = -(-side // width)
-        padded = torch.full((count * width, count * width), side**2, device="cpu")
-        padded[:side, :side] = raster
-        windows = padded.view(count, width, count, width).transpose(1, 2).reshape(count**2, width**2)
-        places = windows.flatten().argsort(stable=True)[: side**2]
-        return windows.to(device), places.to(device)
+    blocks = torch.arange(side**2, device="cpu").view(side // merge, side // merge, merge, merge)
+    raster = blocks.permute(0, 2, 1, 3).reshape(side, side)  # the number of the patch at a row and column
+    count = -(-side // width)
+    padded = torch.full((count * width, count * width), side**2, device="cpu")
+    padded[:side, :side] = raster
+    windows = padded.view(count, width, count, width).transpose(1, 2).reshape(count**2, width**2)
+    places = windows.flatten().argsort(stable=True)[: side**2]
+    return windows.to(device), places.to(device)
 
 
-@functools.lru_cache(maxsize=64)
+@cached_tensors(64)
 def _distances(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The row of a table of distances for each pair of places along an axis, [width, width]; and the row and
     the column of each place as unit vectors, [width^2, 2 * width].
     """
-    with torch.inference_mode(False):
-        axis = torch.arange(width, device="cpu")
-        distance = axis[:, None] - axis + width - 1
-        unit = torch.eye(width, device="cpu")
-        places = torch.cat([unit.repeat_interleave(width, 0), unit.repeat(width, 1)], 1)
-        return distance.to(device), places.to(device)
+    axis = torch.arange(width, device="cpu")
+    distance = axis[:, None] - axis + width - 1
+    unit = torch.eye(width, device="cpu")
+    places = torch.cat([unit.repeat_interleave(width, 0), unit.repeat(width, 1)], 1)
+    return distance.to(device), places.to(device)

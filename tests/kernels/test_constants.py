@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.attention import backends
+from liger_models.layers.grids import grid_attention
 from liger_models.layers.recurrent import lightning
 from liger_models.layers.sequences import rotary
 from liger_models.layers.specs import RopeSpec
@@ -21,6 +22,8 @@ CALLS = {  # with arguments that no other test uses
     "decays": lambda: lightning._log_decays((0.123, 0.9), CPU, torch.float32),
     "slopes": lambda: backends._cached_slopes((0.123, 0.9), CPU),
     "frequencies": lambda: rotary._cached_inverse_frequencies(RopeSpec(dim=6, theta=123.0), 0, CPU),
+    "windows of grids": lambda: grid_attention._windows(6, 2, 5, CPU),
+    "distances": lambda: grid_attention._distances(5, CPU),
     "tiles": lambda: anyres.of_tiles(3, 1, 2, 123, 45, None),
     "whole image": lambda: anyres.of_whole(13),
     "video": lambda: anyres.of_video(13, 1),
