@@ -75,9 +75,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {**config, "text_config": with_layers(config["text_config"], layers)}
     if "model_type" in config:
         layers = max(1, layers // find_architecture(config["model_type"]).layouts[0].in_one)
-    counts = [key for key in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if key in config] or [
-        "num_hidden_layers"
-    ]
+    counts = _keys_of_layers(config) or ["num_hidden_layers"]
     before: Any = config.get(counts[0])  # None: the default of its class
     cut: dict[str, Any] = {
         key: value[:layers] if _by_layer(key, value) and len(value) == before else value
@@ -97,6 +95,16 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
             for key, value in own.items()
         }
     return {**cut, **dict.fromkeys(counts, layers)}
+
+
+def count_layers(config: Mapping[str, Any]) -> int:
+    """Number of layers of the language model that a config gives under any of the families' names."""
+    text = config.get("text_config", config)
+    return text[_keys_of_layers(text)[0]]
+
+
+def _keys_of_layers(config: Mapping[str, Any]) -> list[str]:
+    return [key for key in ("n_layer", "n_layers", "num_layers", "num_hidden_layers") if key in config]
 
 
 def _by_layer(key: str, value: Any) -> bool:

@@ -25,7 +25,7 @@ import torch
 
 import liger_models
 from liger_models.architectures import Architecture
-from liger_models.cards.published import layers_of_every_kind, published, with_layers
+from liger_models.cards.published import count_layers, layers_of_every_kind, published, with_layers
 from liger_models.cards.results import OURS, PEERS
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
@@ -95,7 +95,8 @@ def plan(
     config = dict(known[0].config)
     if config.get("first_k_dense_replace", 0) > 1:  # one of the leading dense layers suffices
         config["first_k_dense_replace"] = 1
-    tokens = min(TOKENS, config.get("max_position_embeddings") or TOKENS)
+    limits = config.get("max_position_embeddings"), family.spec(HFConfig.load(config)).position_limit
+    tokens = min(TOKENS, *(limit or TOKENS for limit in limits))
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
     if family.vision:
         tokens, data = tokens // 2, "images"  # text tokens; images come on top
@@ -148,7 +149,7 @@ def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) ->
     """A family's results by provider; passed if ours was measured."""
     return "tokens_per_second" in results[OURS], {
         "model": job["model"],
-        "layers": job["config"].get("text_config", job["config"])["num_hidden_layers"],
+        "layers": count_layers(job["config"]),
         "batch": job["batch"],
         "tokens": job["seq"],
         "data": job["data"],

@@ -249,6 +249,14 @@ def test_a_vision_language_family_is_measured_with_images():
     assert "tokens with images, bfloat16" in results.say(values)
 
 
+def test_older_names_of_sizes_limit_the_tokens_and_count_the_layers():
+    """GPT-2 calls its layers n_layer, and has as many positions as its table."""
+    ours, *_ = training_step.plan(find_architecture("gpt2"), ROOT, ["cpu"])
+    assert (ours["batch"], ours["seq"]) == (8, 1024)
+    _, values = training_step.outcome(ours, {"ours": {"tokens_per_second": 1.0, "gib": 1.0}})
+    assert values["layers"] == ours["config"]["n_layer"]
+
+
 def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
     assert settings_of(LLAMA, 64) == ["transformers+liger+sdpa", "transformers+sdpa"]
     capped = settings_of(find_architecture("gemma2"), 64)
