@@ -167,7 +167,7 @@ def _model(name: str) -> str:
 
 
 def _configuration(text: str) -> cases.Configuration:
-    match = re.fullmatch(rf"([a-z_+0-9]+):([a-z,=0-9]+):(\d+)(?::({'|'.join(DATA)}))?", text)
+    match = re.fullmatch(rf"([a-z_+0-9]+):([a-z,=.0-9]+):(\d+)(?::({'|'.join(DATA)}))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"found {text!r}; expected for instance ours:lean:2")
     try:
