@@ -108,9 +108,8 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "full, channel delta rule-all",
         "full, gates of heads-lean",
         "full, differential attention-lean",
-        *(f"LoRA, dense-{level}" for level in ("lean", "offload")),
+        "LoRA, dense-lean",
         "LoRA of experts-lean",
-        "LoRA with a bias-lean",
         "DoRA-lean",
         "QLoRA-checkpoint",
         "LoRA on 8 bits-lean",
@@ -339,6 +338,77 @@ ALWAYS |= {
     f"{TRAINING}/test_learning.py::test_the_default_learns_as_float32_does_and_plain_does_not": (),
     # Trains for some hundred steps; the objective's steps are compared with other definitions.
     f"{TRAINING}/test_examples.py::test_a_small_model_learns_a_preference": (),
+}
+
+# Families whose layers are tested one by one elsewhere: one for each kind of mixer and of feed-forward part.
+KINDS = ("gpt2", "llama4_text", "deepseek_v32", "nemotron_h", "minimax", "gemma4_text", "falcon_mamba")
+ALWAYS |= {
+    f"{FAMILIES}/test_checkpoints.py::test_verify_accepts_a_checkpoint_of_the_reference": KINDS,
+    f"{FAMILIES}/test_checkpoints.py::test_a_model_of_mixed_dtypes_is_trained_and_saved": KINDS,
+    f"{FAMILIES}/test_training.py::test_ten_steps_of_adamw_agree": (*KINDS, "bailing_hybrid", "bloom"),
+    f"{HF}/test_adapters_of_families.py::test_adapters_on_packed_projections_match_the_reference": KINDS,
+    # How a text ends depends on no layer.
+    f"{FAMILIES}/test_generation.py::test_a_sequence_ends_with_one_of_the_end_tokens": (
+        "apertus",
+        "falcon_mamba",
+        "lfm2",
+        "llama4_text",
+        "ministral3",
+    ),
+    f"{FAMILIES}/test_dropout.py::test_every_level_of_activation_memory_drops_the_same_elements": (
+        *(f"{family}-True" for family in ("starcoder2", "phi", "gpt2", "opt")),
+        *(f"{family}-False" for family in ("granite", "hunyuan_v1_dense", "seed_oss")),
+    ),
+    f"{FAMILIES}/test_compile.py::test_packed_and_padded_rows_compiled_have_the_same_bits": (
+        "llama-packed_by_positions",
+        "gemma3_text-packed_by_positions",
+        "deepseek_v3-packed_by_positions",
+        "gemma4_text-padded",
+        "llama4_text-padded",
+    ),
+    f"{LAYERS}/attention/test_attention.py::test_it_compiles_without_a_graph_break_to_the_same_values": (
+        "rows-None-3-extras0",
+        "rows-4-None-extras0",
+        "rows-None-None-extras1",
+        "packed-None-None-extras0",
+        "packed-None-3-extras1",
+        "packed-4-None-extras1",
+    ),
+    f"{LAYERS}/memory/test_adapter_costs.py::test_a_layer_run_by_peft_needs_the_counted_memory": (
+        "lora-mlp.down_proj",
+        "dora-mlp.gate_proj",
+        "lora, dropout-mlp.gate_proj",
+        "dora, dropout-mlp.down_proj",
+        "ia3 on outputs-self_attn.k_proj",
+        "ia3 on inputs-mlp.down_proj",
+    ),
+    f"{VISION}/test_parity.py::test_every_level_of_activation_memory_gives_the_same_gradients": (
+        *("aya_vision", "gemma4", "lighton_ocr", "llama4", "llava_next", "mllama", "muse_glimmer", "qwen3_5"),
+    ),
+    f"{VISION}/test_tools_in_transformers.py::test_drafts_change_no_token_with_images": (
+        *("gemma4-assistant", "mllama-assistant", "qwen2_5_vl-assistant"),
+        *("gemma3-prompt_lookup", "llava_onevision-prompt_lookup"),
+    ),
+    f"{TRAINING}/test_objectives.py::"
+    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": (
+        *("dpo-1.0", "simpo-0.0", "orpo-1.0", "kto-0.0"),
+    ),
+    f"{TRAINING}/test_trees.py::test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one": (
+        *("llama-checkpoint", "llama-tiled", "mixtral-all", "gemma3_text-tiled"),
+    ),
+    f"{TRAINING}/test_optimizers.py::test_bfloat16_weights_keep_what_rounding_would_lose": (
+        *("muon", "adafactor"),
+    ),
+    f"{TRAINING}/test_optimizers.py::test_a_run_resumes_to_the_bit": ("adamw_8bit", "muon"),
+    f"{TRAINING}/test_sharded_runs.py::test_two_ranks_train_like_one_process_however_the_model_is_sharded": (
+        *("two", "hybrid", "begun_by_one", "sequence"),
+    ),
+    f"{TRAINING}/test_sharded_runs.py::test_objectives_are_means_over_all_ranks": (
+        *("dpo", "reward", "frozen", "adapters"),
+    ),
+    f"{BENCHMARKS}/test_certify.py::test_compositions_in_one_process_hold": ("0", "2", "3"),
+    # By day the same sharding trains a text model in transformers, and vision models natively.
+    f"{VISION}/test_shards_in_transformers.py::test_two_ranks_train_like_one": (),
 }
 
 # One family for each kind of names, layers and encoder.

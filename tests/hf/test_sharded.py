@@ -32,7 +32,7 @@ CASES = {
     "trainer-qwen2": ("trainer", {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}),
     "trainer-qwen3_moe": ("trainer", {"fsdp": True}),
 }
-AT_NIGHT = {"fsdp-llama", "fsdp-gemma3_text", "fsdp-qwen3_moe", "trainer-qwen3_moe"}
+AT_NIGHT = {"trainer-ddp-llama", "fsdp-llama", "fsdp-gemma3_text", "fsdp-qwen3_moe", "trainer-qwen3_moe"}
 """They combine again what others have."""
 
 
