@@ -25,7 +25,7 @@ from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
-from liger_models.hf.cache import TransformersCache, UnfilledCache, given_cache, tokens_in
+from liger_models.hf.cache import CACHE, TransformersCache, UnfilledCache, given_cache, tokens_in
 from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices, stored_as_one
 from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel
@@ -125,7 +125,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             position_ids: [batch, seq]. Without an attention mask and a cache, a restart begins a document;
                 documents do not attend to each other. Models with three position axes also take
                 [3, batch, seq], or [4, batch, seq] with the text positions first.
-            past_key_values: any transformers cache.
+            past_key_values: any transformers cache; also as `cache`, its name since transformers 5.24.
             use_cache: fill a cache. Default: the config's `use_cache`, unless a row holds several documents.
                 A training step then fills none, and returns an `UnfilledCache`: see `new_cache`.
             output_hidden_states: also return the input of each layer and the last output, [batch, seq, H]
@@ -183,7 +183,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             sequences.cache.keep()
         output: dict[str, Any] = {
             "last_hidden_state": last,
-            "past_key_values": past_key_values,
+            CACHE: past_key_values,
             "hidden_states": None if inner is None else (*inner, last),
         }
         routers = sequences.notes.router_logits.take()

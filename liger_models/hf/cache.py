@@ -12,11 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
+
+# transformers 5.24 renamed it, in calls and outputs, and takes the older names with a warning.
+CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 def knows_positions(cache: Cache | None) -> bool:
@@ -26,9 +30,18 @@ def knows_positions(cache: Cache | None) -> bool:
 
 
 def given_cache(past_key_values: Cache | None, others: dict[str, Any]) -> Cache | None:
-    """Return the cache of a call, which transformers passes to Mamba's models as `cache_params`."""
-    named = others.pop("cache_params", None)
-    return named if past_key_values is None else past_key_values
+    """Return the cache of a call, which transformers passes as `cache` since 5.24, and to Mamba's models
+    as `cache_params` before.
+
+    Raises:
+        ValueError: it is given under two names.
+    """
+    named = {"past_key_values": past_key_values}
+    named |= {name: others.pop(name) for name in ("cache", "cache_params") if name in others}
+    given = {name: cache for name, cache in named.items() if cache is not None}
+    if len(given) > 1:
+        raise ValueError(f"the cache is given as {' and as '.join(given)}; pass it once")
+    return next(iter(given.values()), None)
 
 
 def tokens_in(cache: Cache) -> int:

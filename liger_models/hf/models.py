@@ -27,7 +27,7 @@ from transformers.utils.generic import can_return_tuple
 from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.hf.base_model import LigerModel
-from liger_models.hf.cache import given_cache
+from liger_models.hf.cache import CACHE, given_cache
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (
     batch_shape,
@@ -43,7 +43,7 @@ from liger_models.layers.sequences.documents import IGNORE_INDEX
 
 @dataclass
 class StateSpaceOutput(CausalLMOutputWithPast):
-    """Output of models without attention, whose cache transformers names `cache_params`."""
+    """Output of models without attention, whose cache transformers before 5.24 names `cache_params`."""
 
     cache_params: Cache | None = None
 
@@ -185,13 +185,15 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.logit_form(self.lm_head(hidden[:, kept]))
         make: Any = MoeCausalLMOutputWithPast if routers else CausalLMOutputWithPast
-        if spec.is_recurrent and all(block.recurrent is not None for block in spec.blocks):
-            make, routers = StateSpaceOutput, {"cache_params": output.past_key_values}
+        filled = getattr(output, CACHE)
+        of_states = spec.is_recurrent and all(block.recurrent is not None for block in spec.blocks)
+        if of_states and CACHE == "past_key_values":
+            make, routers = StateSpaceOutput, {"cache_params": filled}
         return make(
             loss=found.get("loss"),
             logits=logits,
-            past_key_values=output.past_key_values,
             hidden_states=output.hidden_states,
+            **{CACHE: filled},
             **routers,
         )
 

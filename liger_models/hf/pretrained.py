@@ -69,7 +69,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     accepts_loss_kwargs = True
-    _skip_keys_device_placement = {"past_key_values"}  # noqa: RUF012
+    _skip_keys_device_placement = {"past_key_values", "cache"}  # noqa: RUF012
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_attention_backend = True

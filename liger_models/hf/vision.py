@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
 from liger_models.convert.errors import DataError
-from liger_models.hf.cache import knows_positions
+from liger_models.hf.cache import CACHE, knows_positions
 from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_top
 from liger_models.hf.models import HEAD, LigerForCausalLM
 from liger_models.layers.model.call_checks import refuse_unknown
@@ -217,7 +217,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         """Prepare positions of text as transformers does; None for models with three position axes, whose
         positions are computed in the forward from its inputs and the cache.
         """
-        held = knows_positions(model_kwargs.get("past_key_values"))
+        held = knows_positions(model_kwargs.get(CACHE))
         shown = held or any(model_kwargs.get(name) is not None for name in PICTURES)
         if shown and getattr(self.base_decoder.spec.vision, "positions", None) is not None:
             return None
@@ -231,7 +231,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             *args, **kwargs
         )
-        cache = inputs.get("past_key_values")
+        cache = inputs.get(CACHE)
         if cache is None or not cache.get_seq_length():
             inputs |= {name: kwargs[name] for name in PICTURES if kwargs.get(name) is not None}
         elif not kwargs.get("is_first_iteration"):
