@@ -42,7 +42,7 @@ from benchmarks.training.peer import (
     train_step,
 )
 from liger_models.architectures import find_architecture
-from liger_models.cards.published import layers_of_every_kind, with_layers
+from liger_models.cards.published import count_layers, layers_of_every_kind, with_layers
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.projections.float8 import RECIPES, Float8Recipe
 from liger_models.optim.adamw import AdamW, state_bytes
@@ -240,7 +240,7 @@ def build(job: Job, config: Mapping[str, Any], device: torch.device) -> Any:
             config,
             dtype=torch.bfloat16,
             device=device,
-            activation_memory=levels(job.memory, config.get("text_config", config)["num_hidden_layers"]),
+            activation_memory=levels(job.memory, count_layers(config)),
             projections="split" if "split" in job.options else "fused",
             float8=job.float8,
         )
