@@ -98,7 +98,7 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
 
 
 def count_layers(config: Mapping[str, Any]) -> int:
-    """Number of layers of the language model that a config gives under any of the families' names."""
+    """Number of layers of the language model that a config gives, under any of the families' names."""
     text = config.get("text_config", config)
     return text[_keys_of_layers(text)[0]]
 

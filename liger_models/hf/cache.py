@@ -34,13 +34,13 @@ def given_cache(past_key_values: Cache | None, others: dict[str, Any]) -> Cache 
     as `cache_params` before.
 
     Raises:
-        ValueError: it is given under two names.
+        ValueError: two caches are given.
     """
     named = {"past_key_values": past_key_values}
     named |= {name: others.pop(name) for name in ("cache", "cache_params") if name in others}
     given = {name: cache for name, cache in named.items() if cache is not None}
-    if len(given) > 1:
-        raise ValueError(f"the cache is given as {' and as '.join(given)}; pass it once")
+    if len({id(cache) for cache in given.values()}) > 1:  # `generate` may pass one under two names
+        raise ValueError(f"found two caches, {' and '.join(given)}; pass one")
     return next(iter(given.values()), None)
 
 
