@@ -26,7 +26,7 @@ from liger_models.kernels._gpu import gpu, gpu_of, imagined, on_gpu
 # Parameters of kernels: numbers of tokens, and what follows from them.
 _VARYING = {
     *("tokens", "rows", "num_rows", "slots", "chunks", "segment_count", "documents", "boundary_count"),
-    *("table_rows", "most", "programs", "q_tile_count", "k_tile_count"),
+    *("first_row", "table_rows", "most", "programs", "q_tile_count", "k_tile_count"),
 }
 
 triton: Any = None

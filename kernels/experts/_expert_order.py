@@ -30,6 +30,9 @@ class ExpertOrder(NamedTuple):
             R rows; unused tiles have expert -1.
         num_tiles: [1] int32, the number of used tiles.
         block, top_k: rows per tile, and k.
+        full: no slot is empty, so R is T k. Else R may exceed the number of assignments, offsets[E], which
+            only the device knows; the rows beyond it are nobody's.
+        first: of a window (`windows`), the number of its first row among all rows, which `position` counts.
     """
 
     order: Tensor
@@ -40,6 +43,8 @@ class ExpertOrder(NamedTuple):
     num_tiles: Tensor
     block: int
     top_k: int
+    full: bool
+    first: int = 0
 
     @property
     def num_rows(self) -> int:
@@ -57,6 +62,7 @@ def sort_by_expert(
     is the number of the others, or more (`with_rows`), and `expected` an estimate. Nothing is checked.
     """
     slots, top_k = experts.numel(), experts.shape[1]
+    full = num_rows is None and expected is None
     num_rows = slots if num_rows is None else num_rows
     block = _block_rows(num_rows if expected is None else expected, num_experts)
     most = min(num_rows, num_rows // block + num_experts)
@@ -64,7 +70,7 @@ def sort_by_expert(
         torch.empty(size, dtype=torch.int32, device=experts.device)
         for size in (num_rows, slots, num_experts + 1, most, most, 1)
     )
-    sorted_rows = ExpertOrder(order, position, offsets, tile_expert, tile_row, num_tiles, block, top_k)
+    sorted_rows = ExpertOrder(order, position, offsets, tile_expert, tile_row, num_tiles, block, top_k, full)
     if not num_rows:
         offsets.zero_()
         position.fill_(-1)
@@ -106,6 +112,45 @@ def sort_by_expert(
             BLOCK_EXPERTS=block_experts,
         )
     return sorted_rows
+
+
+def windows(order: ExpertOrder, most: int) -> list[ExpertOrder]:
+    """Divide an order whose number of rows only the device knows into orders of `most` rows each, the last of
+    fewer. Usually only the first has rows.
+    """
+    if not order.num_rows:
+        return [order]
+    num_experts = order.offsets.numel() - 1
+    block_experts = next_power_of_2(num_experts)
+    block_tiles = max(1, min(64, 8192 // block_experts))
+    found = []
+    for first in range(0, order.num_rows, most):
+        rows = order.order[first : first + most]
+        most_tiles = min(len(rows), len(rows) // order.block + num_experts)
+        offsets, tile_expert, tile_row, num_tiles = (
+            torch.empty(size, dtype=torch.int32, device=rows.device)
+            for size in (num_experts + 1, most_tiles, most_tiles, 1)
+        )
+        with on_device_of(rows):
+            _window_kernel[(ceil_div(most_tiles, block_tiles),)](
+                order.offsets,
+                offsets,
+                tile_expert,
+                tile_row,
+                num_tiles,
+                num_experts,
+                first,
+                len(rows),
+                most_tiles,
+                BLOCK=order.block,
+                BLOCK_TILES=block_tiles,
+                BLOCK_EXPERTS=block_experts,
+            )
+        tiles = tile_expert, tile_row, num_tiles
+        found.append(
+            ExpertOrder(rows, order.position, offsets, *tiles, order.block, order.top_k, order.full, first)
+        )
+    return found
 
 
 def split_tiles(order: ExpertOrder, first_tokens: int) -> tuple[ExpertOrder, ExpertOrder]:
@@ -216,6 +261,31 @@ def _tiles_kernel(
     mask = expert < num_experts
     start = tl.load(offsets + expert, mask, 0)
     end = tl.load(offsets + expert + 1, mask, 0)
+    _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
+
+
+@jit
+def _window_kernel(
+    offsets,
+    of_window,
+    tile_expert,
+    tile_row,
+    num_tiles,
+    num_experts,
+    first_row,
+    rows,
+    most,
+    BLOCK: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    BLOCK_EXPERTS: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_EXPERTS)
+    mask = expert < num_experts
+    start = tl.minimum(tl.maximum(tl.load(offsets + expert, mask, 0) - first_row, 0), rows)
+    end = tl.minimum(tl.maximum(tl.load(offsets + expert + 1, mask, 0) - first_row, 0), rows)
+    if tl.program_id(0) == 0:
+        tl.store(of_window, 0)
+        tl.store(of_window + expert + 1, end, mask)
     _write_tiles(start, end, expert, tile_expert, tile_row, num_tiles, most, BLOCK, BLOCK_TILES)
 
 

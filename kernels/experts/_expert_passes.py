@@ -30,11 +30,13 @@ class Exchange(Protocol):
 
     Attributes:
         own: number of tokens of this rank. They are the first ones.
+        ranks: that share the experts.
         overlaps: set if the products take part: x, and the gradient of the result, may then still be
             arriving when the other tokens' rows are given to them.
     """
 
     own: int
+    ranks: int
     overlaps: bool
 
     def num_rows(self) -> int:
@@ -123,7 +125,9 @@ def activated_product(
     path, first_t = _low_rank(as_rows(x), first, order, gather=True)
     options: Any = {"transposed": True, "gather": True, "bias": bias, "path": path}
     h = _product_of_arriving(as_rows(x), gate_up(), order, overlap, float8, **options)
-    product = weighted_activation(h, weights, order, activation) if inputs else activated(h, activation)
+    product = (
+        weighted_activation(h, weights, order, activation) if inputs else activated(h, activation, order)
+    )
     return product, _low_rank(product, last, order)[1], h, first_t
 
 
@@ -138,13 +142,14 @@ def summed(
     paths: Sequence[ExpertPath] = (),
     overlap: Overlap | None = None,
     float8: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return the result [T, H]."""
+    """Return the result [T, H]; in `out`, which has that of later windows, if given."""
     bias = None if down_bias is None else down_bias.contiguous()
     path = None if t is None else (t, pack_paths(paths, order.offsets.numel() - 1, t.dtype).b)
     options: Any = {"transposed": True, "bias": bias, "path": path}
     of_sum = None if inputs else weights
-    return _summed_product(product, down, order, of_sum, overlap, float8, **options)
+    return _summed_product(product, down, order, of_sum, overlap, float8, out, **options)
 
 
 def _product_of_arriving(
@@ -171,18 +176,20 @@ def _summed_product(
     weights: Tensor | None,
     overlap: Overlap | None,
     float8: bool,
+    out: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Return `rows_product`, summed by token [T, H]. Tokens of other ranks come first, and leave while this
-    rank's own are computed; in float8 all are computed at once. The matrices are freed before the last sum.
+    """Return `rows_product`, summed by token [T, H], in `out` if given. Tokens of other ranks come first, and
+    leave while this rank's own are computed; in float8 all are computed at once. The matrices are freed
+    before the last sum.
     """
     if float8:
         return sum_slots(float8_rows_product(a, make(), order, **options), weights, order)
     if overlap is None:
-        return sum_slots(rows_product(a, make(), order, **options), weights, order)
+        return sum_slots(rows_product(a, make(), order, **options), weights, order, out=out)
     matrices = make()
     rows = rows_product(a, matrices, overlap.rest, **options)
-    y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1])
+    y = rows.new_empty(order.position.numel() // order.top_k, rows.shape[1]) if out is None else out
     sum_slots(rows, weights, order, slice(overlap.tokens, None), y)
     overlap.leave(y)
     rows_product(a, matrices, overlap.own, out=rows, shared_device=True, **options)
@@ -218,10 +225,18 @@ def experts_backward(
     last: LowRank = NO_PATHS,
     exchange: Exchange | None = None,
     float8: bool = False,
+    later: Sequence[ExpertOrder] = (),
+    again: Callable[[ExpertOrder], tuple[Tensor, Tensor | None, Tensor | None]] | None = None,
+    into: tuple[Any, ...] = (None,) * 4,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of the paths' gradients. Buffers
     are freed as soon as possible.
+
+    Args:
+        later: the windows after `order`. Their h, and t of the first and last paths, are computed `again`.
+        into: the gradients of x, weights, gate_up and down to which those of this window are added.
     """
+    original, operands = dy, (x, weights, experts, gate_up, down, down_bias)
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
     biased, x, of_first, of_last = {}, as_rows(x), [], []
@@ -263,6 +278,7 @@ def experts_backward(
         inputs,
         **biased,
         float8=float8 and want.x,
+        dweights=into[1],
     )
     del dproduct
     if last.t is not None:
@@ -271,12 +287,12 @@ def experts_backward(
             last.paths, last.wanted, order, (product, False), (dy, gather), last.t, u, by
         )
     if want.down:
-        ddown = weight_product(dy, product, order)
+        ddown = weight_product(dy, product, order, into[3])
     if want.down_bias:
         ddown_bias = sum_by_expert(dy, weights, order)
     del dy, product, biased
     if want.gate_up:
-        dgate_up = weight_product(dh, spread_rows(x, order), order)
+        dgate_up = weight_product(dh, spread_rows(x, order), order, into[2])
     if want.gate_up_bias:
         dgate_up_bias = sum_by_expert(dh, None, order)
     path = None
@@ -285,9 +301,24 @@ def experts_backward(
         u = rows_product(dh, packed.b, order, transposed=True)
         path = u, packed.a
         of_first = path_gradients(first.paths, first.wanted, order, (x, True), (dh, False), first.t, u)
+    dx, of_paths = into[0], [*of_first, *of_last]
+    for window in reversed(later):
+        assert again is not None
+        h, *ts = again(window)
+        low = first._replace(t=ts[0]), last._replace(t=ts[1])
+        dx, *_, of_gate_up_bias, of_down_bias, more = experts_backward(
+            *(original, *operands, h, window, activation, inputs, want, *low),
+            into=(dx, dweights, dgate_up, ddown),
+        )
+        del h, ts, low
+        if dgate_up_bias is not None:
+            dgate_up_bias += of_gate_up_bias
+        if ddown_bias is not None:
+            ddown_bias += of_down_bias
+        of_paths = [None if a is None else a + b for a, b in zip(of_paths, more, strict=True)]
     if want.x:
-        dx = _summed_product(dh, gate_up, order, None, overlap, float8, transposed=False, path=path)
-    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, [*of_first, *of_last]
+        dx = _summed_product(dh, gate_up, order, None, overlap, float8, dx, transposed=False, path=path)
+    return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, of_paths
 
 
 def _spread_on_arrival(dy: Tensor, order: ExpertOrder, overlap: Overlap) -> tuple[Tensor, Overlap]:

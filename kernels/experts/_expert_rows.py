@@ -38,21 +38,27 @@ def spread_rows(
     x: Tensor, order: ExpertOrder, tokens: slice = slice(None), out: Tensor | None = None
 ) -> Tensor:
     """x [T, H] -> [R, H], each row a copy of its token. Reads each row of x once. Of some tokens only, if
-    given, into `out`.
+    given, into `out`. Of a window, its rows only.
     """
     x = as_rows(x)[tokens]
     width = x.shape[1]
     rows = x.new_empty(order.num_rows, width) if out is None else out
     if rows.numel() and len(x):
         block = min(1024, next_power_of_2(width))
+        each = _tokens_each(order)
         with on_device_of(x):
-            _spread_rows_kernel[(len(x), ceil_div(width, block))](
+            _spread_rows_kernel[(ceil_div(len(x), each), ceil_div(width, block))](
                 x,
                 order.position.view(-1, order.top_k)[tokens],
                 rows,
                 x.stride(0),
+                len(x),
                 width,
+                order.first,
+                order.num_rows,
                 TOP_K=order.top_k,
+                TOKENS=each,
+                SLOTS=next_power_of_2(each * order.top_k),
                 BLOCK=block,
             )
     return rows
@@ -67,17 +73,37 @@ def sum_slots(
 ) -> Tensor:
     """rows [R, H], weights [T, k] or None for ones -> y [T, H], summed in the order of slots. Of some tokens
     only, if given, into their rows of `out`.
+
+    Of windows, the last one comes first: each adds its rows to those of later ones, which `out` has. A later
+    window leaves other tokens as they are.
     """
     width, position = rows.shape[1], order.position.view(-1, order.top_k)
     y = rows.new_empty(len(position), width) if out is None else out
     if (of_tokens := y[tokens]).numel():
         block = min(1024, next_power_of_2(width))
         weights = None if weights is None else weights.contiguous()[tokens]
+        each = _tokens_each(order)
         with on_device_of(y):
-            _sum_slots_kernel[(len(of_tokens), ceil_div(width, block))](
-                rows, weights, position[tokens], of_tokens, width, TOP_K=order.top_k, BLOCK=block
+            _sum_slots_kernel[(ceil_div(len(of_tokens), each), ceil_div(width, block))](
+                rows,
+                weights,
+                position[tokens],
+                of_tokens,
+                len(of_tokens),
+                width,
+                order.first,
+                order.num_rows,
+                TOP_K=order.top_k,
+                TOKENS=each,
+                SLOTS=next_power_of_2(each * order.top_k),
+                BLOCK=block,
             )
     return y
+
+
+def _tokens_each(order: ExpertOrder) -> int:
+    """Tokens of a program: many in a later window, which usually has rows of none."""
+    return 1 if order.first == 0 else max(1, 256 // order.top_k)
 
 
 def weighted_activation(h: Tensor, weights: Tensor, order: ExpertOrder, activation: Activation) -> Tensor:
@@ -89,8 +115,12 @@ def weighted_activation(h: Tensor, weights: Tensor, order: ExpertOrder, activati
     return a
 
 
-def activated(h: Tensor, activation: Activation) -> Tensor:
-    """Return a [R, I] of h [R, 2 I], or [R, I] without gates."""
+def activated(h: Tensor, activation: Activation, order: ExpertOrder | None = None) -> Tensor:
+    """Return a [R, I] of h [R, 2 I], or [R, I] without gates; with `order`, only of the rows that it has."""
+    if order is not None and not order.full:
+        a = activation_backward(None, h, None, order, activation, False, False, want_product=True)[2]
+        assert a is not None
+        return a
     if isinstance(activation, ClampedSwiGLU):
         return clamped_swiglu(h, None, activation.alpha, activation.limit)
     if activation == "relu2":
@@ -112,8 +142,9 @@ def weigh_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
                 rows,
                 weights.contiguous(),
                 order.order,
+                order.offsets,
                 weighted,
-                num_rows,
+                order.offsets.numel() - 1,
                 width,
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
@@ -124,7 +155,7 @@ def weigh_rows(rows: Tensor, weights: Tensor, order: ExpertOrder) -> Tensor:
 def activation_backward(
     dproduct: Tensor | None,
     h: Tensor,
-    weights: Tensor,
+    weights: Tensor | None,
     order: ExpertOrder,
     activation: Activation,
     want_h: bool,
@@ -134,6 +165,7 @@ def activation_backward(
     of_bias: Tensor | None = None,
     experts: Tensor | None = None,
     float8: bool = False,
+    dweights: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the requested ones of dh, dweights [T, k] and weights * a [R, I].
 
@@ -142,15 +174,16 @@ def activation_backward(
     product's bias, of_bias [T, E] float32 at experts [T, k], if given.
 
     With `inputs` the weights multiply h instead of a, and the last result is a. With `float8` dh carries its
-    copy in e4m3 by rows (kernels/float8/copies.py).
+    copy in e4m3 by rows (kernels/float8/copies.py). `dweights` is that of another window, and written to.
     """
     gated = has_gate(activation)
     num_rows, width = h.shape[0], h.shape[1] // (2 if gated else 1)
-    weights = weights.contiguous()
+    weights = None if weights is None else weights.contiguous()
     dh = torch.empty_like(h) if want_h else None
     # Empty slots have no row that writes their gradient.
-    memory = torch.empty_like if num_rows == weights.numel() else torch.zeros_like
-    dweights = memory(weights) if want_weights else None
+    memory = torch.empty_like if order.full else torch.zeros_like
+    if dweights is None and want_weights and weights is not None:
+        dweights = memory(weights)
     product = h.new_empty(num_rows, width) if want_product else None
     rows = empty_rows(dh) if float8 and dh is not None and casts_to_float8(dh) else None
     if num_rows:
@@ -162,13 +195,13 @@ def activation_backward(
                 h,
                 weights,
                 order.order,
+                order.offsets,
                 of_bias,
                 experts,
                 dh,
                 *(rows or (None, None)),
                 dweights,
                 product,
-                num_rows,
                 width,
                 order.offsets.numel() - 1,
                 **activation_constants(activation),
@@ -198,40 +231,111 @@ def sum_by_expert(rows: Tensor, weights: Tensor | None, order: ExpertOrder) -> T
 
 
 @jit
-def _spread_rows_kernel(x, position, rows, x_stride, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def _spread_rows_kernel(
+    x,
+    position,
+    rows,
+    x_stride,
+    tokens,
+    width,
+    first_row,
+    num_rows,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0) * TOKENS
+    turns = 1
+    if TOKENS > 1:
+        turns = _tokens_if_any(position, start, tokens, first_row, num_rows, TOP_K, TOKENS, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
-    value = tl.load(x + token * x_stride + column, mask)
-    for slot in tl.static_range(TOP_K):
-        row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        # Equivalent to mask & (row >= 0), a block mask and a scalar, which Triton 3.9's interpreter rejects.
-        tl.store(rows + row * width + column, value, column < tl.where(row >= 0, width, 0))
+    for i in range(0, turns):
+        token = (start + i).to(tl.int64)
+        value = tl.load(x + token * x_stride + column, mask)
+        for slot in tl.static_range(TOP_K):
+            row = tl.load(position + token * TOP_K + slot).to(tl.int64) - first_row
+            # Like mask & (0 <= row), a block mask and a scalar, which Triton 3.9's interpreter rejects.
+            inside = tl.where((row >= 0) & (row < num_rows), width, 0)
+            tl.store(rows + row * width + column, value, column < inside)
 
 
 @jit
-def _sum_slots_kernel(rows, weights, position, y, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def _sum_slots_kernel(
+    rows,
+    weights,
+    position,
+    y,
+    tokens,
+    width,
+    first_row,
+    num_rows,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    start = tl.program_id(0) * TOKENS
+    turns = 1
+    if TOKENS > 1:
+        turns = _tokens_if_any(position, start, tokens, first_row, num_rows, TOP_K, TOKENS, SLOTS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    total = tl.zeros((BLOCK,), tl.float32)
-    for slot in tl.static_range(TOP_K):
-        row = tl.load(position + token * TOP_K + slot).to(tl.int64)
-        row_mask = column < tl.where(row >= 0, width, 0)  # mask & (row >= 0)
-        value = tl.load(rows + row * width + column, row_mask, 0.0).to(tl.float32)
-        if weights is not None:
-            value *= tl.load(weights + token * TOP_K + slot, row >= 0, 0.0).to(tl.float32)
-        total += value
-    tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask)
+    for i in range(0, turns):
+        token = (start + i).to(tl.int64)
+        total = tl.zeros((BLOCK,), tl.float32)
+        own, later = 0, 0
+        for slot in tl.static_range(TOP_K):
+            row = tl.load(position + token * TOP_K + slot).to(tl.int64) - first_row
+            inside = (row >= 0) & (row < num_rows)
+            own += inside.to(tl.int32)
+            later += (row >= num_rows).to(tl.int32)
+            row_mask = column < tl.where(inside, width, 0)
+            value = tl.load(rows + row * width + column, row_mask, 0.0).to(tl.float32)
+            if weights is not None:
+                value *= tl.load(weights + token * TOP_K + slot, inside, 0.0).to(tl.float32)
+            total += value
+        at = y + token * width + column
+        total += tl.load(at, column < tl.where(later > 0, width, 0), 0.0).to(tl.float32)
+        stored = width
+        if TOKENS > 1:
+            stored = tl.where(own > 0, width, 0)
+        tl.store(at, total.to(y.dtype.element_ty), column < stored)
+
+
+@jit
+def _tokens_if_any(
+    position,
+    start,
+    tokens,
+    first_row,
+    num_rows,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The number of a program's tokens, or 0 if none has a row in the window."""
+    found = tl.minimum(TOKENS, tokens - start)
+    slot = tl.arange(0, SLOTS)
+    row = tl.load(position + start.to(tl.int64) * TOP_K + slot, slot < found * TOP_K, -1) - first_row
+    return tl.where(tl.max(((row >= 0) & (row < num_rows)).to(tl.int32), 0) > 0, found, 0)
 
 
 @jit
 def _weigh_rows_kernel(
-    rows, weights, order, weighted, num_rows, width, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr
+    rows,
+    weights,
+    order,
+    offsets,
+    weighted,
+    num_experts,
+    width,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    row_mask = row < num_rows
+    row_mask = row < tl.load(offsets + num_experts)
     weight = tl.load(weights + tl.load(order + row, row_mask, 0), row_mask, 0.0).to(tl.float32)
     mask = row_mask[:, None] & (column < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + column[None, :]
@@ -245,6 +349,7 @@ def _activation_backward_kernel(
     h,
     weights,
     order,
+    offsets,
     of_bias,
     experts,
     dh,
@@ -252,7 +357,6 @@ def _activation_backward_kernel(
     scales,
     dweights,
     product,
-    num_rows,
     width,
     num_experts,
     ACTIVATION: tl.constexpr,
@@ -265,9 +369,11 @@ def _activation_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_mask = row < num_rows
+    row_mask = row < tl.load(offsets + num_experts)
     assignment = tl.load(order + row, row_mask, 0)
-    weight = tl.load(weights + assignment, row_mask, 0.0).to(tl.float32)[:, None]
+    weight = 1.0
+    if weights is not None:
+        weight = tl.load(weights + assignment, row_mask, 0.0).to(tl.float32)[:, None]
     dweight = tl.zeros((BLOCK_ROWS,), tl.float32)
     largest = tl.zeros((BLOCK_ROWS, BLOCK), tl.int32)
     start = row.to(tl.int64)[:, None] * width

@@ -113,18 +113,18 @@ def rows_product(
     return c
 
 
-def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
+def weight_product(p: Tensor, q: Tensor, order: ExpertOrder, add_to: Tensor | None = None) -> Tensor:
     """D [E, M, N], D[e] = sum of P[r]^T Q[r] over e's rows, accumulated in float32 and rounded once; zero
-    without rows.
+    without rows. With `add_to`, which is D of other rows, their sum in its memory.
 
     p [R, M] and q [R, N] in row order, with an inner stride of one.
     """
     num_experts, height, width = order.offsets.numel() - 1, p.shape[1], q.shape[1]
     if not height * width * order.num_rows:
-        return p.new_zeros(num_experts, height, width)
-    if _library_is_faster(p, q, num_experts):
+        return p.new_zeros(num_experts, height, width) if add_to is None else add_to
+    if add_to is None and _library_is_faster(p, q, num_experts):
         return F.grouped_mm(p.t(), q, offs=order.offsets[1:])
-    d = p.new_empty(num_experts, height, width)
+    d = p.new_empty(num_experts, height, width) if add_to is None else add_to
     block_m, block_n, block_k, num_warps, num_stages = _weight_config(width, num_experts, p)
     with on_device_of(p):
         _weight_kernel[(num_experts * ceil_div(height, block_m) * ceil_div(width, block_n),)](
@@ -134,6 +134,8 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder) -> Tensor:
             order.offsets,
             height,
             width,
+            *d.stride()[:2],
+            ADD=add_to is not None,
             PRECISION=precision_of(p.dtype),
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -323,6 +325,9 @@ def _weight_kernel(
     offsets,
     height,
     width,
+    expert_stride,
+    row_stride,
+    ADD: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -345,5 +350,9 @@ def _weight_kernel(
         total = tl.dot(p_block.T, q_block, total, input_precision=PRECISION)
     i = m * BLOCK_M + tl.arange(0, BLOCK_M)
     j = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    d_tile = d + expert.to(tl.int64) * height * width + i.to(tl.int64)[:, None] * width + j[None, :]
-    tl.store(d_tile, total.to(d.dtype.element_ty), (i < height)[:, None] & (j < width)[None, :])
+    d_tile = d + expert.to(tl.int64) * expert_stride + i.to(tl.int64)[:, None] * row_stride + j[None, :]
+    mask = (i < height)[:, None] & (j < width)[None, :]
+    if ADD:
+        mask = mask & (start < end)
+        total += tl.load(d_tile, mask, 0.0).to(tl.float32)
+    tl.store(d_tile, total.to(d.dtype.element_ty), mask)

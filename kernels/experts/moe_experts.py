@@ -32,6 +32,11 @@ of their size is computed, and the products read x and dy by token, without copi
 Matrices that are stored in another form (quantised) are made when a product needs them, in forward and again
 in backward, and freed after it: gate_up and down never exist at the same time.
 
+For expert parallelism only the device knows how many of the T k slots are of this rank's experts. Their rows
+are computed in windows of an eighth more rows than ranks have on average. Usually only the first one has
+rows, and the kernels of the others end at once. h is saved for the first, and computed again for the others.
+So memory is bounded, no row is dropped, and the host waits for nothing.
+
 Saved for the backward pass: the operands, h [R, 2 I], without gates [R, I], of each low-rank path t [R, P],
 and the row order. Sums over slots are in float32 and in a fixed order, so results are deterministic.
 """
@@ -49,6 +54,7 @@ from liger_models.kernels._ahead import compile_ahead
 from liger_models.kernels._dispatch import (
     as_once_differentiable,
     at_least_float32,
+    ceil_div,
     once_differentiable,
     runs_kernels,
     use_triton,
@@ -64,7 +70,7 @@ from liger_models.kernels.experts._expert_operands import (
     made,
 )
 from liger_models.kernels.experts._expert_operators import experts_operator
-from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert
+from liger_models.kernels.experts._expert_order import ExpertOrder, sort_by_expert, windows
 from liger_models.kernels.experts._expert_passes import (
     Exchange,
     LowRank,
@@ -165,7 +171,7 @@ def moe_experts(
             _compile_first(*operands, gate_up_paths, down_paths)
         return _by_kernels(*operands, gate_up_paths, down_paths, exchange, float8)
     if exchange is not None:
-        num_rows = exchange.num_rows()
+        num_rows = int((experts >= 0).sum())
         exchange.arrive()
     first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
     options = activation, *biases, weighted, num_rows, *paths, float8
@@ -193,8 +199,11 @@ def _by_kernels(
     stored = _Matrices(*(m if isinstance(m, StoredMatrices) else None for m in (gate_up, down)))
     matrices: list[Any] = [None if isinstance(m, StoredMatrices) else m for m in (gate_up, down)]
     tensors: Any = x, weights, experts, *matrices, gate_up_bias, down_bias
-    order, overlap = _ordered(experts, gate_up.shape[0], num_rows, exchange)
-    plan = _Plan(order, activation, inputs, stored, scales, exchange, overlap, float8)
+    # Quantising or decoding matrices for windows that are usually empty would cost more than waiting.
+    waits = float8 or any(m is not None for m in stored)
+    order, parts, most, overlap = _ordered(experts, gate_up.shape[0], num_rows, exchange, waits)
+    exchange = None if overlap is None else exchange
+    plan = _Plan(order, parts, most, activation, inputs, stored, scales, exchange, overlap, float8)
     product, t = _First.apply(plan, *tensors, *of_paths)
     return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
 
@@ -281,15 +290,29 @@ def _dense(
 
 
 def _ordered(
-    experts: Tensor, num_experts: int, num_rows: int | None, exchange: Exchange | None
-) -> tuple[ExpertOrder, Overlap | None]:
-    """The order of the rows. With an exchange it is made before the host knows their number."""
+    experts: Tensor, num_experts: int, num_rows: int | None, exchange: Exchange | None, waits: bool
+) -> tuple[ExpertOrder, Sequence[ExpertOrder], int | None, Overlap | None]:
+    """The order of the rows, its windows and the number of their rows.
+
+    With an exchange it is made before the host knows the number of rows; without waiting for that, they are
+    computed in windows.
+    """
     if exchange is None:
-        return sort_by_expert(experts, num_experts, num_rows), None
+        order = sort_by_expert(experts, num_experts, num_rows)
+        return order, (order,), None, None
     exchange.overlaps = True
-    order = sort_by_expert(experts, num_experts, expected=exchange.own * experts.shape[1])
-    overlap, num_rows = Overlap.of(exchange, order), exchange.num_rows()
-    return order.with_rows(num_rows), overlap.with_rows(num_rows)
+    expected = ceil_div(experts.numel(), exchange.ranks)
+    order = sort_by_expert(experts, num_experts, expected=expected)
+    if waits:
+        overlap, num_rows = Overlap.of(exchange, order), exchange.num_rows()
+        order = order.with_rows(num_rows)
+        return order, (order,), None, overlap.with_rows(num_rows)
+    most = 128 * ceil_div(expected + expected // SPARE, 128)  # slices start at whole 16 bytes
+    parts = windows(order, most)
+    return order, parts, most, Overlap.of(exchange, parts[0])
+
+
+SPARE = 8  # a window has an eighth more rows than a rank's experts have on average
 
 
 class _Matrices(NamedTuple):
@@ -311,6 +334,8 @@ class _Plan(NamedTuple):
     """Arguments that both halves of the layer share."""
 
     order: ExpertOrder
+    windows: Sequence[ExpertOrder]
+    most: int | None
     activation: Activation
     inputs: bool
     stored: _Matrices
@@ -332,12 +357,13 @@ class _First(torch.autograd.Function):
         first, last = _paths(plan.scales, ab)
         make, _ = plan.stored.given(gate_up, down)
         product, last_t, *kept = activated_product(
-            *(x, weights, make, gate_up_bias, plan.order, plan.activation, plan.inputs, first, last),
+            *(x, weights, make, gate_up_bias, plan.windows[0], plan.activation, plan.inputs, first, last),
             overlap=plan.overlap,
             float8=plan.float8,
         )
         experts = None if down_bias is None else experts  # needed for the bias only
-        operands = x, weights, experts, gate_up, down, down_bias
+        bias = gate_up_bias if plan.most else None  # for later windows
+        operands = x, weights, experts, gate_up, down, down_bias, bias
         ctx.save_for_backward(*operands, *kept, last_t, *plan.order[:_TENSORS], *ab)
         ctx.set_materialize_grads(False)
         return product, last_t
@@ -352,21 +378,27 @@ class _Last(torch.autograd.Function):
     def forward(
         ctx, plan, kept, product, last_t, x, weights, experts, gate_up, down, gate_up_bias, down_bias, *ab
     ):
-        _, last = _paths(plan.scales, ab)
-        _, make = plan.stored.given(gate_up, down)
+        first, last = _paths(plan.scales, ab)
+        make_first, make = plan.stored.given(gate_up, down)
         # Without the order's tensors, which are among the saved ones and are freed with them.
-        ctx.plan = plan._replace(order=None, overlap=None)
+        ctx.plan = plan._replace(order=None, windows=(), overlap=None)
         ctx.sizes, ctx.kept = plan.order[_TENSORS:], kept
-        operands = product, last_t, weights, make, down_bias
-        return summed(*operands, plan.order, plan.inputs, last, plan.overlap, plan.float8)
+        y, inputs = None, plan.inputs
+        for window in reversed(plan.windows[1:]):
+            of_first = x, weights, make_first, gate_up_bias, window, plan.activation, inputs, first, last
+            of_window, t, *_ = activated_product(*of_first)
+            y = summed(of_window, t, weights, make, down_bias, window, inputs, last, out=y)
+        operands = product, last_t, weights, make, down_bias, plan.windows[0], inputs, last
+        return summed(*operands, plan.overlap, plan.float8, y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         plan = ctx.plan
-        x, weights, experts, gate_up, down, down_bias, h, *rest = ctx.kept.saved_tensors
+        x, weights, experts, gate_up, down, down_bias, bias, h, *rest = ctx.kept.saved_tensors
         ts, ab = rest[:2], rest[2 + _TENSORS :]
         order = ExpertOrder(*rest[2 : 2 + _TENSORS], *ctx.sizes)
+        order, *later = windows(order, plan.most) if plan.most else [order]
         first, last = plan.stored.given(gate_up, down)
         low: list[Any] = []
         needed = ctx.needs_input_grad[4:]
@@ -374,9 +406,17 @@ class _Last(torch.autograd.Function):
         for paths, t in zip(_paths(plan.scales, ab), ts, strict=True):
             low.append(LowRank(paths, t, wanted[: len(paths)]))
             del wanted[: len(paths)]
-        operands = x, weights, experts, first, last, down_bias, h
+
+        def again(window: ExpertOrder) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            paths = _paths(plan.scales, ab)
+            operands = x, weights, first, bias, window, plan.activation, plan.inputs, *paths
+            _, last_t, h, first_t = activated_product(*operands)
+            return h, first_t, last_t
+
+        of_backward = x, weights, experts, first, last, down_bias, h
         options: Any = plan.activation, plan.inputs, Wanted.of(needed), *low, plan.exchange, plan.float8
-        dx, dweights, *dexperts, dpaths = experts_backward(dy, *operands, order, *options)
+        options = *options, later, again
+        dx, dweights, *dexperts, dpaths = experts_backward(dy, *of_backward, order, *options)
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 
 

@@ -48,7 +48,7 @@ class _Copies(torch.autograd.Function):
         rows = x.new_empty(num_rows, x.shape[1])
         if use_triton(x, position):
             x = as_rows(x)
-            _launch(_spread_rows_kernel, position, x.shape[1], x, position, rows, x.stride(0))
+            _launch(_spread_rows_kernel, position, rows, x, position, rows, x.stride(0))
         else:
             for slot in position.unbind(1):
                 rows[slot[slot >= 0]] = x[slot >= 0]
@@ -66,7 +66,7 @@ class _Sums(torch.autograd.Function):
         ctx.position, ctx.num_rows = position, len(rows)
         if use_triton(rows, position):
             y = rows.new_empty(len(position), rows.shape[1])
-            _launch(_sum_slots_kernel, position, rows.shape[1], rows.contiguous(), None, position, y)
+            _launch(_sum_slots_kernel, position, rows, rows.contiguous(), None, position, y)
             return y
         total = at_least_float32(rows).new_zeros(len(position), rows.shape[1])
         for slot in position.unbind(1):
@@ -79,11 +79,11 @@ class _Sums(torch.autograd.Function):
         return _Copies.apply(dy, ctx.position, ctx.num_rows), None
 
 
-def _launch(kernel: Any, position: Tensor, width: int, *operands: Any) -> None:
+def _launch(kernel: Any, position: Tensor, rows: Tensor, *operands: Any) -> None:
     """Launch one program per token and block of columns."""
+    width, (num_tokens, top_k) = rows.shape[1], position.shape
     if position.numel() and width:
         block = min(1024, next_power_of_2(width))
+        sizes = {"TOP_K": top_k, "TOKENS": 1, "SLOTS": next_power_of_2(top_k), "BLOCK": block}
         with on_device_of(position):
-            kernel[(len(position), ceil_div(width, block))](
-                *operands, width, TOP_K=position.shape[1], BLOCK=block
-            )
+            kernel[(num_tokens, ceil_div(width, block))](*operands, num_tokens, width, 0, len(rows), **sizes)

@@ -111,9 +111,10 @@ def run_everything() -> None:
     elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)
     counted = {"num_rows": int((elsewhere >= 0).sum())}
     backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
-    own = {"own": 29, "overlaps": False, "num_rows": lambda: counted["num_rows"]}
+    own = {"own": 29, "ranks": 2, "overlaps": False, "num_rows": lambda: counted["num_rows"]}
     exchange = SimpleNamespace(**own, arrive=lambda: None, leave=lambda rows: None)
-    backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, exchange=exchange))
+    many = router.values.repeat(3, 1), elsewhere.repeat(3, 1)  # in two windows
+    backward(kernels.moe_experts(operand(192, 64), *many, *experts, exchange=exchange))
     for dtype in (BF16, torch.float32):
         copies = copy_tokens(operand(64, 64, dtype=dtype), elsewhere, 128)
         backward(sum_copies(copies, elsewhere))

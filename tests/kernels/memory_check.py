@@ -102,13 +102,14 @@ def attend_to_chosen_keys(device: str) -> None:
 
 
 def exchange_rows(device: str) -> None:
-    """Run the experts' products in two launches, one for the first tokens."""
+    """Run the experts' products in two launches, one for the first tokens, and in two windows."""
     x, gate_up, down = (
         torch.randn(shape, device=device).requires_grad_() for shape in ((67, 12), (3, 40, 12), (3, 12, 20))
     )
     experts = torch.randint(3, (67, 2), dtype=torch.int32, device=device)
     exchange = SimpleNamespace(
         own=29,
+        ranks=2,
         overlaps=False,
         num_rows=experts.numel,
         arrive=lambda: None,

@@ -1,5 +1,7 @@
 """Products that run while ranks exchange rows give the bits of products that begin afterwards."""
 
+import importlib
+
 import pytest
 import torch
 from moe_problem import CLAMPED, operands
@@ -7,13 +9,15 @@ from moe_problem import CLAMPED, operands
 from liger_models.kernels import ExpertPath, moe_experts
 from liger_models.kernels._dispatch import interpret, interpreted
 from liger_models.kernels.experts import _expert_order
-from liger_models.kernels.experts._expert_order import sort_by_expert, split_tiles
+from liger_models.kernels.experts._expert_order import sort_by_expert, split_tiles, windows
+
+products = importlib.import_module("liger_models.kernels.experts.moe_experts")
 
 
 class Delayed:
     """Substitute for a rank with the first `own` tokens: rows of other tokens are wrong until they arrive."""
 
-    overlaps = False
+    overlaps, ranks = False, 2
 
     def __init__(self, own: int, num_rows: int):
         self.own, self.left, self.rows = own, [], num_rows
@@ -55,8 +59,16 @@ class End(torch.autograd.Function):
 
 
 @pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
-@pytest.mark.parametrize(("case", "own"), [("plain", 29), ("biases", 40), ("paths", 29), ("frozen", 29)])
-def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, own, monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "own", "most"),
+    [
+        *[("plain", 29, 128), ("biases", 40, 128), ("paths", 29, 128), ("frozen", 29, 128)],
+        *[("biases", 29, 32), ("paths", 29, 32)],
+    ],
+)
+def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, own, most, monkeypatch):
+    """If they fit the first window of rows; those of later windows are added to sums after rounding."""
+    monkeypatch.setattr(products, "windows", lambda order, _: windows(order, most))
     # Experts with two tiles of rows, in which those of the first tokens end anywhere.
     monkeypatch.setattr(_expert_order, "_block_rows", lambda *_: 16)
     sizes = {"tokens": 40, "hidden": 20, "inner": 12, "num_experts": 3, "top_k": 2}
@@ -74,6 +86,7 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
     leaves = [t for t in leaves if t.requires_grad]
     upstream = torch.randn(40, 20)
     num_rows = int((experts >= 0).sum())
+    assert num_rows > 32  # so the second window has some
     with interpret():
         alone = moe_experts(x, *operand, num_rows=num_rows, **paths)
         expected = torch.autograd.grad(alone, leaves, upstream)
@@ -81,12 +94,20 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
         y = moe_experts(Start.apply(x, exchange), *operand, **paths, exchange=exchange)
         assert exchange.overlaps
         (left,) = exchange.left
-        assert torch.equal(y, alone)
-        assert torch.equal(left, alone[own:])
+        assert_same(y, alone, most)
+        assert torch.equal(left, y[own:])
         gradients = torch.autograd.grad(End.apply(y, exchange), leaves, upstream)
-    assert torch.equal(exchange.left[1], expected[0][own:])
+    assert torch.equal(exchange.left[1], gradients[0][own:])
     for gradient, true in zip(gradients, expected, strict=True):
-        assert torch.equal(gradient, true)
+        assert_same(gradient, true, most)
+
+
+def assert_same(found, true, most):
+    """Bits; of two windows up to the order of sums, of up to 40 terms, each rounded at the largest size."""
+    if most == 128:
+        assert torch.equal(found, true)
+    else:
+        torch.testing.assert_close(found, true, rtol=0, atol=40 * 2**-24 * true.abs().max().item())
 
 
 @pytest.mark.skipif(not interpreted, reason="needs Triton's interpreter")
