@@ -171,9 +171,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             sequences = sequences.divided(self.sequence_group)
             self.prepare_call(sequences, input_ids, vision_inputs)
             request = request.packed(sequences)
-            routes.begin(self.layers, sequences)
+            refusal = routes.begin(self.layers, sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
-        self.begin_checks(checks, vision_inputs)
+        self.begin_checks(checks, vision_inputs, refusal)
         inner: list[Tensor] | None = [] if output_hidden_states else None
         embedded = None if further is None else further.embedded
         hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs, embedded)

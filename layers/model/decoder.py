@@ -140,14 +140,20 @@ class Decoder(ActivationLevels, WeightsMemory):
             sequences.positions.check_end(self.spec.learned_positions, sequences.documents.shape)
         sequences.prepare_rotary(self.spec.ropes)
 
-    def begin_checks(self, checks: CallChecks, vision_inputs: Any = None) -> None:
-        """Begin the checks of a prepared call and of its images."""
+    def begin_checks(self, checks: CallChecks, vision_inputs: Any = None, refusal: Any = None) -> None:
+        """Begin the checks of a prepared call, of its images and of its experts (`Refusal`)."""
         # Processes that choose levels together wait for each other.
         wait = self.fit_levels is not None and self.fit_levels.plan is None
-        if vision_inputs is None:
-            checks.begin(wait=wait)
-        else:
-            checks.begin(vision_inputs.wrong, partial(self.vision.finish, vision_inputs), wait)
+        wrong, explanations = [], []
+        if vision_inputs is not None:
+            wrong.append(vision_inputs.wrong)
+            explanations.append(partial(self.vision.finish, vision_inputs))
+        if refusal is not None:
+            wrong.append(refusal.wrong)
+            explanations.append(refusal.finish)
+        known = [one.reshape(()).long() for one in wrong if one is not None]
+        any_wrong = torch.stack(known).amax() if known else None
+        checks.begin(any_wrong, lambda: [explain() for explain in explanations], wait)
 
     @not_compiled
     def run_layers(

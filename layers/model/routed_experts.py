@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.experts.moe import Router, SparseMixerRouter
+from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 
 
@@ -48,20 +49,21 @@ class RoutedExperts:
         given, wanted = keywords.pop("routed_experts", None), keywords.pop("output_routed_experts", None)
         return cls(given, bool(wanted))
 
-    def begin(self, layers: Iterable[nn.Module], sequences: Sequences) -> None:
-        """Give the routers their experts. Values are checked, which synchronises once.
+    def begin(self, layers: Iterable[nn.Module], sequences: Sequences) -> Refusal | None:
+        """Give the routers their experts. Returns a check of their values, which the device has begun; until
+        it is read, a router chooses for itself where they are wrong.
 
         Raises:
             DataError: no layer has experts, layers choose different numbers of them or at random, or the
                 experts do not fit the batch and the layers.
         """
         if self.given is None and not self.wanted:
-            return
+            return None
         routers = _routers(layers)
         if self.wanted:
             sequences.notes.routing.seen = {}
         if self.given is None:
-            return
+            return None
         found, own = [router for router in routers if router is not None], self.given
         (batch, seq), k = sequences.documents.shape, found[0].spec.experts_per_token
         if any(isinstance(router, SparseMixerRouter) for router in found):
@@ -73,21 +75,19 @@ class RoutedExperts:
                 f"{len(routers)}, {k}], or [{batch}, {seq}, {len(found)}, {k}] for the layers with experts"
             )
         rows = sequences.pack(own.to(sequences.device))  # [T, layers, k]
-        if rows.shape[1] == len(routers):
-            rows = rows[:, [place for place, router in enumerate(routers) if router is not None]]
+        if rows.shape[1] != len(found):
+            places = torch.tensor([place for place, router in enumerate(routers) if router is not None])
+            rows = rows.index_select(1, places.to(rows.device, non_blocking=True))
         chosen = (rows >= 0).all(-1, keepdim=True)  # [T, layers, 1]
         ordered = rows.sort(-1).values
         repeated = ((ordered[..., 1:] == ordered[..., :-1]) & chosen).any()
-        sizes = torch.tensor([router.spec.num_choices for router in found], device=rows.device)
-        outside = ((rows >= sizes[:, None]) | (rows < -1)).any()
-        if any(torch.stack([repeated, outside]).tolist()):
-            raise DataError(
-                f"routed_experts must be from 0 to {min(router.spec.num_choices for router in found) - 1}, "
-                "different for one token in one layer, or -1 where the layer is to choose"
-            )
-        rows = torch.where(chosen, rows, -1).int()
+        sizes = torch.tensor([router.spec.num_choices for router in found])
+        sizes = sizes.to(rows.device, non_blocking=True)
+        outside = ((rows >= sizes[:, None]) | (rows < -1)).any(-1, keepdim=True)
+        rows = torch.where(chosen & ~outside, rows, -1).int()
         given = zip(found, rows.unbind(1), strict=True)
         sequences.notes.routing.given = {router: experts.contiguous() for router, experts in given}
+        return Refusal(repeated | outside.any(), min(router.spec.num_choices for router in found))
 
     def used(self, layers: Iterable[nn.Module], sequences: Sequences) -> Tensor:
         """The experts that the routers used, [batch, seq, layers, top_k] int32."""
@@ -98,6 +98,25 @@ class RoutedExperts:
         none = torch.full((tokens, width), -1, dtype=torch.int32, device=sequences.device)
         experts = [none if router is None else seen[router].to(none.device) for router in routers]
         return sequences.unpack(torch.stack(experts, 1) + 1) - 1  # padding is unpacked to zero
+
+
+class Refusal:
+    """The check of given experts.
+
+    Attributes:
+        wrong: whether they are refused, a bool on the device.
+    """
+
+    def __init__(self, wrong: Tensor, num_choices: int):
+        self.wrong, self._num_choices, self._copy = wrong, num_choices, HostCopy(wrong[None])
+
+    def finish(self) -> None:
+        """Raise DataError if the experts are refused."""
+        if any(self._copy.tolist()):
+            raise DataError(
+                f"routed_experts must be from 0 to {self._num_choices - 1}, "
+                "different for one token in one layer, or -1 where the layer is to choose"
+            )
 
 
 def _routers(layers: Iterable[nn.Module]) -> list[Router | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,7 @@ class HostCopy:
         """Whether the value is available without waiting, since the tensor is on the host."""
         return self._event is None
 
-    def tolist(self) -> list[int]:
+    def tolist(self) -> Any:
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
