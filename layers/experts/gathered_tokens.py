@@ -10,9 +10,10 @@ know how many rows go where:
 
 The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
-(kernels/experts/_expert_passes.py). The host learns two sizes: the ranks' numbers of tokens, once per batch
-(`TokenCounts`), and the number of rows of this rank's experts, once per layer. It waits only for the latter,
-while x travels and the shared expert runs. Nothing is dropped, and only these rows take memory.
+(kernels/experts/_expert_passes.py). The host learns the ranks' numbers of tokens, once per batch
+(`TokenCounts`). The number of rows of this rank's experts stays on the device, which computes them in windows
+of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with weights kept in quantised
+bits, wait until the host knows it, while x travels and the shared expert runs. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import once_differentiable
+from liger_models.layers.sequences.host_copy import HostCopy
 
 
 class TokenCounts:
-    """The numbers of tokens of a group's ranks, exchanged once per batch."""
+    """The numbers of tokens of a group's ranks, exchanged once per batch, between hosts: a collective of the
+    GPUs would wait for those before it, so for the end of the last step.
+    """
 
     def __init__(self, group: Any):
         self._group = group
         self._batch: weakref.ref[Any] | None = None
         self._counts: list[int] = []
-        self._stream: torch.cuda.Stream | None = None
+        self._hosts: Any = None  # their process group
 
     def of(self, tokens: int, device: torch.device, batch: object | None) -> list[int]:
         """Numbers of tokens of all ranks, given this rank's.
@@ -49,17 +53,15 @@ class TokenCounts:
         return self._counts
 
     def _exchange(self, tokens: int, device: torch.device) -> list[int]:
-        if device.type != "cuda":
-            return self._gathered(torch.tensor([tokens]))
-        # On a stream of its own, which does not wait for the optimizer's step or the layers before.
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            return self._gathered(torch.tensor([tokens]).pin_memory().to(device, non_blocking=True))
-
-    def _gathered(self, own: Tensor) -> list[int]:
+        distributed: Any = torch.distributed
+        if self._hosts is None:
+            self._hosts = self._group
+            if device.type == "cuda":
+                ranks = distributed.get_process_group_ranks(self._group)
+                self._hosts = distributed.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        own = torch.tensor([tokens])
         counts = [torch.empty_like(own) for _ in range(self._group.size())]
-        torch.distributed.all_gather(counts, own, group=self._group)
+        distributed.all_gather(counts, own, group=self._hosts)
         return torch.cat(counts).tolist()
 
 
@@ -73,7 +75,7 @@ class TokenExchange:
     overlaps = False  # see `Exchange` in kernels/experts/_expert_passes.py
 
     def __init__(self, group: Any, counts: Sequence[int]):
-        self.group, self.own = group, counts[group.rank()]
+        self.group, self.own, self.ranks = group, counts[group.rank()], len(counts)
         self.total, first = sum(counts), self.own
         self._others: list[tuple[int, slice]] = []  # ranks with tokens, and their rows
         for rank, count in enumerate(counts):
@@ -83,12 +85,12 @@ class TokenExchange:
         self._senders = [rank for rank in range(len(counts)) if rank != group.rank() and self.own]
         self._arriving: list[Any] = []  # and the tensors that it needs
         self._leaving: tuple[Tensor, Tensor, list[Any]] | None = None
-        self.count: _OnHost | None = None  # of slots with an expert of this rank
+        self.count: HostCopy | None = None  # of slots with an expert of this rank
 
     def num_rows(self) -> int:
         """Number of slots with an expert of this rank. Waits until the host knows it."""
         assert self.count is not None
-        return self.count.value()
+        return int(self.count.tolist())
 
     def gather(self, x: Tensor) -> Tensor:
         """x [t, ...] of this rank's tokens -> those of all tokens [T, ...], which can be read after
@@ -97,7 +99,7 @@ class TokenExchange:
         rows = x.new_empty(self.total, *x.shape[1:])
         rows[: self.own] = x
         send = [(rank, rows[: self.own]) for rank in self._senders]
-        works = self._start(send, [(rank, rows[of_rank]) for rank, of_rank in self._others])
+        works = self._start(rows, send, [(rank, rows[of_rank]) for rank, of_rank in self._others])
         self._arriving = [works, rows]
         return rows
 
@@ -112,7 +114,7 @@ class TokenExchange:
         """Start to return the other ranks' tokens' rows of a result [T, ...]."""
         returned = rows.new_empty(len(self._senders), self.own, *rows.shape[1:])
         receive = list(zip(self._senders, returned, strict=True))
-        works = self._start([(rank, rows[of_rank]) for rank, of_rank in self._others], receive)
+        works = self._start(rows, [(rank, rows[of_rank]) for rank, of_rank in self._others], receive)
         self._leaving = rows, returned, works
 
     def returned(self, rows: Tensor) -> Tensor:
@@ -135,8 +137,18 @@ class TokenExchange:
         self._leaving = None
         return returned
 
-    def _start(self, send: list[tuple[int, Tensor]], receive: list[tuple[int, Tensor]]) -> list[Any]:
+    def _start(
+        self, like: Tensor, send: list[tuple[int, Tensor]], receive: list[tuple[int, Tensor]]
+    ) -> list[Any]:
+        """Start to send rows to ranks and to receive rows from ranks."""
         distributed: Any = torch.distributed
+        if like.is_cuda:  # one call, which takes less of the host's time
+            nothing = like.new_empty(0)
+            parts = [[nothing] * self.ranks, [nothing] * self.ranks]
+            for of_all, pairs in zip(parts, (receive, send), strict=True):
+                for rank, rows in pairs:
+                    of_all[rank] = rows
+            return [distributed.all_to_all(*parts, group=self.group, async_op=True)]
         ops = [
             distributed.P2POp(op, rows, group=self.group, group_peer=rank)
             for op, pairs in ((distributed.isend, send), (distributed.irecv, receive))
@@ -159,18 +171,21 @@ class GatheredRoutes:
     def __init__(self, exchange: Any, counts: Sequence[int]):
         self.exchange, self.counts = exchange, counts
         self.rows = TokenExchange(exchange.group, counts)
-        self._count: _OnHost | None = None
+        self._count: HostCopy | None = None
 
-    def there(self, x: Tensor, weights: Tensor, experts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def there(
+        self, x: Tensor, weights: Tensor, experts: Tensor, counted: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [t, H], weights and experts [t, k] of this rank's tokens -> those of all tokens, with local
-        expert indices from 0, and -1 for experts elsewhere. The rows of x are arriving.
+        expert indices from 0, and -1 for experts elsewhere. The rows of x are arriving, and their number is
+        on its way to the host if they are `counted`.
         """
         group, exchange = self.exchange.group, self.exchange
         weights, experts = _GatherChoice.apply(weights, experts, TokenExchange(group, self.counts))
         own = experts - exchange.rank * exchange.own
         own = torch.where((own >= 0) & (own < exchange.own), own, -1)
-        if self._count is None:
-            self._count = _OnHost((own >= 0).sum())
+        if counted and self._count is None:
+            self._count = HostCopy((own >= 0).sum())
         self.rows = TokenExchange(group, self.counts)  # of this run: another one's may be under way
         self.rows.count = self._count
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
@@ -183,24 +198,6 @@ class GatheredRoutes:
     def back(self, y: Tensor) -> Tensor:
         """Results y [T, H] of this rank's experts -> their sums for this rank's tokens [t, H]."""
         return _Return.apply(y, self.rows)
-
-
-class _OnHost:
-    """A number that is copied to the host; reading it does not wait for work queued later."""
-
-    def __init__(self, number: Tensor):
-        self._event = None
-        self._number = number
-        if number.is_cuda:
-            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
-            self._number.copy_(number, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(number.device))
-
-    def value(self) -> int:
-        if self._event is not None:
-            self._event.synchronize()
-        return int(self._number)
 
 
 class _Gather(torch.autograd.Function):
@@ -224,9 +221,10 @@ class _GatherChoice(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, experts: Tensor, exchange: TokenExchange) -> tuple[Tensor, Tensor]:
         ctx.exchange = exchange
         integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize]
-        choice = exchange.gather(torch.cat([weights.view(integers), experts.to(integers)], 1))
+        choice = torch.cat([weights.view(integers), experts.to(integers)], 1)
+        choice = exchange.gather(choice.view(torch.uint8))  # NCCL sends no 16-bit integers
         exchange.arrive()
-        all_weights, all_experts = (half.contiguous() for half in choice.chunk(2, 1))
+        all_weights, all_experts = (half.contiguous() for half in choice.view(integers).chunk(2, 1))
         all_experts = all_experts.to(experts.dtype)
         ctx.mark_non_differentiable(all_experts)
         return all_weights.view(weights.dtype), all_experts

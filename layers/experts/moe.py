@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.kernels import ExpertPath, StoredMatrices, moe_experts
+from liger_models.kernels.experts.moe_experts import SPARE
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
 from liger_models.layers.experts.gathered_tokens import GatheredRoutes
 from liger_models.layers.experts.input_noise import InputNoise
@@ -284,7 +285,8 @@ class Experts(nn.Module):
         if routes is not None:
             own = routes.exchange.parameter
             first, down, biases = own(first), own(down), (own(biases[0]), own(biases[1]))
-            x, weights, experts = routes.there(x, weights, experts)
+            counted = self.float8 is not None or isinstance(first, StoredMatrices)
+            x, weights, experts = routes.there(x, weights, experts, counted)
             split = functools.partial(routes.exchange.path, num_experts=spec.num_experts)
             paths = {name: [*map(split, of_stack)] for name, of_stack in paths.items()}
             num_rows, exchange = routes.num_slots, routes.rows
@@ -328,10 +330,13 @@ class Experts(nn.Module):
             return 0
         spec, exchange = self.spec, self.exchange
         parts = 2 if spec.gated else 1
-        kept = spec.experts_per_token * (parts * itemsize * spec.intermediate_size + 8)
-        if exchange is not None:
-            kept += exchange.kept_bytes(self.down_proj.shape[1], spec.experts_per_token, itemsize)
-        return kept
+        rows, order = parts * itemsize * spec.intermediate_size, 8
+        if exchange is None:
+            return spec.experts_per_token * (rows + order)
+        if exchange.ranks <= spec.experts_per_token:  # rows of a window, and the order of all ranks' slots
+            rows, order = rows + rows // SPARE, order * exchange.ranks
+        kept = spec.experts_per_token * (rows + order)
+        return kept + exchange.kept_bytes(self.down_proj.shape[1], spec.experts_per_token, itemsize)
 
     def extra_repr(self) -> str:
         num_experts, hidden, inner = shape_of(self.down_proj)
