@@ -315,11 +315,12 @@ def _chunk_grads(
         **sizes,
         **_options("group", own),
     )
+    block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
     head_grads_kernel[(chunks * held,)](
         *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
         *(states, dx, dgates, sums),
         *(*strides, dx.stride(0), *numbers),
-        **sizes,
+        **sizes | {"BLOCK_N": block},
         **_options("head", own),
     )
 

@@ -135,6 +135,10 @@ def head_grads_kernel(
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
     scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)
+    for at in tl.static_range(BLOCK_N, N, BLOCK_N):  # further blocks, where shared memory is small
+        more_b = rows_of(B, b_stride, start, count, group, at + channel, N)
+        more_c = rows_of(C, c_stride, start, count, group, at + channel, N)
+        scores += tl.dot(more_b, tl.trans(more_c), input_precision=PRECISION)
     own_score = tl.sum(tl.where(row == other, scores, 0.0), 1)
     # A token's own score does not decay: without it there is no cancellation in the sums for dG.
     scores = tl.where(row < other, scores * decay(g[None, :], g[:, None]), 0.0)
@@ -154,6 +158,14 @@ def head_grads_kernel(
         dscores += tl.dot(x_rows, tl.trans(dy_rows), input_precision=PRECISION)
         read += tl.sum(tl.dot(c_rows, tl.trans(state), input_precision=PRECISION) * dwide, 1)
         by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
+        for at in tl.static_range(BLOCK_N, N, BLOCK_N):
+            state = state_of(states, chunk * held + local, column, at + channel, P, N)
+            dstate = state_of(states, (chunks + chunk) * held + local, column, at + channel, P, N)
+            through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+            more_b = rows_of(B, b_stride, start, count, group, at + channel, N)
+            more_c = rows_of(C, c_stride, start, count, group, at + channel, N)
+            read += tl.sum(tl.dot(more_c, tl.trans(state), input_precision=PRECISION) * dwide, 1)
+            by_state += tl.dot(more_b, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
         dstep += tl.sum(by_state * x_rows.to(tl.float32), 1)
         dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
         dx_rows = dwritten * step[:, None] + dwide * (step * own_score + skip)[:, None]

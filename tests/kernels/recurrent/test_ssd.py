@@ -160,6 +160,11 @@ def test_kernels_follow_the_recurrence(shape, documents, options, interpreted):
     assert_exact(inputs, 2e-5, **options)  # a dozen sums in a row over up to 64 tokens in float32
 
 
+def test_wide_states_are_read_in_blocks_where_shared_memory_is_small(interpreted, monkeypatch):
+    monkeypatch.setattr(_ssd_chunks, "shared_memory", lambda x: 64 * 1024)
+    assert_exact(tensors(20, 1, 16, 1, 144), 2e-5)  # as above
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_heads_are_divided_into_slices_and_parts(groups, interpreted, monkeypatch):
     monkeypatch.setattr(_ssd_chunks, "_slices", lambda *_: 2)
