@@ -59,7 +59,7 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     elsewhere |= {"quantize", "float8_product", "has_float8_products"}
     elsewhere |= {"decode_codes"}  # by `python -m benchmarks kept`
     elsewhere |= {"choose_keys"}  # an operation without gradients, in whole models of deepseek_v32
-    torch_alone = {"load_balancing_loss", "router_z_loss"}
+    torch_alone = {"load_balancing_loss", "router_z_loss", "indexer_loss"}
     # States and decoding.
     torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}
     torch_alone |= {"ssd_step", "selective_scan_step"}

@@ -48,6 +48,7 @@ NOT_RUN = {
     r"liger-models train .* --cuda-graphs": "needs a GPU: tests/liger_models/training/test_step.py",
     r"liger-models train .* --weights-memory host .*": "needs a GPU: tests/liger_models/test_host_weights.py",
     r"liger-models train .* --mtp .*": "needs modules for multi-token prediction: test_mtp.py",
+    r"liger-models train .* --indexer-loss .*": "needs a model with indexers: test_indexer_loss.py",
     r"liger-models train .* --log tensorboard.*": "needs tensorboard: test_observing.py",
 }
 
