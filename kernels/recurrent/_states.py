@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, rows_to_copy
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     ChunkTable,
@@ -159,10 +160,12 @@ def pass_state_grads(
 
 def tiles_of(rows: tuple[Tensor, ...], values: tuple[Tensor, ...], squares: tuple[Tensor, ...]) -> Tiles:
     """Descriptors with which Hopper's copy engine fetches a chunk's rows [T, heads, 128], a program's columns
-    of the values [T, heads, 128], and squares [chunks, heads, C, C]; None for each if it cannot.
+    of the values [T, heads, 128], and squares [chunks, heads, C, C]; None for each if it cannot, and on
+    Blackwell, where passes over such tiles take more shared or tensor memory than there is.
     """
     none = [None] * (len(rows) + len(values) + len(squares))
-    if not len(rows[0]) or any(x.shape[2] != 128 for x in (*rows, *values)):
+    hopper = gpu_of(rows[0]).capability[0] == 9
+    if not hopper or not len(rows[0]) or any(x.shape[2] != 128 for x in (*rows, *values)):
         return Tiles(none, none)
     of_rows = rows_to_copy(CHUNK, *rows)
     of_squares = rows_to_copy(CHUNK, *(x.view(-1, 1, CHUNK) for x in squares))
