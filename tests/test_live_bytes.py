@@ -28,7 +28,13 @@ from liger_models.layers.experts.moe import Experts
 from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
-from liger_models.layers.specs import CrossAttentionSpec, LightningSpec, SharedAttentionSpec, SSDSpec
+from liger_models.layers.specs import (
+    CrossAttentionSpec,
+    GridAttentionSpec,
+    LightningSpec,
+    SharedAttentionSpec,
+    SSDSpec,
+)
 
 DTYPE, RANK = torch.bfloat16, 4
 LAYERS, TOKENS = (2, 3), (256, 512)
@@ -276,6 +282,7 @@ OTHERS = {
     SSDSpec: "its plain form: tests/kernels/recurrent/test_ssd.py",
     LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
+    GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
 }
 
