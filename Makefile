@@ -30,7 +30,7 @@ BIN := $(VENV)/bin
 # more threads than cores make small matrices slower. Each has a quarter of the tests in their order, since neighbours
 # use the same models and libraries, and takes over from others in the end. Compiled modules are kept, whatever the
 # environment says: each of the many processes would compile them again.
-PYTEST_FLAGS := -q -n 3 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)
+PYTEST_FLAGS := -q -n 4 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)
 
 .PHONY: help demo test cases family real matrix lint types docs notebooks package clean
 
