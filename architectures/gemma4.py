@@ -2,6 +2,7 @@
 on sliding layers the tokens of one image attend to each other in both directions.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from liger_models.architectures.common import unread_keys
@@ -11,7 +12,7 @@ from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec, VisionSpec
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
@@ -38,20 +39,28 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     carried=carried,
 )
 def gemma4(c: HFConfig) -> ModelSpec:
+    c.take("vision_soft_tokens_per_image", None)  # read by the processor
+    return with_images(c, encoder.vision)
+
+
+def with_images(c: HFConfig, vision: Callable[..., VisionSpec], *, attention: str | None = None) -> ModelSpec:
+    """The language model with what an encoder's `vision` builds; `attention` is the default of the config's
+    `use_bidirectional_attention`.
+    """
     text = language_model(c)
     for key in (
         *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
-        *("audio_token_id", "audio_config", "vision_soft_tokens_per_image"),
+        *("audio_token_id", "audio_config"),
     ):
         c.take(key, None)  # placed by the processor; audio tensors are carried along
-    bidirectional = c.raw["text_config"].get("use_bidirectional_attention") is not None
-    vision = encoder.vision(
+    bidirectional = c.raw["text_config"].get("use_bidirectional_attention", attention) is not None
+    of_images = vision(
         c.part("vision_config"),
         c.take_count("image_token_id", 258880, least=0),
         video_id=c.take_count("video_token_id", 258884, least=0),
         spans="images" if bidirectional else None,
     )
-    return replace(with_spans(text, bidirectional), vision=vision)
+    return replace(with_spans(text, bidirectional), vision=of_images)
 
 
 def with_spans(text: ModelSpec, bidirectional: bool) -> ModelSpec:

@@ -2,12 +2,9 @@
 encoder; on sliding layers the tokens of one image attend to each other in both directions.
 """
 
-from dataclasses import replace
-
 from liger_models.architectures.common import unread_keys
-from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import gemma4_unified as encoder
-from liger_models.architectures.gemma4 import with_spans
+from liger_models.architectures.gemma4 import with_images
 from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, for_tests, register
 from liger_models.architectures.registry.multimodal import text_part
@@ -39,20 +36,7 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     masks_of_generation=True,  # its forward pass shows image tokens to one another in full layers, too
 )
 def gemma4_unified(c: HFConfig) -> ModelSpec:
-    text = language_model(c)
-    for key in (
-        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
-        *("audio_token_id", "audio_config"),
-    ):
-        c.take(key, None)  # placed by the processor; audio tensors are carried along
-    bidirectional = c.raw["text_config"].get("use_bidirectional_attention", "vision") is not None
-    vision = encoder.vision(
-        c.part("vision_config"),
-        c.take_count("image_token_id", 258880, least=0),
-        video_id=c.take_count("video_token_id", 258884, least=0),
-        spans="images" if bidirectional else None,
-    )
-    return replace(with_spans(text, bidirectional), vision=vision)
+    return with_images(c, encoder.vision, attention="vision")
 
 
 # -- tests
