@@ -196,6 +196,20 @@ def rows_to_copy(rows: int, *operands: Tensor, columns: int | None = None, padde
     return described
 
 
+def saving_for_one_pass(pack: Any) -> Any:
+    """Mark a function that packs tensors for autograd: each backward pass computes them again, and each is
+    unpacked once, so that the pass may use their memory. Returns the function.
+    """
+    pack.saves_for_one_pass = True
+    return pack
+
+
+def saves_for_one_pass() -> bool:
+    """Whether tensors that autograd saves now are packed by such a function."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "saves_for_one_pass", False)
+
+
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for x's device. torch refuses the question for the meta device."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_rows
-from liger_models.kernels.activations.gated import Activation
+from liger_models.kernels.activations.gated import Activation, has_gate
 from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_operands import Make
 from liger_models.kernels.experts._expert_order import ExpertOrder, split_tiles
@@ -197,6 +197,30 @@ def _summed_product(
     return sum_slots(rows, weights, order, slice(overlap.tokens), y)
 
 
+def _summed_in_slices(
+    a: Tensor, make: Make, order: ExpertOrder, out: Tensor | None, inner: int, **options: Any
+) -> Tensor:
+    """Return `rows_product`, summed by token [T, H], in `out` if given; in slices of columns, so that rows of
+    all columns [R, H], a layer's largest tensor, never exist.
+    """
+    matrices, path = make(), options.pop("path")
+    width = matrices.shape[2]
+    step = slice_columns(inner)
+    y = a.new_empty(order.position.numel() // order.top_k, width) if out is None else out
+    for first in range(0, width, step):
+        columns = slice(first, first + step)
+        low = None if path is None else (path[0], path[1][..., columns])
+        rows = rows_product(a, matrices[..., columns], order, path=low, **options)
+        sum_slots(rows, None, order, out=y[:, columns])
+        del rows
+    return y
+
+
+def slice_columns(inner: int) -> int:
+    """Columns of such a slice: about as many as those of the experts' activations, whole tiles."""
+    return max(256, inner // 256 * 256)
+
+
 def _low_rank(
     x: Tensor, paths: Sequence[ExpertPath], order: ExpertOrder, gather: bool = False
 ) -> tuple[tuple[Tensor, Tensor] | None, Tensor | None]:
@@ -228,15 +252,18 @@ def experts_backward(
     later: Sequence[ExpertOrder] = (),
     again: Callable[[ExpertOrder], tuple[Tensor, Tensor | None, Tensor | None]] | None = None,
     into: tuple[Any, ...] = (None,) * 4,
+    overwrite: bool = False,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of the paths' gradients. Buffers
     are freed as soon as possible.
 
     Args:
+        overwrite: h is not needed again, and its memory may be used.
         later: the windows after `order`. Their h, and t of the first and last paths, are computed `again`.
         into: the gradients of x, weights, gate_up and down to which those of this window are added.
     """
     original, operands = dy, (x, weights, experts, gate_up, down, down_bias)
+    product_width = h.shape[1] // (2 if has_gate(activation) else 1)
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
     biased, x, of_first, of_last = {}, as_rows(x), [], []
@@ -279,6 +306,7 @@ def experts_backward(
         **biased,
         float8=float8 and want.x,
         dweights=into[1],
+        overwrite=overwrite,
     )
     del dproduct
     if last.t is not None:
@@ -309,6 +337,7 @@ def experts_backward(
         dx, *_, of_gate_up_bias, of_down_bias, more = experts_backward(
             *(original, *operands, h, window, activation, inputs, want, *low),
             into=(dx, dweights, dgate_up, ddown),
+            overwrite=True,
         )
         del h, ts, low
         if dgate_up_bias is not None:
@@ -317,7 +346,11 @@ def experts_backward(
             ddown_bias += of_down_bias
         of_paths = [None if a is None else a + b for a, b in zip(of_paths, more, strict=True)]
     if want.x:
-        dx = _summed_product(dh, gate_up, order, None, overlap, float8, dx, transposed=False, path=path)
+        options = {"transposed": False, "path": path}
+        if overlap is None and not (want.gate_up or float8):
+            dx = _summed_in_slices(dh, gate_up, order, dx, product_width, **options)
+        else:
+            dx = _summed_product(dh, gate_up, order, None, overlap, float8, dx, **options)
     return dx, dweights, dgate_up, ddown, dgate_up_bias, ddown_bias, of_paths
 
 

@@ -75,7 +75,7 @@ def sum_slots(
     only, if given, into their rows of `out`.
 
     Of windows, the last one comes first: each adds its rows to those of later ones, which `out` has. A later
-    window leaves other tokens as they are.
+    window leaves other tokens as they are. `out` may be columns of a wider result.
     """
     width, position = rows.shape[1], order.position.view(-1, order.top_k)
     y = rows.new_empty(len(position), width) if out is None else out
@@ -89,6 +89,7 @@ def sum_slots(
                 weights,
                 position[tokens],
                 of_tokens,
+                of_tokens.stride(0),
                 len(of_tokens),
                 width,
                 order.first,
@@ -166,8 +167,10 @@ def activation_backward(
     experts: Tensor | None = None,
     float8: bool = False,
     dweights: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the requested ones of dh, dweights [T, k] and weights * a [R, I].
+    """Return the requested ones of dh, dweights [T, k] and weights * a [R, I]. The last takes dproduct's
+    memory, and dh that of h with `overwrite`.
 
     h and dh are [R, 2 I], or [R, I] without gates, and dproduct [R, I] the gradient of a before weighting;
     only the last result can be computed without it. dweights includes the gradient through the last
@@ -179,12 +182,16 @@ def activation_backward(
     gated = has_gate(activation)
     num_rows, width = h.shape[0], h.shape[1] // (2 if gated else 1)
     weights = None if weights is None else weights.contiguous()
-    dh = torch.empty_like(h) if want_h else None
+    dh = None
+    if want_h:
+        dh = h if overwrite else torch.empty_like(h)
     # Empty slots have no row that writes their gradient.
     memory = torch.empty_like if order.full else torch.zeros_like
     if dweights is None and want_weights and weights is not None:
         dweights = memory(weights)
-    product = h.new_empty(num_rows, width) if want_product else None
+    product = None
+    if want_product:
+        product = h.new_empty(num_rows, width) if dproduct is None else dproduct
     rows = empty_rows(dh) if float8 and dh is not None and casts_to_float8(dh) else None
     if num_rows:
         block = min(256, next_power_of_2(max(width, 1)))
@@ -267,6 +274,7 @@ def _sum_slots_kernel(
     weights,
     position,
     y,
+    y_stride,
     tokens,
     width,
     first_row,
@@ -295,7 +303,7 @@ def _sum_slots_kernel(
             if weights is not None:
                 value *= tl.load(weights + token * TOP_K + slot, inside, 0.0).to(tl.float32)
             total += value
-        at = y + token * width + column
+        at = y + token * y_stride + column
         total += tl.load(at, column < tl.where(later > 0, width, 0), 0.0).to(tl.float32)
         stored = width
         if TOKENS > 1:
@@ -390,11 +398,13 @@ def _activation_backward_kernel(
             g, product_weight = weight * gate, 1.0
             u = weight * up if GATED else up
         activated, derivative, factor, factor_derivative = gated_factors(g, u, ACTIVATION, ALPHA, LIMIT)
+        gradient = 0.0
+        if dproduct is not None:  # read first: the product may have the same memory, and dh that of h
+            gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
         if product is not None:
             value = product_weight * activated * factor
             tl.store(product + start + column, value.to(product.dtype.element_ty), mask)
         if dproduct is not None:
-            gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
             dgate = gradient * factor * derivative
             dup = gradient * activated * factor_derivative
             if INPUTS:

@@ -58,8 +58,8 @@ def rows_product(
     """C [R, N], C[r] = A[r] @ B[e(r)] + bias[e(r)] + t[r] @ L[e(r)], accumulated in float32 and rounded once.
 
     a: [R, K] in row order; or [T, K] in token order, with `gather`. Inner stride one.
-    b: [E, K, N], or [E, N, K] if `transposed`; contiguous. bias: [E, N] or None, contiguous.
-    path: t [R, P] and L [E, P, N]; contiguous, P a power of two of at least 16.
+    b: [E, K, N], or [E, N, K] if `transposed`; inner stride one. bias: [E, N] or None, contiguous.
+    path: t [R, P], contiguous, and L [E, P, N], inner stride one; P a power of two of at least 16.
     out: C; only the rows of the order's tiles are written.
     shared_device: a collective holds some multiprocessors, so programs must be many and short.
     scales: of a and b in e4m3, float32: [R, 1], or [T, 1] with `gather`, and [E, N]; contiguous. C is then

@@ -57,6 +57,7 @@ from liger_models.kernels._dispatch import (
     ceil_div,
     once_differentiable,
     runs_kernels,
+    saves_for_one_pass,
     use_triton,
 )
 from liger_models.kernels.activations.gated import Activation, activation_constants
@@ -203,7 +204,8 @@ def _by_kernels(
     waits = float8 or any(m is not None for m in stored)
     order, parts, most, overlap = _ordered(experts, gate_up.shape[0], num_rows, exchange, waits)
     exchange = None if overlap is None else exchange
-    plan = _Plan(order, parts, most, activation, inputs, stored, scales, exchange, overlap, float8)
+    shared = activation, inputs, stored, scales, exchange, overlap, float8
+    plan = _Plan(order, parts, most, *shared, saves_for_one_pass())
     product, t = _First.apply(plan, *tensors, *of_paths)
     return _Last.apply(plan, product.grad_fn, product, t, *tensors, *of_paths)
 
@@ -343,6 +345,7 @@ class _Plan(NamedTuple):
     exchange: Exchange | None
     overlap: Overlap | None
     float8: bool
+    saved_once: bool
 
 
 class _First(torch.autograd.Function):
@@ -415,7 +418,7 @@ class _Last(torch.autograd.Function):
 
         of_backward = x, weights, experts, first, last, down_bias, h
         options: Any = plan.activation, plan.inputs, Wanted.of(needed), *low, plan.exchange, plan.float8
-        options = *options, later, again
+        options = *options, later, again, (None,) * 4, plan.saved_once
         dx, dweights, *dexperts, dpaths = experts_backward(dy, *of_backward, order, *options)
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 

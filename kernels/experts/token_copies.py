@@ -66,7 +66,7 @@ class _Sums(torch.autograd.Function):
         ctx.position, ctx.num_rows = position, len(rows)
         if use_triton(rows, position):
             y = rows.new_empty(len(position), rows.shape[1])
-            _launch(_sum_slots_kernel, position, rows, rows.contiguous(), None, position, y)
+            _launch(_sum_slots_kernel, position, rows, rows.contiguous(), None, position, y, y.stride(0))
             return y
         total = at_least_float32(rows).new_zeros(len(position), rows.shape[1])
         for slot in position.unbind(1):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels.experts._expert_passes import slice_columns
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
@@ -136,9 +137,10 @@ class _Moments:
     |-------------------------|------------------------------------------------------|-----------------------|
     | the MLP's last product  | P and its gradient; memory of adapters               | all but the product's |
     | the MLP's first ones    | the norm's output and its gradient, S each, adapters | those after the MLP   |
-    | the experts' activation | its gradient, and two times [R, I]; with adapters,   | all                   |
-    |                         | its output; if trained, its output and [R, H]        |                       |
-    | the experts' input      | it, its gradient, [R, H], and two times [R, I]       | those after them      |
+    | the experts' activation | its gradient, and two times [R, I], which a layer    | all                   |
+    |                         | that runs again has; if trained, [R, H]              |                       |
+    | the experts' input      | it, its gradient, [R, H], or if frozen a slice of    | those after them      |
+    |                         | it, and two times [R, I] as before                   |                       |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P      | all                   |
     | attention               | see `_attention_work`; nothing of the MLP            | those before it       |
 
@@ -154,6 +156,7 @@ class _Moments:
         last, front: of the MLP's last product and of its first ones, or of the experts' activation and input.
         front_norm: the norm's output in `front`.
         experts: `last` and `front` are those of experts.
+        overwritten: bytes of both that take the memory of recomputed tensors, if the layer runs again.
         with_norm: the norm's output also exists during `last`: experts read it. If the last product's weight
             is not trained, the peak is at the end of the forward pass, while the previous layer's
             contribution to the stream still exists.
@@ -178,6 +181,7 @@ class _Moments:
     front: int
     front_norm: int
     experts: bool
+    overwritten: int
     with_norm: bool
     peft: PeftMoments | None
     pieces: int
@@ -214,14 +218,15 @@ class _Moments:
         experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
         rows = first = 0
         if isinstance(mlp, MixtureOfExperts):
-            rows = mlp.spec.experts_per_token * tokens * itemsize * mlp.spec.input_size(layer.hidden_size)
+            each = mlp.spec.experts_per_token * tokens * itemsize
+            rows = each * mlp.spec.input_size(layer.hidden_size)
             first = (2 if mlp.spec.gated else 1) * product  # gradients of gate and up, or of up
-            last, front, after = product + first, rows + first + 2 * stream, 0
             own = unwrapped(mlp.experts)
             frozen = step.lora_rank or not any(p.requires_grad for p in own.parameters(recurse=False))
-            last += 0 if frozen else rows
-            last += 0 if frozen and own is mlp.experts and not step.lora_experts else product
-            front_norm = stream
+            last, after = product + first + (0 if frozen else rows), 0
+            if frozen and own.float8 is None and own.exchange is None:
+                rows = min(rows, each * slice_columns(mlp.spec.intermediate_size))
+            front, front_norm = rows + first + 2 * stream, stream
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
             elements = 0 if step.lora_rank or adapters.adapted & {"last", "front"} else trained
@@ -241,7 +246,7 @@ class _Moments:
         if experts:
             last = max(last, last - first + decoded["last"])
             copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
-            front = max(front, rows + first + stream + decoded["front"] + copied)
+            front = max(front + decoded["front"], rows + first + stream + copied)
         else:
             last, front = last + decoded["last"], front + decoded["front"]
         tile = None if tile is None else tile + max(decoded["last"], decoded["front"])
@@ -255,6 +260,7 @@ class _Moments:
             front=front,
             front_norm=front_norm,
             experts=experts,
+            overwritten=first,
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
             peft=PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
             pieces=_pieces(layer, step, itemsize, adapters),
@@ -302,6 +308,8 @@ class _Moments:
         front = there + self.front - max(0, self.front_norm - norm)
         if level == "mlp":  # holds the norm's output, the input that runs again
             front += self.stream - self.front_norm
+        if level == "mlp" or level in RERUN:
+            last, front = last - self.overwritten, front - self.overwritten
         return max(last + after - whole, front + of_mlp - whole, attention)
 
 

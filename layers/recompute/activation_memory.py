@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels._dispatch import saving_for_one_pass
 from liger_models.kernels.float8.copies import carried_rows, forget_rows
 from liger_models.kernels.invariant.mode import as_in_this_pass
 from liger_models.layers.projections.gathered import GatheredWeight
@@ -290,7 +291,8 @@ class _AboveTheHooks:
 
     def __enter__(self) -> None:
         (pack, unpack), seen_as = _callers_hooks(False), self.seen_as
-        hooks = saved_tensors_hooks(lambda x: pack(seen_as(x)), lambda packed: _made(unpack(packed)))
+        pack_seen = saving_for_one_pass(lambda x: pack(seen_as(x)))
+        hooks = saved_tensors_hooks(pack_seen, lambda packed: _made(unpack(packed)))
         hooks.__enter__()
         self.hooks.append(hooks)
 

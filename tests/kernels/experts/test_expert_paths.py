@@ -8,6 +8,7 @@ from live_bytes import LiveBytes, as_on_a_gpu
 from moe_problem import CLAMPED, doubled, folded, formula, operands, paths_of, run
 
 from liger_models.kernels import ExpertPath, moe_experts
+from liger_models.layers.recompute.activation_memory import recompute
 
 SCALES = (2.0, 0.7)
 
@@ -95,6 +96,22 @@ def test_float32_paths_of_float16_matrices_get_float32_gradients(implementation)
         # At most eight roundings, of 2^-11 each, are between an operand and a result.
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
     assert all(gradient.dtype == torch.float32 for gradient in found[5:])
+
+
+def test_recomputed_passes_over_frozen_matrices_give_the_bits_of_kept_ones_over_trained(implementation):
+    """They overwrite recomputed tensors, and may still run twice. With more than 256 inputs, they sum the
+    gradients of rows in slices of columns.
+    """
+    inputs, firsts = problem({"tokens": 9, "hidden": 300, "top_k": 2})
+    upstream = torch.randn_like(inputs[0])
+    of_x, of_weights, _, _, *of_paths = run(with_paths(moe_experts, firsts), inputs, upstream)[1:]
+    inputs[3:5] = (matrices.detach() for matrices in inputs[3:5])
+    y = recompute(with_paths(moe_experts, firsts), *inputs)
+    for _ in range(2):
+        trained = [x for x in inputs if x.requires_grad]
+        found = torch.autograd.grad(y, trained, upstream, retain_graph=True)
+        for actual, expected in zip(found, [of_x, of_weights, *of_paths], strict=True):
+            assert torch.equal(actual, expected)
 
 
 def test_no_tokens(implementation):
