@@ -376,8 +376,11 @@ def _activation_backward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    count = tl.load(offsets + num_experts)
+    if tl.program_id(0) * BLOCK_ROWS >= count:  # as in a later window, which is usually empty
+        return
     row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_mask = row < tl.load(offsets + num_experts)
+    row_mask = row < count
     assignment = tl.load(order + row, row_mask, 0)
     weight = 1.0
     if weights is not None:

@@ -337,6 +337,9 @@ def _weight_kernel(
     expert = tl.program_id(0) // (blocks_m * blocks_n)
     m, n = _in_bands(tl.program_id(0) % (blocks_m * blocks_n), blocks_m, blocks_n)
     start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+    if ADD:
+        if start >= end:
+            return
     whole = start + (end - start) // BLOCK_K * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, whole, BLOCK_K):
@@ -353,6 +356,5 @@ def _weight_kernel(
     d_tile = d + expert.to(tl.int64) * expert_stride + i.to(tl.int64)[:, None] * row_stride + j[None, :]
     mask = (i < height)[:, None] & (j < width)[None, :]
     if ADD:
-        mask = mask & (start < end)
         total += tl.load(d_tile, mask, 0.0).to(tl.float32)
     tl.store(d_tile, total.to(d.dtype.element_ty), mask)

@@ -91,8 +91,9 @@ class ParallelDims:
         """
         dims = self.resolve(process_count())
 
-        def mesh(sizes: dict[str, int]) -> DeviceMesh:
-            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        def mesh(sizes: dict[str, int], **options: Any) -> DeviceMesh:
+            names = tuple(sizes)
+            return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, **options)
 
         data = {"replicate": dims.data_replicate, "shard": dims.shards}
         if dims.data_replicate == 1:
@@ -103,8 +104,24 @@ class ParallelDims:
             sequence = mesh({"rows": rows, "sequence": dims.sequence})["sequence"]
         if dims.experts > 1:
             shard = dims.shards // dims.experts
-            experts = mesh({"replicate": dims.data_replicate, "shard": shard, "experts": dims.experts})
+            sizes = {"replicate": dims.data_replicate, "shard": shard, "experts": dims.experts}
+            experts = mesh(sizes, **_urgent("experts", device_type))
         return Meshes(dims, mesh(data), sequence, experts)
+
+
+def _urgent(dimension: str, device_type: str) -> dict[str, Any]:
+    """Options of a mesh for NCCL collectives of high priority over one dimension. Their kernels start when
+    any multiprocessor has finished a program, though a product that was launched later has programs waiting.
+    """
+    distributed: Any = torch.distributed
+    if device_type != "cuda":
+        return {}
+    nccl = distributed.group.WORLD._get_backend(torch.device(device_type))
+    if nccl.name() != "nccl":
+        return {}
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = nccl.options._timeout
+    return {"backend_override": {dimension: ("nccl", options)}}
 
 
 @dataclass(frozen=True)
