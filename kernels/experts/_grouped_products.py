@@ -337,9 +337,8 @@ def _weight_kernel(
     expert = tl.program_id(0) // (blocks_m * blocks_n)
     m, n = _in_bands(tl.program_id(0) % (blocks_m * blocks_n), blocks_m, blocks_n)
     start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    if ADD:
-        if start >= end:
-            return
+    if (start >= end) & ADD:
+        return
     whole = start + (end - start) // BLOCK_K * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, whole, BLOCK_K):
