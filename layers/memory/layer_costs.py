@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,14 @@ from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
-from liger_models.layers.experts.moe import Experts, MixtureOfExperts
+from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.mixing import mixing_operations
 from liger_models.layers.memory.on_host import heads_at_a_time, input_bytes, mixers_of, result_bytes
 from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
-from liger_models.layers.memory.places import places_of
+from liger_models.layers.memory.places import matrix_elements, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
-from liger_models.layers.projections.matrices import matrices
-from liger_models.layers.projections.stored_weight import dense_shape
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
@@ -380,24 +377,6 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
 
 def _own_attention(layer: Block) -> AttentionSpec | None:
     return next((mixer for mixer in layer.spec.mixers if isinstance(mixer, AttentionSpec)), None)
-
-
-def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
-    """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
-    inner = last = rest = 0
-    places = places_of(layer)
-    for module, name, p in (found for part in (layer, *layer.borrowed) for found in matrices(part)):
-        elements = 0 if frozen and p.requires_grad else math.prod(dense_shape(module, name))
-        mixture, place = layer.spec.mixture, places.get(id(p))
-        if isinstance(module, Experts) and mixture is not None:
-            elements = elements * mixture.experts_per_token // mixture.num_experts
-        if place == "last":
-            last += elements
-        elif place == "front":
-            inner += elements
-        else:
-            rest += elements
-    return inner, last, rest
 
 
 def _inner_width(layer: Block) -> int:

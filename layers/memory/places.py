@@ -4,12 +4,16 @@ families in transformers, such as `mlp.fc2` and `feed_forward.w2`.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import nn
 
+from liger_models.layers.blocks import Block
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP
+from liger_models.layers.projections.matrices import matrices
+from liger_models.layers.projections.stored_weight import dense_shape
 
 PLACES = ("last", "front", "mixer", "output")
 """The MLP's last product and its first ones; the mixer's inputs and attention's output."""
@@ -36,3 +40,21 @@ def places_of(layer: nn.Module) -> dict[int, str]:
                 stacks = (p for name, p in module.named_parameters() if "down_proj" in name)
                 places.update(dict.fromkeys(map(id, stacks), "last"))
     return places
+
+
+def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
+    """Elements of the (`frozen`) matrices that a token meets: gate and up, the last product, all others."""
+    inner = last = rest = 0
+    places = places_of(layer)
+    for module, name, p in (found for part in (layer, *layer.borrowed) for found in matrices(part)):
+        elements = 0 if frozen and p.requires_grad else math.prod(dense_shape(module, name))
+        mixture, place = layer.spec.mixture, places.get(id(p))
+        if isinstance(module, Experts) and mixture is not None:
+            elements = elements * mixture.experts_per_token // mixture.num_experts
+        if place == "last":
+            last += elements
+        elif place == "front":
+            inner += elements
+        else:
+            rest += elements
+    return inner, last, rest
