@@ -21,6 +21,7 @@ sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others i
 import interpreter
 from nightly import leave_to_the_night
 from older import skip_older
+from rewriting import rewrite_for_all
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -50,6 +51,8 @@ def pytest_configure(config):
         from support_table import TableWriter
 
         config.pluginmanager.register(TableWriter())
+    if getattr(config.option, "numprocesses", None):
+        rewrite_for_all(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and markers leave out cases

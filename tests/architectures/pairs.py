@@ -5,6 +5,7 @@ distances of their results.
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Set
 from contextlib import nullcontext
@@ -272,8 +273,15 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any] | None = None)
 
 def spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
     """The spec of the family's tiny config with changes."""
+    return _spec_of(family, changes) if changes else _unchanged_spec_of(family)
+
+
+def _spec_of(family: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
     architecture = find_architecture(family)
     return architecture.spec(HFConfig.load(changed(architecture.tiny, changes)))
+
+
+_unchanged_spec_of = functools.cache(_spec_of)
 
 
 def reference_class(architecture: Architecture) -> Any:

@@ -113,12 +113,14 @@ def flags(family: str) -> dict[str, Changes]:
 NEW_KEYS = {"swiglu_alpha", "swiglu_limit"}
 
 
+@functools.cache
 def usual(family: str) -> dict[str, Changes]:
     """The changes above by name, but for those that the family's registration skips."""
     table = {**settings(family), **flags(family)}
     return {name: changes for name, changes in table.items() if not skipped(family, "variant", name)}
 
 
+@functools.cache
 def together(family: str) -> Changes:
     """The usual changes in one config, without other sizes: a value that is misread shows in it, too. Empty
     if the family refuses them together.
@@ -130,6 +132,7 @@ def together(family: str) -> Changes:
     return changes if accepts(family, changes) else {}
 
 
+@functools.cache
 def variants(family: str) -> dict[str, Changes]:
     """Changes by name: none, the ones above, and the family's registered variants."""
     architecture = find_architecture(family)
@@ -180,6 +183,7 @@ def accepts(family: str, changes: Changes) -> bool:
 # -- rope types
 
 
+@functools.cache
 def rope_types(family: str) -> dict[str, dict[str, Changes]]:
     """By name, then by spelling: the changes that give the family's layers this kind of rotation.
 
