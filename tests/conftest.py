@@ -104,6 +104,18 @@ def one_thread():
 
 
 @pytest.fixture(scope="session", autouse=True)
+def no_seeds_for_absent_gpus():
+    """`torch.manual_seed` notes a seed for GPUs that are not there, with the formatted stack of the call,
+    which takes most of its time.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (torch.cuda, torch.xpu):
+            if not module.is_available():
+                patch.setattr(module, "manual_seed_all", lambda seed: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_disks():
     """No test cuts the power, so files need not have reached a disk."""
     with pytest.MonkeyPatch.context() as patch:

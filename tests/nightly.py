@@ -411,6 +411,31 @@ ALWAYS |= {
     f"{VISION}/test_shards_in_transformers.py::test_two_ranks_train_like_one": (),
 }
 
+# Each starts Python and imports everything again, or compiles; by day others show a part of it in a process
+# that has done so.
+ALWAYS |= {
+    # By day the sharded runs of tests/liger_models/parallel are compared, and compositions in one process.
+    f"{BENCHMARKS}/test_certify.py::test_compositions_on_two_processes_hold": (),
+    # By day test_compilation.py compiles for one GPU, and the limits are tested with made-up launches.
+    f"{BENCHMARKS}/test_devices.py::test_kernels_fit_four_gpus_at_real_sizes": (),
+    f"{BENCHMARKS}/test_commands.py::test_liger_models_bench_runs_from_another_folder": (),
+    f"{BENCHMARKS}/test_training.py::test_the_cases_of_a_page_are_updated_with_ratios_and_plot": (),
+    "tests/test_platforms.py::test_everything_imports_and_checkpoints_are_written_without_unix_modules": (),
+    # By day the wheel is built and its files are compared.
+    "tests/test_package.py::test_an_installed_wheel_is_found_and_runs_outside_the_repository": (),
+    f"{TRAINING}/test_images.py::test_worker_processes_build_the_same_corpus": ("fork",),
+}
+
+# They show that comparisons would notice a fault, which depends on the kinds of a family's parts.
+NOTICED = ("gpt2", "llama4_text", "deepseek_v32", "nemotron_h", "gemma4_text", "minimax")
+ALWAYS |= {
+    f"{FAMILIES}/test_mutations.py::test_{name}_noticed": NOTICED
+    for name in (
+        "swapped_tensors_are",
+        "a_missing_residual_stream_or_branch_is",
+    )
+}
+
 # One family for each kind of names, layers and encoder.
 NAMED = ("llama", "gpt2", "gpt_oss", "mixtral", "jamba", "gemma4_text", "zamba2", "qwen2_vl", "mllama")
 ALWAYS |= {

@@ -22,6 +22,8 @@ def main() -> None:
 
     driver.set_active(NoDevice("sm_90"))
     torch.cuda.device = lambda device: contextlib.nullcontext()
+    for kind in ("cudnn", "flash", "mem_efficient"):  # builds for a GPU would look for one
+        setattr(torch._C, f"_can_use_{kind}_attention", lambda *_: False)
     cases: dict[str, dict[str, Any]] = {
         "adapters": {"tokens": 4096, "rank": 16},
         "adapters, few rows": {"tokens": 64, "rank": 16},

@@ -3,6 +3,7 @@
 import base64
 import itertools
 import json
+import multiprocessing
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -294,10 +295,12 @@ def test_train_reuses_the_corpus_of_tokenize(
     assert load(cache=tmp_path)[0].fingerprint() == load()[0].fingerprint()
 
 
-def test_worker_processes_build_the_same_corpus(load, monkeypatch, tmp_path):
+@pytest.mark.parametrize("begun", ["fork", "by a server"])  # which takes ten seconds to start
+def test_worker_processes_build_the_same_corpus(begun, load, monkeypatch, tmp_path):
     first = load()[0].parts[0].corpus
+    context = multiprocessing.get_context("fork") if begun == "fork" else fork_server()
     monkeypatch.setattr(pictured, "ALONE", 0)
-    monkeypatch.setattr(pictured, "multiprocessing", SimpleNamespace(get_context=lambda _: fork_server()))
+    monkeypatch.setattr(pictured, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
     monkeypatch.setattr(pictured, "MOST_PROCESSES", 1)
     monkeypatch.setattr(pictured, "cores", lambda: 2)
     assert load(cache=tmp_path)[0].parts[0].corpus.digest == first.digest
