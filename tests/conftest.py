@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("real")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    if hasattr(config, "workerinput"):
+        put_forks_first(items)
     for item in items:
         # xdist workers return a test's properties, but not its markers.
         item.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
@@ -72,6 +74,21 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+FORKS = {"run_ranks", "Fork", "fork_server"}, {"forked_jobs", "forked_command", "forked_ranks"}
+"""What tests that fork have of ranks.py, and the fixtures that do."""
+
+
+def put_forks_first(items):
+    """Run files that fork from the servers of ranks.py first. Few of the test processes have them then, each
+    of which would import torch and transformers once more for its servers. The longest tests are not last.
+    """
+    names, fixtures = FORKS
+    forking = {
+        item.path for item in items if names & vars(item.module).keys() or fixtures & set(item.fixturenames)
+    }
+    items.sort(key=lambda item: item.path not in forking)
 
 
 def pytest_sessionstart():
