@@ -218,11 +218,17 @@ def time_steps(
     warmup: int,
     steps: int,
     device: torch.device,
+    turn: Callable[[], None] | None = None,
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Milliseconds of each timed step, and the losses of all steps."""
+    """Milliseconds of each timed step, and the losses of all steps. `turn` is called before the last untimed
+    step.
+    """
     cuda = device.type == "cuda"
     losses, marks = [], [mark(cuda)]
-    for _ in range(warmup + steps):
+    for step in range(warmup + steps):
+        if turn is not None and step == max(0, warmup - 1):
+            turn()
+            marks[-1] = mark(cuda)
         losses.append(train_step(model, optimizer, batch))
         marks.append(mark(cuda))
     if cuda:

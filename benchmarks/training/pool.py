@@ -1,14 +1,17 @@
-"""Job pool: each job is measured in its own process, one at a time per device, on all devices in parallel.
+"""Job pool: each job is measured in its own process, and timed alone on its device; all devices in parallel.
 
 Libraries that ran before may have changed torch's choices, or transformers' model, so no process measures two
-jobs. The next process imports while a job runs. On a GPU everything is compiled before anything is timed, on
-all cores in parallel; a compiling process serves many jobs, but none after a job for which liger-kernel
-patched more of a model. Failed jobs and timeouts become notes.
+jobs. Processes are forks of one that has imported everything and never used a GPU. On a GPU everything is
+compiled before anything is timed, on all cores in parallel; a compiling process serves many jobs, but none
+after a job for which liger-kernel patched more of a model. If asked, several jobs build their models and take
+their first steps on a device together, before each is timed in turn. Failed jobs and timeouts become notes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
 import math
 import multiprocessing
@@ -20,22 +23,29 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import ROOT
 from benchmarks.training.peer import in_one_line
 from benchmarks.training.step import Job, Result
 
-# A GPU's context does not survive a fork.
-_SPAWN = multiprocessing.get_context("spawn")
 _MOST_AT_ONCE = 14  # compiling on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # per job
 _SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
-_RESERVE = 3  # processes that import ahead on a GPU: a job is often shorter than its imports
-_BROKEN = "failed"
+_PATIENT = 300.0  # seconds for all jobs from which on FlexAttention is compiled ahead, too
+_RESERVE = 2  # processes started ahead
+_BROKEN, _PREPARED, _GO = "failed", "prepared", "go"
+NO_MEMORY, LATE = "out of memory", "no time was left for it"
+
+# What processes are forked with, in this order.
+_OURS = ("benchmarks.training.imports", "torch._inductor.compile_fx", "liger_models.models.loading")
+_THEIRS = {
+    "transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils"),
+    "liger_kernel.transformers": ("liger_kernel.transformers",),
+}
+
+_TUNED = {"fla", "mamba_ssm"}  # packages that time settings of their kernels in the first step
 
 Group = Sequence[Job]
 
@@ -46,6 +56,7 @@ def measure_all(
     time_limit: float,
     ahead: bool,
     within: float = math.inf,
+    together: int = 1,
 ) -> Iterator[tuple[Job, Result]]:
     """Yield every job with its result when ready.
 
@@ -55,6 +66,7 @@ def measure_all(
         time_limit: seconds per job; jobs under torch.compile have more.
         ahead: compile everything before measuring.
         within: seconds for all jobs; unfinished ones get a note.
+        together: jobs that may prepare on a device at the same time; their models must fit together.
     """
     end = time.monotonic() + within
     # Expandable segments avoid fragmentation; the same for every provider.
@@ -64,19 +76,49 @@ def measure_all(
     jobs = [job for group in groups for job in group]
     peers = ["transformers"] * any(not job.ours for job in jobs)
     peers += ["liger_kernel.transformers"] * any("liger" in job.options for job in jobs)
-    workers = [Worker(device, peers, once=True) for device in devices]  # they import meanwhile
+    context = _context(devices, peers)
     if ahead:
         # FlexAttention takes minutes to compile, which all others would wait for.
-        patient = math.isinf(within)
-        ready = (job for group in groups for job in group if patient or "flex_attention" not in job.options)
+        ready = (job for job in jobs if within >= _PATIENT or "flex_attention" not in job.options)
         compiling = [[job] for job in ready if job.compiles]
         compiling.sort(key=lambda group: _longest_first(group[0]))
-        at_once = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
-        helpers = [Worker(device, peers) for _ in range(at_once) for device in devices][: len(compiling)]
-        work = _each(compiling, helpers, _SECONDS_AHEAD, end, ahead=True)
+        most = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
+        spread = [device for _ in range(most) for device in devices][: len(compiling)]
+        waiting = _queue(compiling)
+        helpers = [(Worker(device, peers, context), _Line(waiting)) for device in spread]
+        work = _each(helpers, len(compiling), _SECONDS_AHEAD, end, ahead=True)
         for _ in _with_bar(work, compiling, "compiling"):
             pass
-    yield from _with_bar(_each(groups, workers, time_limit, end, ahead=False), groups, "measuring")
+    waiting, workers = _queue(groups), []
+    for device in devices:
+        turns, line = Turns(), _Line(waiting)
+        for _ in range(together):
+            workers.append((Worker(device, peers, context, turns, together > 1), line))
+    yield from _with_bar(_each(workers, len(jobs), time_limit, end, ahead=False), groups, "measuring")
+
+
+def _context(devices: Sequence[str], peers: Sequence[str]) -> Any:
+    """A server of forks that has imported everything; "spawn" if one of the imports has used a GPU, whose
+    context does not survive a fork.
+    """
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` makes no context
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_OURS, *(name for peer in peers for name in _THEIRS[peer])])
+    if not devices[0].startswith("cuda"):
+        return context
+    trial = context.Process(target=_use, args=(devices[0],), daemon=True)
+    trial.start()
+    trial.join(_SECONDS_AHEAD)
+    if trial.exitcode == 0:
+        return context
+    print("imports have used the GPU: each process imports for itself", file=sys.stderr, flush=True)
+    return multiprocessing.get_context("spawn")
+
+
+def _use(device: str) -> None:
+    import torch
+
+    torch.zeros(1, device=device)
 
 
 def _changes(job: Job) -> int:
@@ -97,82 +139,166 @@ def _with_bar(results: Iterator[Any], groups: Sequence[Group], name: str) -> Ite
             yield job, result
 
 
-def _each(
-    groups: Sequence[Group], workers: Sequence[Worker], time_limit: float, end: float, ahead: bool
-) -> Iterator[tuple[Job, Result]]:
-    """One thread per worker, until the deadline `end`."""
+class _Line:
+    """The jobs of one device, from the groups that wait for any device."""
+
+    def __init__(self, waiting: queue.SimpleQueue[Group]) -> None:
+        self._waiting, self._left, self._lock = waiting, list[Job](), threading.Lock()
+
+    def next(self) -> Job | None:
+        with self._lock, contextlib.suppress(queue.Empty):
+            while not self._left:
+                self._left = list(self._waiting.get_nowait())
+            return self._left.pop(0)
+        return None
+
+
+def _queue(groups: Sequence[Group]) -> queue.SimpleQueue[Group]:
     waiting: queue.SimpleQueue[Group] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[Job, Result]] = queue.SimpleQueue()
     for group in groups:
         waiting.put(group)
+    return waiting
 
-    def serve(worker: Worker) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                group = waiting.get_nowait()
-                for number, job in enumerate(group, 1):
-                    left, last = end - time.monotonic(), number == len(group) and waiting.empty()
-                    late = {"note": "no time was left for it"}
-                    limit = min(time_limit, left)
-                    done.put((job, worker.do(job, limit, ahead, last) if left > 0 else late))
+
+def _each(
+    workers: Sequence[tuple[Worker, _Line]], count: int, time_limit: float, end: float, ahead: bool
+) -> Iterator[tuple[Job, Result]]:
+    """One thread per worker, until the deadline `end`."""
+    done: queue.SimpleQueue[tuple[Job, Result]] = queue.SimpleQueue()
+
+    def serve(worker: Worker, line: _Line) -> None:
+        while (job := line.next()) is not None:
+            left = end - time.monotonic()
+            done.put((job, worker.do(job, min(time_limit, left), ahead) if left > 0 else {"note": LATE}))
         worker.close()
 
-    for worker in workers:
-        threading.Thread(target=serve, args=(worker,), daemon=True).start()
-    for _ in range(sum(map(len, groups))):
+    for worker, line in workers:
+        threading.Thread(target=serve, args=(worker, line), daemon=True).start()
+    for _ in range(count):
         yield done.get()
 
 
-class Worker:
-    """A process with one device, replaced when it becomes unusable, or with `once` after each job."""
+class Turns:
+    """On one device several processes may prepare at once, but one is timed while all others rest."""
 
-    def __init__(self, device: str, peers: Sequence[str], once: bool = False) -> None:
-        self._arguments, self._once = (device, peers), once
-        self._reserve = _RESERVE if device.startswith("cuda") else 1
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._preparing, self._waiting, self._timing = 0, 0, False
+
+    @contextlib.contextmanager
+    def prepare(self) -> Iterator[None]:
+        """Wait until nobody is timed, nor waits for that."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting)
+            self._preparing += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._preparing -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until nobody prepares, nor is timed."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.wait_for(lambda: not self._preparing and not self._timing)
+            self._timing = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+                self._timing = False
+                self._changed.notify_all()
+
+
+class Worker:
+    """A process with one device, replaced when it becomes unusable; with `turns`, after each job.
+
+    Args:
+        device: its device.
+        peers: the peers that it imports.
+        context: how to start it.
+        turns: of the processes of this device.
+        shared: prepare at the same time as others.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        peers: Sequence[str],
+        context: Any = None,
+        turns: Turns | None = None,
+        shared: bool = False,
+    ) -> None:
+        self._arguments, self._context = (device, peers), context
+        self._once, self._turns, self._shared = turns is not None, turns or Turns(), shared
         self._next: list[tuple[Any, Any]] = []
         self._begin()
 
-    def do(self, job: Job, time_limit: float, ahead: bool, last: bool = False) -> Result:
-        """Result of a job, or a note if the process fails or is stopped. No replacement is started after the
-        `last` job.
-        """
+    def do(self, job: Job, time_limit: float, ahead: bool) -> Result:
+        """Result of a job, or a note if the process fails or is stopped."""
         model_type, changes = job.config["model_type"], _changes(job)
         time_limit += _SECONDS_TO_COMPILE * job.under_compile
         used = self._once and bool(self._changed)
         if used or (not job.ours and self._changed.get(model_type, 0) > changes):
             self._begin_anew()
         self._changed[model_type] = max(changes, self._changed.get(model_type, 0))
+        if not self._shared or job.options & _TUNED:
+            with self._turns.alone():
+                result = self._ask((job, ahead, False), time_limit)
+                if self._shared:
+                    self.end()
+                return result
+        with self._turns.prepare():
+            result = self._ask((job, ahead, True), time_limit)
+        if result == _PREPARED:
+            with self._turns.alone():
+                result = self._ask(_GO, time_limit)
+                self.end()  # its memory is free before the next is timed
+        elif result.get("note") == NO_MEMORY:  # there may be enough without the others
+            self._begin_anew()
+            with self._turns.alone():
+                result = self._ask((job, ahead, False), time_limit)
+                self.end()
+        return result
+
+    def _ask(self, question: Any, time_limit: float) -> Any:
+        """The process's answer, which is a result or `_PREPARED`."""
         try:
-            self._pipe.recv()  # it has imported
-            self._pipe.send((job, ahead))
-            while self._once and not last and len(self._next) < self._reserve:
+            if question is not _GO:
+                self._pipe.recv()  # it has imported
+            self._pipe.send(question)
+            while self._once and len(self._next) < _RESERVE:
                 self._next.append(self._start())
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
                 return {"note": f"stopped after {time_limit:.3g} s"}
-            result = self._pipe.recv()
+            answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
             exit_code = self._process.exitcode
             self._begin_anew()
             return {"note": f"{_BROKEN}: the process ended with exit code {exit_code}"}
-        if result.get("note", "").startswith(_BROKEN):
+        if answer != _PREPARED and answer.get("note", "").startswith(_BROKEN):
             self._begin_anew()  # an error may leave the GPU context unusable
-        return result
+        return answer
 
     def end(self) -> None:
         self._process.kill()
         self._process.join()
 
     def close(self) -> None:
-        """Stop the process and its successor."""
+        """Stop the process and its successors."""
         self.end()
         for process, _ in self._next:
             process.kill()
 
     def _start(self) -> tuple[Any, Any]:
-        pipe, theirs = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
+        pipe, theirs = self._context.Pipe()
+        process = self._context.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
         process.start()
         theirs.close()
         return process, pipe
@@ -199,11 +325,12 @@ def _work(pipe: Any, device: str, peers: Sequence[str]) -> None:
     with contextlib.suppress(EOFError, OSError):
         while True:
             pipe.send("ready")
-            job, ahead = pipe.recv()
+            job, ahead, shared = pipe.recv()
+            turn = functools.partial(_wait_for_turn, pipe, on) if shared else None
             try:
                 if on.type == "cuda":
                     torch.cuda.set_device(on)
-                result = step.compile_ahead(job, on) if ahead else step.measure(job, on)
+                result = step.compile_ahead(job, on) if ahead else step.measure(job, on, turn)
             except Exception as error:
                 if not ahead:  # otherwise it is retried
                     message = f"{job.model} {job.provider}: {traceback.format_exc()[-6000:]}"
@@ -212,14 +339,24 @@ def _work(pipe: Any, device: str, peers: Sequence[str]) -> None:
             pipe.send(result)
 
 
+def _wait_for_turn(pipe: Any, device: Any) -> None:
+    """Give back memory that is not needed between steps, and wait until no other process uses the device."""
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    pipe.send(_PREPARED)
+    pipe.recv()
+
+
 def _import_peers(names: Sequence[str]) -> None:
-    """Import the peers, which takes seconds; jobs report missing ones. transformers looks for a package
-    called kernels, which must not be ours in the checkout: installed packages come first.
-    """
-    sys.path.sort(key=lambda path: Path(path or ".").resolve() == ROOT)
+    """Import the peers, which takes seconds unless the process is a fork; jobs report missing ones."""
+    importlib.import_module("benchmarks.training.imports")
     for name in names:
         with contextlib.suppress(ImportError):
-            peer = importlib.import_module(name)
+            for module in _THEIRS[name]:
+                importlib.import_module(module)
             if name == "transformers":
-                peer.logging.set_verbosity_error()
-                from transformers import AutoModelForCausalLM  # noqa: F401
+                importlib.import_module(name).logging.set_verbosity_error()

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,15 +131,16 @@ def check_provider(provider: str) -> None:
         )
 
 
-def measure(job: Job, device: torch.device) -> Result:
-    """Times and memory, or a `note` with the reason why there are none.
+def measure(job: Job, device: torch.device, turn: Callable[[], None] | None = None) -> Result:
+    """Times and memory, or a `note` with the reason why there are none. `turn` returns when nothing else runs
+    on the device; before, only untimed steps are taken.
 
     Raises:
         Exception: any error of a provider other than running out of memory or not supporting the model.
     """
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     try:
-        return _measure(job, device, before)
+        return _measure(job, device, before, turn)
     except torch.OutOfMemoryError:
         return {"note": "out of memory"}
     except NotImplementedError as lacking:
@@ -173,7 +174,9 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
         free(device)
 
 
-def _measure(job: Job, device: torch.device, before: int) -> Result:
+def _measure(
+    job: Job, device: torch.device, before: int, turn: Callable[[], None] | None
+) -> Result:
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     model = build(job, job.config, device)
@@ -184,7 +187,7 @@ def _measure(job: Job, device: torch.device, before: int) -> Result:
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     batch = make_job_batch(job, device)
-    times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device)
+    times, losses = time_steps(model, optimizer, batch, job.warmup, job.steps, device, turn)
     peak = (torch.cuda.max_memory_allocated(device) - before) / 2**30 if cuda else None
     ran = check_packages(job.options, lambda: train_step(model, optimizer, batch))
     return {

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +72,13 @@ def with_layers(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     counts several layers as one, whole ones.
     """
     if "text_config" in config:
-        return {**config, "text_config": with_layers(config["text_config"], layers)}
+        return {**config, "text_config": _with_first(config["text_config"], layers)}
     if "model_type" in config:
         layers = max(1, layers // find_architecture(config["model_type"]).layouts[0].in_one)
+    return _with_first(config, layers)
+
+
+def _with_first(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     counts = _keys_of_layers(config) or ["num_hidden_layers"]
     before: Any = config.get(counts[0])  # None: the default of its class
     cut: dict[str, Any] = {
@@ -112,10 +116,22 @@ def _by_layer(key: str, value: Any) -> bool:
     return isinstance(value, list) or (isinstance(value, str) and key.endswith("_pattern"))
 
 
-def layers_of_every_kind(config: Mapping[str, Any]) -> int:
-    """Number of leading layers that include every kind of layer in the model."""
+def layers_of_every_kind(config: Mapping[str, Any], numbers: bool = True) -> int:
+    """Number of leading layers that include every kind of layer in the model. Layers that differ in numbers
+    alone, such as a decay, are of one kind unless `numbers`.
+    """
     blocks = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config))).blocks
-    return next(count for count in range(1, len(blocks) + 1) if set(blocks[:count]) == set(blocks))
+    kinds = [block if numbers else repr(_without_numbers(block)) for block in blocks]
+    return next(count for count in range(1, len(kinds) + 1) if set(kinds[:count]) == set(kinds))
+
+
+def _without_numbers(part: Any) -> Any:
+    if is_dataclass(part):
+        values = {field.name: _without_numbers(getattr(part, field.name)) for field in fields(part)}
+        return type(part).__name__, values
+    if isinstance(part, tuple | list):
+        return [_without_numbers(one) for one in part]
+    return 0 if isinstance(part, int | float) and not isinstance(part, bool) else part
 
 
 def features_of_family(architecture: Architecture, repository: Path) -> list[str]:

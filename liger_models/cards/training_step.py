@@ -4,18 +4,23 @@ liger-kernel.
     for family, passed, values in measure(families, repository):
         ...
 
-A family is measured with its smallest published model and as many of its first layers as fit. Peers run in
-every setting that may be their fastest: attention backends, experts implementations and, on request,
-torch.compile. `benchmarks/training`, in a checkout, measures all families in one run, with each family's
-providers on the same GPU.
+A family is measured with its smallest published model, or the defaults of its config class, and as many of
+its first layers as make a step of a few hundred milliseconds; if one layer of each kind is too large, with
+fewer experts. Peers run in every setting that may be their fastest: attention backends, experts
+implementations, packages with kernels of recurrent layers that are installed and, on request, torch.compile.
+`benchmarks/training`, in a checkout, measures all families in one run, with each family's providers on the
+same GPU.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -25,19 +30,51 @@ import torch
 
 import liger_models
 from liger_models.architectures import Architecture
-from liger_models.cards.published import count_layers, layers_of_every_kind, published, with_layers
+from liger_models.cards.published import (
+    Published,
+    count_layers,
+    layers_of_every_kind,
+    published,
+    with_layers,
+)
 from liger_models.cards.results import OURS, PEERS
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
-from liger_models.layers.specs import AttentionSpec, ModelSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    ChannelDeltaSpec,
+    GatedConvSpec,
+    GatedDeltaSpec,
+    ModelSpec,
+    SelectiveSpec,
+    SSDSpec,
+)
+from liger_models.models.verification import config_class
 
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
+EAGER_TOKENS = 2048  # per row, if every peer's scores are kept
+OPERATIONS, MOST_ROWS = 2.5e13, 4  # rows of small models are doubled up to so many operations of a step
 WARMUP, STEPS = 2, 5
 TIME_LIMIT = 60.0  # seconds per provider
+TOGETHER = 4  # providers that prepare on a GPU at once, before each is timed alone
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
 SHARE = 0.35  # of the memory for these; the rest is for activations
+MOST_MEMORY = 96 * 10**9  # which a larger GPU is taken to have: steps stay short
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+FEWEST_LAYERS, MOST_LAYERS_OF_EXPERTS = 4, 12
+# Kernels of recurrent layers, which transformers uses if they are installed.
+PACKAGES = {
+    GatedDeltaSpec: ("fla", "causal_conv1d"),
+    ChannelDeltaSpec: ("fla", "causal_conv1d"),
+    SSDSpec: ("mamba_ssm", "causal_conv1d"),
+    SelectiveSpec: ("causal_conv1d",),
+    GatedConvSpec: ("causal_conv1d",),
+}
+
+LATE = "no time was left for it"  # the benchmarks' note
 
 Outcome = tuple[bool, Mapping[str, Any]]
 
@@ -47,6 +84,7 @@ def measure(
     repository: Path,
     devices: Sequence[str] | None = None,
     compiled: bool = False,
+    within: float = math.inf,
 ) -> Iterator[tuple[Architecture, Outcome | NotRun]]:
     """Yield each family with its result when ready, or with the reason why it cannot be measured.
 
@@ -55,7 +93,9 @@ def measure(
         repository: a checkout, for published configs and the benchmarks.
         devices: each measures one family at a time; None: all GPUs.
         compiled: also measure peers under torch.compile, which takes minutes each.
+        within: seconds for all; families that are not ready by then have no result.
     """
+    end = time.monotonic() + within
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     plans = {}
@@ -70,11 +110,12 @@ def measure(
         return
     results: dict[str, dict[str, Any]] = {name: {} for name in plans}
     by_name = {family.model_type: family for family in families}
-    for job, result in _run(list(plans.values()), repository, devices):
+    for job, result in _run(list(plans.values()), repository, devices, end - time.monotonic()):
         name = job["config"]["model_type"]
         results[name][job["provider"]] = _shortened(result)
         if len(results[name]) == len(plans[name]):
-            yield by_name[name], outcome(plans[name][0], results[name])
+            late = LATE in (one.get("note") for one in results[name].values())
+            yield by_name[name], NotRun(LATE) if late else outcome(plans[name][0], results[name])
 
 
 def plan(
@@ -89,21 +130,24 @@ def plan(
         raise NotRun("needs a GPU")
     if not (repository / "benchmarks" / "training").is_dir():
         raise NotRun("needs a checkout with the benchmarks")
-    known = published(family, repository)
+    known = (published(family, repository) or defaults(family))[:1]
     if not known:
         raise NotRun("needs a published config of the family")
     config = dict(known[0].config)
     if config.get("first_k_dense_replace", 0) > 1:  # one of the leading dense layers suffices
         config["first_k_dense_replace"] = 1
     limits = config.get("max_position_embeddings"), family.spec(HFConfig.load(config)).position_limit
-    tokens = min(TOKENS, *(limit or TOKENS for limit in limits))
+    config = cut(config, _memory(devices[0]))
+    spec = family.spec(HFConfig.load(config))
+    most = EAGER_TOKENS if kinds_of_attention(spec, TOKENS) == ["eager"] else TOKENS
+    tokens = min(most, *(limit or most for limit in limits))
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
     if family.vision:
         tokens, data = tokens // 2, "images"  # text tokens; images come on top
-    config = with_layers(config, layers_that_fit(config, _memory(devices[0])))
+    batch *= more_rows(config, batch * tokens)
     job = {"model": known[0].name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
-    theirs = settings_of_peers(family.spec(HFConfig.load(config)), tokens, compiled)
+    theirs = settings_of_peers(spec, tokens, compiled)
     return [
         job | {"provider": OURS, "memory": "lean"},
         *(job | {"provider": provider, "memory": "none"} for provider in theirs),
@@ -112,37 +156,109 @@ def plan(
 
 def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> list[str]:
     """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
-    mask, which transformers creates only if the tokens exceed the window; experts are grouped products or a
-    loop. `compiled` adds the settings that may be fastest under torch.compile.
+    mask, which transformers creates only if the tokens exceed the window; experts are grouped products,
+    or liger-kernel's (a loop over them is never the fastest). `compiled` adds the settings that may be fastest under torch.compile.
     """
-    attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
-    if any(part.slopes for part in attention):  # the families' own code, which is eager
-        kinds = ["eager"]
-    elif any(part.softcap or part.sinks for part in attention):
-        kinds = ["flex_attention", "eager"]
-    elif any(part.window is not None and part.window <= tokens for part in attention):
-        kinds = ["sdpa", "flex_attention"]
-    else:
-        kinds = ["sdpa"]
+    packages = packages_of(spec)
+    kinds = [kind + packages for kind in kinds_of_attention(spec, tokens)]
     has_experts = any(block.mixture for block in spec.blocks)
     grouped = "+grouped_mm" if has_experts else ""
     settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
     if has_experts:
-        settings += [f"{PEERS[0]}+{kinds[0]}", f"{PEERS[1]}+{kinds[0]}+loop"]
+        settings.append(f"{PEERS[0]}+{kinds[0]}")
     if compiled:
-        fast = [kind for kind in kinds if kind != "eager"]
+        fast = [kind for kind in kinds if kind.partition("+")[0] != "eager"]
         settings += [f"{peer}+{kind}{grouped}+compile" for peer in PEERS for kind in fast]
     return settings
 
 
-def layers_that_fit(config: Mapping[str, Any], memory: int) -> int:
-    """Number of layers that train comfortably in `memory` bytes; at least enough to include each kind."""
+def kinds_of_attention(spec: ModelSpec, tokens: int) -> list[str]:
+    """Implementations of attention that may be a peer's fastest."""
+    attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
+    if any(part.slopes for part in attention):  # the families' own code, which is eager
+        return ["eager"]
+    if any(part.softcap or part.sinks for part in attention):
+        return ["flex_attention", "eager"]
+    if any(part.window is not None and part.window <= tokens for part in attention):
+        return ["sdpa", "flex_attention"]
+    return ["sdpa"]
+
+
+def packages_of(spec: ModelSpec) -> str:
+    """Installed packages whose kernels a peer's recurrent layers can use, as options of a provider."""
+    kinds = {type(mixer) for block in spec.blocks for mixer in block.mixers}
+    usable = dict.fromkeys(name for kind in PACKAGES if kind in kinds for name in PACKAGES[kind])
+    return "".join(f"+{name}" for name in usable if importlib.util.find_spec(name) is not None)
+
+
+def defaults(family: Architecture) -> list[Published]:
+    """A model with the default sizes of the config class, if transformers has it and they make one."""
+    try:
+        values = config_class(family)().to_dict()
+        config = {key: value for key, value in values.items() if value is not None}
+        parameters = liger_models.from_config(config, device="meta").num_parameters()
+    except (ImportError, AttributeError, KeyError, LigerModelsError):
+        return []
+    return [Published(f"{family.model_type}-defaults", parameters, config)]
+
+
+def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:
+    """The config with as many layers as fit in `MOST_MEMORY` of the memory; with fewer experts, if these are
+    only one, two or three, or one layer of each kind does not fit.
+    """
+    enough = min(FEWEST_LAYERS, count_layers(config))
+    if _halve_experts(config) is not None:  # more do not fit, and take long to count
+        most = max(layers_of_every_kind(config, numbers=False), MOST_LAYERS_OF_EXPERTS)
+        config = with_layers(config, min(most, count_layers(config)))
+    while True:
+        layers, fits = layers_that_fit(config, min(memory, MOST_MEMORY))
+        fewer = None if fits and layers >= enough else _halve_experts(config)
+        if fewer is None:
+            break
+        config = fewer
+    if layers < enough:
+        layers = max(layers, min(enough, layers_that_fit(config, memory)[0]))
+    return with_layers(config, layers)
+
+
+def _halve_experts(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The config with half of the experts; None if so few would leave no choice."""
+    if "text_config" in config:
+        text = _halve_experts(config["text_config"])
+        return None if text is None else {**config, "text_config": text}
+    halves = {key: config[key] // 2 for key in EXPERTS if config.get(key)}
+    chosen = next((config[key] for key in CHOSEN if config.get(key)), 1)
+    if not halves or min(halves.values()) < 2 * chosen:
+        return None
+    return {**config, **halves}
+
+
+def more_rows(config: Mapping[str, Any], tokens: int) -> int:
+    """A factor for the rows of a small model, whose step would be too short to measure."""
+    model = liger_models.from_config(config, device="meta")
+    factor = 1
+    while 6 * model.num_parameters() * factor * tokens < OPERATIONS and factor < MOST_ROWS:
+        if BYTES_OF_A_LOGIT * 2 * factor * tokens * model.spec.vocab_size > MOST_MEMORY / 4:
+            break
+        factor *= 2
+    return factor
+
+
+def layers_that_fit(config: Mapping[str, Any], memory: int) -> tuple[int, bool]:
+    """Number of layers that train comfortably in `memory` bytes, at least enough to include each kind; and
+    whether these fit.
+    """
     model = liger_models.from_config(config, device="meta")
     sizes = [sum(weight.numel() for weight in layer.parameters()) for layer in model.layers]
     left = SHARE * memory - BYTES_OF_A_LOGIT * TOKENS_OF_A_STEP * model.spec.vocab_size
     left -= BYTES_OF_A_PARAMETER * (model.num_parameters() - sum(sizes))
     fitting = sum(BYTES_OF_A_PARAMETER * total <= left for total in accumulate(sizes))
-    return max(fitting, layers_of_every_kind(config))
+    needed = layers_of_every_kind(config)
+    if needed > fitting:
+        needed = layers_of_every_kind(config, numbers=False)
+    # The layers of an encoder whose output is added to layers of the language model.
+    needed = max(needed, len(config.get("vision_config", {}).get("deepstack_visual_indexes", ())))
+    return max(fitting, needed), needed <= fitting
 
 
 def outcome(job: Mapping[str, Any], results: Mapping[str, Mapping[str, Any]]) -> Outcome:
@@ -174,10 +290,11 @@ def _memory(device: str) -> int:
 
 
 def _run(
-    groups: Sequence[Sequence[Mapping[str, Any]]], repository: Path, devices: Sequence[str]
+    groups: Sequence[Sequence[Mapping[str, Any]]], repository: Path, devices: Sequence[str], within: float
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Run jobs in the benchmarks' own process; yields them with their results as they finish."""
     asked = {"groups": groups, "devices": list(devices), "time_limit": TIME_LIMIT}
+    asked |= {"within": within if math.isfinite(within) else None, "together": TOGETHER}
     asked["ahead"] = all(device.startswith("cuda") for device in devices)
     command = [sys.executable, "-m", "benchmarks.training"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(repository), *filter(None, sys.path)])}

@@ -35,6 +35,13 @@ def add_parser(subparsers) -> None:
         help="for the training step: also measure the other libraries under torch.compile (minutes each)",
     )
     parser.add_argument(
+        "--within",
+        type=float,
+        default=float("inf"),
+        metavar="SECONDS",
+        help="for the training step: time limit for all families; those not measured by then keep their cards",
+    )
+    parser.add_argument(
         "--repository",
         metavar="FOLDER",
         type=Path,
@@ -90,7 +97,8 @@ def run(args: argparse.Namespace) -> int:
                 make_card(family, args.repository, earlier, checks, partial(show, family)),
             )
     if TRAINING_STEP in checks:
-        for family, found in training_step.measure(families, args.repository, compiled=args.compiled):
+        measured = training_step.measure(families, args.repository, None, args.compiled, args.within)
+        for family, found in measured:
             keep(family, with_training_step(cards[family.model_type], family, found))
             show(family, cards[family.model_type].lines[-1])
     for path in write_pages(args.repository, args.families or None):

@@ -91,7 +91,5 @@ def forked_ranks(tmp_path):
 def forked_jobs(benchmarks, monkeypatch):
     """Jobs run in forks."""
     import benchmarks.ahead
-    import benchmarks.training.pool
 
-    for module in (benchmarks.ahead, benchmarks.training.pool):
-        monkeypatch.setattr(module, "_SPAWN", fork_server())
+    monkeypatch.setattr(benchmarks.ahead, "_SPAWN", fork_server())
