@@ -174,9 +174,7 @@ def compile_ahead(job: Job, device: torch.device) -> Result:
         free(device)
 
 
-def _measure(
-    job: Job, device: torch.device, before: int, turn: Callable[[], None] | None
-) -> Result:
+def _measure(job: Job, device: torch.device, before: int, turn: Callable[[], None] | None) -> Result:
     torch.manual_seed(0)
     cuda = device.type == "cuda"
     model = build(job, job.config, device)

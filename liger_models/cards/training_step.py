@@ -156,8 +156,9 @@ def plan(
 
 def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> list[str]:
     """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
-    mask, which transformers creates only if the tokens exceed the window; experts are grouped products,
-    or liger-kernel's (a loop over them is never the fastest). `compiled` adds the settings that may be fastest under torch.compile.
+    mask, which transformers creates only if the tokens exceed the window; experts are grouped products, or
+    liger-kernel's own (a loop over them is never the fastest). `compiled` adds the settings that may be
+    fastest under torch.compile.
     """
     packages = packages_of(spec)
     kinds = [kind + packages for kind in kinds_of_attention(spec, tokens)]

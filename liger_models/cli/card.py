@@ -39,7 +39,7 @@ def add_parser(subparsers) -> None:
         type=float,
         default=float("inf"),
         metavar="SECONDS",
-        help="for the training step: time limit for all families; those not measured by then keep their cards",
+        help="for the training step: time limit for all families; the others keep their cards",
     )
     parser.add_argument(
         "--repository",
