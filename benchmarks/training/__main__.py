@@ -1,8 +1,8 @@
 """Training steps for another program: `liger-models card` starts this.
 
 Reads from standard input {"groups": [[job, ...], ...], "devices": [...], "time_limit": seconds, "ahead":
-bool, "within": seconds or null, "together": number}, where a job is the fields of `step.Job`; writes {"job": ..., "result": ...} to standard output, one
-line each, when ready. Progress goes to standard error.
+bool, "within": seconds or null, "together": number}, where a job is the fields of `step.Job`; writes {"job":
+..., "result": ...} to standard output, one line each, when ready. Progress goes to standard error.
 """
 
 import json
@@ -15,7 +15,6 @@ from dataclasses import asdict
 from benchmarks.training.check import check_alone
 from benchmarks.training.pool import measure_all
 from benchmarks.training.step import Job
-
 
 _SECONDS_TO_CHECK = 35.0
 

@@ -47,7 +47,6 @@ from liger_models.layers.specs import (
     GatedConvSpec,
     GatedDeltaSpec,
     ModelSpec,
-    SelectiveSpec,
     SSDSpec,
 )
 from liger_models.models.verification import config_class
@@ -70,7 +69,6 @@ PACKAGES = {
     GatedDeltaSpec: ("fla", "causal_conv1d"),
     ChannelDeltaSpec: ("fla", "causal_conv1d"),
     SSDSpec: ("mamba_ssm", "causal_conv1d"),
-    SelectiveSpec: ("causal_conv1d",),
     GatedConvSpec: ("causal_conv1d",),
 }
 
