@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 import liger_models
-from liger_models.architectures import Architecture
+from liger_models.architectures import Architecture, find_architecture
 from liger_models.cards.published import (
     Published,
     count_layers,
@@ -205,10 +205,11 @@ def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:
     """The config with as many layers as fit in `MOST_MEMORY` of the memory; with fewer experts, if these are
     only one, two or three, or one layer of each kind does not fit.
     """
-    enough = min(FEWEST_LAYERS, count_layers(config))
+    spec = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config)))
+    enough = min(FEWEST_LAYERS, len(spec.blocks))
     if _halve_experts(config) is not None:  # more do not fit, and take long to count
         most = max(layers_of_every_kind(config, numbers=False), MOST_LAYERS_OF_EXPERTS)
-        config = with_layers(config, min(most, count_layers(config)))
+        config = with_layers(config, min(most, len(spec.blocks)))
     while True:
         layers, fits = layers_that_fit(config, min(memory, MOST_MEMORY))
         fewer = None if fits and layers >= enough else _halve_experts(config)

@@ -229,6 +229,7 @@ def test_the_note_of_an_unmeasured_family_names_what_is_missing(repository, tiny
     assert reasons(["cpu"]) == ["needs a checkout with the benchmarks"]
     (repository / "benchmarks" / "training").mkdir(parents=True)
     monkeypatch.setattr(training_step, "published", lambda family, repository: [])
+    monkeypatch.setattr(training_step, "defaults", lambda family: [])
     assert reasons(["cpu"]) == ["needs a published config of the family"]
 
 
@@ -252,7 +253,7 @@ def test_a_vision_language_family_is_measured_with_images():
 def test_older_names_of_sizes_limit_the_tokens_and_count_the_layers():
     """GPT-2 calls its layers n_layer, and has as many positions as its table."""
     ours, *_ = training_step.plan(find_architecture("gpt2"), ROOT, ["cpu"])
-    assert (ours["batch"], ours["seq"]) == (8, 1024)
+    assert (ours["batch"], ours["seq"]) == (4 * 8, 1024)  # a small model has more rows
     _, values = training_step.outcome(ours, {"ours": {"tokens_per_second": 1.0, "gib": 1.0}})
     assert values["layers"] == ours["config"]["n_layer"]
 
@@ -272,15 +273,22 @@ def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
         "transformers+liger+sdpa+grouped_mm",
         "transformers+sdpa+grouped_mm",
         "transformers+liger+sdpa",
-        "transformers+sdpa+loop",
     ]
+
+
+def test_recurrent_peers_use_the_packages_that_are_installed(monkeypatch):
+    installed = {"fla": True, "causal_conv1d": None, "mamba_ssm": True}
+    monkeypatch.setattr(training_step.importlib.util, "find_spec", installed.get)
+    assert settings_of(find_architecture("qwen3_5_text"), 64)[1:] == ["transformers+sdpa+fla"]
+    assert settings_of(find_architecture("bamba"), 64)[1:] == ["transformers+sdpa+mamba_ssm"]
+    assert settings_of(LLAMA, 64)[1:] == ["transformers+sdpa"]
 
 
 def test_peers_are_compiled_in_the_settings_that_may_be_their_fastest():
     capped = settings_of(find_architecture("gemma2"), 64, compiled=True)
     assert capped[4:] == ["transformers+liger+flex_attention+compile", "transformers+flex_attention+compile"]
     experts = settings_of(find_architecture("qwen3_moe"), 64, compiled=True, use_sliding_window=False)
-    assert experts[4:] == [
+    assert experts[3:] == [
         "transformers+liger+sdpa+grouped_mm+compile",
         "transformers+sdpa+grouped_mm+compile",
     ]
@@ -312,17 +320,23 @@ def test_a_training_step_is_compared_with_each_peers_fastest_setting():
 
 def test_as_many_layers_are_kept_as_fit_and_at_least_one_of_each_kind():
     config = {**LLAMA.tiny, "num_hidden_layers": 8}
-    assert training_step.layers_that_fit(config, 1 << 40) == 8
-    assert training_step.layers_that_fit(config, 1) == 1
+    assert training_step.layers_that_fit(config, 1 << 40) == (8, True)
+    assert training_step.layers_that_fit(config, 1) == (1, False)
     model = liger_models.from_config(config, device="meta")
     layer = sum(weight.numel() for weight in model.layers[0].parameters())
     logits = training_step.TOKENS_OF_A_STEP * 131
     others = training_step.BYTES_OF_A_LOGIT * logits + 8 * (model.num_parameters() - 8 * layer)
     share = training_step.SHARE
-    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) + 1) == 5
-    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) - 8) == 4
+    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) + 1)[0] == 5
+    assert training_step.layers_that_fit(config, round((others + 8 * 5 * layer) / share) - 8)[0] == 4
     deepseek = find_architecture("deepseek_v3").tiny
-    assert training_step.layers_that_fit(deepseek, 1) == deepseek["first_k_dense_replace"] + 1
+    assert training_step.layers_that_fit(deepseek, 1)[0] == deepseek["first_k_dense_replace"] + 1
+
+
+def test_experts_are_halved_while_one_layer_of_each_kind_does_not_fit():
+    config = {**find_architecture("deepseek_v3").tiny, "n_routed_experts": 256, "num_experts_per_tok": 8}
+    assert training_step.cut(config, 1 << 40) == config
+    assert training_step.cut(config, 1)["n_routed_experts"] == 16  # twice as many as a token chooses
 
 
 def test_per_layer_lists_are_truncated_with_the_layers():
