@@ -111,9 +111,9 @@ and no code from a repository runs."""
 CHECKS_OPENING = """\
 Generated from the registry, the published configs and the results of `liger-models card FAMILY`. Layouts
 are the formats of a family's checkpoints; not every size has all features listed. Training steps are
-measured for the smallest known size, with as many layers as fit on one GPU, relative to the faster of
-transformers and transformers with liger-kernel, each in its fastest setting; "not run" where that was not
-measured."""
+measured for the smallest known size, with as many of its layers (and experts) as its page says, relative to
+the faster of transformers and transformers with liger-kernel, each in its fastest setting; "not run" where
+that was not measured."""
 
 
 def card_page(family: Architecture, card: Card, repository: Path) -> str:

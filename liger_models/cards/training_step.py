@@ -135,7 +135,10 @@ def plan(
     if config.get("first_k_dense_replace", 0) > 1:  # one of the leading dense layers suffices
         config["first_k_dense_replace"] = 1
     limits = config.get("max_position_embeddings"), family.spec(HFConfig.load(config)).position_limit
-    config = cut(config, _memory(devices[0]))
+    name = known[0].name
+    experts, config = _experts(config), cut(config, _memory(devices[0]))
+    if _experts(config) != experts:
+        name = f"{name} with {_experts(config)} of {experts} experts"
     spec = family.spec(HFConfig.load(config))
     most = EAGER_TOKENS if kinds_of_attention(spec, TOKENS) == ["eager"] else TOKENS
     tokens = min(most, *(limit or most for limit in limits))
@@ -143,7 +146,7 @@ def plan(
     if family.vision:
         tokens, data = tokens // 2, "images"  # text tokens; images come on top
     batch *= more_rows(config, batch * tokens)
-    job = {"model": known[0].name, "config": config, "batch": batch, "seq": tokens}
+    job = {"model": name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
     theirs = settings_of_peers(spec, tokens, compiled)
     return [
@@ -231,6 +234,11 @@ def _halve_experts(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if not halves or min(halves.values()) < 2 * chosen:
         return None
     return {**config, **halves}
+
+
+def _experts(config: Mapping[str, Any]) -> int | None:
+    text = config.get("text_config", config)
+    return next((text[key] for key in EXPERTS if text.get(key)), None)
 
 
 def more_rows(config: Mapping[str, Any], tokens: int) -> int:
