@@ -60,7 +60,10 @@ TOGETHER = 4  # providers that prepare on a GPU at once, before each is timed al
 # Weights, gradients and both moments in bfloat16; logits of a peer in bfloat16 and twice in float32.
 BYTES_OF_A_PARAMETER, BYTES_OF_A_LOGIT = 8, 10
 SHARE = 0.35  # of the memory for these; the rest is for activations
-MOST_MEMORY = 96 * 10**9  # which a larger GPU is taken to have: steps stay short
+MOST_MEMORY, MOST_MEMORY_FOR_EXPERTS = (
+    96 * 10**9,
+    115 * 10**9,
+)  # which a larger GPU is taken to have: steps stay short
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 FEWEST_LAYERS, MOST_LAYERS_OF_EXPERTS = 4, 12
@@ -205,8 +208,8 @@ def defaults(family: Architecture) -> list[Published]:
 
 
 def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:
-    """The config with as many layers as fit in `MOST_MEMORY` of the memory; with fewer experts, if these are
-    only one, two or three, or one layer of each kind does not fit.
+    """The config with as many layers as fit in `MOST_MEMORY` of the memory; with fewer experts, if that
+    is only one, or one layer of each kind does not fit.
     """
     spec = find_architecture(config["model_type"]).spec(HFConfig.load(dict(config)))
     enough = min(FEWEST_LAYERS, len(spec.blocks))
@@ -214,11 +217,12 @@ def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:
         most = max(layers_of_every_kind(config, numbers=False), MOST_LAYERS_OF_EXPERTS)
         config = with_layers(config, min(most, len(spec.blocks)))
     while True:
-        layers, fits = layers_that_fit(config, min(memory, MOST_MEMORY))
-        fewer = None if fits and layers >= enough else _halve_experts(config)
+        layers, fits = layers_that_fit(config, min(memory, MOST_MEMORY_FOR_EXPERTS))
+        fewer = None if fits and layers >= min(2, enough) else _halve_experts(config)
         if fewer is None:
             break
         config = fewer
+    layers, _ = layers_that_fit(config, min(memory, MOST_MEMORY))
     if layers < enough:
         layers = max(layers, min(enough, layers_that_fit(config, memory)[0]))
     return with_layers(config, layers)
