@@ -35,7 +35,7 @@ _SECONDS_AHEAD = 120.0  # per job
 _SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
 _PATIENT = 300.0  # seconds for all jobs from which on FlexAttention is compiled ahead, too
 _RESERVE = 2  # processes started ahead
-_BROKEN, _PREPARED, _GO = "failed", "prepared", "go"
+_BROKEN, _STOPPED, _PREPARED, _GO = "failed", "stopped after", "prepared", "go"
 NO_MEMORY, LATE = "out of memory", "no time was left for it"
 
 # What processes are forked with, in this order.
@@ -169,7 +169,10 @@ def _each(
     def serve(worker: Worker, line: _Line) -> None:
         while (job := line.next()) is not None:
             left = end - time.monotonic()
-            done.put((job, worker.do(job, min(time_limit, left), ahead) if left > 0 else {"note": LATE}))
+            result = worker.do(job, min(time_limit, left), ahead) if left > 0 else {"note": LATE}
+            if left < time_limit and result.get("note", "").startswith(_STOPPED):
+                result = {"note": LATE}
+            done.put((job, result))
         worker.close()
 
     for worker, line in workers:
@@ -275,7 +278,7 @@ class Worker:
                 self._next.append(self._start())
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
-                return {"note": f"stopped after {time_limit:.3g} s"}
+                return {"note": f"{_STOPPED} {time_limit:.3g} s"}
             answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join()
