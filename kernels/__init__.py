@@ -7,6 +7,7 @@ another room if they fuse its operation.
 from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
+from liger_models.kernels.attention.chosen_blocks import ChosenBlocks, choose_blocks
 from liger_models.kernels.attention.chosen_keys import choose_keys
 from liger_models.kernels.attention.flash_attention import attention
 from liger_models.kernels.attention.indexer_loss import indexer_loss
@@ -54,6 +55,7 @@ from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_
 __all__ = [
     "AdamWSettings",
     "AdamWTensors",
+    "ChosenBlocks",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
     "ExpertPath",
@@ -67,6 +69,7 @@ __all__ = [
     "attention",
     "channel_delta_rule",
     "channel_delta_rule_step",
+    "choose_blocks",
     "choose_keys",
     "clamped_swiglu",
     "conv_state",

@@ -69,11 +69,16 @@ def axial_attention(
     head_dim = hidden_size // heads
     quarter, (first, second) = head_dim // 4, axes
     rotary = {"frequencies": (*range(0, 2 * quarter, 2),) * 2, **rotary}
-    rope = RopeSpec(head_dim, _axial_theta(v, theta), axes=(first,) * quarter + (second,) * quarter, **rotary)
+    rope = RopeSpec(head_dim, axial_theta(v, theta), axes=(first,) * quarter + (second,) * quarter, **rotary)
     return whole_attention(v, hidden_size, heads, bias=bias, rope=rope)
 
 
-def _axial_theta(v: HFConfig, default: float) -> float:
+def axial_theta(v: HFConfig, default: float) -> float:
+    """Theta of an encoder's rotary positions, in either spelling.
+
+    Raises:
+        ConfigError: another rope type, or not a number above 0.
+    """
     default = v.take_number("rope_theta", default)  # as in older configs
     rope = v.take("rope_parameters", {})
     if not isinstance(rope, Mapping) or not rope.keys() <= {"rope_type", "rope_theta"}:

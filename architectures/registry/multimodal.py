@@ -23,6 +23,7 @@ _ASIDE_NAMES = """
     vision_feature_select_strategy projector_hidden_act multimodal_projector_bias spatial_merge_size
     projection_dim
     downsample_ratio video_token_index vision_aspect_ratio use_image_newline_parameter
+    merged_hidden_size
     downsample_factor projector_hidden_size projector_bias projector_use_layernorm tie_embedding
     do_image_splitting encoder_patch_size max_image_tokens max_num_patches max_pixels_tolerance max_tiles
     min_image_tokens min_tiles tile_size use_image_special_tokens use_thumbnail

@@ -92,6 +92,7 @@ class Multimodal:
 _TOWERS = (
     "vision_tower.",
     "vision_model.",
+    "patch_merge_mlp.",
     "audio_tower.",
     "embed_vision.",
     "embed_audio.",
@@ -162,6 +163,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         _OWN_ROOT,
         missing="positions on three axes in layers of two types",
     ),
+    "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True, missing="convolutions over grids of patches"),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal(

@@ -33,6 +33,7 @@ SIZES: dict[str, dict[str, int]] = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
+    "minimax_m3_vl_text": _sizes(200064, 6144, 3072, 60, 64),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64),
     "deepseek_v3": _sizes(
         *(129280, 7168, 18432, 61, 128),

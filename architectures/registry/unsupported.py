@@ -14,9 +14,6 @@ MISSING: dict[str, str] = {
 }
 """The missing part, by `model_type`. An entry goes when its family is registered."""
 
-_CHOSEN_BLOCKS = (
-    "attention to blocks of keys that an indexer chooses for each group of heads, and clamped MLPs"
-)
 _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
 _STREAMS = "several residual streams"
@@ -33,7 +30,8 @@ MISSING |= {
     "ctrl": "sinusoidal positions",
     "axk2": "norms with gates, and queries from a latent before and after its norm",
     "beam": "residual sums that are scaled by depth, and gates of attention with biases",
-    "deepseek_v4": f"compressed keys, experts chosen by token ids, and {_STREAMS}",
+    "deepseek_v4": f"compressed keys next to a window, rotated outputs of attention, {_STREAMS}, and experts "
+    "chosen by token ids",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in only the last layer",
@@ -42,9 +40,8 @@ MISSING |= {
     "hy_v4": f"clamped MLPs, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
-    "mistral_large4": "learned scales of queries and of rotary frequencies, and latents that layers share",
-    "minimax_m3_vl": f"{_CHOSEN_BLOCKS}; its image encoder",
-    "minimax_m3_vl_text": _CHOSEN_BLOCKS,
+    "mistral_large4": "learned scales of queries and of rotary frequencies, latents that layers share, and "
+    "indexers that read hidden states",
     "step3p7": "MLPs that clamp after their activation, and its image encoder",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",
     "openai-gpt": "learned positions next to norms after each sum",

@@ -317,6 +317,12 @@ CASES: dict[str, Callable[[], None]] = {
     "attention to chosen keys, DeepSeek V3.2": lambda: attention(
         128, 128, 192, 128, chosen=torch.ones(TOKENS, 256, dtype=torch.int32)
     ),
+    "attention to chosen blocks, MiniMax M3": lambda: attention(
+        64, 4, 128, chosen=kernels.ChosenBlocks(torch.ones(TOKENS, 4, 1, dtype=torch.int32), 128)
+    ),
+    "chosen blocks, MiniMax M3": lambda: kernels.choose_blocks(
+        operand(TOKENS, 4, 128), operand(TOKENS, 128), 16, size=128, local=1, longest=TOKENS
+    ),
     "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
     "attention, Gemma 4": lambda: attention(8, 2, 512),
     "attention, heads of 64": lambda: attention(32, 8, 64),

@@ -65,6 +65,8 @@ class Layout:
             checkpoint, next to it: ("*.experts.gate_up_proj", ("w1", "v1")). They must be `whole`, too.
         in_one: number of layers in turn that the checkpoint stores as one, whose modules are then numbered:
             with 2, "layers.5.mlp.up_proj" is stored as "layers.2.mlp.1.up_proj". `rename` applies later.
+        of_parts: only the text parts of multimodal checkpoints have this layout. Saved alone, they have the
+            family's first.
     """
 
     rename: Renames = ()
@@ -76,6 +78,7 @@ class Layout:
     in_layers_with: tuple[tuple[str, Renames], ...] = ()
     apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
     in_one: int = 1
+    of_parts: bool = False
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
         """Convert canonical expressions (`canonical_forms`) to expressions over this layout's tensors.

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from liger_models.kernels.attention.chosen_blocks import ChosenBlocks
 from liger_models.kernels.attention.visible_keys import KeyRanges
 
 MOST_HEAD_DIM = 512
@@ -61,16 +62,20 @@ def check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) ->
         raise ValueError(f"window is {window}, but bounds are ranges of keys: pass the window to key_ranges")
 
 
-def check_chosen(chosen: Tensor, q: Tensor, v: Tensor, otherwise_limited: bool) -> None:
-    tokens, size = len(q), max(q.shape[2], v.shape[2])
+def check_chosen(chosen: Tensor | ChosenBlocks, q: Tensor, v: Tensor, otherwise_limited: bool) -> None:
+    (tokens, heads), size = q.shape[:2], max(q.shape[2], v.shape[2])
     if otherwise_limited:
         raise ValueError("chosen keys go with causal documents, without window or ranges of keys")
     if size > MOST_HEAD_DIM_OF_CHOSEN:  # tiles of larger heads are narrower than a word
         raise ValueError(f"the head size is {size}; chosen keys need at most {MOST_HEAD_DIM_OF_CHOSEN}")
-    if chosen.dim() != 2 or len(chosen) != tokens or chosen.dtype != torch.int32:
+    bits, shape, source = chosen, f"[{tokens}, words]", "choose_keys"
+    if isinstance(chosen, ChosenBlocks):
+        bits, shape, source = chosen.bits, f"[{tokens}, a divisor of {heads}, words]", "choose_blocks"
+    assert isinstance(bits, Tensor)
+    fits = bits.dim() == (2 if bits is chosen else 3) and len(bits) == tokens and bits.dtype == torch.int32
+    if not fits or (bits is not chosen and heads % bits.shape[1]):
         raise ValueError(
-            f"chosen is {chosen.dtype} of the shape {tuple(chosen.shape)}; expected [{tokens}, words] int32 "
-            "from choose_keys"
+            f"chosen is {bits.dtype} of the shape {tuple(bits.shape)}; expected {shape} int32 from {source}"
         )
 
 

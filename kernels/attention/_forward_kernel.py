@@ -5,6 +5,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.attention._tiles import (
     capped_scores,
+    chosen_of_group,
     distance_scores,
     end_key,
     first_key,
@@ -43,10 +44,12 @@ def attention_forward_kernel(
     softcap,
     parts,
     words,
+    groups,
     k_rows,
     v_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
+    CHOSEN_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -63,6 +66,9 @@ def attention_forward_kernel(
     kv_head = head // GROUP
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
+    chosen_stride = 0
+    if chosen is not None:
+        chosen, chosen_stride = chosen_of_group(chosen, head, words, heads, groups)
     q_tile = load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
     if BLOCK_REST:
         q_rest = load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
@@ -107,7 +113,9 @@ def attention_forward_kernel(
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
                     if chosen is not None:
                         rows = tl.minimum(queries, tokens - 1)
-                        seen = seen & is_chosen(chosen, words, rows, firsts, column, BLOCK_K, False)
+                        seen = seen & is_chosen(
+                            chosen, words, chosen_stride, rows, firsts, column, CHOSEN_SIZE, BLOCK_K, False
+                        )
                     scores = tl.where(seen, scores, -float("inf"))
                     larger = tl.maximum(largest, tl.max(scores, 1))
                     # For a query with no visible key so far, subtract zero: exp2(-inf - -inf) would be nan.

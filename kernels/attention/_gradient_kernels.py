@@ -7,6 +7,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.attention._tiles import (
     capped_scores,
+    chosen_of_group,
     distance_scores,
     end_key,
     end_query,
@@ -53,10 +54,12 @@ def attention_query_gradient_kernel(
     softcap,
     parts,
     words,
+    groups,
     k_rows,
     v_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
+    CHOSEN_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -83,6 +86,9 @@ def attention_query_gradient_kernel(
     kv_head = head // GROUP
     k += kv_head * k_head_stride
     v += kv_head * v_head_stride
+    chosen_stride = 0
+    if chosen is not None:
+        chosen, chosen_stride = chosen_of_group(chosen, head, words, heads, groups)
     q_tile = load_rows(q, row, q_stride, tokens, True, HEAD_DIM, BLOCK_DIM, BLOCK_Q)
     if BLOCK_REST:
         q_rest = load_rows(q + BLOCK_DIM, row, q_stride, tokens, True, REST_DIM, BLOCK_REST, BLOCK_Q)
@@ -122,7 +128,9 @@ def attention_query_gradient_kernel(
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
                     if chosen is not None:
                         rows = tl.minimum(queries, tokens - 1)
-                        seen = seen & is_chosen(chosen, words, rows, firsts, column, BLOCK_K, False)
+                        seen = seen & is_chosen(
+                            chosen, words, chosen_stride, rows, firsts, column, CHOSEN_SIZE, BLOCK_K, False
+                        )
                     weights = tl.where(seen, weights, 0.0)
                 dweights = tl.dot(dout_tile, v_tile.T, input_precision="ieee")
                 dscores = ((weights * slope) * (dweights - row_delta[:, None])).to(k_tile.dtype)
@@ -165,10 +173,12 @@ def attention_key_value_gradient_kernel(
     softcap,
     parts,
     words,
+    groups,
     q_rows,
     dout_rows,
     RANGES: tl.constexpr,
     GROUP: tl.constexpr,
+    CHOSEN_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
@@ -252,7 +262,20 @@ def attention_key_value_gradient_kernel(
                         if chosen is not None:
                             rows = tl.minimum(queries, tokens - 1)
                             first_keys = first_key(rows, bounds, 0, tokens, window, RANGES)
-                            seen = seen & is_chosen(chosen, words, rows, first_keys, column, BLOCK_K, True)
+                            of_group, chosen_stride = chosen_of_group(
+                                chosen, head, words, kv_heads * GROUP, groups
+                            )
+                            seen = seen & is_chosen(
+                                of_group,
+                                words,
+                                chosen_stride,
+                                rows,
+                                first_keys,
+                                column,
+                                CHOSEN_SIZE,
+                                BLOCK_K,
+                                True,
+                            )
                         weights = tl.where(seen, weights, 0.0)
                     dv_tile = tl.dot(weights.to(q_tile.dtype), dout_tile, dv_tile, input_precision="ieee")
                     dweights = tl.dot(v_tile, dout_tile.T, input_precision="ieee")

@@ -104,16 +104,35 @@ def visible(keys, firsts, ends, bounds, window):
 
 
 @jit
-def is_chosen(chosen, words, queries, firsts, column, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The bits of `chosen_keys.py` for the queries and the keys of a tile that begins at `column`, a multiple
-    of 32: [queries, keys], or transposed. `firsts` are the first keys of the queries' documents.
+def chosen_of_group(chosen, head, words, heads, groups):
+    """The bits of a head's group, and the words from a query's to the next one's."""
+    return chosen + (head // (heads // groups)) * words, groups * words
+
+
+@jit
+def is_chosen(
+    chosen,
+    words,
+    stride,
+    queries,
+    firsts,
+    column,
+    SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Whether the queries attend to the keys of a tile that begins at `column`, a multiple of 32: [queries,
+    keys], or transposed. By the bits of `chosen_keys.py` if SIZE is 0, else by those of `chosen_blocks.py`,
+    of blocks of so many keys. `firsts` are the first keys of the queries' documents.
 
     Words are loaded, and not a word for every bit, which would be prefetched into shared memory.
     """
-    rows = chosen + queries.to(tl.int64) * words
+    rows = chosen + queries.to(tl.int64) * stride
     first_word = column // 32 - firsts // 32
     nth, bit = tl.arange(0, BLOCK_K // 32), tl.arange(0, 32)
-    if TRANSPOSED:
+    if SIZE:
+        return _in_chosen_block(rows, words, firsts, column, SIZE, BLOCK_K, TRANSPOSED)
+    elif TRANSPOSED:
         word = first_word[None, :] + nth[:, None]
         found = tl.load(rows[None, :] + word, (word >= 0) & (word < words), 0)
         bits = (found[:, None, :] >> bit[None, :, None]) & 1
@@ -123,6 +142,30 @@ def is_chosen(chosen, words, queries, firsts, column, BLOCK_K: tl.constexpr, TRA
         found = tl.load(rows[:, None] + word, (word >= 0) & (word < words), 0)
         bits = (found[:, :, None] >> bit[None, None, :]) & 1
         return tl.reshape(bits, [queries.shape[0], BLOCK_K]) != 0
+
+
+@jit
+def _in_chosen_block(
+    rows, words, firsts, column, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Whether the keys of a tile are in chosen blocks, of which the tile meets few."""
+    keys = column + tl.arange(0, BLOCK_K)
+    first_block = tl.maximum(column - firsts, 0) // SIZE
+    if TRANSPOSED:
+        seen = tl.full([BLOCK_K, firsts.shape[0]], 0, tl.int32)
+    else:
+        seen = tl.full([firsts.shape[0], BLOCK_K], 0, tl.int32)
+    for n in tl.static_range((BLOCK_K + SIZE - 2) // SIZE + 1):
+        block = first_block + n
+        bit = (tl.load(rows + block // 32, block < 32 * words, 0) >> (block % 32)) & 1
+        start = firsts + block * SIZE
+        if TRANSPOSED:
+            inside = (keys[:, None] >= start[None, :]) & (keys[:, None] < start[None, :] + SIZE)
+            seen = tl.where(inside, bit[None, :], seen)
+        else:
+            inside = (keys[None, :] >= start[:, None]) & (keys[None, :] < start[:, None] + SIZE)
+            seen = tl.where(inside, bit[:, None], seen)
+    return seen != 0
 
 
 @jit

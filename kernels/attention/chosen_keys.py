@@ -95,7 +95,7 @@ def choose_keys_plain(
     best = highest(scores.masked_fill(~seen, float("-inf")), top_k) & seen
     # Move each query's keys to the start of its words.
     key = first // 32 * 32 + torch.arange(_words(longest) * 32, device=q.device)
-    return _pack(best.gather(1, key.clamp(max=len(k) - 1)) & (key < len(k)))
+    return pack_bits(best.gather(1, key.clamp(max=len(k) - 1)) & (key < len(k)), _words(longest))
 
 
 def index_scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
@@ -137,9 +137,10 @@ def _words(longest: int) -> int:
     return ceil_div(longest + 31, 32)
 
 
-def _pack(mask: Tensor) -> Tensor:
-    """[t, 32 * words] bool -> [t, words] int32."""
-    bits = mask.unflatten(-1, (-1, 32)).long() << torch.arange(32, device=mask.device)
+def pack_bits(mask: Tensor, words: int) -> Tensor:
+    """[..., n] bool -> [..., words] int32, whose missing bits are 0."""
+    mask = torch.nn.functional.pad(mask, (0, 32 * words - mask.shape[-1]))
+    bits = mask.unflatten(-1, (words, 32)).long() << torch.arange(32, device=mask.device)
     return bits.sum(-1).to(torch.int32)
 
 

@@ -8,7 +8,8 @@
 A query attends to the tokens of its own document up to itself, or with a window the last `window` of those.
 Explicit ranges of keys (visible_keys.py) replace this rule: the whole document, as in an image encoder; the
 tokens of the same image in addition to the preceding ones; or a parent document in addition to its own. Or
-an indexer chooses some of the keys (chosen_keys.py): whole tiles are computed, and the others masked.
+an indexer chooses some of the keys (chosen_keys.py), or blocks of them for each group of heads
+(chosen_blocks.py): whole tiles are computed, and the others masked.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
@@ -55,6 +56,7 @@ from liger_models.kernels.attention._gradient_kernels import (
     attention_query_gradient_kernel,
 )
 from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, find_tiles
+from liger_models.kernels.attention.chosen_blocks import ChosenBlocks, blocks_mask
 from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
 
@@ -76,7 +78,7 @@ def attention(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     bounds: Tensor | KeyRanges | None = None,
-    chosen: Tensor | None = None,
+    chosen: Tensor | ChosenBlocks | None = None,
     once: Once | None = None,
 ) -> Tensor:
     """Attention over packed documents, causal unless `bounds` holds explicit ranges.
@@ -96,8 +98,9 @@ def attention(
         bounds: `document_bounds(cu_seqlens, T)` instead of `cu_seqlens`, for calls that share documents; or
             `key_ranges(...)` or `tree_ranges(...)`, which define visibility completely, so that `window` must
             be None.
-        chosen: [T, words] int32 from `choose_keys`, the keys of its document that each query attends to; at
-            least one of those up to the query. None: all.
+        chosen: [T, words] int32 from `choose_keys`, the keys of its document that each query attends to, or
+            `ChosenBlocks` from `choose_blocks`, for T queries and a divisor of `heads`; at least one key up
+            to the query. None: all.
         once: called with the function that launches the forward kernel; returns that function's results, out
             [T, heads, V] and lse [heads, T] float32, or those of an earlier call with the same operands. Only
             the kernel asks it.
@@ -126,7 +129,8 @@ def attention(
     if chosen is not None:
         check_chosen(chosen, q, v, ranges or window is not None)
     of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
-    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, chosen)
+    bits, size = chosen if isinstance(chosen, ChosenBlocks) else (chosen, 0)
+    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, bits)
     if runs and not has_tiles(q, v):
         _say_no_tiles(gpu_of(q).arch)
         runs = False
@@ -134,9 +138,9 @@ def attention(
         out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen=chosen)
         return as_once_differentiable(out)
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
-    operands = (sinks, slopes, of_queries, of_keys, chosen)
+    operands = (sinks, slopes, of_queries, of_keys, bits)
     others = (None if x is None else x.contiguous() for x in operands)
-    return _Attention.apply(q, k, v, *others, once, ranges, scale, window, softcap)
+    return _Attention.apply(q, k, v, *others, once, ranges, scale, window, softcap, size)
 
 
 def attention_plain(
@@ -150,7 +154,7 @@ def attention_plain(
     sinks: Tensor | None = None,
     slopes: Tensor | None = None,
     dropout: float = 0.0,
-    chosen: Tensor | None = None,
+    chosen: Tensor | ChosenBlocks | None = None,
 ) -> Tensor:
     """Plain twin of `attention`; materialises all scores. `dropout`, which the kernels do not have, is the
     probability of dropping a weight.
@@ -162,10 +166,17 @@ def attention_plain(
     visible = visible_keys(len(q), bounds, window, q.device)
     if chosen is not None:
         assert not isinstance(bounds, KeyRanges)
-        visible = visible & chosen_mask(chosen, bounds, len(q))
+        visible = visible & mask_of_heads(chosen, bounds, *q.shape[:2])
     weights = attention_weights(scores, visible, softcap, sinks, bias)
     weights = torch.dropout(weights, dropout, train=True) if dropout else weights
     return torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def mask_of_heads(chosen: Tensor | ChosenBlocks, bounds: Tensor | None, tokens: int, heads: int) -> Tensor:
+    """Mask of the chosen keys: [T, T], or of chosen blocks [heads, T, T]."""
+    if not isinstance(chosen, ChosenBlocks):
+        return chosen_mask(chosen, bounds, tokens)
+    return blocks_mask(chosen, bounds, tokens).repeat_interleave(heads // chosen.bits.shape[1], dim=0)
 
 
 def attention_weights(
@@ -197,7 +208,7 @@ def _with_small_strides(x: Tensor) -> Tensor:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, chosen, once, *options):
-        ranges, scale, window, softcap = ctx.options = options
+        ranges, scale, window, softcap, size = ctx.options = options
         tokens, heads, _ = q.shape
 
         def run():
@@ -224,9 +235,9 @@ class _Attention(torch.autograd.Function):
                         scale,
                         softcap,
                         _parts(of_queries),
-                        _words(chosen),
+                        *_words_and_groups(chosen),
                         *rows_to_copy(tiles.keys, k, v, padded=True),
-                        **_constants(q, k, v, ranges, tiles),
+                        **_constants(q, k, v, ranges, tiles, size),
                     )
             return out, lse
 
@@ -238,7 +249,7 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse = ctx.saved_tensors
-        ranges, scale, window, softcap = ctx.options
+        ranges, scale, window, softcap, size = ctx.options
         tokens, heads, _ = q.shape
         kv_heads = k.shape[1]
         dout = _with_small_strides(dout)
@@ -267,9 +278,9 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_queries),
-                    _words(chosen),
+                    *_words_and_groups(chosen),
                     *rows_to_copy(tiles.keys, k, v, padded=True),
-                    **_constants(q, k, v, ranges, tiles),
+                    **_constants(q, k, v, ranges, tiles, size),
                 )
                 tiles = _configuration(q, v).key_value_gradient
                 attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
@@ -291,15 +302,15 @@ class _Attention(torch.autograd.Function):
                     scale,
                     softcap,
                     _parts(of_keys),
-                    _words(chosen),
+                    *_words_and_groups(chosen),
                     *rows_to_copy(tiles.queries, q, dout, padded=True),
-                    **_constants(q, k, v, ranges, tiles),
+                    **_constants(q, k, v, ranges, tiles, size),
                 )
         dsinks = None
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 9
+        return dq, dk, dv, dsinks, *[None] * 10
 
 
 def has_tiles(q: Tensor, v: Tensor) -> bool:
@@ -327,11 +338,13 @@ def _parts(bounds: Tensor | None) -> int:
     return 1 if bounds is None else len(bounds) // 2
 
 
-def _words(chosen: Tensor | None) -> int:
-    return 0 if chosen is None else chosen.shape[1]
+def _words_and_groups(chosen: Tensor | None) -> tuple[int, int]:
+    if chosen is None:
+        return 0, 1
+    return chosen.shape[-1], 1 if chosen.dim() == 2 else chosen.shape[1]
 
 
-def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: Tiles) -> dict[str, int]:
+def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: Tiles, size: int) -> dict[str, int]:
     head_dim, value_dim = q.shape[2], v.shape[2]
     block, rest = max(16, next_power_of_2(head_dim)), 0  # tensor cores need at least 16
     if block >= 256 and head_dim <= block * 3 // 4:
@@ -340,6 +353,7 @@ def _constants(q: Tensor, k: Tensor, v: Tensor, ranges: bool, tiles: Tiles) -> d
     return {
         "RANGES": ranges,
         "GROUP": q.shape[1] // k.shape[1],
+        "CHOSEN_SIZE": size,
         "HEAD_DIM": head_dim,
         "VALUE_DIM": value_dim,
         "BLOCK_DIM": block,

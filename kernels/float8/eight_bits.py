@@ -32,7 +32,12 @@ from liger_models.kernels._dispatch import (
     tl,
     use_triton,
 )
-from liger_models.kernels.activations.gated import activation_constants, gated_factors, gated_plain
+from liger_models.kernels.activations.gated import (
+    Activation,
+    activation_constants,
+    gated_factors,
+    gated_plain,
+)
 from liger_models.kernels.float8.copies import carry_rows
 from liger_models.kernels.float8.quantize import (
     Float8,
@@ -48,13 +53,13 @@ SMALLEST = 2.0**-100  # magnitude of a block; the inverse scale of a smaller one
 
 
 def gated_eight_bits(
-    gate_up: Tensor, activation: str, *, float8: bool = False, float8_gradient: bool = False
+    gate_up: Tensor, activation: Activation, *, float8: bool = False, float8_gradient: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """act(gate) * up of gate and up rounded to 8 bits; only the rounded ones are kept for the backward pass.
 
     Args:
         gate_up: [T, 2 I], gate first; bfloat16, float16 or float32.
-        activation: "silu", "gelu_tanh" or "gelu".
+        activation: "silu", "gelu_tanh", "gelu" or a `ClampedSwiGLU`.
         float8: let y carry its copy in e4m3 by rows (copies.py), where kernels can make it.
         float8_gradient: let the gradient of gate_up carry such a copy.
 
@@ -76,7 +81,7 @@ def gated_eight_bits(
 
 
 def gated_from_eight_bits(
-    codes: Tensor, scales: Tensor, activation: str, dtype: torch.dtype, *, float8: bool = False
+    codes: Tensor, scales: Tensor, activation: Activation, dtype: torch.dtype, *, float8: bool = False
 ) -> Tensor:
     """The product from its kept inputs, with the bits of `gated_eight_bits`. Not differentiable."""
     y = torch.empty(len(codes), codes.shape[1] // 2, dtype=dtype, device=codes.device)
@@ -114,7 +119,7 @@ def decode_plain(codes: Tensor, scales: Tensor) -> Tensor:
 class _EightBits(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, gate_up: Tensor, activation: str, float8: bool, float8_gradient: bool
+        ctx: Any, gate_up: Tensor, activation: Activation, float8: bool, float8_gradient: bool
     ) -> tuple[Tensor | None, ...]:
         tokens, width = len(gate_up), gate_up.shape[1] // 2
         y = gate_up.new_empty(tokens, width)
@@ -137,7 +142,7 @@ class _EightBits(torch.autograd.Function):
 
 
 def _product(
-    gate_up: Tensor | None, codes: Tensor, scales: Tensor, y: Tensor, activation: str, float8: bool
+    gate_up: Tensor | None, codes: Tensor, scales: Tensor, y: Tensor, activation: Activation, float8: bool
 ) -> Float8 | None:
     """Fill y, and codes and scales if gate_up is given; returns y in float8."""
     tokens, width = y.shape
@@ -163,7 +168,7 @@ def _product(
     return rows
 
 
-def _gradient(dy: Tensor, codes: Tensor, scales: Tensor, activation: str, float8: bool) -> Tensor:
+def _gradient(dy: Tensor, codes: Tensor, scales: Tensor, activation: Activation, float8: bool) -> Tensor:
     """Gradient of gate_up."""
     tokens, width = dy.shape
     gradient = dy.new_empty(tokens, 2 * width)

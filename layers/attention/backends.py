@@ -49,7 +49,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from liger_models.kernels import KeyRanges, attention
+from liger_models.kernels import ChosenBlocks, KeyRanges, attention
 from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._dispatch import has_matrix_units, use_triton
 from liger_models.kernels.attention.flash_attention import Once, attention_plain, has_tiles
@@ -81,7 +81,7 @@ def attend(
     sequences: Sequences,
     backend: AttentionBackend = "auto",
     sinks: Tensor | None = None,
-    chosen: Tensor | None = None,
+    chosen: Tensor | ChosenBlocks | None = None,
 ) -> Tensor:
     """Attention over packed documents.
 
@@ -93,7 +93,8 @@ def attend(
             heads are exchanged: layers/sequences/sequence_parallel.py.
         backend: a row of the table above, or "auto".
         sinks: [num_attention_heads], if the spec has them.
-        chosen: [T, words], the keys that this rank's tokens attend to (`kernels.choose_keys`); None: all.
+        chosen: the keys that this rank's tokens attend to, [T, words] (`kernels.choose_keys`), or blocks of
+            them (`kernels.choose_blocks`); None: all.
 
     Returns:
         [T, num_attention_heads, the size of v's heads].
@@ -108,8 +109,8 @@ def attend(
     if sequences.slice is not None:
         own, own_sinks = sequences.slice.own_heads(spec, sinks)
         q, k, v = sequences.slice.to_heads(q, k, v)
-        bits = None if chosen is None else sequences.slice.gathered(chosen)
-        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, bits, once)
+        chosen = None if chosen is None else sequences.slice.chosen_by_heads(chosen)
+        out = _attend(q, k, v, own, sequences.visibility, backend, own_sinks, chosen, once)
         return sequences.slice.to_tokens(out)
     return _attend(q, k, v, spec, sequences.visibility, backend, sinks, chosen, once)
 
@@ -122,7 +123,7 @@ def _attend(
     visibility: Visibility,
     backend: AttentionBackend,
     sinks: Tensor | None,
-    chosen: Tensor | None = None,
+    chosen: Tensor | ChosenBlocks | None = None,
     once: Once | None = None,
 ) -> Tensor:
     if chosen is not None:
@@ -201,13 +202,15 @@ def attend_by_groups(
     sequences: Sequences,
     backend: AttentionBackend = "auto",
     sinks: Tensor | None = None,
+    chosen: Tensor | ChosenBlocks | None = None,
 ) -> list[Tensor]:
     """`attend` in groups of heads, returned as a list. Long sequences run one key head at a time if that
     saves memory: the backward pass of `sdpa` sums the gradients of queries in float32 and repeats keys and
     values for every query head, 4 times their size if all heads run at once.
     """
     groups = spec.num_key_value_heads
-    if sequences.slice is None and len(q) > LONG and groups > 1 and not is_batch_invariant():
+    at_once = chosen is not None or sequences.slice is not None or is_batch_invariant()
+    if len(q) > LONG and groups > 1 and not at_once:
         if backend == "auto":
             backend = _choose(q, k, v, spec, _effective(spec, sequences.visibility))
         if backend == "sdpa":
@@ -215,7 +218,7 @@ def attend_by_groups(
             one = replace(spec, num_attention_heads=heads, num_key_value_heads=1)
             parts = zip(q.split(heads, dim=1), k.split(1, dim=1), v.split(1, dim=1), strict=True)
             return [attend(*part, one, sequences, backend) for part in parts]
-    return [attend(q, k, v, spec, sequences, backend, sinks)]
+    return [attend(q, k, v, spec, sequences, backend, sinks, chosen)]
 
 
 LONG = 1 << 16  # tokens, for which four heads keep a GPU busy

@@ -25,14 +25,19 @@ def attend_cached(
         q: [batch * new, num_attention_heads, head_dim]; keys, values: [batch, longest, num_key_value_heads,
             head_dim], or values with heads of another size.
         spec: the scale and the soft cap; `mask` accounts for window and chunks.
-        mask: [batch, new, longest] bool, true for the keys that a token attends to, at least one each.
+        mask: [batch, new, longest] bool, true for the keys that a token attends to, at least one each; or
+            [batch, groups, new, longest], for groups of as many heads each.
         sinks: [num_attention_heads], if the spec has them.
 
     Returns:
         [batch * new, num_attention_heads, the size of the values' heads].
     """
-    q = q.unflatten(0, mask.shape[:2]).transpose(1, 2)  # [batch, heads, new, dim]
-    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask[:, None].to(q.device)
+    q = q.unflatten(0, (len(mask), -1)).transpose(1, 2)  # [batch, heads, new, dim]
+    if mask.dim() == 4:
+        mask = mask.repeat_interleave(q.shape[1] // mask.shape[1], dim=1)
+    else:
+        mask = mask[:, None]
+    keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), mask.to(q.device)
     if spec.softcap is None and not spec.sinks and spec.slopes is None:
         out = grouped_attention(q, keys, values, spec, mask)
     else:

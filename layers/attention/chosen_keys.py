@@ -1,14 +1,13 @@
-"""Attention to the keys that an indexer has chosen (indexer.py)."""
+"""Attention to the keys, or blocks of keys, that an indexer has chosen (indexer.py)."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from liger_models.kernels import attention
+from liger_models.kernels import ChosenBlocks, attention
 from liger_models.kernels._dispatch import use_triton
 from liger_models.kernels.attention._checks import MOST_HEAD_DIM_OF_CHOSEN
-from liger_models.kernels.attention.chosen_keys import chosen_mask
-from liger_models.kernels.attention.flash_attention import attention_plain
+from liger_models.kernels.attention.flash_attention import attention_plain, mask_of_heads
 from liger_models.kernels.attention.visible_keys import visible_keys
 from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.layers.attention.fused import grouped_attention
@@ -23,7 +22,7 @@ def attend_chosen(
     spec: AttentionSpec,
     visibility: Visibility,
     backend: str,
-    chosen: Tensor,
+    chosen: Tensor | ChosenBlocks,
 ) -> Tensor:
     """`attend` to chosen keys: by the kernel, or elsewhere with a mask.
 
@@ -38,9 +37,15 @@ def attend_chosen(
             "most as many tokens as an indexer chooses"
         )
     limited = spec.window is not None or spec.chunk is not None or not spec.causal
-    if limited or spec.softcap is not None or spec.sinks or visibility.spans is not None:
-        raise ValueError("chosen keys need causal attention, without windows, spans, soft cap or sinks")
-    bounds, chosen = visibility.documents.bounds(), chosen.to(q.device)
+    if limited or not spec.is_plain_softmax or spec.dropout or visibility.spans is not None:
+        raise ValueError(
+            "chosen keys need causal attention, without windows, spans, soft cap, sinks, slopes or dropout"
+        )
+    bounds = visibility.documents.bounds()
+    if isinstance(chosen, ChosenBlocks):
+        chosen = chosen._replace(bits=chosen.bits.to(q.device))
+    else:
+        chosen = chosen.to(q.device)
     if backend == "auto":
         ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM_OF_CHOSEN
         backend = "triton" if ours else "masked"
@@ -48,6 +53,6 @@ def attend_chosen(
         return attention(q, k, v, scale=spec.scale, bounds=bounds, chosen=chosen)
     if backend == "eager":
         return attention_plain(q, k, v, spec.scale, bounds, chosen=chosen)
-    mask = visible_keys(len(q), bounds, None, q.device) & chosen_mask(chosen, bounds, len(q))
+    mask = visible_keys(len(q), bounds, None, q.device) & mask_of_heads(chosen, bounds, *q.shape[:2])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)

@@ -45,6 +45,8 @@ def grouped_attention(
     if groups > 1 and q.shape[2] == 1 and mask is not None:
         # All queries of a group attend to the same keys, so they are queries of one head.
         q = q.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
+        if mask.shape[1] > 1:  # heads have masks of their own
+            mask = mask.unflatten(1, (spec.num_key_value_heads, groups)).squeeze(3)
         out = masked_attention(q, k, v, mask, spec.scale, spec.dropout)
         return out.flatten(1, 2).unsqueeze(2)
     unusual = mask is not None or q.dtype == torch.float32 or q.shape[-1] != v.shape[-1] or q.shape[-1] > 256

@@ -10,6 +10,17 @@ A query attends to the `top_k` keys of its document with the highest scores. In 
 tokens it attends to all, and no score is computed. The choice has no gradient, so the loss of the model
 trains nothing here: the indexer's parameters are frozen, unless they are trained by a loss of their own,
 which moves the scores towards the attention of the layer (kernels/attention/indexer_loss.py).
+
+The indexer of block-sparse attention (MiniMax-M3, 2026) chooses blocks of keys for each group of heads:
+
+    q = rotate(norm(x @ W_q^T))             one head per group
+    k = rotate(norm(x @ W_k^T))             one head for all
+    s_qgb = max over the keys of block b, up to q, of q_qg . k_k
+
+A block is `size` consecutive tokens of a document, counted from its start. A query attends to the `local`
+last blocks up to its own and to those with the highest scores, `top_k` in all. In documents of at most that
+many blocks it attends to all, and no score is computed. The choice has no gradient, and no loss of the
+indexer has been published, so its parameters are frozen.
 """
 
 from __future__ import annotations
@@ -18,12 +29,13 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.kernels import choose_keys, indexer_loss, rotary
+from liger_models.kernels import ChosenBlocks, choose_blocks, choose_keys, indexer_loss, rotary
+from liger_models.kernels.attention.chosen_blocks import best_blocks
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import LatentAttentionSpec, LayerNormSpec
+from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerNormSpec
 
 
 class Indexer(nn.Module):
@@ -175,3 +187,100 @@ class Indexer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"heads={self.spec.num_heads}, head_dim={self.spec.head_dim}, top_k={self.spec.top_k}"
+
+
+class BlockIndexer(nn.Module):
+    """The indexer of a layer with grouped heads.
+
+    Args:
+        hidden_size: the width H of the hidden states.
+        spec: of the layer.
+        layer: the index of the layer.
+
+    Raises:
+        ValueError: no indexer in the spec, or attention that is limited otherwise.
+    """
+
+    untrained = True  # `freeze` leaves it frozen
+
+    def __init__(self, hidden_size: int, spec: AttentionSpec, layer: int = 0):
+        super().__init__()
+        if spec.indexer is None or spec.num_attention_heads % spec.indexer.num_groups or spec.qk_norm is None:
+            raise ValueError("an indexer needs its spec, groups that divide the heads, and a norm (qk_norm)")
+        self.spec, self.rope, self.layer = spec.indexer, spec.rope, layer
+        groups, dim = self.spec.num_groups, self.spec.head_dim
+        self.q_proj = Linear(hidden_size, groups * dim, bias=False)
+        self.k_proj = Linear(hidden_size, dim, bias=False)
+        self.q_norm, self.k_norm = make_norm(dim, spec.qk_norm.norm), make_norm(dim, spec.qk_norm.norm)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, keys: Tensor, sequences: Sequences) -> ChosenBlocks | None:
+        """Choose the blocks of the tokens of this rank.
+
+        Args:
+            x: [t, H].
+            keys: [t, head_dim], from `keys`.
+            sequences: the documents.
+
+        Returns:
+            The blocks of the t tokens; None if all tokens attend to all keys.
+
+        Raises:
+            DataError: documents that continue others, with more than `top_k` blocks.
+        """
+        documents, spec = sequences.documents, self.spec
+        if documents.max_seqlen <= spec.top_k * spec.size:
+            return None
+        if documents.tree is not None:
+            raise DataError(
+                f"layer {self.layer} attends to {spec.top_k} chosen blocks of {spec.size} keys, which "
+                f"documents of {documents.max_seqlen} tokens that continue others (parents) do not support: "
+                "repeat the shared tokens in every document"
+            )
+        with torch.no_grad():
+            part, first = sequences.slice, 0
+            if part is not None:
+                keys, first = part.gathered(keys), sum(part.sizes[: part.rank])
+            return choose_blocks(
+                self._queries(x, sequences),
+                keys,
+                spec.top_k,
+                size=spec.size,
+                local=spec.local,
+                longest=documents.max_seqlen,
+                bounds=documents.bounds(),
+                first_query=first,
+            )
+
+    def of_cached(self, x: Tensor, keys: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
+        """Choose among cached keys [batch, extent, head_dim] for the new tokens. Returns `mask` [batch, new,
+        extent], or a part of it for each group, [batch, groups, new, extent].
+        """
+        spec = self.spec
+        if mask.shape[-1] <= spec.top_k * spec.size:
+            return mask
+        with torch.no_grad():
+            q = self._queries(x, sequences).unflatten(0, mask.shape[:2])
+            mask = mask.to(q.device)
+            best, block = best_blocks(q, keys.to(q.dtype), mask, spec.size, spec.top_k, spec.local)
+            of_keys = best.gather(-1, block[:, :, None].expand(*best.shape[:-1], -1))
+            return (of_keys & mask[:, :, None]).transpose(1, 2)
+
+    def keys(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """The tokens' keys, [t, head_dim]."""
+        with torch.no_grad():
+            return self._rotated(self.k_norm(self.k_proj(x)).to(x.dtype)[:, None], sequences)[:, 0]
+
+    def _queries(self, x: Tensor, sequences: Sequences) -> Tensor:
+        """[t, groups, head_dim]."""
+        q = self.q_proj(x).unflatten(-1, (self.spec.num_groups, -1))
+        return self._rotated(self.q_norm(q).to(x.dtype), sequences)
+
+    def _rotated(self, heads: Tensor, sequences: Sequences) -> Tensor:
+        if self.rope is None:
+            return heads
+        return rotary(heads, heads[:, :0], *sequences.positions.rotary[self.rope], self.rope.interleaved)[0]
+
+    def extra_repr(self) -> str:
+        spec = self.spec
+        return f"groups={spec.num_groups}, head_dim={spec.head_dim}, top_k={spec.top_k} of {spec.size} keys"

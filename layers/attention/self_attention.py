@@ -4,7 +4,8 @@
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
     or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head
 
-Norms of queries and keys: layers/attention/qk_norm.py. Query, key and value are one matrix product, with
+Norms of queries and keys: layers/attention/qk_norm.py. With an indexer, queries attend to the blocks of keys
+that it chooses (indexer.py). Query, key and value are one matrix product, with
 weights concatenated by rows in this order, in whole heads. Values may have heads of another width, which is
 then that of the output's heads.
 """
@@ -16,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import rotary, split_rotary_qkv
+from liger_models.kernels import ChosenBlocks, rotary, split_rotary_qkv
 from liger_models.layers.attention.backends import (
     AttentionBackend,
     attend,
@@ -24,6 +25,7 @@ from liger_models.layers.attention.backends import (
 )
 from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
+from liger_models.layers.attention.indexer import BlockIndexer
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
@@ -98,6 +100,7 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = QKNormScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
             self.k_norm = QKNormScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
+        self.indexer = None if spec.indexer is None else BlockIndexer(input_size, spec, layer)
 
     def forward(
         self,
@@ -120,11 +123,14 @@ class Attention(nn.Module):
             qkv = qkv.clamp(-limit, limit)
         q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
+        index = () if self.indexer is None else (self.indexer.keys(x, sequences),)
         if sequences.cache is not None:
-            out, k, v = self._attend_cached(q, k, v, sequences, self.layer if layer is None else layer)
+            layer = self.layer if layer is None else layer
+            out, k, v = self._attend_cached(x, q, (k, v, *index), sequences, layer)
             out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
         elif self.activation_memory in TILED:
-            groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks)
+            chosen = self._chosen(x, index, sequences)
+            groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks, chosen)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
                 gates = gate.tensor_split(len(pieces), dim=-1)
@@ -132,7 +138,8 @@ class Attention(nn.Module):
                 pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
-            out = attend(q, k, v, self._product, sequences, self.backend, self.sinks).flatten(1)
+            chosen = self._chosen(x, index, sequences)
+            out = attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen).flatten(1)
             out = self.o_proj(gated(out, gate, self.spec.softplus_gates))
         return (out, k, v) if return_keys_values else out
 
@@ -189,16 +196,22 @@ class Attention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate keys and values, [batch, max_length, num_key_value_heads, their width] each."""
-        rows = (batch, max_length, self.spec.num_key_value_heads)
-        widths = self.spec.head_dim, self.spec.value_dim
-        return tuple(torch.zeros(*rows, width, device=device, dtype=dtype) for width in widths)
+        """Allocate keys and values, [batch, max_length, num_key_value_heads, their width] each, and the keys
+        of an indexer, [batch, max_length, their width].
+        """
+        spec, rows = self.spec, (batch, max_length)
+        shapes: list[tuple[int, ...]] = [
+            (*rows, spec.num_key_value_heads, width) for width in (spec.head_dim, spec.value_dim)
+        ]
+        if spec.indexer is not None:
+            shapes.append((*rows, spec.indexer.head_dim))
+        return tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
         for query and key norms their inputs and statistics; for scaled queries the projection that k and v
         are views of; for a gate its sigmoid, or with softplus also its input in float32, and with `all` the
-        product; for clamped projections the clamp's input.
+        product; for clamped projections the clamp's input. Bits of chosen blocks are not counted.
         """
         spec = self.spec
         kept = itemsize * (spec.q_size + spec.kv_size + spec.v_size + spec.o_size)
@@ -212,15 +225,24 @@ class Attention(nn.Module):
             kept += itemsize * (spec.q_size + spec.kv_size + spec.v_size)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
+    def _chosen(self, x: Tensor, index: tuple[Tensor, ...], sequences: Sequences) -> ChosenBlocks | None:
+        """The blocks of keys that each token attends to; None for all."""
+        return None if self.indexer is None else self.indexer(x, *index, sequences)
+
     def _attend_cached(
-        self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, layer: int
+        self, x: Tensor, q: Tensor, new: tuple[Tensor, ...], sequences: Sequences, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """`new`: keys, values, and the keys of an indexer."""
         cache = sequences.cache
         assert cache is not None
-        keys, values = cache.append(layer, k, v)
+        keys, values, *index = cache.append(layer, *new)
         mask = cache.mask(layer, self.spec.window, self.spec.chunk)
         if mask is None:
-            return attend(q, k, v, self._product, sequences, self.backend, self.sinks), k, v
+            k, v, *own = new
+            chosen = self._chosen(x, (*own,), sequences)
+            return attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen), k, v
+        if self.indexer is not None:
+            mask = self.indexer.of_cached(x, index[0], mask, sequences)
         return attend_cached(q, keys, values, self._product, mask, self.sinks), keys, values
 
     def extra_repr(self) -> str:

@@ -98,6 +98,7 @@ def streamed_at(units: Sequence[int], unit: int) -> int:
 
 def _by_fused_kernels(mixer: Any) -> bool:
     """Whether kernels that keep a log-sum-exp compute all of attention."""
-    latent = isinstance(mixer.spec, LatentAttentionSpec)
-    chosen = latent and (mixer.spec.indexer is not None or mixer.spec.keys_of is not None)
+    chosen = getattr(mixer.spec, "indexer", None) is not None
+    if isinstance(mixer.spec, LatentAttentionSpec):
+        chosen = chosen or mixer.spec.keys_of is not None
     return mixer.backend in ("auto", "sdpa", "triton") and not chosen

@@ -13,7 +13,7 @@ from liger_models.layers.sequences.agreement import OTHERS_REFUSED, any_process
 from liger_models.layers.sequences.documents import IGNORE_INDEX, Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import BlockIndexerSpec, ModelSpec
 
 _INTEGERS = (torch.int64, torch.int32)  # accepted by an embedding and the kernels
 
@@ -143,9 +143,9 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
     """Check rows with padding between their tokens; the longest has this extent.
 
     Raises:
-        DataError: layers are recurrent, where padding would change a state; or some layer's window or chunk
-            is shorter than the extent, or tokens are weighed by their distance: here these count tokens only,
-            but in other libraries also padding.
+        DataError: layers are recurrent, where padding would change a state; or some layer's window, chunk or
+            chosen blocks are shorter than the extent, or tokens are weighed by their distance: here these
+            count tokens only, but in other libraries also padding.
     """
     if spec.is_recurrent:
         raise DataError(
@@ -161,12 +161,14 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
             "padding to the ends of the rows"
         )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
+    indexers = [getattr(mixer, "indexer", None) for mixer in mixers]
+    sizes += [one.top_k * one.size for one in indexers if isinstance(one, BlockIndexerSpec)]
     shortest = min((size for size in sizes if size is not None), default=extent)
     if shortest < extent:
         raise DataError(
             f"attention_mask has zeros between the tokens of a row, over {extent} places, and this model has "
-            f"windows or chunks of {shortest}, which would count only the tokens: move all padding to the "
-            "ends of the rows"
+            f"windows, chunks or chosen blocks of {shortest}, which would count only the tokens: move all "
+            "padding to the ends of the rows"
         )
 
 

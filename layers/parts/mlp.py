@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.kernels import geglu, relu2, swiglu
+from liger_models.kernels import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
 from liger_models.kernels.float8.eight_bits import (
     eight_bits_bytes,
     gated_eight_bits,
@@ -68,16 +68,18 @@ def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
     return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
 
 
-def gated_product(activation: str) -> Callable[..., Tensor]:
+def gated_product(activation: str | ClampedSwiGLU) -> Callable[..., Tensor]:
     """Kernel of `act(gate) * up`, for packed or separate gate and up.
 
     Raises:
         ValueError: no kernel for this activation.
     """
+    if isinstance(activation, ClampedSwiGLU):
+        return functools.partial(clamped_swiglu, alpha=activation.alpha, limit=activation.limit)
     return _chosen(_GATED, activation, "gated")
 
 
-def plain_activation(activation: str) -> Callable[..., Tensor]:
+def plain_activation(activation: str | ClampedSwiGLU) -> Callable[..., Tensor]:
     """Function of an activation without a gate.
 
     Raises:
@@ -270,7 +272,7 @@ class LigerReLUSquaredMLP(PlainMLP):
         super().__init__(hidden_size, MLPSpec(intermediate_size, "relu2", bias, gated=False))
 
 
-def _chosen(table: dict[str, Callable[..., Tensor]], activation: str, kind: str) -> Callable[..., Tensor]:
-    if activation not in table:
+def _chosen(table: dict[str, Callable[..., Tensor]], activation: object, kind: str) -> Callable[..., Tensor]:
+    if not isinstance(activation, str) or activation not in table:
         raise ValueError(f"a {kind} MLP has no activation {activation!r}; expected one of {', '.join(table)}")
     return table[activation]

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels import ChosenBlocks
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -148,6 +149,16 @@ class Slice:
         """The tokens of all ranks, on every rank: [t, ...] -> [T, ...]."""
         copies = tokens.expand(self.ranks, *tokens.shape).flatten(0, 1)
         return all_to_all(copies, self._mine(), self.sizes, self.group)
+
+    def chosen_by_heads(self, chosen: Tensor | ChosenBlocks) -> Tensor | ChosenBlocks:
+        """Keys that all tokens attend to, from those of this rank's tokens: for all heads, or blocks of keys
+        for the groups of this rank's heads.
+        """
+        if not isinstance(chosen, ChosenBlocks):
+            return self.gathered(chosen)
+        bits = self.gathered(chosen.bits)
+        bits = bits.repeat_interleave(_copies(bits.shape[1], self.ranks), dim=1)
+        return chosen._replace(bits=bits.chunk(self.ranks, dim=1)[self.rank])
 
     def summed(self, value: Tensor) -> Tensor:
         """The sum over the ranks, on every rank."""

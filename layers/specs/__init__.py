@@ -6,6 +6,7 @@ May import only dataclasses of the kernels; everything else may import the specs
 from liger_models.kernels import ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
+    BlockIndexerSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
@@ -29,6 +30,7 @@ from liger_models.layers.specs.projectors import (
     PatchMergerSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    TwiceProjectedSpec,
     VisualWordsSpec,
 )
 from liger_models.layers.specs.recurrent import (
@@ -76,6 +78,7 @@ __all__ = [
     "AxesTable",
     "BicubicTable",
     "BilinearTable",
+    "BlockIndexerSpec",
     "BlockSpec",
     "ChannelDeltaSpec",
     "ClampedSwiGLU",
@@ -133,6 +136,7 @@ __all__ = [
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",
+    "TwiceProjectedSpec",
     "VisionSpec",
     "VisualWordsSpec",
 ]

@@ -25,6 +25,20 @@ class QKNormSpec:
     values: bool = False
 
 
+@dataclass(frozen=True)
+class BlockIndexerSpec:
+    """The choice of `top_k` blocks of `size` keys for each query and group of heads (MiniMax-M3's indexer),
+    by one query of `head_dim` per group, of `num_groups`, against one key per token. Both are normalised and
+    rotated as the layer's own queries and keys. The `local` last blocks are always among the chosen ones.
+    """
+
+    num_groups: int
+    head_dim: int
+    size: int
+    top_k: int
+    local: int
+
+
 class _Heads:
     """Widths of queries, keys and values over all heads."""
 
@@ -60,7 +74,8 @@ class AttentionSpec(_Heads):
     computes both: values are the keys before norm and rotation. Within spans (`Visibility.spans`)
     all tokens attend to each other, limited by the window unless `whole_spans` is set. Without
     `bidirectional_spans` spans are ignored. `clipped` projections clamp to stored bounds:
-    layers/projections/clipped_linear.py.
+    layers/projections/clipped_linear.py. With an `indexer` the heads of a group attend to the blocks of keys
+    that it chooses.
     """
 
     num_attention_heads: int
@@ -88,6 +103,7 @@ class AttentionSpec(_Heads):
     slopes: tuple[float, ...] | None = None
     dropout: float = 0.0
     v_head_dim: int | None = None
+    indexer: BlockIndexerSpec | None = None
 
     @property
     def is_plain_softmax(self) -> bool:

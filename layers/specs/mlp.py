@@ -18,7 +18,7 @@ class MLPSpec:
     """
 
     intermediate_size: int
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiGLU = "silu"
     bias: bool = False
     gated: bool = True
     clipped: bool = False
@@ -111,4 +111,4 @@ class PerLayerInputSpec:
     """A branch that adds per-layer embeddings of `size` elements: see layers/blocks/per_layer_input.py."""
 
     size: int
-    activation: Activation = "gelu_tanh"
+    activation: Activation | ClampedSwiGLU = "gelu_tanh"

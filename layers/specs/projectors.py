@@ -108,6 +108,16 @@ class GatedProjectorSpec:
 
 
 @dataclass(frozen=True)
+class TwiceProjectedSpec:
+    """Projector: two linear layers for each patch, then two for each `merge` times `merge` adjacent ones,
+    with an exact GELU between the layers of both, all of inner width `size` (MiniMax-M3).
+    """
+
+    merge: int
+    size: int
+
+
+@dataclass(frozen=True)
 class VisualWordsSpec:
     """Projector: a linear layer over `merge` times `merge` adjacent patches, a LayerNorm, and a softmax over
     `size` visual words, whose probabilities weight the rows of a table (Ovis, arXiv:2405.20797, section 3.1).
@@ -140,6 +150,7 @@ ProjectorSpec = (
     | ConvolutionProjectorSpec
     | VisualWordsSpec
     | GatedProjectorSpec
+    | TwiceProjectedSpec
     | DownsamplingProjectorSpec
     | AdapterSpec
     | PatchMergerSpec

@@ -233,7 +233,8 @@ class VisionSpec:
     the patches of each image, which the projector does not receive. With `taken` it receives the concatenated
     outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary positions of
     patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend to one
-    another, and the projector receives their mean.
+    another, and the projector receives their mean; with `joined_steps` they attend to one another, and rotary
+    positions have the time step as a third axis.
 
     In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
     projector's table in place of their embeddings (Ovis).
@@ -287,6 +288,7 @@ class VisionSpec:
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
     spans: Literal["images", "prefix"] | None = None
     clips: bool = False
+    joined_steps: bool = False
     marker_ids: tuple[int, ...] = ()
 
     @property

@@ -6,7 +6,8 @@ another.
     blocks as in a language model, with bidirectional attention
     a norm, in some families
 
-Positions are the row and column of a patch in its picture; each rotates half of a head.
+Positions are the row and column of a patch in its picture, each of which rotates half of a head; or these
+and its time step, each of which rotates a third.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class VisionEncoder(nn.Module):
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
         x, places = self._embedded(pictures), pictures.places(merge)
+        if self.spec.joined_steps:
+            places = torch.cat([places, pictures.steps()[None]])
         lengths = [n + (self.class_token is not None) + self.spec.prefix_tokens for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)

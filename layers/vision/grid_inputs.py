@@ -29,7 +29,9 @@ def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | 
     if not patches:
         return None
     grids = image_grids + video_grids
-    return Pictures(torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips)
+    return Pictures(
+        torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips, joined=spec.joined_steps
+    )
 
 
 def flat_grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

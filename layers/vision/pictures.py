@@ -30,6 +30,7 @@ class Pictures:
         seconds: duration of a time step of each video.
         extra: the number of tokens of each picture in addition to its patches'.
         clips: the time steps of a video share their tokens, and attend to one another.
+        joined: they attend to one another.
     """
 
     def __init__(
@@ -40,23 +41,29 @@ class Pictures:
         seconds: list[float] | None = None,
         extra: int = 0,
         clips: bool = False,
+        joined: bool = False,
     ):
         self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
-        self.clips = clips
+        self.clips, self.joined = clips, joined or clips
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property
     def lengths(self) -> list[int]:
-        """Numbers of patches that attend to one another: of each image, and each time step of a video or each
-        clip.
+        """Numbers of patches that attend to one another: of each image, and of each time step of a video or
+        each video.
         """
-        if self.clips:
+        if self.joined:
             return [t * h * w for t, h, w in self.grids]
         return [h * w for t, h, w in self.grids for _ in range(t)]
 
     def places(self, merge: int) -> Tensor:
         """The row and column of each patch in its picture, [2, P], on the host."""
         return places_of(self.grids, merge)
+
+    def steps(self) -> Tensor:
+        """The time step of each patch in its picture, [P], on the host."""
+        of_each = [torch.arange(t, device="cpu").repeat_interleave(h * w) for t, h, w in self.grids]
+        return torch.cat(of_each)
 
     def pooled(self, x: Tensor) -> Tensor:
         """Encoded patches [P, D] as the projector reads them."""

@@ -24,6 +24,7 @@ from liger_models.layers.specs import (
     PatchMergerSpec,
     PatchSpec,
     PoolProjectorSpec,
+    TwiceProjectedSpec,
     VisualWordsSpec,
 )
 from liger_models.layers.vision.convolutions import ConvolutionProjector
@@ -240,6 +241,29 @@ class DownsamplingProjector(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
+class TwiceProjected(nn.Module):
+    """`merge_linear_2(gelu(merge_linear_1(merged)))`, with merged the concatenated
+    `linear_2(gelu(linear_1(patch)))` of `merge`^2 patches (MiniMax-M3).
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor and the inner width.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: TwiceProjectedSpec):
+        super().__init__()
+        self.merged = hidden_size * spec.merge**2
+        self.linear_1, self.linear_2 = Linear(width, spec.size), Linear(spec.size, hidden_size)
+        self.merge_linear_1 = Linear(self.merged, spec.size)
+        self.merge_linear_2 = Linear(spec.size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
+        merged = self.linear_2(F.gelu(self.linear_1(x))).view(-1, self.merged)
+        return self.merge_linear_2(F.gelu(self.merge_linear_1(merged)))
+
+
 class WordTable(nn.Module):
     """Embeddings of visual words, [words, hidden_size], and of markers after them."""
 
@@ -285,6 +309,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     ConvolutionProjectorSpec: ConvolutionProjector,
     DownsamplingProjectorSpec: DownsamplingProjector,
     GatedProjectorSpec: GatedProjector,
+    TwiceProjectedSpec: TwiceProjected,
     PatchMergerSpec: PatchMerger,
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,

@@ -138,7 +138,14 @@ class TransformersCache(KVCache):
         kept = cache.update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
         rows = [x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True)]
-        return (*rows, *(cache.update_indexer(self.documents.unpack(keys), layer) for keys in index))
+        return (*rows, *(self._append_index(layer, self.documents.unpack(keys)) for keys in index))
+
+    def _append_index(self, layer: int, keys: Tensor) -> Tensor:
+        """Store an indexer's keys [batch, new, head_dim] and return those of all cached tokens."""
+        kept: Any = self.cache.layers[layer]
+        if hasattr(kept, "update_index"):  # of MiniMax-M3, with an axis of heads
+            return kept.update_index(keys[:, None])[:, 0]
+        return kept.update_indexer(keys)
 
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return the convolution's last inputs [batch, width - 1, channels], and the recurrent state if there

@@ -38,7 +38,7 @@ from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, dtypes_of_files, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
 from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
-from liger_models.models.text_part import select_text, text_config_of, warn_of
+from liger_models.models.text_part import save_alone, select_text, text_config_of, warn_of
 from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
@@ -213,7 +213,7 @@ def from_hub(
         model.source = source
     else:  # the text part is saved as a checkpoint of its own
         left_out = [*choice.left_out, *(reader.tensors[name] for name in source.carried)]
-        model.left_out = tuple(info.name for info in left_out)
+        save_alone(model, left_out)
         warn_of(left_out, config, choice.config)
     if adapter is not None:
         weight_maps = map(model.weight_map, (model.layout, *model.architecture.layouts))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.architectures.registry.multimodal import MULTIMODAL, text_config
@@ -12,6 +14,9 @@ from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.source_layout import repeats
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from liger_models.models.causal_lm import LigerCausalLM
 
 
 def text_config_of(config: HFConfig) -> HFConfig:
@@ -58,6 +63,13 @@ def select_text(
         # often wrong.
         text = text.with_raw({**text.raw, "tie_word_embeddings": repeats(reader, head, embedding)})
     return text, left_out
+
+
+def save_alone(model: LigerCausalLM, left_out: Sequence[TensorInfo]) -> None:
+    """Note what a text part left out, and how it is saved: in a layout of language models."""
+    if model.layout.of_parts:
+        model.layout = model.architecture.layouts[0]
+    model.left_out = tuple(info.name for info in left_out)
 
 
 def warn_of(left_out: list[TensorInfo], config: HFConfig, text: HFConfig) -> None:

@@ -21,6 +21,7 @@ MOST_LINES = 80
 LONGER = {
     "gemma4_text": "values that are keys, shared keys, inputs by layer, experts: each may be missing",
     "llama4_text": "chunks, layers without positions, scaled queries, experts: each with its own keys",
+    "minimax_m3_vl_text": "indexers, clamped MLPs, experts: each with its own keys, and older names of them",
     "nemotron_h": "layers of four kinds, each with its own keys",
 }
 

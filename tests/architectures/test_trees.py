@@ -31,7 +31,8 @@ def items_of(vocab_size):
 def test_answers_with_a_shared_prompt_equal_separate_sequences(family, make_pair, failures):
     pair = make_pair(family)
     if chooses_keys(pair):  # of longer documents than these
-        pair = make_pair(family, {"index_topk": 64})
+        longer = {"index_topk": 64, "index_topk_blocks": 64}
+        pair = make_pair(family, {key: longer[key] for key in longer if key in pair.config})
     items = items_of(pair.vocab_size)
     batch = shared_prompts(items)
     if any(getattr(m, "slopes", None) for block in pair.ours.spec.blocks for m in block.mixers):
@@ -53,7 +54,11 @@ def test_answers_with_a_shared_prompt_equal_separate_sequences(family, make_pair
     assert not failures(found.distances(expected))
 
 
-def test_documents_in_which_keys_are_chosen_cannot_continue_others(make_pair):
-    pair = make_pair("deepseek_v32")
-    with pytest.raises(DataError, match="layer 0 attends to 5 chosen keys"):
+@pytest.mark.parametrize(
+    ("family", "what"),
+    [("deepseek_v32", "5 chosen keys"), ("minimax_m3_vl_text", "2 chosen blocks of 3 keys")],
+)
+def test_documents_in_which_keys_are_chosen_cannot_continue_others(family, what, make_pair):
+    pair = make_pair(family)
+    with pytest.raises(DataError, match=f"layer 0 attends to {what}"):
         pair.ours.score(**shared_prompts(items_of(pair.vocab_size)))

@@ -56,6 +56,15 @@ CASES = {
             "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
         },
     ),
+    "minimax_m3_vl": (
+        "MiniMaxM3SparseForConditionalGeneration",
+        {
+            "model_type": "minimax_m3_vl",
+            "text_config": find_architecture("minimax_m3_vl_text").tiny,
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "projector_hidden_size": 24,
+        },
+    ),
     "lfm3_vl": (
         "Lfm3VlForConditionalGeneration",
         {

@@ -82,7 +82,8 @@ def wide_config(family: str) -> dict[str, Any]:
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
     text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
-    if "head_dim" in text and (turning := text.pop("rotary_dim", None)):  # transformers 5.17 does not read it
+    # transformers 5.17 does not read it
+    if {"head_dim", "rope_theta"} <= text.keys() and (turning := text.pop("rotary_dim", None)):
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}
         text["rope_parameters"] = turns | {"rope_theta": text.pop("rope_theta")}
     # The reference's plain form of a state space makes products for all pairs of a chunk's tokens and for all

@@ -58,7 +58,8 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
     # Measured by `python -m benchmarks train --configuration ours+rowwise:lean:4`.
     elsewhere |= {"quantize", "float8_product", "has_float8_products"}
     elsewhere |= {"decode_codes"}  # by `python -m benchmarks kept`
-    elsewhere |= {"choose_keys"}  # an operation without gradients, in whole models of deepseek_v32
+    # Operations without gradients, in whole models of deepseek_v32 and minimax_m3_vl_text.
+    elsewhere |= {"choose_keys", "choose_blocks"}
     torch_alone = {"load_balancing_loss", "router_z_loss", "indexer_loss"}
     # States and decoding.
     torch_alone |= {"conv_state", "short_conv_step", "gated_delta_rule_step", "channel_delta_rule_step"}

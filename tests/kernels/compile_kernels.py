@@ -232,6 +232,10 @@ def attention() -> None:
             kernels.choose_keys(*indexer, 4, scale=1.0, longest=longest, bounds=bounds)
     chosen = kernels.choose_keys(*indexer, 4, scale=1.0, longest=16)
     backward(kernels.attention(*(operand(16, heads, 64) for heads in (4, 2, 2)), chosen=chosen))
+    for dtype in (BF16, torch.float32):
+        indexer = operand(16, 2, 64, dtype=dtype), operand(16, 64, dtype=dtype)
+        blocks = kernels.choose_blocks(*indexer, 2, size=4, local=1, longest=16, bounds=bounds)
+    backward(kernels.attention(*(operand(16, heads, 64) for heads in (4, 2, 2)), chosen=blocks))
 
 
 def optimizer() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pairs
 import torch
 from torch import Tensor
+from variants import skipped
 
 from liger_models.images.scenes import Document, Image, Scenes, Video
 from liger_models.layers.specs import PlacedPictures, TiledVisionSpec
@@ -107,3 +108,10 @@ def make_pair(family: str, changes: Mapping[str, Any] | None = None, **options: 
     made = pairs.make_pair(family, changes, kind=VisionPair, **options)
     assert isinstance(made, VisionPair)
     return made
+
+
+def rows_of_prompts(pair: VisionPair) -> dict[str, Any]:
+    """Prompts of several lengths, padded on the left; with text if the reference's layers count padding."""
+    if skipped(pair.architecture.model_type, "padding", "left"):
+        return pair.rows_of_one_length(list(DOCUMENTS.values()))
+    return pair.scene(*DOCUMENTS.values(), padding="left")

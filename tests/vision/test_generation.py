@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scenes import DOCUMENTS, Image
+from scenes import Image, rows_of_prompts
 
 from liger_models.generating.generation import generate
 
@@ -12,7 +12,7 @@ from liger_models.generating.generation import generate
 @pytest.mark.of_layers("tokens")
 def test_tokens_equal_the_references(pair):
     """Rows have several lengths, with images, videos or none, padded on the left for the reference."""
-    call = pair.scene(*DOCUMENTS.values(), padding="left")
+    call = rows_of_prompts(pair)
     del call["labels"]
     reference = pair.reference.eval()
     with torch.no_grad():

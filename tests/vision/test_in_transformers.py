@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import torch
 from pairs import BOUND, Run, beyond_bound, relative_distance, spec_of
-from scenes import DOCUMENTS, Image, Video
+from scenes import DOCUMENTS, Image, Video, rows_of_prompts
 
 import liger_models
 from liger_models.architectures import list_architectures
@@ -106,8 +106,8 @@ def test_files_equal_the_references_and_the_native_models(pair, ours, folders, t
 @pytest.mark.of_layers("tokens")
 @pytest.mark.supports("vision-language models", "generate")
 def test_generated_tokens_equal_the_references(pair, ours):
-    """Rows have several lengths, with images, videos or none."""
-    call = pair.scene(*DOCUMENTS.values(), padding="left")
+    """Rows with images, videos or none."""
+    call = rows_of_prompts(pair)
     del call["labels"]
     training = pair.reference.training
     expected = pair.reference.eval().generate(**call, max_new_tokens=6, **EOS)
@@ -132,6 +132,8 @@ def test_modules_have_the_names_of_transformers_own(pair, ours):
     # one layer.
     packed = tuple(name.removesuffix("qkv_proj") for name in found - theirs if name.endswith(".qkv_proj"))
     assert all(name.startswith(("model.vision_tower.", "vision_model.")) for name in packed)
+    # Transformers' modules of MiniMax-M3 pack what files hold apart.
+    differ -= {name.replace("gate_up_proj", "up_proj") for name in theirs - found if "gate_up_proj" in name}
     assert not {
         name for name in differ if not any(part in name for part in known) and not name.startswith(packed)
     }

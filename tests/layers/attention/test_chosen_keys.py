@@ -29,7 +29,14 @@ def test_all_keys_chosen_is_attention_to_all_keys(backend):
 
 def test_other_limits_backends_and_modes_are_refused():
     sequences, inputs = Sequences.of_lengths([TOKENS], torch.device("cpu")), operands()
-    for change in ({"window": 3}, {"chunk": 8}, {"softcap": 1.0}, {"causal": False}):
+    for change in (
+        {"window": 3},
+        {"chunk": 8},
+        {"softcap": 1.0},
+        {"causal": False},
+        {"slopes": (1.0, 2.0)},
+        {"dropout": 0.1},
+    ):
         with pytest.raises(ValueError, match="chosen keys need causal attention"):
             attend(*inputs, replace(SPEC, **change), sequences, chosen=CHOSEN)
     with pytest.raises(ValueError, match="'sdpa' does not support chosen keys"):

@@ -86,7 +86,7 @@ def run(
 
 
 def mean_gradients(model: Any, mesh: Any, wrapper: str | None) -> dict[str, torch.Tensor]:
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if wrapper == "parallelize":
         return {name: gradient.full_tensor() for name, gradient in gradients.items()}
     if mesh is not None and wrapper is None:

@@ -74,6 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
     "gates by channel": {"family": "afmoe", "batch": packed()},
     "a router's loss": {"family": "qwen3_moe", "output_router_logits": True, "batch": padded()},
     "latents, correction bias": {"family": "deepseek_v3", "batch": packed()},
+    "chosen blocks of keys": {"family": "minimax_m3_vl_text", "batch": packed()},
     "keys of other layers, own inputs": {"family": "gemma4_text", "batch": padded()},
     "chunks, queries that grow": {"family": "llama4_text", "batch": packed()},
     "norms over all heads": {"family": "olmo2", "batch": rows()},
