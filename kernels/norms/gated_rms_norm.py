@@ -36,6 +36,7 @@ from liger_models.kernels._dispatch import (
     tl,
     use_triton,
 )
+from liger_models.kernels._fast_math import sigmoid
 from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.norms._norm_sums import column_sum, rstd_of
 
@@ -145,9 +146,9 @@ class _GatedRMSNorm(torch.autograd.Function):
                     x_rows.stride(0),
                     gate_rows.stride(0),
                     rows,
-                    groups // own,
                     group_size,
                     eps,
+                    FOLDED=groups // own,
                     **ctx.constants,
                     BLOCK_ROWS=block_rows,
                     BLOCK_WIDTH=block_width,
@@ -186,9 +187,9 @@ class _GatedRMSNorm(torch.autograd.Function):
                 x_rows.stride(0),
                 gate_rows.stride(0),
                 rows,
-                groups // own,
                 group_size,
                 ctx.eps,
+                FOLDED=groups // own,
                 **ctx.constants,
                 BLOCK_ROWS=block_rows,
                 BLOCK_WIDTH=block_width,
@@ -214,9 +215,23 @@ def _tile(group_size: int, halvings: int) -> tuple[int, int, int]:
 
 
 @jit
+def _weight_rows(weight, own, mask, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
+    """The weight in every row of a tile, loaded as the tile is: with a layout of its own, Triton would move all
+    tiles into that layout.
+    """
+    places = tl.broadcast_to(weight + own, (BLOCK_ROWS, BLOCK_WIDTH))
+    return tl.load(places, tl.broadcast_to(mask, (BLOCK_ROWS, BLOCK_WIDTH)), 0.0)
+
+
+@jit
+def _add_pairs(first, second, more_first, more_second):
+    return first + more_first, second + more_second
+
+
+@jit
 def _activation(gate, SILU: tl.constexpr):
     """act(gate) and its derivative."""
-    slope = tl.sigmoid(gate)
+    slope = sigmoid(gate)
     derivative = slope * (1 - slope)
     if SILU:
         return gate * slope, slope + gate * derivative
@@ -232,9 +247,9 @@ def _forward_kernel(
     x_stride,
     gate_stride,
     rows,
-    folded,
     width,
     eps,
+    FOLDED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     SILU: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
@@ -242,8 +257,9 @@ def _forward_kernel(
     BLOCK_WIDTH: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
-    token, group = row // folded, row % folded + tl.program_id(1)
+    # 64 bits only if there are so many rows: their division takes longer than all else.
+    row = (tl.program_id(0) + 0 * rows) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+    token, group = (row // FOLDED).to(tl.int64), row % FOLDED + tl.program_id(1)
     mask = (row < rows) & (column < width)
     within = group * width + column
     own = tl.program_id(1) * width + column
@@ -254,7 +270,7 @@ def _forward_kernel(
     if GATE_FIRST:
         value *= activated
     normed = value * rstd_of(tl.sum(value * value, 1, keep_dims=True), width, eps)
-    scale = tl.load(weight + own, column < width, 0.0)
+    scale = _weight_rows(weight, own, column < width, BLOCK_ROWS, BLOCK_WIDTH)
     if ROUND_FIRST:
         promoted = (scale * normed.to(dtype)).dtype
         result = (scale.to(tl.float32) * normed.to(dtype).to(tl.float32)).to(promoted).to(tl.float32)
@@ -262,7 +278,7 @@ def _forward_kernel(
         result = scale.to(tl.float32) * normed
     if not GATE_FIRST:
         result *= activated
-    channels = width * folded * tl.num_programs(1)
+    channels = width * FOLDED * tl.num_programs(1)
     tl.store(y + token * channels + within, result.to(y.dtype.element_ty), mask)
 
 
@@ -279,9 +295,9 @@ def _backward_kernel(
     x_stride,
     gate_stride,
     rows,
-    folded,
     width,
     eps,
+    FOLDED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     SILU: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
@@ -291,12 +307,13 @@ def _backward_kernel(
 ):
     column = tl.arange(0, BLOCK_WIDTH)[None, :]
     own = tl.program_id(1) * width + column
-    channels = width * folded * tl.num_programs(1)
-    scale = tl.load(weight + own, column < width, 0.0).to(tl.float32)
+    channels = width * FOLDED * tl.num_programs(1)
+    scale = _weight_rows(weight, own, column < width, BLOCK_ROWS, BLOCK_WIDTH).to(tl.float32)
     accumulated = tl.zeros([BLOCK_ROWS, BLOCK_WIDTH], tl.float32)
+    one_over_width = 1.0 / width
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None].to(tl.int64)
-        token, group = row // folded, row % folded + tl.program_id(1)
+        row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)[:, None]
+        token, group = (row // FOLDED).to(tl.int64), row % FOLDED + tl.program_id(1)
         mask = (row < rows) & (column < width)
         within = group * width + column
         value = tl.load(x + token * x_stride + within, mask, 0.0)
@@ -305,17 +322,20 @@ def _backward_kernel(
         raw_gate = tl.load(gate + token * gate_stride + within, mask, 0.0).to(tl.float32)
         gradient = tl.load(dy + token * dy_stride + within, mask, 0.0).to(tl.float32)
         activated, slope = _activation(raw_gate, SILU)
-        hidden = value * activated if GATE_FIRST else value
-        rstd = rstd_of(tl.sum(hidden * hidden, 1, keep_dims=True), width, eps)
+        if GATE_FIRST:
+            hidden = value * activated
+            upstream = gradient
+        else:
+            hidden = value
+            upstream = gradient * activated
+        dnormed = upstream * scale
+        # One reduction for both sums: threads wait for each other once.
+        squares, products = tl.reduce((hidden * hidden, dnormed * hidden), 1, _add_pairs, keep_dims=True)
+        rstd = rstd_of(squares, width, eps)
         normed = hidden * rstd
         seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # the factor of the weight
-        if GATE_FIRST:
-            accumulated += gradient * seen
-            dnormed = gradient * scale
-        else:
-            accumulated += gradient * activated * seen
-            dnormed = gradient * activated * scale
-        dhidden = (dnormed - normed * (tl.sum(dnormed * normed, 1, keep_dims=True) / width)) * rstd
+        accumulated += upstream * seen
+        dhidden = (dnormed - normed * (products * rstd * one_over_width)) * rstd
         if GATE_FIRST:
             dvalue, draw = dhidden * activated, dhidden * value * slope
         else:

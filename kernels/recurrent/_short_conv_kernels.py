@@ -11,6 +11,7 @@ sums by explicit fused multiply-adds, so that a document has the same bits alone
 from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels._fast_math import sigmoid
 
 
 @jit
@@ -50,12 +51,6 @@ def _visible(window, value, position, TAPS: tl.constexpr):
         seen += (tl.where(position >= TAPS - 1 - nth, window[nth], 0.0),)
     seen += (value,)
     return seen
-
-
-@jit
-def _sigmoid(z):
-    """As `tl.sigmoid`, in fewer instructions."""
-    return 1.0 / (1.0 + tl.exp2(z * -1.4426950408889634))
 
 
 @jit
@@ -153,7 +148,7 @@ def _group(
         for tap in tl.static_range(TAPS):
             z = tl.fma(seen[tap], taps[tap], z)
         if SILU:
-            z *= _sigmoid(z)
+            z *= sigmoid(z)
         if GATED:
             z *= gates[nth]
         mask = column < channels
@@ -188,6 +183,7 @@ def backward_kernel(
     ROWS: tl.constexpr,
     GROUP: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     begin = tl.program_id(0) * ROWS
     end = tl.minimum(begin + ROWS, tokens)
@@ -205,25 +201,53 @@ def backward_kernel(
         added += (tl.zeros([COLUMNS], tl.float32),)
     places = dy, x, starts, dx
     strides = dy_stride, x_stride, dx_stride
+    inside = _lies_within(starts, begin, False, tokens, TAPS, GROUP)
     # The TAPS - 1 rows after the last also read it.
-    for group in range(0, tl.cdiv(end - begin + TAPS - 1, GROUP)):
+    for group in tl.range(0, tl.cdiv(end - begin + TAPS - 1, GROUP), num_stages=STAGES):
         first = begin + group * GROUP
+        loaded = _group_inputs(places, strides, first, column, tokens, channels, TAPS, GATED, GROUP)
+        # Known a group ahead, so that no branch waits for it.
+        own = (group + 1) * GROUP >= TAPS - 1
+        own &= first + 2 * GROUP <= end
+        next_inside = _lies_within(starts, first + GROUP, own, tokens, TAPS, GROUP)
         state = window, gradients, added
-        own = (group * GROUP >= TAPS - 1) & (first + GROUP <= end)
-        if _lies_within(starts, first, own, tokens, TAPS, GROUP):
+        if inside:
             state = _group_grads(
-                places, strides, taps, bias_of, bias, state, first, column, begin, end, tokens, channels,
+                places, strides, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens, channels,
                 True, TAPS, SILU, GATED, GROUP, COLUMNS
             )  # fmt: skip
         else:
             state = _group_grads(
-                places, strides, taps, bias_of, bias, state, first, column, begin, end, tokens, channels,
+                places, strides, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens, channels,
                 False, TAPS, SILU, GATED, GROUP, COLUMNS
             )  # fmt: skip
         window, gradients, added = state
+        inside = next_inside
     target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
     for nth in tl.static_range(TAPS + 1):
         tl.store(target + nth * channels, added[nth], column < channels)
+
+
+@jit
+def _group_inputs(places, strides, first, column, tokens, channels, TAPS: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr):
+    """All that the gradients of a group of rows read."""
+    dy, x, _, _ = places
+    dy_stride, x_stride, _ = strides
+    dy += first.to(tl.int64) * dy_stride + column
+    x += first.to(tl.int64) * x_stride + column
+    rows, incoming, gates, inner, earlier, earlier_inner = (), (), (), (), (), ()
+    for nth in tl.static_range(GROUP):
+        mask = (column < channels) & (first + nth < tokens)
+        rows += (tl.load(x + nth * x_stride, mask, 0.0),)
+        incoming += (tl.load(dy + nth * dy_stride, mask, 0.0),)
+        if GATED:
+            gates += (tl.load(x + nth * x_stride + channels, mask, 0.0),)
+            inner += (tl.load(x + nth * x_stride + 2 * channels, mask, 0.0),)
+            target = nth - (TAPS - 1)
+            before = (column < channels) & (first + target >= 0) & (first + target < tokens)
+            earlier += (tl.load(x + target * x_stride, before, 0.0),)
+            earlier_inner += (tl.load(x + target * x_stride + 2 * channels, before, 0.0),)
+    return rows, incoming, gates, inner, earlier, earlier_inner
 
 
 @jit
@@ -234,6 +258,7 @@ def _group_grads(
     bias_of,
     bias,
     state,
+    loaded,
     first,
     column,
     begin,
@@ -251,45 +276,37 @@ def _group_grads(
     dy, x, starts, dx = places
     dy_stride, x_stride, dx_stride = strides
     window, gradients, added = state
-    values, incoming, gates, positions = (), (), (), ()
+    rows, incoming, gates, inner, earlier, earlier_inner = loaded
     grouped = ()  # the group's own sums: a few long sums of short ones round less
     for _ in tl.static_range(TAPS + 1):
         grouped += (tl.zeros([COLUMNS], tl.float32),)
+    dx += first.to(tl.int64) * dx_stride + column
     for nth in tl.static_range(GROUP):
         row = first + nth
-        mask = column < channels
-        if not INSIDE:
-            mask &= row < tokens
-        values += (_inputs_of(x, row, column, mask, x_stride, channels, GATED),)
+        value = rows[nth].to(tl.float32)
         if GATED:
-            gate = tl.load(x + row.to(tl.int64) * x_stride + channels + column, mask, 0.0)
-            gates += (gate.to(tl.float32),)
-        incoming += (tl.load(dy + row.to(tl.int64) * dy_stride + column, mask, 0.0).to(tl.float32),)
-        if not INSIDE:
+            value *= inner[nth].to(tl.float32)
+        if INSIDE:
+            seen = window + (value,)  # noqa: RUF005
+        else:
             start = 0
             if starts is not None:
                 start = tl.load(starts + row, row < tokens, 0)
-            positions += (row - start,)
-    for nth in tl.static_range(GROUP):
-        row = first + nth
-        if INSIDE:
-            seen = window + (values[nth],)  # noqa: RUF005
-        else:
-            seen = _visible(window, values[nth], positions[nth], TAPS)
-        dz = incoming[nth]
+            position = row - start
+            seen = _visible(window, value, position, TAPS)
+        dz = incoming[nth].to(tl.float32)
         if SILU or GATED:
             z = bias_of
             for tap in tl.static_range(TAPS):
                 z = tl.fma(seen[tap], taps[tap], z)
         if GATED:
-            place = dx + row.to(tl.int64) * dx_stride + channels + column
             mask = column < channels
             if not INSIDE:
                 mask &= row < end
-            tl.store(place, (dz * z).to(dx.dtype.element_ty), mask)
-            dz *= gates[nth]
+            tl.store(dx + nth * dx_stride + channels, (dz * z).to(dx.dtype.element_ty), mask)
+            dz *= gates[nth].to(tl.float32)
         if SILU:
-            slope = _sigmoid(z)
+            slope = sigmoid(z)
             dz *= tl.fma(z, slope * (1 - slope), slope)
         own = dz
         if not INSIDE:
@@ -302,20 +319,18 @@ def _group_grads(
         for older in tl.static_range(TAPS - 1):
             read = dz
             if not INSIDE:
-                read = tl.where(positions[nth] >= TAPS - 1 - older, dz, 0.0)
+                read = tl.where(position >= TAPS - 1 - older, dz, 0.0)
             passed += (tl.fma(read, taps[older], gradients[older]),)
         passed += (dz * taps[TAPS - 1],)
         target = row - (TAPS - 1)
         mask = column < channels
         if not INSIDE:
             mask &= (target >= begin) & (target < end)
-        place = dx + target.to(tl.int64) * dx_stride + column
+        place = dx + (nth - (TAPS - 1)) * dx_stride
         if GATED:
-            before = x + target.to(tl.int64) * x_stride + column
-            gate = tl.load(before, mask, 0.0).to(tl.float32)
-            u = tl.load(before + 2 * channels, mask, 0.0).to(tl.float32)
-            tl.store(place, (passed[0] * u).to(dx.dtype.element_ty), mask)
-            tl.store(place + 2 * channels, (passed[0] * gate).to(dx.dtype.element_ty), mask)
+            tl.store(place, (passed[0] * earlier_inner[nth].to(tl.float32)).to(dx.dtype.element_ty), mask)
+            place += 2 * channels
+            tl.store(place, (passed[0] * earlier[nth].to(tl.float32)).to(dx.dtype.element_ty), mask)
         else:
             tl.store(place, passed[0].to(dx.dtype.element_ty), mask)
         kept = ()
@@ -324,7 +339,7 @@ def _group_grads(
         gradients = kept
         for older in tl.static_range(TAPS - 2):
             moved += (window[older + 1],)
-        moved += (values[nth],)
+        moved += (value,)
         window = moved
     more = ()
     for nth in tl.static_range(TAPS + 1):

@@ -282,7 +282,7 @@ class _ShortConv(torch.autograd.Function):
             dbias = None if bias is None else torch.zeros_like(bias)
             return dx, torch.zeros_like(weight), dbias, None, None, None
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        rows, group, columns, warps = _TILES_BACK[ctx.gated]
+        rows, group, columns, warps, stages = _TILES_BACK[ctx.gated]
         segments = ceil_div(tokens, rows)
         sums = torch.empty(segments, taps + 1, channels, dtype=torch.float32, device=x.device)
         total = torch.empty((taps + 1) * channels, dtype=torch.float32, device=x.device)
@@ -306,6 +306,7 @@ class _ShortConv(torch.autograd.Function):
                 ROWS=rows,
                 GROUP=group,
                 COLUMNS=columns,
+                STAGES=stages,
                 num_warps=warps,
             )
             column_sum(sums.view(segments, -1), total)
@@ -324,4 +325,4 @@ class _ShortConv(torch.autograd.Function):
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
 # channels and warps, without and with gates.
 _TILES = {False: (128, 4, 512, 4), True: (64, 4, 256, 4)}
-_TILES_BACK = {False: (256, 4, 512, 4), True: (64, 4, 512, 4)}
+_TILES_BACK = {False: (256, 4, 512, 4, 3), True: (64, 4, 512, 4, 3)}
