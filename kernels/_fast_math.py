@@ -1,4 +1,4 @@
-"""Functions of Triton kernels in fewer instructions than Triton's own, with the same accuracy where needed."""
+"""Functions for Triton kernels that take fewer instructions than Triton's own, with the same accuracy."""
 
 from __future__ import annotations
 

@@ -14,8 +14,17 @@ def column_sum(sums: Tensor, *results: Tensor) -> None:
     """
     rows, width = sums.shape[-2:]
     first, second = results if len(results) == 2 else (*results, None)
-    _column_sum_kernel[(ceil_div(width, 16), len(results))](
-        sums, first, second, rows, width, BLOCK_ROWS=512, BLOCK_WIDTH=16, num_warps=8, **early_start(sums)
+    block_rows, block_width, warps = (512, 16, 8) if rows > 64 else (64, 64, 4)
+    _column_sum_kernel[(ceil_div(width, block_width), len(results))](
+        sums,
+        first,
+        second,
+        rows,
+        width,
+        BLOCK_ROWS=block_rows,
+        BLOCK_WIDTH=block_width,
+        num_warps=warps,
+        **early_start(sums),
     )
 
 

@@ -216,8 +216,8 @@ def _tile(group_size: int, halvings: int) -> tuple[int, int, int]:
 
 @jit
 def _weight_rows(weight, own, mask, BLOCK_ROWS: tl.constexpr, BLOCK_WIDTH: tl.constexpr):
-    """The weight in every row of a tile, loaded as the tile is: with a layout of its own, Triton would move all
-    tiles into that layout.
+    """The weight in every row of a tile, loaded in the tile's layout: if it had one of its own, Triton would
+    move all tiles into that.
     """
     places = tl.broadcast_to(weight + own, (BLOCK_ROWS, BLOCK_WIDTH))
     return tl.load(places, tl.broadcast_to(mask, (BLOCK_ROWS, BLOCK_WIDTH)), 0.0)

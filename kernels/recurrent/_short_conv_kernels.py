@@ -199,13 +199,13 @@ def backward_kernel(
     added = ()  # this program's sums: one per tap, then the bias
     for _ in tl.static_range(TAPS + 1):
         added += (tl.zeros([COLUMNS], tl.float32),)
-    places = dy, x, starts, dx
-    strides = dy_stride, x_stride, dx_stride
     inside = _lies_within(starts, begin, False, tokens, TAPS, GROUP)
     # The TAPS - 1 rows after the last also read it.
     for group in tl.range(0, tl.cdiv(end - begin + TAPS - 1, GROUP), num_stages=STAGES):
         first = begin + group * GROUP
-        loaded = _group_inputs(places, strides, first, column, tokens, channels, TAPS, GATED, GROUP)
+        loaded = _group_inputs(
+            dy, x, dy_stride, x_stride, first, column, tokens, channels, TAPS, GATED, GROUP
+        )
         # Known a group ahead, so that no branch waits for it.
         own = (group + 1) * GROUP >= TAPS - 1
         own &= first + 2 * GROUP <= end
@@ -213,13 +213,13 @@ def backward_kernel(
         state = window, gradients, added
         if inside:
             state = _group_grads(
-                places, strides, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens, channels,
-                True, TAPS, SILU, GATED, GROUP, COLUMNS
+                starts, dx, dx_stride, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens,
+                channels, True, TAPS, SILU, GATED, GROUP, COLUMNS
             )  # fmt: skip
         else:
             state = _group_grads(
-                places, strides, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens, channels,
-                False, TAPS, SILU, GATED, GROUP, COLUMNS
+                starts, dx, dx_stride, taps, bias_of, bias, state, loaded, first, column, begin, end, tokens,
+                channels, False, TAPS, SILU, GATED, GROUP, COLUMNS
             )  # fmt: skip
         window, gradients, added = state
         inside = next_inside
@@ -229,10 +229,20 @@ def backward_kernel(
 
 
 @jit
-def _group_inputs(places, strides, first, column, tokens, channels, TAPS: tl.constexpr, GATED: tl.constexpr, GROUP: tl.constexpr):
+def _group_inputs(
+    dy,
+    x,
+    dy_stride,
+    x_stride,
+    first,
+    column,
+    tokens,
+    channels,
+    TAPS: tl.constexpr,
+    GATED: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """All that the gradients of a group of rows read."""
-    dy, x, _, _ = places
-    dy_stride, x_stride, _ = strides
     dy += first.to(tl.int64) * dy_stride + column
     x += first.to(tl.int64) * x_stride + column
     rows, incoming, gates, inner, earlier, earlier_inner = (), (), (), (), (), ()
@@ -252,8 +262,9 @@ def _group_inputs(places, strides, first, column, tokens, channels, TAPS: tl.con
 
 @jit
 def _group_grads(
-    places,
-    strides,
+    starts,
+    dx,
+    dx_stride,
     taps,
     bias_of,
     bias,
@@ -273,8 +284,6 @@ def _group_grads(
     COLUMNS: tl.constexpr,
 ):
     """Go down a group of rows, with INSIDE where `_lies_within`, and the program owns all of these rows."""
-    dy, x, starts, dx = places
-    dy_stride, x_stride, dx_stride = strides
     window, gradients, added = state
     rows, incoming, gates, inner, earlier, earlier_inner = loaded
     grouped = ()  # the group's own sums: a few long sums of short ones round less

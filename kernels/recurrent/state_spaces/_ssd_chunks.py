@@ -47,6 +47,7 @@ from liger_models.kernels._dispatch import (
     once_differentiable,
     shared_memory,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     NARROWEST,
@@ -305,14 +306,16 @@ def _chunk_grads(
     chunks = table.ranges.shape[1]
     strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks, first, held)
     sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
-    group_grads_kernel[(chunks, held // shared * parts)](
+    # With all of 256 channels, products exceed the tensor memory of data-centre Blackwell.
+    columns = min(sizes["BLOCK_N"], 128 if gpu_of(own.x).capability[0] == 10 else 256)
+    group_grads_kernel[(chunks, held // shared * parts, ceil_div(N, columns))](
         *(own.x, own.B, own.C, dy, own.gates, table.ranges),
         *(states, to_B, to_C),
         *(*strides, to_B.stride(-3), *numbers),
         SHARED=shared,
         PARTS=parts,
         ADD=first % (heads // groups) > 0,
-        **sizes,
+        **sizes | {"BLOCK_N": columns},
         **_options("group", own),
     )
     block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)

@@ -43,8 +43,8 @@ def group_grads_kernel(
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Write dB and dC, over a part of the SHARED heads of a group from `first_head` on. Products come first
-    and decays after them, so that the products read their operands from shared memory.
+    """Write BLOCK_N columns of dB and dC, over a part of the SHARED heads of a group from `first_head` on.
+    Products come first and decays after them, so that the products read their operands from shared memory.
     """
     chunk, part = tl.program_id(0).to(tl.int64), tl.program_id(1) % PARTS
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
@@ -53,7 +53,7 @@ def group_grads_kernel(
         return
     first = tl.program_id(1) // PARTS * SHARED + part * (SHARED // PARTS)
     group = (first_head + first) // PER_GROUP
-    channel = tl.arange(0, BLOCK_N)
+    channel = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     dc_rows = tl.zeros([64, BLOCK_N], tl.float32)
     db_rows = tl.zeros([64, BLOCK_N], tl.float32)
@@ -176,7 +176,8 @@ def head_grads_kernel(
     # Nor does the last token's write into the next state.
     share = tl.where(last_row, 0.0, dstep * step)
     dtotal = read * tl.exp(g) + tl.sum(product * step[:, None], 0) - inner * step - share
-    dtotal += tl.where(last_row, tl.sum(share, 0) + tl.exp(last) * through, 0.0)
+    # A sum over two dimensions: over one, Triton fails to lay it out for Blackwell.
+    dtotal += tl.where(last_row, tl.sum(share[None, :], 1) + tl.exp(last) * through, 0.0)
     store_numbers(cumulative_of(dgates + numbers, heads, tokens), dtotal, start, count, 0, 1)
     store_numbers(dgates + numbers, dstep + inner + own * own_score, start, count, 0, 1)
     tl.store(sums + (chunk * 3 + 2) * heads + head, tl.sum(own))

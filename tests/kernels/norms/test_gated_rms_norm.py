@@ -78,3 +78,25 @@ def test_incompatible_inputs_are_refused(change, message):
     call = {"gate": torch.ones(2, 24), "weight": torch.ones(8), "group_size": 8} | change
     with pytest.raises(ValueError, match=message):
         gated_rms_norm(torch.ones(2, 24), **call)
+
+
+# Heads of Qwen3-Next, groups of Nemotron-H, Granite 4's single group, and more groups than one row has.
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "group", "shared"),
+    [(4096, 128, True), (8192, 1024, False), (8192, 8192, False), (96, 24, True)],
+)
+@pytest.mark.parametrize("gate_first", [True, False])
+def test_real_widths_follow_the_formula_on_a_gpu(channels, group, shared, gate_first):
+    wide = torch.randn(700, 3 * channels, device="cuda", dtype=torch.bfloat16)
+    x, gate = (wide[:, nth * channels : (nth + 1) * channels].detach().requires_grad_() for nth in (0, 2))
+    weight = torch.randn(group if shared else channels, device="cuda").bfloat16().requires_grad_()
+    y = gated_rms_norm(x, gate, weight, 1e-3, group_size=group, gate_first=gate_first, cast="float32")
+    exact = [tensor.detach().double().requires_grad_() for tensor in (x, gate, weight)]
+    truth = formula(*exact, group, gate_first, "silu")
+    upstream = torch.randn_like(y)
+    found = y, *torch.autograd.grad(y, (x, gate, weight), upstream)
+    expected = truth, *torch.autograd.grad(truth, exact, upstream.double())
+    # Rounded once, after sums in float32.
+    for ours, true in zip(found, expected, strict=True):
+        assert (ours - true).norm() < (torch.finfo(torch.bfloat16).eps + 1e-5) * true.norm()

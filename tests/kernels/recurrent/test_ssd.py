@@ -10,6 +10,7 @@ import pytest
 import torch
 from delta_problem import DOCUMENTS, in_float64, relative
 
+from liger_models.kernels._gpu import INTERPRETED
 from liger_models.kernels.recurrent import _chunk_table
 from liger_models.kernels.recurrent.state_spaces import _ssd_chunks
 from liger_models.kernels.recurrent.state_spaces.ssd import ssd, ssd_step
@@ -160,8 +161,9 @@ def test_kernels_follow_the_recurrence(shape, documents, options, interpreted):
     assert_exact(inputs, 2e-5, **options)  # a dozen sums in a row over up to 64 tokens in float32
 
 
-def test_wide_states_are_read_in_blocks_where_shared_memory_is_small(interpreted, monkeypatch):
+def test_wide_states_are_read_in_blocks_where_shared_or_tensor_memory_is_small(interpreted, monkeypatch):
     monkeypatch.setattr(_ssd_chunks, "shared_memory", lambda x: 64 * 1024)
+    monkeypatch.setattr(_ssd_chunks, "gpu_of", lambda x: INTERPRETED._replace(capability=(10, 0)))
     assert_exact(tensors(20, 1, 16, 1, 144), 2e-5)  # as above
 
 
