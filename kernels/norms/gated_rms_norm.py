@@ -166,38 +166,39 @@ class _GatedRMSNorm(torch.autograd.Function):
         x_rows, gate_rows, dy_rows = as_rows(x), as_rows(gate), as_rows(dy)
         group_size, groups = ctx.group_size, x.shape[-1] // ctx.group_size
         rows, own = _rows_of(x_rows, weight, group_size)
-        block_rows, block_width, num_warps = _tile(group_size, 2)
-        # Two tiles of each operand are in flight during a third, if shared memory holds them; AMD's wait in
-        # registers.
-        in_flight = 2 * block_rows * block_width * sum(t.element_size() for t in (x, gate, dy))
-        stages = 3 if in_flight <= shared_memory(x) - 1024 and not gpu_of(x).amd else 1
+        wide = group_size > _WIDE
+        block_rows, block_width, num_warps = _WIDE_TILE if wide else _tile(group_size, 2)
         programs = max(1, min(ceil_div(rows, block_rows), ceil_div(4 * num_sms(x), own)))
         sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         dweight = torch.empty_like(weight)
+        strides = dy_rows.stride(0), x_rows.stride(0), gate_rows.stride(0)
+        operands = dy_rows, x_rows, gate_rows, weight, dx, dgate, sums, *strides, rows, group_size, ctx.eps
+        constants = ctx.constants | {
+            "FOLDED": groups // own,
+            "BLOCK_WIDTH": block_width,
+            "num_warps": num_warps,
+        }
         with on_device_of(x):
-            _backward_kernel[(programs, own)](
-                dy_rows,
-                x_rows,
-                gate_rows,
-                weight,
-                dx,
-                dgate,
-                sums,
-                dy_rows.stride(0),
-                x_rows.stride(0),
-                gate_rows.stride(0),
-                rows,
-                group_size,
-                ctx.eps,
-                FOLDED=groups // own,
-                **ctx.constants,
-                BLOCK_ROWS=block_rows,
-                BLOCK_WIDTH=block_width,
-                STAGES=stages,
-                num_warps=num_warps,
-            )
+            if wide:
+                # Two programs fit on a multiprocessor of NVIDIA's.
+                registers = {} if gpu_of(x).amd else {"maxnreg": 128}
+                parts = ceil_div(group_size, block_width)
+                _wide_backward_kernel[(programs, own)](*operands, **constants, **registers, PARTS=parts)
+            else:
+                # Two tiles of each operand are in flight during a third, if shared memory holds them; AMD's
+                # wait in registers.
+                in_flight = 2 * block_rows * block_width * sum(t.element_size() for t in (x, gate, dy))
+                stages = 3 if in_flight <= shared_memory(x) - 1024 and not gpu_of(x).amd else 1
+                _backward_kernel[(programs, own)](
+                    *operands, **constants, BLOCK_ROWS=block_rows, STAGES=stages
+                )
             column_sum(sums, dweight)
         return dx, dgate, dweight, None, None, None, None, None
+
+
+# Gradients of wider groups are computed in parts: rows, columns and warps of a tile.
+_WIDE = 2048
+_WIDE_TILE = (1, 2048, 8)
 
 
 def _rows_of(x: Tensor, weight: Tensor, group_size: int) -> tuple[int, int]:
@@ -283,6 +284,34 @@ def _forward_kernel(
 
 
 @jit
+def _tile_values(x, gate, dy, mask, GATE_FIRST: tl.constexpr, SILU: tl.constexpr):
+    """x, act(gate) and its derivative, h, dy, and the gradient of n * weight, of a tile."""
+    value = tl.load(x, mask, 0.0).to(tl.float32)
+    raw_gate = tl.load(gate, mask, 0.0).to(tl.float32)
+    gradient = tl.load(dy, mask, 0.0).to(tl.float32)
+    activated, slope = _activation(raw_gate, SILU)
+    hidden = value * activated if GATE_FIRST else value
+    upstream = gradient if GATE_FIRST else gradient * activated
+    return value, activated, slope, hidden, gradient, upstream
+
+
+@jit
+def _tile_grads(
+    values, scale, rstd, mean, dtype: tl.constexpr, GATE_FIRST: tl.constexpr, ROUND_FIRST: tl.constexpr
+):
+    """The terms of dweight, dx and dgate of a tile; `mean` of dn * n over the group."""
+    value, activated, slope, hidden, gradient, upstream = values
+    normed = hidden * rstd
+    seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # the factor of the weight
+    dhidden = (upstream * scale - normed * mean) * rstd
+    if GATE_FIRST:
+        dvalue, dgate = dhidden * activated, dhidden * value * slope
+    else:
+        dvalue, dgate = dhidden, gradient * seen * scale * slope
+    return upstream * seen, dvalue, dgate
+
+
+@jit
 def _backward_kernel(
     dy,
     x,
@@ -316,33 +345,97 @@ def _backward_kernel(
         token, group = (row // FOLDED).to(tl.int64), row % FOLDED + tl.program_id(1)
         mask = (row < rows) & (column < width)
         within = group * width + column
-        value = tl.load(x + token * x_stride + within, mask, 0.0)
-        dtype = value.dtype
-        value = value.to(tl.float32)
-        raw_gate = tl.load(gate + token * gate_stride + within, mask, 0.0).to(tl.float32)
-        gradient = tl.load(dy + token * dy_stride + within, mask, 0.0).to(tl.float32)
-        activated, slope = _activation(raw_gate, SILU)
-        if GATE_FIRST:
-            hidden = value * activated
-            upstream = gradient
-        else:
-            hidden = value
-            upstream = gradient * activated
-        dnormed = upstream * scale
+        values = _tile_values(
+            x + token * x_stride + within,
+            gate + token * gate_stride + within,
+            dy + token * dy_stride + within,
+            mask,
+            GATE_FIRST,
+            SILU,
+        )
+        hidden, upstream = values[3], values[5]
         # One reduction for both sums: threads wait for each other once.
-        squares, products = tl.reduce((hidden * hidden, dnormed * hidden), 1, _add_pairs, keep_dims=True)
+        squares, products = tl.reduce(
+            (hidden * hidden, upstream * scale * hidden), 1, _add_pairs, keep_dims=True
+        )
         rstd = rstd_of(squares, width, eps)
-        normed = hidden * rstd
-        seen = normed.to(dtype).to(tl.float32) if ROUND_FIRST else normed  # the factor of the weight
-        accumulated += upstream * seen
-        dhidden = (dnormed - normed * (products * rstd * one_over_width)) * rstd
-        if GATE_FIRST:
-            dvalue, draw = dhidden * activated, dhidden * value * slope
-        else:
-            dvalue, draw = dhidden, gradient * seen * scale * slope
+        mean = products * rstd * one_over_width
+        terms, dvalue, draw = _tile_grads(
+            values, scale, rstd, mean, x.dtype.element_ty, GATE_FIRST, ROUND_FIRST
+        )
+        accumulated += terms
         target = token * channels + within
         tl.store(dx + target, dvalue.to(dx.dtype.element_ty), mask)
         tl.store(dgate + target, draw.to(dgate.dtype.element_ty), mask)
     total = tl.sum(accumulated, 0, keep_dims=True)
     weights = width * tl.num_programs(1)
     tl.store(sums + tl.program_id(0) * weights + own, total, column < width)
+
+
+@jit
+def _wide_backward_kernel(
+    dy,
+    x,
+    gate,
+    weight,
+    dx,
+    dgate,
+    sums,
+    dy_stride,
+    x_stride,
+    gate_stride,
+    rows,
+    width,
+    eps,
+    FOLDED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    SILU: tl.constexpr,
+    ROUND_FIRST: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_WIDTH: tl.constexpr,
+):
+    """As `_backward_kernel`, for groups too wide to keep in registers: a row is read in parts, first for its
+    sums, then once more, from the cache, for its gradients.
+    """
+    channels = width * FOLDED * tl.num_programs(1)
+    one_over_width = 1.0 / width
+    weight += tl.program_id(1) * width
+    accumulated = ()
+    for _ in tl.static_range(PARTS):
+        accumulated += (tl.zeros([BLOCK_WIDTH], tl.float32),)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        token, group = (row // FOLDED).to(tl.int64), row % FOLDED + tl.program_id(1)
+        x_row = x + token * x_stride + group * width
+        gate_row = gate + token * gate_stride + group * width
+        dy_row = dy + token * dy_stride + group * width
+        squares = tl.zeros([BLOCK_WIDTH], tl.float32)
+        products = tl.zeros([BLOCK_WIDTH], tl.float32)
+        for part in tl.static_range(PARTS):
+            column = part * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+            mask = column < width
+            values = _tile_values(x_row + column, gate_row + column, dy_row + column, mask, GATE_FIRST, SILU)
+            scale = tl.load(weight + column, mask, 0.0).to(tl.float32)
+            squares += values[3] * values[3]
+            products += values[5] * scale * values[3]
+        square, product = tl.reduce((squares, products), 0, _add_pairs)
+        rstd = rstd_of(square, width, eps)
+        mean = product * rstd * one_over_width
+        target = token * channels + group * width
+        more = ()
+        for part in tl.static_range(PARTS):
+            column = part * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+            mask = column < width
+            values = _tile_values(x_row + column, gate_row + column, dy_row + column, mask, GATE_FIRST, SILU)
+            scale = tl.load(weight + column, mask, 0.0).to(tl.float32)
+            terms, dvalue, draw = _tile_grads(
+                values, scale, rstd, mean, x.dtype.element_ty, GATE_FIRST, ROUND_FIRST
+            )
+            more += (accumulated[part] + terms,)
+            tl.store(dx + target + column, dvalue.to(dx.dtype.element_ty), mask)
+            tl.store(dgate + target + column, draw.to(dgate.dtype.element_ty), mask)
+        accumulated = more
+    weights = width * tl.num_programs(1)
+    sums += tl.program_id(0) * weights + tl.program_id(1) * width
+    for part in tl.static_range(PARTS):
+        column = part * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
+        tl.store(sums + column, accumulated[part], column < width)

@@ -199,17 +199,21 @@ def backward_kernel(
     added = ()  # this program's sums: one per tap, then the bias
     for _ in tl.static_range(TAPS + 1):
         added += (tl.zeros([COLUMNS], tl.float32),)
-    inside = _lies_within(starts, begin, False, tokens, TAPS, GROUP)
+    last_start = 0  # of the document of the last row that is read
+    if starts is not None:
+        last_start = tl.load(starts + tl.minimum(begin + ROWS + TAPS - 2, tokens - 1))
     # The TAPS - 1 rows after the last also read it.
     for group in tl.range(0, tl.cdiv(end - begin + TAPS - 1, GROUP), num_stages=STAGES):
         first = begin + group * GROUP
         loaded = _group_inputs(
             dy, x, dy_stride, x_stride, first, column, tokens, channels, TAPS, GATED, GROUP
         )
-        # Known a group ahead, so that no branch waits for it.
-        own = (group + 1) * GROUP >= TAPS - 1
-        own &= first + 2 * GROUP <= end
-        next_inside = _lies_within(starts, first + GROUP, own, tokens, TAPS, GROUP)
+        own = (group * GROUP >= TAPS - 1) & (first + GROUP <= end)
+        inside = own & (first - last_start >= TAPS - 1)
+        if starts is not None:  # noqa: SIM102
+            # Only where documents end is there something to load, and to wait for.
+            if own & (inside == 0):
+                inside = _lies_within(starts, first, own, tokens, TAPS, GROUP)
         state = window, gradients, added
         if inside:
             state = _group_grads(
@@ -222,7 +226,6 @@ def backward_kernel(
                 channels, False, TAPS, SILU, GATED, GROUP, COLUMNS
             )  # fmt: skip
         window, gradients, added = state
-        inside = next_inside
     target = sums + tl.program_id(0).to(tl.int64) * (TAPS + 1) * channels + column
     for nth in tl.static_range(TAPS + 1):
         tl.store(target + nth * channels, added[nth], column < channels)

@@ -34,8 +34,10 @@ from liger_models.kernels._dispatch import (
     once_differentiable,
     use_triton,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.attention.visible_keys import document_bounds
 from liger_models.kernels.norms._norm_sums import column_sum
+from liger_models.kernels.recurrent._chunk_table import limit_registers
 from liger_models.kernels.recurrent._short_conv_kernels import backward_kernel, forward_kernel
 
 WIDEST = 8  # maximum number of taps; the kernels unroll them
@@ -283,6 +285,8 @@ class _ShortConv(torch.autograd.Function):
             return dx, torch.zeros_like(weight), dbias, None, None, None
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
         rows, group, columns, warps, stages = _TILES_BACK[ctx.gated]
+        if gpu_of(x).amd:
+            stages = 1  # rows that are read ahead would wait in registers
         segments = ceil_div(tokens, rows)
         sums = torch.empty(segments, taps + 1, channels, dtype=torch.float32, device=x.device)
         total = torch.empty((taps + 1) * channels, dtype=torch.float32, device=x.device)
@@ -308,6 +312,7 @@ class _ShortConv(torch.autograd.Function):
                 COLUMNS=columns,
                 STAGES=stages,
                 num_warps=warps,
+                **(limit_registers(x, 128) if taps <= 4 else {}),
             )
             column_sum(sums.view(segments, -1), total)
         total = total.view(taps + 1, channels)
@@ -323,6 +328,6 @@ class _ShortConv(torch.autograd.Function):
 
 # A program goes down some rows (tokens) of some channels with the last inputs in registers, so that memory is
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
-# channels and warps, without and with gates.
+# channels, warps, and for gradients the groups in flight; without and with gates.
 _TILES = {False: (128, 4, 512, 4), True: (64, 4, 256, 4)}
-_TILES_BACK = {False: (256, 4, 512, 4, 3), True: (64, 4, 512, 4, 3)}
+_TILES_BACK = {False: (256, 4, 512, 4, 2), True: (128, 4, 512, 4, 1)}

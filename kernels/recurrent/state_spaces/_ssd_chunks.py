@@ -34,6 +34,7 @@ one factor, plus the segment's own.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -167,6 +168,13 @@ def _parts(heads: int, programs: int, x: Tensor) -> int:
     while heads % (2 * parts) == 0 and heads > 2 * parts and programs * parts < num_sms(x):
         parts *= 2
     return parts
+
+
+_MOST, _HEAD_STAGES = 1, 1
+
+
+def _heads_of_program(shared: int) -> int:
+    return math.gcd(shared, _MOST)
 
 
 def _block_of_channels(N: int) -> int:
@@ -319,10 +327,13 @@ def _chunk_grads(
         **_options("group", own),
     )
     block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
-    head_grads_kernel[(chunks * held,)](
+    of_program = _heads_of_program(shared)
+    head_grads_kernel[(chunks * held // of_program,)](
         *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
         *(states, dx, dgates, sums),
         *(*strides, dx.stride(0), *numbers),
+        HEADS=of_program,
+        STAGES=_HEAD_STAGES,
         **sizes | {"BLOCK_N": block},
         **_options("head", own),
     )
