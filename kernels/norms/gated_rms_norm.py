@@ -403,7 +403,8 @@ def _wide_backward_kernel(
     accumulated = ()
     for _ in tl.static_range(PARTS):
         accumulated += (tl.zeros([BLOCK_WIDTH], tl.float32),)
-    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+    for nth in range(0, tl.cdiv(rows - tl.program_id(0), tl.num_programs(0))):
+        row = tl.program_id(0) + nth * tl.num_programs(0)
         token, group = (row // FOLDED).to(tl.int64), row % FOLDED + tl.program_id(1)
         x_row = x + token * x_stride + group * width
         gate_row = gate + token * gate_stride + group * width

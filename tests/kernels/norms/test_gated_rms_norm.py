@@ -1,5 +1,7 @@
 """gated_rms_norm: its options against formulas, and errors."""
 
+import sys
+
 import pytest
 import torch
 
@@ -43,6 +45,19 @@ def test_groups_of_any_width_follow_the_formula(
         assert_near(y, truth, 12 + group)
         for grad, true in zip(grads, true_grads, strict=True):
             assert_near(grad, true, 24 + 2 * group + rows)
+
+
+@pytest.mark.parametrize(("gate_first", "cast"), [(True, "llama"), (False, "float32")])
+def test_gradients_in_parts_equal_those_of_whole_groups(
+    gate_first, cast, interpreted, monkeypatch, assert_near
+):
+    inputs = [torch.randn(*shape).requires_grad_() for shape in ((5, 40), (5, 40), (40,))]
+    y = gated_rms_norm(*inputs, 1e-3, group_size=20, gate_first=gate_first, cast=cast)
+    whole = torch.autograd.grad(y, inputs, upstream := torch.randn_like(y), retain_graph=True)
+    monkeypatch.setattr(sys.modules[gated_rms_norm.__module__], "_WIDE", 8)
+    monkeypatch.setattr(sys.modules[gated_rms_norm.__module__], "_WIDE_TILE", (1, 8, 4))
+    for grad, expected in zip(torch.autograd.grad(y, inputs, upstream), whole, strict=True):
+        assert_near(grad, expected.double(), 20)  # sums over the group in another order
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
