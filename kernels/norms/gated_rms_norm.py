@@ -170,7 +170,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         rows, own = _rows_of(x_rows, weight, group_size)
         wide = group_size > _WIDE
         block_rows, block_width, num_warps = _WIDE_TILE if wide else _tile(group_size, 2)
-        programs = max(1, min(ceil_div(rows, block_rows), ceil_div(4 * num_sms(x), own)))
+        at_once = (2 if wide else 4) * num_sms(x)
+        programs = max(1, min(ceil_div(rows, block_rows), ceil_div(at_once, own)))
         sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         dweight = torch.empty_like(weight)
         strides = dy_rows.stride(0), x_rows.stride(0), gate_rows.stride(0)
@@ -197,7 +198,7 @@ class _GatedRMSNorm(torch.autograd.Function):
 
 
 # Gradients of wider groups are computed in parts: rows, columns and warps of a tile.
-_WIDE = 2048
+_WIDE = 4096
 _WIDE_TILE = (1, 2048, 8)
 
 

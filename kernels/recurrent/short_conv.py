@@ -284,7 +284,7 @@ class _ShortConv(torch.autograd.Function):
             dbias = None if bias is None else torch.zeros_like(bias)
             return dx, torch.zeros_like(weight), dbias, None, None, None
         dy = dy if dy.stride(1) == 1 else dy.contiguous()
-        rows, group, columns, warps, stages = _TILES_BACK[ctx.gated]
+        rows, group, columns, warps, stages = _tiles_back(ctx.gated, taps)
         if gpu_of(x).amd:
             stages = 1  # rows that are read ahead would wait in registers
         segments = ceil_div(tokens, rows)
@@ -328,6 +328,12 @@ class _ShortConv(torch.autograd.Function):
 
 # A program goes down some rows (tokens) of some channels with the last inputs in registers, so that memory is
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
-# channels, warps, and for gradients the groups in flight; without and with gates.
+# channels and warps, without and with gates.
 _TILES = {False: (128, 4, 512, 4), True: (64, 4, 256, 4)}
-_TILES_BACK = {False: (256, 4, 512, 4, 2), True: (128, 4, 512, 4, 1)}
+
+
+def _tiles_back(gated: bool, taps: int) -> tuple[int, int, int, int, int]:
+    """The same for gradients, and the groups in flight."""
+    if not gated:
+        return 256, 4, 256, 2, 2
+    return 128 if taps <= 4 else 256, 4, 512, 4, 1

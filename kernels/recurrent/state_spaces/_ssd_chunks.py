@@ -34,7 +34,6 @@ one factor, plus the segment's own.
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -168,13 +167,6 @@ def _parts(heads: int, programs: int, x: Tensor) -> int:
     while heads % (2 * parts) == 0 and heads > 2 * parts and programs * parts < num_sms(x):
         parts *= 2
     return parts
-
-
-_MOST, _HEAD_STAGES = 1, 1
-
-
-def _heads_of_program(shared: int) -> int:
-    return math.gcd(shared, _MOST)
 
 
 def _block_of_channels(N: int) -> int:
@@ -314,8 +306,9 @@ def _chunk_grads(
     chunks = table.ranges.shape[1]
     strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks, first, held)
     sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
-    # With all of 256 channels, products exceed the tensor memory of data-centre Blackwell.
-    columns = min(sizes["BLOCK_N"], 128 if gpu_of(own.x).capability[0] == 10 else 256)
+    # Data-centre Blackwell's tensor memory is too small for products with all of 256 channels.
+    tensor_memory = gpu_of(own.x).capability[0] == 10
+    columns = min(sizes["BLOCK_N"], 128 if tensor_memory else 256)
     group_grads_kernel[(chunks, held // shared * parts, ceil_div(N, columns))](
         *(own.x, own.B, own.C, dy, own.gates, table.ranges),
         *(states, to_B, to_C),
@@ -327,14 +320,11 @@ def _chunk_grads(
         **_options("group", own),
     )
     block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
-    of_program = _heads_of_program(shared)
-    head_grads_kernel[(chunks * held // of_program,)](
+    head_grads_kernel[(chunks * held,)](
         *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
         *(states, dx, dgates, sums),
         *(*strides, dx.stride(0), *numbers),
-        HEADS=of_program,
-        STAGES=_HEAD_STAGES,
-        **sizes | {"BLOCK_N": block},
+        **sizes | {"BLOCK_N": block, "TENSOR_MEMORY": tensor_memory},
         **_options("head", own),
     )
 

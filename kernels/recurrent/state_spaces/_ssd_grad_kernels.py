@@ -53,7 +53,9 @@ def group_grads_kernel(
         return
     first = tl.program_id(1) // PARTS * SHARED + part * (SHARED // PARTS)
     group = (first_head + first) // PER_GROUP
-    channel = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_N)
+    if BLOCK_N < N:
+        channel += tl.program_id(2) * BLOCK_N
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     dc_rows = tl.zeros([64, BLOCK_N], tl.float32)
     db_rows = tl.zeros([64, BLOCK_N], tl.float32)
@@ -111,27 +113,31 @@ def head_grads_kernel(
     first_head,
     held,
     PER_GROUP: tl.constexpr,
-    HEADS: tl.constexpr,
-    STAGES: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
+    TENSOR_MEMORY: tl.constexpr,
 ):
-    """Write dX, dG, dd and the chunk's dD of HEADS heads of a group. Tiles of scores are transposed: their
-    rows are keys.
+    """Write a head's dX, dG, dd and the chunk's dD. Tiles of scores are transposed: their rows are keys.
+
+    With TENSOR_MEMORY, a sum is over two dimensions: Triton 3.7 finds no layout for it over one.
     """
-    programs = held // HEADS
-    chunk, first = (tl.program_id(0) // programs).to(tl.int64), tl.program_id(0) % programs * HEADS
+    chunk, local = (tl.program_id(0) // held).to(tl.int64), tl.program_id(0) % held
     start, end = tl.load(ranges + chunk), tl.load(ranges + chunks + chunk)
     count = end - start
     if count <= 0:
         return
-    group = (first_head + first) // PER_GROUP
+    head = first_head + local
+    group = head // PER_GROUP
     channel = tl.arange(0, BLOCK_N)
     row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     last_row = tl.arange(0, 64) == tl.minimum(count, 64) - 1
+    numbers = head.to(tl.int64) * tokens
+    step, g, last = decays_of(gates + numbers, start, count, heads, tokens)
+    skip = tl.load(D + head).to(tl.float32)
+    left = tl.exp(last - g)
     b_rows = rows_of(B, b_stride, start, count, group, channel, N)
     c_rows = rows_of(C, c_stride, start, count, group, channel, N)
     scores = tl.dot(b_rows, tl.trans(c_rows), input_precision=PRECISION)
@@ -140,54 +146,47 @@ def head_grads_kernel(
         more_c = rows_of(C, c_stride, start, count, group, at + channel, N)
         scores += tl.dot(more_b, tl.trans(more_c), input_precision=PRECISION)
     own_score = tl.sum(tl.where(row == other, scores, 0.0), 1)
-    for nth in tl.range(0, HEADS, num_stages=STAGES):
-        local = first + nth
-        head = first_head + local
-        numbers = head.to(tl.int64) * tokens
-        step, g, last = decays_of(gates + numbers, start, count, heads, tokens)
-        skip = tl.load(D + head).to(tl.float32)
-        left = tl.exp(last - g)
-        # A token's own score does not decay: without it there is no cancellation in the sums for dG.
-        decayed = tl.where(row < other, scores * decay(g[None, :], g[:, None]), 0.0)
-        weights = decayed.to(x.dtype.element_ty)
-        dscores = tl.zeros([64, 64], tl.float32)
-        read = tl.zeros([64], tl.float32)
-        dstep = tl.zeros([64], tl.float32)
-        through = 0.0
-        for begin in tl.static_range(0, P, BLOCK_P):
-            column = begin + tl.arange(0, BLOCK_P)
-            x_rows = rows_of(x, x_stride, start, count, head, column, P)
-            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
-            state = state_of(states, chunk * held + local, column, channel, P, N)
-            dstate = state_of(states, (chunks + chunk) * held + local, column, channel, P, N)
+    # A token's own score does not decay: without it there is no cancellation in the sums for dG.
+    scores = tl.where(row < other, scores * decay(g[None, :], g[:, None]), 0.0)
+    weights = scores.to(x.dtype.element_ty)
+    dscores = tl.zeros([64, 64], tl.float32)
+    read = tl.zeros([64], tl.float32)
+    dstep = tl.zeros([64], tl.float32)
+    through = 0.0
+    for begin in tl.static_range(0, P, BLOCK_P):
+        column = begin + tl.arange(0, BLOCK_P)
+        x_rows = rows_of(x, x_stride, start, count, head, column, P)
+        dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
+        state = state_of(states, chunk * held + local, column, channel, P, N)
+        dstate = state_of(states, (chunks + chunk) * held + local, column, channel, P, N)
+        through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
+        dwide = dy_rows.to(tl.float32)
+        dscores += tl.dot(x_rows, tl.trans(dy_rows), input_precision=PRECISION)
+        read += tl.sum(tl.dot(c_rows, tl.trans(state), input_precision=PRECISION) * dwide, 1)
+        by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
+        for at in tl.static_range(BLOCK_N, N, BLOCK_N):
+            state = state_of(states, chunk * held + local, column, at + channel, P, N)
+            dstate = state_of(states, (chunks + chunk) * held + local, column, at + channel, P, N)
             through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-            dwide = dy_rows.to(tl.float32)
-            dscores += tl.dot(x_rows, tl.trans(dy_rows), input_precision=PRECISION)
-            read += tl.sum(tl.dot(c_rows, tl.trans(state), input_precision=PRECISION) * dwide, 1)
-            by_state = tl.dot(b_rows, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
-            for at in tl.static_range(BLOCK_N, N, BLOCK_N):
-                state = state_of(states, chunk * held + local, column, at + channel, P, N)
-                dstate = state_of(states, (chunks + chunk) * held + local, column, at + channel, P, N)
-                through += tl.sum(state.to(tl.float32) * dstate.to(tl.float32))
-                more_b = rows_of(B, b_stride, start, count, group, at + channel, N)
-                more_c = rows_of(C, c_stride, start, count, group, at + channel, N)
-                read += tl.sum(tl.dot(more_c, tl.trans(state), input_precision=PRECISION) * dwide, 1)
-                by_state += tl.dot(more_b, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
-            dstep += tl.sum(by_state * x_rows.to(tl.float32), 1)
-            dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
-            dx_rows = dwritten * step[:, None] + dwide * (step * own_score + skip)[:, None]
-            store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
-        own = tl.sum(tl.where(row == other, dscores, 0.0), 1)
-        product = dscores * decayed
-        inner = tl.sum(product, 1)
-        # Nor does the last token's write into the next state.
-        share = tl.where(last_row, 0.0, dstep * step)
-        dtotal = read * tl.exp(g) + tl.sum(product * step[:, None], 0) - inner * step - share
-        # A sum over two dimensions: over one, Triton fails to lay it out for Blackwell.
-        dtotal += tl.where(last_row, tl.sum(share[None, :], 1) + tl.exp(last) * through, 0.0)
-        store_numbers(cumulative_of(dgates + numbers, heads, tokens), dtotal, start, count, 0, 1)
-        store_numbers(dgates + numbers, dstep + inner + own * own_score, start, count, 0, 1)
-        tl.store(sums + (chunk * 3 + 2) * heads + head, tl.sum(own))
+            more_b = rows_of(B, b_stride, start, count, group, at + channel, N)
+            more_c = rows_of(C, c_stride, start, count, group, at + channel, N)
+            read += tl.sum(tl.dot(more_c, tl.trans(state), input_precision=PRECISION) * dwide, 1)
+            by_state += tl.dot(more_b, tl.trans(dstate), input_precision=PRECISION) * left[:, None]
+        dstep += tl.sum(by_state * x_rows.to(tl.float32), 1)
+        dwritten = by_state + tl.dot(weights, dy_rows, input_precision=PRECISION)
+        dx_rows = dwritten * step[:, None] + dwide * (step * own_score + skip)[:, None]
+        store_strided_rows(dx, dx_rows, dx_stride, start, count, head, column, P)
+    own = tl.sum(tl.where(row == other, dscores, 0.0), 1)
+    product = dscores * scores
+    inner = tl.sum(product, 1)
+    # Nor does the last token's write into the next state.
+    share = tl.where(last_row, 0.0, dstep * step)
+    dtotal = read * tl.exp(g) + tl.sum(product * step[:, None], 0) - inner * step - share
+    all_shares = tl.sum(share[None, :], 1) if TENSOR_MEMORY else tl.sum(share, 0)
+    dtotal += tl.where(last_row, all_shares + tl.exp(last) * through, 0.0)
+    store_numbers(cumulative_of(dgates + numbers, heads, tokens), dtotal, start, count, 0, 1)
+    store_numbers(dgates + numbers, dstep + inner + own * own_score, start, count, 0, 1)
+    tl.store(sums + (chunk * 3 + 2) * heads + head, tl.sum(own))
 
 
 @jit
