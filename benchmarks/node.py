@@ -141,7 +141,7 @@ def _checkpoint(args: argparse.Namespace, layers: int | None, seconds: float) ->
 PARTS = (
     Part("8B", 125, 4, _large),
     Part("experts", 85, 12, _experts),
-    Part("hybrid", 50, 4, _hybrid),
+    Part("hybrid", 85, 4, _hybrid),
     Part("float8", 40, 4, _float8),
     Part("long context", 175, 4, _long),
     Part("checkpoint", 85, 2, _checkpoint),
