@@ -17,7 +17,7 @@ from liger_models.architectures.common import (
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, Constant, MLPSpec, ModelSpec, MoESpec, NormSpec, QKNormSpec
 
 NAMES = (
     *((".pre_feedforward_layernorm.", ".pre_mlp_layernorm."), (".g_proj.", ".gate_proj.")),
@@ -61,7 +61,8 @@ def afmoe(c: HFConfig) -> ModelSpec:
         for i, window in enumerate(spans)
     ]
     scale = c.take_count("hidden_size") ** 0.5 if c.take_flag("mup_enabled", False) else 1.0
-    return decoder(c, blocks, norm, input_scale=scale)
+    fresh = (("*.mlp.router.weight", Constant(0.0)),)
+    return decoder(c, blocks, norm, input_scale=scale, fresh=fresh)
 
 
 def experts(c: HFConfig) -> MoESpec:

@@ -9,7 +9,7 @@ from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import AttentionSpec, BlockSpec, LayerNormSpec, MLPSpec, ModelSpec
+from liger_models.layers.specs import AttentionSpec, BlockSpec, LayerNormSpec, MLPSpec, ModelSpec, Normal
 
 NAMES = (
     *(("embed_tokens.", "wte."), ("embed_positions.", "wpe."), ("layers.", "h.")),
@@ -67,15 +67,18 @@ def with_learned_positions(c: HFConfig, kv_heads: int, by_layer: bool = False) -
     attn = AttentionSpec(heads, kv_heads, head_dim, scale, qkv_bias=True, o_bias=True, dropout=of_weights)
     scales = [scale / (i + 1) if by_layer else scale for i in range(layers)]
     c.take("pad_token_id", None)  # its row has a gradient, as all others
+    std = c.take_number("initializer_range", 0.02)
+    branches = Normal(std / (2 * layers) ** 0.5)
     return ModelSpec(
         vocab_size=c.take_count("vocab_size"),
         hidden_size=width,
         blocks=tuple(BlockSpec(replace(attn, scale=own), mlp, norm, dropout=of_branches) for own in scales),
         norm=norm,
         tie_word_embeddings=c.take_flag("tie_word_embeddings", True),
-        initializer_range=c.take_number("initializer_range", 0.02),
+        initializer_range=std,
         learned_positions=c.take_count("n_positions"),
         embed_dropout=of_embeddings,
+        fresh=(("*.o_proj.weight", branches), ("*.down_proj.weight", branches)),
     )
 
 

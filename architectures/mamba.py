@@ -4,11 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import decoder, selective
-from liger_models.architectures.mamba2 import INITIALISATION, NAMES, OF_ATTENTION
+from liger_models.architectures.common.state_space import fresh_mamba
+from liger_models.architectures.mamba2 import NAMES, OF_ATTENTION
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.specs import BlockSpec, Constant, Fresh, ModelSpec, NormSpec, Uniform
 
 KEYS = {
     "state": "state_size",
@@ -33,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 KERNELS = ("use_mambapy", "use_associative_scan")
 OF_THE_ORIGINAL = "d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rms_norm ssm_cfg"
 UNREAD = {
-    **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_rank"},
+    "A_initializer_range": "the reference does not read it",
     **dict.fromkeys(KERNELS, "chooses among kernels with the same results"),
     **dict.fromkeys(OF_THE_ORIGINAL.split(), "of the original implementation; the reference ignores it"),
 }
@@ -57,7 +59,23 @@ def scans(c: HFConfig, **settings: Any) -> ModelSpec:
     expanded = c.take_count("expand") * c.take_count("hidden_size")
     mixer = selective(c, c.take_count("intermediate_size", expanded), KEYS, **settings)
     blocks = [BlockSpec(mixer, None, norm, "one_part")] * c.take_count("num_hidden_layers")
-    return replace(decoder(c, blocks, norm), padding_idx=None)
+    fresh = *fresh_mamba(c, mixer.channels), ("*.mamba.dt_proj.weight", fresh_steps(c, mixer.step_rank))
+    return replace(decoder(c, blocks, norm), padding_idx=None, fresh=fresh)
+
+
+def fresh_steps(c: HFConfig, rank: int) -> Fresh:
+    """Initial weights of the projection of the step, of this rank.
+
+    Raises:
+        ConfigError: an unknown scheme.
+    """
+    size = rank**-0.5 * c.take_number("time_step_scale", 1.0)
+    scheme = c.take("time_step_init_scheme", "random")
+    if scheme not in ("random", "constant"):
+        raise ConfigError(
+            f"{c.name}: time_step_init_scheme is {abbreviate(scheme)}; expected 'random' or 'constant'"
+        )
+    return Uniform(size) if scheme == "random" else Constant(size)
 
 
 # -- tests
@@ -73,6 +91,12 @@ TINY = {
     "use_conv_bias": True,
     "residual_in_fp32": True,
     "time_step_rank": 6,
+    "time_step_init_scheme": "constant",
+    "time_step_scale": 0.5,
+    "time_step_min": 0.002,
+    "time_step_max": 0.2,
+    "time_step_floor": 0.004,
+    "rescale_prenorm_residual": True,
     "tie_word_embeddings": False,
 }
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 from liger_models.architectures.common import decoder, ssd, time_step_limit
+from liger_models.architectures.common.state_space import fresh_mamba
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -31,6 +32,8 @@ INITIALISATION = (
     "time_step_rank",
     "time_step_scale",
 )
+READ = ("rescale_prenorm_residual", "time_step_floor", "time_step_max", "time_step_min")
+NOT_READ = tuple(key for key in INITIALISATION if key not in READ)
 
 
 @register(
@@ -48,7 +51,7 @@ INITIALISATION = (
         "initializer_range": 0.1,
     },
     unread={
-        **dict.fromkeys(INITIALISATION, "concerns only fresh weights"),
+        **dict.fromkeys(NOT_READ, "the reference does not read it"),
         "chunk_size": "a setting of the reference's kernel, with the same results",
         "intermediate_size": "it is expand * hidden_size",
         "norm_before_gate": "the reference multiplies by the gate first, whatever it says",
@@ -61,7 +64,7 @@ def mamba2(c: HFConfig) -> ModelSpec:
     size = c.take_count("expand") * c.take_count("hidden_size")
     mixer = ssd(c, size, norm.eps, KEYS, **time_step_limit(c))
     blocks = [BlockSpec(mixer, None, norm, "one_part")] * c.take_count("num_hidden_layers")
-    return replace(decoder(c, blocks, norm), padding_idx=None)
+    return replace(decoder(c, blocks, norm), padding_idx=None, fresh=fresh_mamba(c, size))
 
 
 # -- tests
@@ -91,6 +94,10 @@ for_tests(
         "use_conv_bias": True,
         "residual_in_fp32": True,
         "time_step_limit": [0.0, math.inf],
+        "time_step_min": 0.002,
+        "time_step_max": 0.2,
+        "time_step_floor": 0.004,
+        "rescale_prenorm_residual": True,
     },
     variants={
         "limited_steps": {"time_step_limit": [0.5, 1.2]},

@@ -8,7 +8,7 @@ from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, Normal, NormSpec, QKNormSpec
 
 
 @register(
@@ -30,7 +30,9 @@ def nanochat(c: HFConfig) -> ModelSpec:
     attn = replace(attn, rope=replace(attn.rope, clockwise=True), qk_norm=heads)
     blocks = [BlockSpec(attn, mlp(c, gated=False), norm)] * c.take_count("num_hidden_layers")
     softcap = c.take_number("final_logit_softcapping", None)
-    return decoder(c, blocks, norm, embed_norm=norm, logit_softcap=softcap)
+    branch = Normal(c.take_number("initializer_range", 0.02) / (2 * len(blocks)) ** 0.5)
+    fresh = (("*.o_proj.weight", branch),)
+    return decoder(c, blocks, norm, embed_norm=norm, logit_softcap=softcap, fresh=fresh)
 
 
 # -- tests

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from liger_models.architectures.common import FULL, LINEAR, check_groups, decoder, mlp, part_types, ssd
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS, routed_and_shared_experts
-from liger_models.architectures.common.state_space import EXPERTS, MLP
-from liger_models.architectures.mamba2 import INITIALISATION, KEYS, NAMES, OF_ATTENTION
+from liger_models.architectures.common.state_space import EXPERTS, MLP, step_biases
+from liger_models.architectures.mamba2 import KEYS, NAMES, OF_ATTENTION
+from liger_models.architectures.mamba2 import NOT_READ as UNREAD_STATES
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -16,11 +17,13 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
+    Fresh,
     MixerSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
     NormSpec,
+    Uniform,
 )
 
 OF_STATES = {**KEYS, "heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "state": "ssm_state_size"}
@@ -67,8 +70,9 @@ NOT_READ = """
     },
     carried=lambda c: ("mtp.*",),
     unread={
-        **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_min"},
-        **dict.fromkeys(NOT_READ.split(), "the reference does not read it, or the result is the same"),
+        **dict.fromkeys(
+            (*NOT_READ.split(), *UNREAD_STATES), "the reference does not read it, or the result is the same"
+        ),
     },
 )
 def nemotron_h(c: HFConfig) -> ModelSpec:
@@ -102,8 +106,11 @@ def nemotron_h(c: HFConfig) -> ModelSpec:
     mixers: dict[str, MixerSpec] = {LINEAR: mamba, FULL: attn}
     mlps: dict[str, MLPSpec | MoESpec] = {MLP: feed_forward, EXPERTS: experts}
     blocks = [BlockSpec(mixers.get(kind), mlps.get(kind), norm, "one_part") for kind in kinds]
+    fresh: tuple[tuple[str, Fresh], ...] = (("*.mamba.dt_bias", step_biases(c)),)
+    if c.take_flag("rescale_prenorm_residual", True):
+        fresh += (("*.mamba.out_proj.weight", Uniform((size * len(blocks)) ** -0.5)),)
     # The reference never ties the head.
-    return replace(decoder(c, blocks, norm), padding_idx=None, tie_word_embeddings=False)
+    return replace(decoder(c, blocks, norm), padding_idx=None, tie_word_embeddings=False, fresh=fresh)
 
 
 # -- tests
@@ -126,6 +133,9 @@ for_tests(
         "mlp_bias": True,
         "mlp_hidden_act": "relu2",
         "time_step_min": 0.001,
+        "time_step_max": 0.2,
+        "time_step_floor": 0.004,
+        "rescale_prenorm_residual": True,
         "n_routed_experts": 6,
         "num_experts_per_tok": 3,
         "n_group": 1,
@@ -143,7 +153,7 @@ for_tests(
         "another_activation": {"mlp_hidden_act": "silu", "layers_block_type": ["mlp", LINEAR, "mlp", FULL]},
         "experts_in_groups": {"n_group": 3, "topk_group": 2},
         "experts_not_latent": {"moe_latent_size": None},
-        "longer_steps": {"time_step_min": 0.6},
+        "longer_steps": {"time_step_min": 0.6, "rescale_prenorm_residual": False},
         "two_of_states": {"layers_block_type": [LINEAR, "mlp", LINEAR, "moe"]},
     },
     skip={

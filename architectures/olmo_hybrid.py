@@ -5,10 +5,11 @@ branches, in three layers of four, and attention with norms after the branches i
 from dataclasses import replace
 
 from liger_models.architectures.common import FULL, LINEAR, attention, decoder, gated_delta, layer_types, mlp
+from liger_models.architectures.common.state_space import step_biases
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined, Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, LogRates, ModelSpec, NormSpec, QKNormSpec
 
 CONVOLUTIONS = ("q_conv1d", "k_conv1d", "v_conv1d")
 OUTPUTS = ((".linear_attn.norm.", ".linear_attn.o_norm."), (".linear_attn.out_proj.", ".linear_attn.o_proj."))
@@ -23,14 +24,6 @@ LAYOUTS = (
 )
 """Layouts of the hub, of files written by transformers, and of its modules."""
 
-INITIALISATION = (
-    "linear_a_log_min",
-    "linear_a_log_max",
-    "linear_dt_min",
-    "linear_dt_max",
-    "linear_dt_init_floor",
-)
-
 
 @register(
     "olmo_hybrid",
@@ -42,7 +35,6 @@ INITIALISATION = (
         "linear_conv_kernel_dim": 4,
     },
     carried=lambda c: ("mtp.*",),
-    unread=dict.fromkeys(INITIALISATION, "read only by initialisation"),
 )
 def olmo_hybrid(c: HFConfig) -> ModelSpec:
     norm, feed_forward = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="float32"), mlp(c)
@@ -66,7 +58,10 @@ def olmo_hybrid(c: HFConfig) -> ModelSpec:
     before, after = BlockSpec(linear, feed_forward, norm), BlockSpec(attn, feed_forward, norm, "post_norm")
     last = c.take_count("num_hidden_layers") - 1
     types = layer_types(c, lambda i: FULL if i % 4 == 3 or i == last < 3 else LINEAR, (LINEAR, FULL))
-    return decoder(c, [before if kind == LINEAR else after for kind in types], norm)
+    rates = LogRates(c.take_number("linear_a_log_min", 0.0), c.take_number("linear_a_log_max", 16.0))
+    steps = step_biases(c, "linear_dt", "init_floor")
+    fresh = (("*.linear_attn.A_log", rates), ("*.linear_attn.dt_bias", steps))
+    return decoder(c, [before if kind == LINEAR else after for kind in types], norm, fresh=fresh)
 
 
 # -- tests
@@ -83,6 +78,11 @@ for_tests(
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 6,
         "pad_token_id": 7,
+        "linear_a_log_min": 0.5,
+        "linear_a_log_max": 8.0,
+        "linear_dt_min": 0.002,
+        "linear_dt_max": 0.2,
+        "linear_dt_init_floor": 0.004,
     },
     variants={
         "four_layers": {"num_hidden_layers": 4, "layer_types": ...},

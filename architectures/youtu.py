@@ -11,7 +11,7 @@ from liger_models.architectures.common.deepseek import (
 )
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, Normal, NormSpec
 
 
 @register(
@@ -28,21 +28,27 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
         "max_position_embeddings": 131072,
         "tie_word_embeddings": True,
     },
-    unread={"embedding_initializer_range": "embeddings start as other matrices do"},
 )
 def youtu(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     block = BlockSpec(latent_attention(c), mlp(c), norm)
     model = decoder(c, [block] * c.take_count("num_hidden_layers"), norm)
     usual = 2 / (5 * model.hidden_size) ** 0.5
-    return replace(model, initializer_range=c.take_number("initializer_range", usual))
+    std = c.take_number("initializer_range", usual)
+    embedding = Normal(c.take_number("embedding_initializer_range", 2 * std))
+    return replace(model, initializer_range=std, fresh=(("embed_tokens.weight", embedding),))
 
 
 # -- tests
 
 for_tests(
     "youtu",
-    tiny={**TINY_LATENT, "rms_norm_eps": 1e-3, "tie_word_embeddings": True},
+    tiny={
+        **TINY_LATENT,
+        "rms_norm_eps": 1e-3,
+        "tie_word_embeddings": True,
+        "embedding_initializer_range": 0.3,
+    },
     variants=LATENT_VARIANTS,
     skip=SKIP_LATENT,
 )

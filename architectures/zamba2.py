@@ -11,6 +11,7 @@ from liger_models.architectures.common.shared_transformer import (
     types_of_layers,
     wide_attention,
 )
+from liger_models.architectures.common.state_space import step_biases
 from liger_models.architectures.mamba2 import INITIALISATION
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
@@ -25,6 +26,7 @@ KEYS = {
     "conv": "mamba_d_conv",
     "bias": "add_bias_linear",
 }
+STEPS = ("time_step_floor", "time_step_max", "time_step_min")
 NOT_READ = """
     attention_head_dim attention_hidden_size head_dim hybrid_layer_ids kv_channels num_query_groups
     use_conv_bias use_mamba_kernels use_mem_eff_path
@@ -54,7 +56,7 @@ DEFAULT_HYBRIDS = (*range(6, 43, 6), 47, 51)
     },
     fixed={"use_long_context": False},
     unread={
-        **{key: "concerns only fresh weights" for key in INITIALISATION if key != "time_step_min"},
+        **{key: "the reference does not read it" for key in INITIALISATION if key not in STEPS},
         "chunk_size": "a setting of the reference's kernel, with the same results",
         "num_logits_to_keep": "a setting of generation",
         **dict.fromkeys(NOT_READ.split(), "it follows from others, or the reference does not read it"),
@@ -72,7 +74,8 @@ def zamba2(c: HFConfig) -> ModelSpec:
     types = types_of_layers(c, lambda: [HYBRID if i in DEFAULT_HYBRIDS else LINEAR for i in range(54)])
     adapts = c.take_flag("use_shared_attention_adapter", False)
     shared = SharedSpec(0, 0, c.take_count("adapter_rank"), adapts)
-    return decoder(c, hybrid_layers(c, types, plain, hybrid, shared), norm)
+    fresh = (("*.mamba.dt_bias", step_biases(c)),)
+    return decoder(c, hybrid_layers(c, types, plain, hybrid, shared), norm, fresh=fresh)
 
 
 # -- tests
@@ -92,6 +95,8 @@ for_tests(
         "mamba_ngroups": 3,
         "n_mamba_heads": 12,
         "time_step_min": 0.001,
+        "time_step_max": 0.2,
+        "time_step_floor": 0.004,
         "add_bias_linear": False,
         "hidden_act": "silu",
         "num_mem_blocks": 1,

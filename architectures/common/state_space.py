@@ -12,7 +12,7 @@ from liger_models.architectures.common.model import FULL
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_finite
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import SSDSpec
+from liger_models.layers.specs import Fresh, SSDSpec, StepBiases, Uniform
 
 MAMBA_KEYS: Mapping[str, str] = {
     "heads": "mamba_n_heads",
@@ -128,6 +128,26 @@ def known_types(c: HFConfig, types: Any, names: Mapping[str, str]) -> list[str]:
             f"{c.name}: the types of the {count} layers must be {', '.join(names)}, found {abbreviate(types)}"
         )
     return found
+
+
+def step_biases(c: HFConfig, prefix: str = "time_step", floor: str = "floor") -> StepBiases:
+    """Initial biases of time steps, from the config's bounds of fresh steps."""
+    usual = StepBiases()
+    return StepBiases(
+        shortest=c.take_number(f"{prefix}_min", usual.shortest),
+        longest=c.take_number(f"{prefix}_max", usual.longest),
+        floor=c.take_number(f"{prefix}_{floor}", usual.floor),
+    )
+
+
+def fresh_mamba(c: HFConfig, channels: int) -> tuple[tuple[str, Fresh], ...]:
+    """Initial weights of Mamba and Mamba 2, whose mixers have `channels`."""
+    divisor = c.take_count("num_hidden_layers") if c.take_flag("rescale_prenorm_residual", False) else 1
+    return (
+        ("*.mamba.conv1d.weight", Uniform(c.take_count("conv_kernel") ** -0.5)),
+        ("*.mamba.out_proj.weight", Uniform((channels * divisor) ** -0.5)),
+        ("*.mamba.dt_bias", step_biases(c)),
+    )
 
 
 def time_step_limit(c: HFConfig, key: str = "time_step_limit") -> dict[str, Any]:

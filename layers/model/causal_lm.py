@@ -17,6 +17,7 @@ from liger_models.layers.model.call_checks import CallChecks, batch_shape, refus
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.model.distilling import Distilling
 from liger_models.layers.model.freezing import divides_projections, freeze
+from liger_models.layers.model.fresh_weights import note_fresh_weights
 from liger_models.layers.model.head import LMHead, LogitForm
 from liger_models.layers.model.indexer_loss import add_indexer_loss, begin_indexer_loss, train_indexers
 from liger_models.layers.model.mtp import MTPCall
@@ -64,6 +65,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self.tie_weights()
+        note_fresh_weights(self, spec.fresh)
         if spec.tie_word_embeddings:
             self.register_state_dict_post_hook(drop_tied_head)
             self.register_load_state_dict_pre_hook(restore_tied_head)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
+from liger_models.layers.model.fresh_weights import draw_fresh
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     split_projections,
@@ -121,7 +122,8 @@ class ModelParameters(nn.Module):
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Initialise weights in place: matrices from a normal distribution of `initializer_range`, biases and
-        the padding embedding to zero; norms, routers, experts and sinks by their own `reset_parameters`.
+        the padding embedding to zero; norms, routers, experts and sinks by their own `reset_parameters`;
+        parameters that `spec.fresh` names as it says.
 
         Processes that share a model need the same random state: each draws all values, tensor by tensor, and
         keeps its shard.
@@ -141,10 +143,11 @@ class ModelParameters(nn.Module):
                 bias = getattr(module, "bias", None)
                 if bias is not None:
                     bias.zero_()
-                if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
-                    module.weight[self.spec.padding_idx].zero_()
             elif module is not self and reset is not None:
                 reset(std, generator)
+            draw_fresh(module, generator)
+            if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
+                module.weight[self.spec.padding_idx].zero_()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once, and quantised ones by their dense shapes."""

@@ -16,6 +16,7 @@ from liger_models.layers.specs.attention import (
     SharedAttentionSpec,
 )
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, Topology
+from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
@@ -83,6 +84,7 @@ __all__ = [
     "ChannelDeltaSpec",
     "ClampedSwiGLU",
     "ClipTable",
+    "Constant",
     "ConvolutionProjectorSpec",
     "CroppedTable",
     "CrossAttentionSpec",
@@ -93,6 +95,7 @@ __all__ = [
     "FixedTable",
     "FlatGrids",
     "FractionTable",
+    "Fresh",
     "GatedConvSpec",
     "GatedDeltaSpec",
     "GatedProjectorSpec",
@@ -103,6 +106,7 @@ __all__ = [
     "LayerNormSpec",
     "LightningSpec",
     "LinearProjectorSpec",
+    "LogRates",
     "MLPProjectorSpec",
     "MLPSpec",
     "MTPSpec",
@@ -112,6 +116,7 @@ __all__ = [
     "ModelSpec",
     "NormCast",
     "NormSpec",
+    "Normal",
     "PaddedPictures",
     "PatchMergerSpec",
     "PatchSpec",
@@ -132,11 +137,13 @@ __all__ = [
     "SharedSpec",
     "SparseMixerSpec",
     "SquarePictures",
+    "StepBiases",
     "StretchedTable",
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",
     "TwiceProjectedSpec",
+    "Uniform",
     "VisionSpec",
     "VisualWordsSpec",
 ]

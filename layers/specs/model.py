@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.block import BlockSpec
+from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import RopeSpec
@@ -43,6 +44,8 @@ class ModelSpec:
     `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
     count only its tokens (OPT). `embed_norm` is a norm of the first block's input, whose elements are
     dropped in training with the probability `embed_dropout`.
+
+    `fresh` has initial values of parameters that differ from the usual, with patterns of their paths.
     """
 
     vocab_size: int
@@ -68,6 +71,7 @@ class ModelSpec:
     embed_norm: NormSpec | LayerNormSpec | None = None
     embed_dropout: float = 0.0
     id_norm: NormSpec | None = None
+    fresh: tuple[tuple[str, Fresh], ...] = ()
 
     @property
     def num_ids(self) -> int:

@@ -37,6 +37,7 @@ from liger_models.layers.model.call_checks import (
     refuse_unknown,
 )
 from liger_models.layers.model.decoder import Decoder
+from liger_models.layers.model.fresh_weights import note_fresh_weights
 from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.packed_linear import name_layers
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
@@ -71,6 +72,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             spec_of(self.architecture, config, ignore_config_keys),
             "eager" if config._attn_implementation == "eager" else "auto",
         )
+        note_fresh_weights(self, self.spec.fresh)
         Decoder.set_activation_memory(self, "lean")
         self.note_forms()
         self.layouts = self.architecture.layouts

@@ -44,6 +44,7 @@ from liger_models.hf.checkpoints.weights import (
     refuse_lost_adapters,
 )
 from liger_models.layers.model.freezing import freeze
+from liger_models.layers.model.fresh_weights import draw_fresh
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
@@ -276,6 +277,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         elif not isinstance(module, PreTrainedModel) and hasattr(module, "reset_parameters"):
             reset: Any = module.reset_parameters
             reset(getattr(self.config, "initializer_range", None) or 0.02)
+        draw_fresh(module)
 
     def set_input_embeddings(self, value: Any) -> None:
         """Convert a plain embedding, as resizing makes it, to ours, which keeps the family's scale."""

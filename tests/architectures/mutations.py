@@ -38,6 +38,7 @@ Path = tuple[str | int, ...]
 # Fields whose faults change neither logits nor loss, and where they are tested.
 WITHOUT_EFFECT = {
     "ModelSpec.initializer_range": "concerns only fresh weights",
+    "ModelSpec.fresh": "the same: test_fresh_weights.py",
     "ModelSpec.padding_idx": "concerns the gradient of one row alone: test_parity.py",
     "ModelSpec.embed_dropout": "acts in training alone: test_dropout.py",
     "BlockSpec.dropout": "the same",
