@@ -96,7 +96,6 @@ TINY = {
     "time_step_min": 0.002,
     "time_step_max": 0.2,
     "time_step_floor": 0.004,
-    "rescale_prenorm_residual": True,
     "tie_word_embeddings": False,
 }
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -105,6 +104,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "size_given": {"intermediate_size": 72},
 }
 SKIP = {
+    "key:rescale_prenorm_residual": "the reference also divides weights that it has loaded",
     "key:hidden_act": "the convolutions have only SiLU",
     "variant:hidden_act": "the convolutions have only SiLU",
 }
