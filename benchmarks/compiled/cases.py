@@ -301,6 +301,7 @@ CASES: dict[str, Callable[[], None]] = {
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
     "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
     "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),
+    "SSD, Nemotron 3 Nano 4B": lambda: ssd(96, 80, 8, 128),
     "SSD, Falcon H1 34B": lambda: ssd(32, 128, 2, 256),
     "gated activations": lambda: gated(14336),
     "softmax": softmax,

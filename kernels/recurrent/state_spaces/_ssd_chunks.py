@@ -180,6 +180,10 @@ def _options(kernel: str, own: _Operands) -> dict[str, int]:
     warps, stages = _SETTINGS[kernel]
     if own.B.shape[2] > 128 and kernel != "pass":
         warps, stages = 8, 1
+    if kernel == "group":  # which loads all tiles of a head ahead
+        tiles, N = ceil_div(own.x.shape[2], _TILE), _block_of_channels(own.B.shape[2])
+        ahead = 2 * tiles * _TILE * (CHUNK + N) * own.x.element_size()
+        stages = max(min(stages, shared_memory(own.x) // ahead), 1)
     return {"num_warps": warps, "num_stages": stages if shared_memory(own.x) >= 160 * 1024 else 1}
 
 
