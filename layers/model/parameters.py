@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -146,8 +147,8 @@ class ModelParameters(nn.Module):
             elif module is not self and reset is not None:
                 reset(std, generator)
             draw_fresh(module, generator)
-            if (tied or isinstance(module, nn.Embedding)) and self.spec.padding_idx is not None:
-                module.weight[self.spec.padding_idx].zero_()
+            if self.spec.padding_idx is not None and (tied or isinstance(module, nn.Embedding)):
+                cast(Tensor, module.weight)[self.spec.padding_idx].zero_()
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of parameters, a tied head counted once, and quantised ones by their dense shapes."""
