@@ -330,8 +330,10 @@ def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
 
 def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     if isinstance(module.spec, RecurrentSpec):
-        whole = step.sequence_ranks == 1
-        return step.tokens * (module.backward_bytes if whole else module.divided_backward_bytes)(itemsize)
+        ranks = step.sequence_ranks
+        if ranks == 1:
+            return step.tokens * module.backward_bytes(itemsize)
+        return step.tokens * module.divided_backward_bytes(itemsize, ranks)
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0

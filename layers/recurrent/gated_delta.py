@@ -142,7 +142,7 @@ class GatedDelta(RecurrentMixer):
         grads = spec.conv_size + 4 * spec.value_size - freed + (0 if keys <= spec.value_size else keys)
         return int(itemsize * (grads + spec.value_heads * chunk) + numbers)
 
-    def divided_backward_bytes(self, itemsize: int) -> int:
+    def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
         """The same of a sequence that is divided over ranks, less the product of which z is a part: only
         copies of its other parts are needed.
         """

@@ -72,7 +72,7 @@ class RecurrentMixer(nn.Module):
         """
         raise NotImplementedError
 
-    def divided_backward_bytes(self, itemsize: int) -> int:
+    def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
         """The same of a sequence that is divided over ranks."""
         return self.backward_bytes(itemsize)
 

@@ -26,6 +26,7 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory, ca
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.mixer import RecurrentMixer
 from liger_models.layers.recurrent.short_conv import WHOLE, Share, ShortConvolution
+from liger_models.layers.sequences.sequence_parallel import passes_states
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import SSDSpec
 
@@ -42,7 +43,7 @@ class SSD(RecurrentMixer):
 
     def __init__(self, hidden_size: int, spec: SSDSpec, layer: int = 0, backend: AttentionBackend = "auto"):
         super().__init__(layer)
-        self.spec = spec
+        self.spec, self.hidden_size = spec, hidden_size
         self.in_proj = Linear(hidden_size, spec.size + spec.conv_size + spec.heads, bias=spec.bias)
         heads, groups = (spec.heads, spec.head_dim), (spec.groups, spec.state)
         self.conv1d = ShortConvolution((heads, groups, groups), spec.conv, spec.conv_bias)
@@ -126,14 +127,30 @@ class SSD(RecurrentMixer):
         of_scan = scan_bytes(spec.size, spec.conv_size, spec.heads, spec.groups, spec.state, itemsize)
         return of_scan - itemsize * spec.size
 
+    def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
+        """The same of ranks that exchange heads: less the product of `in_proj`, which nothing needs after the
+        norm's gradients; or of the forward pass, whose inputs, outputs before and after they are sent back,
+        and convolution's output exist at once, if that is more.
+        """
+        spec = self.spec
+        if self.pass_states or passes_states(spec, ranks):
+            return self.backward_bytes(itemsize)
+        sizes = spec.size, spec.conv_size, spec.heads, spec.groups, spec.state
+        of_scan = scan_bytes(*sizes, itemsize, ranks)
+        product = 2 * spec.size + spec.conv_size + spec.heads
+        forward = spec.conv_size + 2 * spec.size + self.hidden_size
+        return max(of_scan - itemsize * product, itemsize * forward)
+
     def extra_repr(self) -> str:
         spec = self.spec
         return f"heads={spec.heads}, head_dim={spec.head_dim}, groups={spec.groups}, state={spec.state}"
 
 
-def scan_bytes(size: int, conv_size: int, heads: int, groups: int, state: int, itemsize: int) -> int:
-    """`SSD.backward_bytes` with y, from fields of the spec."""
+def scan_bytes(
+    size: int, conv_size: int, heads: int, groups: int, state: int, itemsize: int, ranks: int = 1
+) -> int:
+    """`SSD.backward_bytes` with y, from fields of the spec; `ranks` that exchange heads."""
     slices = max(ceil_div(2 * state, CHUNK), 1)
-    shared = 2 * groups * state if slices > groups else 0
+    shared = 2 * groups * state if slices > groups // ranks else 0
     wide = shared + 4 * heads + 2 * size * state // SEGMENT
     return itemsize * (3 * size + 2 * conv_size) + 4 * wide

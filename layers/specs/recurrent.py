@@ -123,8 +123,10 @@ class SSDSpec:
 
     @property
     def exchanged_size(self) -> int:
-        """Elements per token that a rank keeps in addition, if heads are exchanged."""
-        return self.size + self.conv_size
+        """Elements per token that a rank keeps in addition, if heads are exchanged: x, B, C and dt as it
+        received them, next to the product of which its own are parts.
+        """
+        return self.conv_size + self.heads
 
     @property
     def state_flops(self) -> int:

@@ -279,13 +279,32 @@ MAMBA = {
 }
 
 
+ALONE = {
+    "model_type": "nemotron_h",
+    "intermediate_size": 64,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_hidden_layers": 2,
+    "vocab_size": 1024,
+    "hybrid_override_pattern": "MM",
+    "hidden_size": 2048,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "ranks", "passes"),
-    [(DELTA, 1, False), (DELTA, 4, False), (DELTA, 4, True), (MAMBA, 1, False), (MAMBA, 4, True)],
-    ids=["delta rule", "heads exchanged", "states passed", "state space", "its states passed"],
+    [(DELTA, 1, False), (DELTA, 4, False), (DELTA, 4, True), (ALONE, 4, False), (MAMBA, 4, True)],
+    ids=["delta rule", "heads exchanged", "states passed", "groups exchanged", "their states passed"],
 )
 def test_a_plan_counts_what_recurrent_layers_keep(config, ranks, passes):
-    """On a rank with another before and after it. To 0.5%: the states that pass are not counted."""
+    """On a rank with another before and after it. To 0.5%: the states that pass are not counted. To 1.5%
+    where a forward pass takes the most: the plan adds gradients that do not exist yet.
+    """
     model = on_meta(config)
     for module in model.modules():
         if hasattr(module, "pass_states"):
@@ -298,7 +317,8 @@ def test_a_plan_counts_what_recurrent_layers_keep(config, ranks, passes):
             p.grad = None
         plan = StepMemory(model, step).plan([level] * 2)
         found = peak_of_a_step(model, 1, tokens, ranks, rank=ranks // 2)
-        assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=5e-3), (level, plan.moment)
+        rel = 1.5e-2 if config is ALONE else 5e-3
+        assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=rel), (level, plan.moment)
 
 
 NARROW = {"num_hidden_layers": 1, "vocab_size": 1024}
@@ -315,20 +335,7 @@ SCANS = {
         "linear_num_heads": 16,
         "linear_head_dim": 128,
     },
-    "no MLP": NARROW
-    | {
-        "model_type": "nemotron_h",
-        "intermediate_size": 64,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "hybrid_override_pattern": "M",
-        "hidden_size": 2048,
-        "mamba_num_heads": 64,
-        "mamba_head_dim": 64,
-        "ssm_state_size": 128,
-        "n_groups": 8,
-    },
+    "no MLP": ALONE | {"num_hidden_layers": 1, "hybrid_override_pattern": "M"},
 }
 
 
