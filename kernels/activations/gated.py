@@ -143,21 +143,25 @@ class _Packed(torch.autograd.Function):
         ctx.activation, ctx.reuse_input = activation, reuse_input
         *lead, width = gate_up.shape
         y = gate_up.new_empty(*lead, width // 2)
-        _launch_forward(gate_up, None, y, activation)
+        launch_forward(gate_up, None, y, activation)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (gate_up,) = ctx.saved_tensors
-        if ctx.reuse_input and gate_up.is_contiguous() and not graph_is_kept():
-            # Each element's gradient is written by the thread that read the element.
-            dgate_up = gate_up
-            torch.autograd.graph.increment_version(gate_up)
-        else:
-            dgate_up = contiguous_like(gate_up)
-        _launch_backward(dy, gate_up, None, dgate_up, None, ctx.activation)
+        dgate_up = room_for_gradient(gate_up, ctx.reuse_input)
+        launch_backward(dy, gate_up, None, dgate_up, None, ctx.activation)
         return dgate_up, None, None
+
+
+def room_for_gradient(gate_up: Tensor, reuse_input: bool) -> Tensor:
+    """In a backward pass: memory for the gradient, that of gate_up itself if it may be reused."""
+    if not reuse_input or not gate_up.is_contiguous() or graph_is_kept():
+        return contiguous_like(gate_up)
+    # Each element's gradient is written by the thread that read the element.
+    torch.autograd.graph.increment_version(gate_up)
+    return gate_up
 
 
 class _Separate(torch.autograd.Function):
@@ -166,7 +170,7 @@ class _Separate(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.activation = activation
         y = contiguous_like(gate)
-        _launch_forward(gate, up, y, activation)
+        launch_forward(gate, up, y, activation)
         return y
 
     @staticmethod
@@ -174,7 +178,7 @@ class _Separate(torch.autograd.Function):
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         dgate, dup = contiguous_like(gate), contiguous_like(up)
-        _launch_backward(dy, gate, up, dgate, dup, ctx.activation)
+        launch_backward(dy, gate, up, dgate, dup, ctx.activation)
         return dgate, dup, None
 
 
@@ -204,7 +208,7 @@ def _flat_grid(count: int) -> tuple[int]:
     return (ceil_div(count, 2048),)
 
 
-def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Activation) -> None:
+def launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Activation) -> None:
     """Write act(gate) * up into y [..., I]; without `up`, gate is the packed [..., 2 I]."""
     if y.numel():
         gate, up = as_rows(gate), None if up is None else as_rows(up)
@@ -226,10 +230,18 @@ def _launch_forward(gate: Tensor, up: Tensor | None, y: Tensor, activation: Acti
             )
 
 
-def _launch_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, dgate: Tensor, dup: Tensor | None, activation: Activation
+def launch_backward(
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None,
+    dgate: Tensor,
+    dup: Tensor | None,
+    activation: Activation,
+    y: Tensor | None = None,
 ) -> None:
-    """Write the gradients of gate and up into dgate and dup, contiguous; if packed, both into dgate."""
+    """Write the gradients of gate and up into dgate and dup, contiguous; if packed, both into dgate. With
+    `y`, contiguous, which may be dy, also write the forward pass's result again.
+    """
     if dy.numel():
         dy, gate, up = as_rows(dy), as_rows(gate), None if up is None else as_rows(up)
         up_stride = None if up is None else up.stride(0)
@@ -242,6 +254,7 @@ def _launch_backward(
                 up,
                 dgate,
                 dup,
+                y,
                 dy.stride(0),
                 gate.stride(0),
                 up_stride,
@@ -326,6 +339,7 @@ def _gated_backward_kernel(
     up,
     dgate,
     dup,
+    y,
     dy_stride,
     gate_stride,
     up_stride,
@@ -352,6 +366,8 @@ def _gated_backward_kernel(
     target = row * gradient_stride + column
     tl.store(dgate + target, (gradient * factor * derivative).to(dgate.dtype.element_ty), mask)
     tl.store(dup + target, (gradient * activated * factor_derivative).to(dup.dtype.element_ty), mask)
+    if y is not None:
+        tl.store(y + row * width + column, (activated * factor).to(y.dtype.element_ty), mask)
 
 
 @jit

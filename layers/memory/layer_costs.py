@@ -121,8 +121,8 @@ def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
     mixer = next((mixer for mixer in layer.mixers if isinstance(mixer, CrossAttention)), None)
     if mixer is None or not step.shown.read:
         return 0
-    seen = itemsize * step.tokens * (step.shown.read // step.batch)
-    return seen + step.shown.read * mixer.image_bytes(itemsize)
+    visible = itemsize * step.tokens * (step.shown.read // step.batch)
+    return visible + step.shown.read * mixer.image_bytes(itemsize)
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class _Moments:
 
     | step                    | beyond what `lean` keeps and the stream's gradient   | gradients missing     |
     |-------------------------|------------------------------------------------------|-----------------------|
-    | the MLP's last product  | P and its gradient; memory of adapters               | all but the product's |
+    | the MLP's last product  | P and its gradient, or P in place of it; adapters    | all but the product's |
     | the MLP's first ones    | the norm's output and its gradient, S each, adapters | those after the MLP   |
     | the experts' activation | its gradient, and two times [R, I], which a layer    | all                   |
     |                         | that runs again has; if trained, [R, H]              |                       |
@@ -152,6 +152,7 @@ class _Moments:
             the MLP, it takes the place of that norm's input.)
         last, front: of the MLP's last product and of its first ones, or of the experts' activation and input.
         front_norm: the norm's output in `front`.
+        in_place: of P, if at `lean` it takes the place of its gradient.
         experts: `last` and `front` are those of experts.
         overwritten: bytes of both that take the memory of recomputed tensors, if the layer runs again.
         with_norm: the norm's output also exists during `last`: experts read it. If the last product's weight
@@ -177,6 +178,7 @@ class _Moments:
     last: int
     front: int
     front_norm: int
+    in_place: int
     experts: bool
     overwritten: int
     with_norm: bool
@@ -212,8 +214,7 @@ class _Moments:
         added = ("front" in adapters.peft and itemsize > 2) * stream
         front = adapters.front.total(stream) + added
         front_norm = min(stream, front - adapters.front.without - added)
-        experts, tile, tile_begun, moved = isinstance(mlp, MixtureOfExperts), None, 0, 0
-        rows = first = 0
+        experts, tile, tile_begun, moved, rows, first = isinstance(mlp, MixtureOfExperts), None, 0, 0, 0, 0
         if isinstance(mlp, MixtureOfExperts):
             each = mlp.spec.experts_per_token * tokens * itemsize
             rows = each * mlp.spec.input_size(layer.hidden_size)
@@ -256,6 +257,7 @@ class _Moments:
             last=last,
             front=front,
             front_norm=front_norm,
+            in_place=0 if step.lora_rank else product * getattr(mlp, "makes_product_in_place", False),
             experts=experts,
             overwritten=first,
             with_norm=experts or not (adapters.trained or "last" in adapters.peft),
@@ -302,6 +304,7 @@ class _Moments:
         last = there + self.last + self.scaled + (norm if self.with_norm or level == "mlp" else 0)
         if self.with_norm and not self.experts and level not in RERUN:
             last += self.stream
+        last -= self.in_place * (level == "lean")
         front = there + self.front - max(0, self.front_norm - norm)
         if level == "mlp":  # holds the norm's output, the input that runs again
             front += self.stream - self.front_norm
@@ -337,12 +340,11 @@ def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0
-    gradients = itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size + mixer.o_size)
-    if step.sequence_ranks > 1:
-        gradients -= itemsize * mixer.o_size
-    sums = 0
+    output = mixer.o_size if step.sequence_ranks == 1 else 0
+    gradients = itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size + output)
     if getattr(module, "backend", "auto") == "flash":
         return step.tokens * (gradients + 4 * (mixer.q_size + mixer.kv_size + mixer.v_size))
+    sums = 0
     if mixer.window is None and mixer.is_plain_softmax:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size
@@ -354,13 +356,11 @@ def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts)
     """Memory of PEFT's own forward of attention's projections: of the output, whose input is kept; and of
     queries, keys and values, after that output is done, beyond the norm's output.
     """
-    mixer = _own_attention(layer)
+    mixer, output = _own_attention(layer), adapters.output.total() if "output" in adapters.peft else 0
     done = 0 if mixer is None else step.tokens * itemsize * mixer.o_size
-    output = adapters.output.total() if "output" in adapters.peft else 0
     if "mixer" not in adapters.peft:
         return output
-    stream = step.tokens * itemsize * layer.hidden_size
-    last = adapters.mixer.total(stream)
+    last = adapters.mixer.total(stream := step.tokens * itemsize * layer.hidden_size)
     if mixer is not None and itemsize <= 2:  # the last one casts and frees the gradients of all
         last -= step.tokens * itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size)
     return max(output, stream + max(last, adapters.later_mixer.total(stream)) - done)

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
+from liger_models.kernels._dispatch import use_triton
+from liger_models.kernels.activations.gated_linear import gated_linear
 from liger_models.kernels.float8.eight_bits import (
     eight_bits_bytes,
     gated_eight_bits,
@@ -27,7 +29,7 @@ from liger_models.kernels.float8.eight_bits import (
 from liger_models.layers.parts.activations import XIELU
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.float8 import Float8Settings
-from liger_models.layers.projections.linear import Linear, float8_of
+from liger_models.layers.projections.linear import Linear, as_wide_as, float8_of, has_hooks
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import (
     TILED,
@@ -35,6 +37,7 @@ from liger_models.layers.recompute.activation_memory import (
     carry_float8_recipe,
     carry_recipe,
     output_is_ours,
+    recipes_are_kept,
     recompute,
 )
 from liger_models.layers.recompute.tiles import mlp_in_tiles
@@ -149,8 +152,30 @@ class GatedMLP(_MLP):
             return self._forward_in_eight_bits(x, settings)
         gate_up = self.gate_up_proj(x)
         gate_up = gate_up if added is None else gate_up + added(x)
-        product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
+        reuse_input = output_is_ours(self.gate_up_proj)
+        if recipes_are_kept() and self._runs_as_one(gate_up):
+            weight, bias = self.down_proj.weight, as_wide_as(self.down_proj.weight, self.down_proj.bias)
+            return gated_linear(gate_up, weight, bias, self.spec.activation, reuse_input=reuse_input)
+        product = self.gated_product(gate_up, reuse_input=reuse_input)
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+
+    @property
+    def makes_product_in_place(self) -> bool:
+        """Whether the input of `down` is made again in the memory of its gradient, when recipes are kept: if
+        down is a plain linear layer with a trained weight.
+        """
+        down = self.down_proj
+        plain = type(down) is Linear and down.float8 is None and not has_hooks(down)
+        weight = down._parameters.get("weight") if plain else None
+        return type(weight) is nn.Parameter and weight.requires_grad and self.spec.gate_scale == 1.0
+
+    def _runs_as_one(self, gate_up: Tensor) -> bool:
+        """Whether the activation and `down` run as one operation on gate and up."""
+        if not self.makes_product_in_place or gate_up.dim() != 2:
+            return False
+        weight = self.down_proj.weight
+        alike = gate_up.dtype == weight.dtype and not torch.is_autocast_enabled(gate_up.device.type)
+        return alike and use_triton(gate_up, weight)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""

@@ -194,8 +194,13 @@ def _pack(tensor: Tensor) -> _Kept | Recipe:
 
 def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
     """Value that autograd saves for a tensor now: its recipe only while recipes are active."""
+    return _pack(tensor) if recipes_are_kept() else tensor
+
+
+def recipes_are_kept() -> bool:
+    """Whether autograd saves recipes now: within `keep_recipes`, with no other hooks inside of it."""
     hooks = _callers_hooks(False)
-    return _pack(tensor) if hooks is not None and hooks[0] is _pack else tensor
+    return hooks is not None and hooks[0] is _pack
 
 
 _unpack = operator.methodcaller("get")  # without a frame of Python's own, as it runs for every saved tensor

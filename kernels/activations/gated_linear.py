@@ -1,0 +1,92 @@
+"""A gated activation and the linear layer after it, as one operation.
+
+    h = act(gate) * up,   y = h W^T + b
+    dh = dy W,   dgate, dup from dh,   dW = dy^T h,   db = sum of dy
+
+Only gate and up are kept. The backward pass makes h again in the kernel that computes their gradients, in the
+memory of dh: as two operations, one more kernel would read gate and up, and h and dh would exist at once. For
+I inputs of the linear layer a row, the kernels move 3 I elements in the forward pass and 6 I in the backward
+pass, instead of 8 I.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from liger_models.kernels._dispatch import as_once_differentiable, once_differentiable, use_triton
+from liger_models.kernels.activations.gated import (
+    Activation,
+    gated_plain,
+    launch_backward,
+    launch_forward,
+    room_for_gradient,
+)
+
+
+def gated_linear(
+    gate_up: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation,
+    *,
+    reuse_input: bool = False,
+) -> Tensor:
+    """linear(act(gate) * up, weight, bias), with the bits of the two operations one after the other.
+
+    Args:
+        gate_up: [T, 2 I], gate first.
+        weight: [H, I]; bias: [H] or None; of gate_up's dtype.
+        activation: as of `gated_plain`.
+        reuse_input: as of `swiglu`.
+
+    Returns:
+        [T, H].
+    """
+    if not use_triton(gate_up, weight, bias):
+        return gated_linear_plain(gate_up, weight, bias, activation)
+    return _GatedLinear.apply(gate_up, weight, bias, activation, reuse_input)
+
+
+def gated_linear_plain(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+) -> Tensor:
+    """Plain twin of `gated_linear`."""
+    return F.linear(as_once_differentiable(gated_plain(gate_up, None, activation)), weight, bias)
+
+
+class _GatedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate_up: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation,
+        reuse_input: bool,
+    ) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.activation, ctx.reuse_input = activation, reuse_input
+        product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
+        launch_forward(gate_up, None, product, activation)
+        return F.linear(product, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, weight = ctx.saved_tensors
+        want_gate_up, want_weight, want_bias, *_ = ctx.needs_input_grad
+        dgate_up = dweight = None
+        product = dy @ weight if want_gate_up else gate_up.new_empty(len(dy), weight.shape[1])
+        if want_gate_up:  # the gradient of the product, and then the product
+            dgate_up = room_for_gradient(gate_up, ctx.reuse_input)
+            again = product if want_weight else None
+            launch_backward(product, gate_up, None, dgate_up, None, ctx.activation, again)
+        elif want_weight:
+            launch_forward(gate_up, None, product, ctx.activation)
+        if want_weight:
+            dweight = dy.t() @ product
+        return dgate_up, dweight, dy.sum(0) if want_bias else None, None, None
