@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import liger_models.kernels as kernels
+from liger_models.kernels.activations.gated_linear import gated_linear
 from liger_models.kernels.attention.visible_keys import KeyRanges
 from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_order import sort_by_expert
@@ -61,6 +62,7 @@ def qk_norm(heads, kv_heads, head_dim, turned=None, weights=True, per_head=True,
 
 def gated(width):
     backward(kernels.swiglu(operand(TOKENS, 2 * width)))
+    backward(gated_linear(operand(TOKENS, 2 * width), operand(128, width), None, "silu"))
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
     backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))

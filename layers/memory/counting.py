@@ -53,6 +53,7 @@ class StepMemory:
         kept = [costs.kept[level] for costs, level in stages]
         moments = [
             *self._frozen_encoder(),
+            self._forward(kept, levels),
             self._loss(kept, levels),
             *self._backward(kept, levels),
             self._embedding(),
@@ -102,6 +103,11 @@ class StepMemory:
         return plans
 
     # -- the moments
+
+    def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
+        room = self.stages[-1].at_end if levels[-1] == "lean" else 0
+        gradients, streamed = self.gradients if self.step.accumulates else 0, sum(self._units[-2:])
+        return "the forward pass", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
 
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
@@ -227,8 +233,7 @@ class StepMemory:
     @property
     def _outside_layers(self) -> int:
         """Bytes kept outside of layers: for images, and the input of a norm of the embeddings."""
-        edges = self._edges
-        spec = self.model.spec
+        edges, spec = self._edges, self.model.spec
         normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0
         return self.step.shown.pixels + edges.encoder + edges.projector + edges.language + normed
 
@@ -377,9 +382,7 @@ class StepMemory:
     @cached_property
     def _dequantised(self) -> int:
         """The largest quantised matrix, dequantised for its product."""
-        if self.step.weight_bytes is None:
-            return 0
-        return largest_part(self._quantisable)
+        return 0 if self.step.weight_bytes is None else largest_part(self._quantisable)
 
     @cached_property
     def _head_work(self) -> int:

@@ -46,6 +46,8 @@ class LayerCosts:
         own_gradient: bytes of that input's gradient, which waits for the same moment.
         on_host: host memory at the level `offload`: of the layer's input, and of attention's results.
         work_with_results: operations of recomputation at that level, if these results are kept.
+        at_end: bytes needed at the end of its forward pass at `lean`, if its backward pass may need less: its
+            MLP's product and output, a norm's output and the previous layer's contribution to the stream.
     """
 
     kept: dict[ActivationMemory, int]
@@ -57,6 +59,7 @@ class LayerCosts:
     own_gradient: int = 0
     on_host: tuple[int, int] = (0, 0)
     work_with_results: int = 0
+    at_end: int = 0
 
     @staticmethod
     def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
@@ -98,6 +101,7 @@ class LayerCosts:
             0 if own is None else tokens * own.spec.size * itemsize,
             (input_bytes(layer, tokens, itemsize), results),
             offloaded - (tokens * mixing if results else 0) + OPERATIONS_A_COPIED_BYTE * 2 * results,
+            moments.in_place and moments.in_place + 3 * stream,
         )
 
     def repeated(self, level: ActivationMemory, keeps_results: bool) -> int:
@@ -282,8 +286,7 @@ class _Moments:
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
         attention = self.lean - self.mlp + self.attention + self.one_part * self.stream + all_after - whole
-        if level == "all":
-            attention += min(self.norms, self.stream)
+        attention += min(self.norms, self.stream) * (level == "all")
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":

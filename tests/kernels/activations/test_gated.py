@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from liger_models.kernels import geglu, relu2, swiglu
+from liger_models.kernels.activations.gated_linear import gated_linear
 
 
 @pytest.mark.parametrize("operation", [swiglu, geglu])
@@ -100,3 +101,33 @@ def test_a_reused_input_cannot_be_read_by_another_backward(interpreted):
     swiglu(gate_up, reuse_input=True).sum().backward()
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|second time"):
         square.sum().backward()
+
+
+@pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_gated_linear_layer_has_the_bits_of_its_two_operations(trained, keeps_graph, implementation):
+    """The product is made again in the memory of its gradient, or not at all if the weight is frozen."""
+    gate_up, weight, bias = torch.randn(5, 24), torch.randn(7, 12), torch.randn(7)
+    results = []
+    for as_one in (True, False):
+        leaf, w = gate_up.clone().requires_grad_(trained[0]), weight.clone().requires_grad_(trained[1])
+        b, x = bias.clone().requires_grad_(), leaf * 1
+        if as_one:
+            y = gated_linear(x, w, b, "silu", reuse_input=True)
+        else:
+            y = F.linear(swiglu(x, reuse_input=True), w, b)
+        upstream = torch.linspace(-1, 2, y.numel()).view_as(y)
+        y.backward(upstream, retain_graph=keeps_graph)
+        if keeps_graph:
+            y.backward(upstream)
+        results.append([y.detach(), *(p.grad for p in (leaf, w, b))])
+    for found, expected in zip(*results, strict=True):
+        assert (found is None and expected is None) or torch.equal(found, expected)
+
+
+def test_a_gated_linear_layer_keeps_only_gate_and_up_and_its_weight(interpreted):
+    gate_up, weight = torch.randn(3, 6, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        gated_linear(gate_up, weight, None, "gelu")
+    assert [t.data_ptr() for t in kept] == [gate_up.data_ptr(), weight.data_ptr()]

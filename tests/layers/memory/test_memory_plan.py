@@ -59,7 +59,6 @@ MEASURED = [
     (LLAMA_1B, 1, 10949, {"labels": 0.25}, ["lean"] * 16, 16.6),
     (LLAMA_1B, 8, 2048, {}, ["lean"] * 16, 22.0),
     (LLAMA_1B, 8, 2048, {}, ["all"] * 16, 28.0),
-    (ONE_LAYER, 1, 65536, {}, ["lean"], 18.0),
     (QWEN3_30B_6, 4, 4096, {}, ["lean"] * 6, 33.9),
     # Two GPUs, which shard the parameters, and in some cases a sequence too.
     (LLAMA_8B, 2, 8192, {"gpus": 2}, ["lean"] * 32, 74.3),

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from liger_models.kernels.activations.gated_linear import gated_linear
+from liger_models.layers.parts import mlp as parts_mlp
 from liger_models.layers.parts.mlp import LigerSwiGLUMLP
 from liger_models.layers.recompute.activation_memory import LEVELS, output_is_ours
 
@@ -26,6 +28,23 @@ def test_without_hooks_the_output_is_overwritten():
     mlp.gated_product = lambda gate_up, **options: (seen.append(gate_up), product(gate_up, **options))[1]
     mlp(torch.randn(3, 8)).sum().backward()
     assert seen[0]._version == 1
+
+
+@pytest.mark.parametrize("level", ["lean", "all", "mlp", "checkpoint"])
+def test_the_product_is_made_again_in_place_only_where_it_would_be_made_again(level, make_model, monkeypatch):
+    """And never past a hook of `down`, or a weight that is not trained."""
+    calls = []
+
+    def counted(*args, **options):
+        calls.append(args)
+        return gated_linear(*args, **options)
+
+    monkeypatch.setattr(parts_mlp, "gated_linear", counted)
+    model, ids = make_model(layers=3, activation_memory=level), torch.arange(3)[None]
+    model.layers[0].mlp.down_proj.register_forward_hook(lambda *args: None)
+    model.layers[1].mlp.down_proj.weight.requires_grad_(False)
+    model(ids, labels=ids).loss.backward()
+    assert len(calls) == (level == "lean")
 
 
 def test_a_global_hook_counts_too():
