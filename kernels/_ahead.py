@@ -61,7 +61,7 @@ def compile_ahead(operation: Callable[..., Tensor], key: Hashable, *operands: An
         imagined.set(gpu_of(first))
         _device.set(first.device)
         # Hooks of the caller, such as a checkpoint's, see nothing of this.
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same), torch.cuda.device(first.device):
+        with torch.enable_grad(), saved_tensors_hooks(as_it_is, as_it_is), torch.cuda.device(first.device):
             out = operation(*map(_imagine, operands))
             if out.requires_grad:
                 out.backward(torch.empty_like(out))
@@ -87,7 +87,8 @@ def _with_launcher(compile_kernel: Callable[[], Any]) -> Any:
     return kernel
 
 
-def _same(x: Tensor) -> Tensor:
+def as_it_is(x: Tensor) -> Tensor:
+    """Hook of an imagined operation on what autograd saves."""
     return x
 
 

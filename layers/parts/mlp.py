@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
-from liger_models.kernels._dispatch import use_triton
+from liger_models.kernels._dispatch import autocasts, use_triton
 from liger_models.kernels.activations.gated_linear import gated_linear
 from liger_models.kernels.float8.eight_bits import (
     eight_bits_bytes,
@@ -174,7 +174,7 @@ class GatedMLP(_MLP):
         if not self.makes_product_in_place or gate_up.dim() != 2:
             return False
         weight = self.down_proj.weight
-        alike = gate_up.dtype == weight.dtype and not torch.is_autocast_enabled(gate_up.device.type)
+        alike = gate_up.dtype == weight.dtype and not autocasts(gate_up)
         return alike and use_triton(gate_up, weight)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:

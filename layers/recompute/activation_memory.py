@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from liger_models.kernels._ahead import as_it_is
 from liger_models.kernels._dispatch import saving_for_one_pass
 from liger_models.kernels.float8.copies import carried_rows, forget_rows
 from liger_models.kernels.invariant.mode import as_in_this_pass
@@ -212,7 +213,8 @@ def keep_recipes() -> AbstractContextManager[Any]:
     Hooks set by the caller (`save_on_cpu`, torch's checkpoint) receive all tensors instead: offloaded, a
     recipe's inputs take as much memory as its output.
     """
-    if torch.compiler.is_compiling() or _callers_hooks(False) is not None:
+    hooks = _callers_hooks(False)
+    if torch.compiler.is_compiling() or (hooks is not None and hooks[0] is not as_it_is):
         return nullcontext()
     return saved_tensors_hooks(_pack, _unpack)
 
