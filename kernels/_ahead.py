@@ -8,9 +8,9 @@ An operation is one call of `moe_experts`, the layers and the head of a model (l
 a step of an optimizer (liger_models/optim/first_step.py).
 
 The first step of two layers of Qwen3-30B-A3B with adapters on all experts, 4 x 4096 tokens, with nothing
-compiled before, took 5.2 s on a busy machine with an H200 and 8 cores for it (forward 4.1, backward 1.15),
-before the optimizer's; with the experts' kernels side by side and launchers made one by one it took 12.9 s
-(8.25 and 4.7; 8.3 s of it for 32 launchers); compiled before, 1.2 s.
+compiled before, took 3.4 s on an H200 and 10 cores (forward 3.0, backward 0.4, optimizer 0.05); with the
+experts' kernels side by side and launchers made one by one it took 14.2 s; compiled before, 1.2 s. In the
+first process on another machine it took 6.4 s: cuDNN's first calls took 2.0 s there, and 0.3 s in later ones.
 """
 
 from __future__ import annotations
