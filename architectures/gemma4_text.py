@@ -66,7 +66,7 @@ def gemma4_text(c: HFConfig) -> ModelSpec:
     times = 2 if c.take_flag("use_double_wide_mlp", False) else 1
     wide = replace(inner, intermediate_size=inner.intermediate_size * times)
     moe, size = experts(c, norm.eps), c.take_count("hidden_size_per_layer_input", 0, least=0)
-    own = PerLayerInputSpec(size, inner.activation) if size else None
+    own = PerLayerInputSpec(size, activation(c, "hidden_activation")) if size else None
     c.take("vocab_size_per_layer_input", None)  # also of models without them
     ids = c.take_count("vocab_size_per_layer_input", least=c.take_count("vocab_size")) if own else None
     blocks = [

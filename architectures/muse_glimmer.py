@@ -6,12 +6,11 @@ only those have positions. An encoder for images and videos of any size.
 from dataclasses import replace
 
 from liger_models.architectures.common import FULL, SLIDING, attention, by_layer, decoder, mlp, windows
+from liger_models.architectures.common.images import own_text
 from liger_models.architectures.encoders import muse_glimmer as encoder
 from liger_models.architectures.registry import for_tests, register
-from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
 
 
@@ -29,10 +28,7 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, QKNormSpec
     ),
 )
 def muse_glimmer(c: HFConfig) -> ModelSpec:
-    text = text_part(c)
-    if not text.raw.get("is_causal", True):
-        raise ConfigError(f"{c.name}: models with images do not support bidirectional attention")
-    text.take("is_causal", None)
+    text = own_text(c)
     model = language_model(text)
     text.finish()
     assert model.id_norm is not None

@@ -4,7 +4,15 @@ May import torch and triton, and no other part of the package. Rooms import the 
 another room if they fuse its operation.
 """
 
-from liger_models.kernels.activations.gated import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
+from liger_models.kernels.activations.gated import (
+    CappedSwiGLU,
+    ClampedSwiGLU,
+    capped_swiglu,
+    clamped_swiglu,
+    geglu,
+    relu2,
+    swiglu,
+)
 from liger_models.kernels.activations.softmax import softmax
 from liger_models.kernels.activations.xielu import xielu
 from liger_models.kernels.attention.chosen_blocks import ChosenBlocks, choose_blocks
@@ -55,6 +63,7 @@ from liger_models.kernels.rotary.rotary import multi_axis_tables, rotary, split_
 __all__ = [
     "AdamWSettings",
     "AdamWTensors",
+    "CappedSwiGLU",
     "ChosenBlocks",
     "ClampedSwiGLU",
     "CrossEntropyOutput",
@@ -67,6 +76,7 @@ __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "capped_swiglu",
     "channel_delta_rule",
     "channel_delta_rule_step",
     "choose_blocks",

@@ -31,6 +31,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 from liger_models.layers.specs import (
     CrossAttentionSpec,
     GridAttentionSpec,
+    GridConvSpec,
     LightningSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -283,6 +284,7 @@ OTHERS = {
     LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
+    GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
 }
 

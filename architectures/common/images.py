@@ -24,6 +24,19 @@ def language_model(c: HFConfig) -> ModelSpec:
     return find_architecture(text.model_type).spec(text)
 
 
+def own_text(c: HFConfig) -> HFConfig:
+    """The config of a language model that only this family has, whose function calls `finish`.
+
+    Raises:
+        ConfigError: it asks for bidirectional attention.
+    """
+    text = text_part(c)
+    if not text.raw.get("is_causal", True):
+        raise ConfigError(f"{c.name}: models with images do not support bidirectional attention")
+    text.take("is_causal", None)
+    return text
+
+
 def with_axis_sections(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
     """The model with positions on three axes (time, row, column) that take consecutive pairs of a head: as
     many as in the config's `mrope_section`, or these `sections`.

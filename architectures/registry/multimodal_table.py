@@ -164,7 +164,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         missing="positions on three axes in layers of two types",
     ),
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
-    "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True, missing="convolutions over grids of patches"),
+    "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal(
         {"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}, missing="an encoder of sound"
@@ -210,6 +210,15 @@ MULTIMODAL: dict[str, Multimodal] = {
         defaults={"max_position_embeddings": 4096},
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
+    "step3p7": Multimodal(
+        {"step3p5": "step3p5"},
+        (("model.language_model.", "model."),),
+        defaults={
+            **{"vocab_size": 128815, "hidden_size": 4096, "intermediate_size": 11264, "head_dim": 128},
+            **{"num_hidden_layers": 45, "num_attention_heads": 64, "moe_intermediate_size": 1280},
+            **{"max_position_embeddings": 128000, "pad_token_id": 1},
+        },
+    ),
     "video_llama_3": Multimodal(
         {"qwen2": "qwen2"},
         _OWN_ROOT,

@@ -42,7 +42,6 @@ MISSING |= {
     "kolibri1": "routers that correct logits, not scores",
     "mistral_large4": "learned scales of queries and of rotary frequencies, latents that layers share, and "
     "indexers that read hidden states",
-    "step3p7": "MLPs that clamp after their activation, and its image encoder",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",
     "openai-gpt": "learned positions next to norms after each sum",
     "biogpt": "learned positions that leave padding out",

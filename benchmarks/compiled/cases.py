@@ -66,6 +66,7 @@ def gated(width):
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
     backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))
+    backward(kernels.capped_swiglu(operand(TOKENS, 2 * width)))
     backward(kernels.relu2(operand(TOKENS, width)))
     numbers = operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)
     backward(kernels.xielu(operand(TOKENS, width), *numbers))

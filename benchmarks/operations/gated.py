@@ -71,6 +71,26 @@ def _clamped_swiglu(shape, dtype, device):
     )
 
 
+@operation("capped_swiglu", "tokens x intermediate", ((32768, 1280),), tiny=(64, 256), small=(512, 1280))
+def _capped_swiglu(shape, dtype, device):
+    tokens, width = shape
+    gate_up, dy = normal((tokens, 2 * width), dtype, device, 4.0), normal(shape, dtype, device)
+
+    def eager(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).clamp(max=7.0) * up.clamp(-7.0, 7.0)
+
+    return standard_case(
+        (gate_up,),
+        (dy,),
+        ours=lambda gate_up: kernels.capped_swiglu(gate_up),
+        liger=None,
+        eager=eager,
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
 @operation("relu2", "tokens x intermediate", **SHAPES)
 def _relu2(shape, dtype, device):
     x, dy = normal(shape, dtype, device), normal(shape, dtype, device)

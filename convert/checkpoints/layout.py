@@ -17,9 +17,9 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Rows, Shape
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Permute, Ref, Rows, Shape
 from liger_models.convert.checkpoints.shards import shape_of
-from liger_models.convert.checkpoints.weight_map import permuted, piece_of_groups
+from liger_models.convert.checkpoints.weight_map import permuted, permuted_piece, piece_of_groups
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class Joined:
         by: an axis named by the module (`canonical_forms`). Rows are interleaved by group: for each key/value
             head its rows of q_proj, of k_proj and of v_proj. Widths may differ. Default: one group,
             with whole projections one after another.
+        within: prefix of the canonical names to which this applies.
     """
 
     name: str | tuple[str, ...]
     parts: tuple[str, ...]
     by: str | None = None
+    within: str = ""
 
 
 Renames = tuple[tuple[str, str], ...]
@@ -137,10 +139,8 @@ class Layout:
         return self._tensor(native)
 
     def _tensor(self, canonical: Ref) -> Expr:
-        for pattern, order in self.permuted:
-            if fnmatchcase(canonical.name, pattern):
-                return permuted(self.name(canonical.name), canonical.shape, order, **canonical.axes)
-        return Ref(self.name(canonical.name), canonical.shape)
+        name = self.name(canonical.name)
+        return self._permuted(canonical, name) or Ref(name, canonical.shape)
 
     def _joined(self, canonical: Ref, shapes: Mapping[str, Shape]) -> Expr | None:
         """Return the expression of a projection that the checkpoint stores joined with others."""
@@ -148,7 +148,7 @@ class Layout:
         owner, _, projection = path.rpartition(".")
         prefix = f"{owner}." if owner else ""
         for joined in self.joined:
-            if projection not in joined.parts:
+            if projection not in joined.parts or not path.startswith(joined.within):
                 continue
             stored = (joined.name,) if isinstance(joined.name, str) else joined.name
             names = [f"{prefix}{module}.{kind}" for module in stored]
@@ -173,7 +173,19 @@ class Layout:
             if len(names) > 1:
                 start = sum(widths[:piece])
                 return self._cut(names, sum(widths), start, start + widths[piece], canonical.shape[1:])
+            found = self._permuted(canonical, self.name(name))
+            if found is not None:
+                if groups > 1 or len(set(widths)) > 1:
+                    raise ValueError(f"{name}: pieces in another order must be whole, and equally high")
+                return permuted_piece(found, piece, len(widths))
             return piece_of_groups(self.name(name), widths, piece, groups, canonical.shape[1:])
+        return None
+
+    def _permuted(self, canonical: Ref, name: str) -> Permute | None:
+        """Return a tensor that is stored in another order, under this name; None: it is not."""
+        for pattern, order in self.permuted:
+            if fnmatchcase(canonical.name, pattern):
+                return permuted(name, canonical.shape, order, **canonical.axes)
         return None
 
     def _cut(self, names: Sequence[str], rows: int, start: int, stop: int, rest: Shape) -> Expr:

@@ -75,6 +75,17 @@ def piece_of_groups(name: str, widths: Sequence[int], piece: int, groups: int, r
     return Permute(cut, cut.shape, dims, (groups * widths[piece], *rest))
 
 
+def permuted_piece(permuted: Permute, number: int, count: int) -> Expr:
+    """The native tensor of a `Permute` of a checkpoint tensor, if that is one of `count` equal pieces, one
+    after another, of the tensor of that name.
+    """
+    name, (rows, *rest) = next(permuted.refs()).name, permuted.part.shape
+    shape = (count, *permuted.view)
+    opened = Permute(Ref(name, (count * rows, *rest)), shape, tuple(range(len(shape))), shape)
+    cut = Rows(opened, number, number + 1)
+    return Permute(cut, cut.shape, (0, *(dim + 1 for dim in permuted.order)), permuted.shape)
+
+
 WeightMap = Mapping[str, Expr]
 
 

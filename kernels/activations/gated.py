@@ -4,6 +4,7 @@
     GeGLU  (the same):                        y = gelu(gate) * up,   gelu(g) = g * Phi(g)
     clamped SwiGLU (gpt-oss):                 y = g sigmoid(alpha g) * (clip(up) + 1),   g = min(gate, limit),
                                               clip to -limit .. limit
+    capped SwiGLU (Step 3.5):                 y = min(silu(gate), limit) * clip(up)
     ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
 
 Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
@@ -46,7 +47,14 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
 
-Activation = str | ClampedSwiGLU
+@dataclass(frozen=True)
+class CappedSwiGLU:
+    """The capped SwiGLU and its limit, for activations passed as data: see `capped_swiglu`."""
+
+    limit: float
+
+
+Activation = str | ClampedSwiGLU | CappedSwiGLU
 
 
 def swiglu(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = False) -> Tensor:
@@ -89,6 +97,16 @@ def clamped_swiglu(
     return _gated(gate_up, up, ClampedSwiGLU(alpha, limit), reuse_input)
 
 
+def capped_swiglu(
+    gate_up: Tensor, up: Tensor | None = None, limit: float = 7.0, *, reuse_input: bool = False
+) -> Tensor:
+    """min(silu(gate), limit) * clip(up, -limit, limit).
+
+    At the limits gradients are nonzero, beyond them zero, as in torch.clamp. Otherwise as `swiglu`.
+    """
+    return _gated(gate_up, up, CappedSwiGLU(limit), reuse_input)
+
+
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 of x [...] in any floating dtype. The result is contiguous, of x's shape and dtype."""
     return _ReLU2.apply(x) if use_triton(x) else as_once_differentiable(relu2_plain(x))
@@ -122,13 +140,16 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_inp
 
 
 def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu") and `clamped_swiglu`."""
+    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu") and the clamped ones."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
     if isinstance(activation, ClampedSwiGLU):
         gate = gate.clamp(max=activation.limit)
         activated = gate * torch.sigmoid(activation.alpha * gate)
         wide_up = wide_up.clamp(-activation.limit, activation.limit) + 1
+    elif isinstance(activation, CappedSwiGLU):
+        activated = F.silu(gate).clamp(max=activation.limit)
+        wide_up = wide_up.clamp(-activation.limit, activation.limit)
     elif activation == "silu":
         activated = F.silu(gate)
     else:
@@ -275,6 +296,8 @@ def activation_constants(activation: Activation) -> dict[str, Any]:
     """Kernel arguments that describe an activation."""
     if isinstance(activation, ClampedSwiGLU):
         return {"ACTIVATION": "clamped_swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+    if isinstance(activation, CappedSwiGLU):
+        return {"ACTIVATION": "capped_swiglu", "ALPHA": 0.0, "LIMIT": activation.limit}
     return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
 
 
@@ -382,6 +405,14 @@ def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
         slope = tl.sigmoid(ALPHA * g)
         derivative = tl.where(beyond, 0.0, slope + g * (ALPHA * slope * (1 - slope)))
         factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u) + 1
+        factor_derivative = tl.where(up_beyond, 0.0, 1.0)
+    elif ACTIVATION == "capped_swiglu":
+        slope = tl.sigmoid(g)
+        derivative = slope + g * (slope * (1 - slope))
+        beyond, up_beyond = g * slope > LIMIT, tl.abs(u) > LIMIT
+        g, slope = tl.where(beyond, LIMIT, g), tl.where(beyond, 1.0, slope)
+        derivative = tl.where(beyond, 0.0, derivative)
+        factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u)
         factor_derivative = tl.where(up_beyond, 0.0, 1.0)
     elif ACTIVATION == "relu2":
         g = tl.where(g < 0, 0.0, g)  # nan stays nan, as in torch

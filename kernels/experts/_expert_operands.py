@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import autocasts
-from liger_models.kernels.activations.gated import Activation, ClampedSwiGLU, has_gate
+from liger_models.kernels.activations.gated import Activation, CappedSwiGLU, ClampedSwiGLU, has_gate
 from liger_models.kernels.experts._expert_paths import ExpertPath
 
 Make = Callable[[], Tensor]
@@ -45,9 +45,11 @@ def check_operands(
     down_bias: Tensor | None,
     weighted: str,
 ) -> None:
-    if not isinstance(activation, ClampedSwiGLU) and activation not in _ACTIVATIONS:
+    if not isinstance(activation, ClampedSwiGLU | CappedSwiGLU) and activation not in _ACTIVATIONS:
         names = ", ".join(_ACTIVATIONS)
-        raise ValueError(f"activation is {activation!r}; expected one of {names}, or a ClampedSwiGLU")
+        raise ValueError(
+            f"activation is {activation!r}; expected one of {names}, a ClampedSwiGLU or a CappedSwiGLU"
+        )
     if x.dim() != 2 or weights.dim() != 2 or weights.shape != experts.shape or len(weights) != len(x):
         shapes = f"x is {tuple(x.shape)}, weights {tuple(weights.shape)}, experts {tuple(experts.shape)}"
         raise ValueError(f"{shapes}; expected [T, H], [T, k] and [T, k]")

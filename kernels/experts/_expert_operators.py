@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.kernels.activations.gated import Activation, ClampedSwiGLU
+from liger_models.kernels.activations.gated import Activation, CappedSwiGLU, ClampedSwiGLU
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts._expert_passes import Wanted, activated_product, experts_backward, summed
 
@@ -71,6 +71,8 @@ def _(dy, x, weights, experts, gate_up, down, down_bias, h, activation, alpha, l
 
 
 def _activation(name: str, alpha: float, limit: float) -> Activation:
+    if name == "capped_swiglu":
+        return CappedSwiGLU(limit)
     return ClampedSwiGLU(alpha, limit) if name == "clamped_swiglu" else name
 
 

@@ -20,8 +20,10 @@ from torch import Tensor
 from liger_models.kernels._dispatch import as_rows, ceil_div, jit, next_power_of_2, on_device_of, tl
 from liger_models.kernels.activations.gated import (
     Activation,
+    CappedSwiGLU,
     ClampedSwiGLU,
     activation_constants,
+    capped_swiglu,
     clamped_swiglu,
     gated_factors,
     geglu,
@@ -124,6 +126,8 @@ def activated(h: Tensor, activation: Activation, order: ExpertOrder | None = Non
         return a
     if isinstance(activation, ClampedSwiGLU):
         return clamped_swiglu(h, None, activation.alpha, activation.limit)
+    if isinstance(activation, CappedSwiGLU):
+        return capped_swiglu(h, None, activation.limit)
     if activation == "relu2":
         return relu2(h)
     if activation == "silu":

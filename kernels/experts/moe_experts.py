@@ -114,8 +114,8 @@ def moe_experts(
         experts: [T, k], integers in [0, E). Not checked on a GPU, where other values are undefined behaviour.
         gate_up: [E, 2 I, H], the gate's rows first, or up [E, I, H] without gates, in x's dtype.
         down: [E, H, I], in x's dtype. Both may be frozen `StoredMatrices`, under autocast in its dtype.
-        activation: of the gate: "silu", "gelu_tanh" or "gelu"; of both, a `ClampedSwiGLU`; or "relu2", of
-            experts without gates.
+        activation: of the gate: "silu", "gelu_tanh" or "gelu"; of both, a `ClampedSwiGLU` or
+            `CappedSwiGLU`; or "relu2", of experts without gates.
         gate_up_bias: [E, 2 I], the gate's first, or [E, I], in x's dtype, or None.
         down_bias: [E, H], in x's dtype, or None. It is weighted like the rest of an expert's output.
         weighted: whether the weights multiply the experts' "outputs", or their "inputs" (without biases).

@@ -59,7 +59,7 @@ def gated_eight_bits(
 
     Args:
         gate_up: [T, 2 I], gate first; bfloat16, float16 or float32.
-        activation: "silu", "gelu_tanh", "gelu" or a `ClampedSwiGLU`.
+        activation: "silu", "gelu_tanh", "gelu", or a clamped one with its limit.
         float8: let y carry its copy in e4m3 by rows (copies.py), where kernels can make it.
         float8_gradient: let the gradient of gate_up carry such a copy.
 

@@ -14,6 +14,7 @@ from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.grids.grid_attention import GridAttention
+from liger_models.layers.grids.grid_conv import GridConvolution
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.recurrent.channel_delta import ChannelDelta
 from liger_models.layers.recurrent.gated_conv import GatedConvolution
@@ -30,6 +31,7 @@ from liger_models.layers.specs import (
     GatedConvSpec,
     GatedDeltaSpec,
     GridAttentionSpec,
+    GridConvSpec,
     LatentAttentionSpec,
     LightningSpec,
     SelectiveSpec,
@@ -60,6 +62,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     DifferentialAttentionSpec: DifferentialAttention,
     CrossAttentionSpec: CrossAttention,
     GridAttentionSpec: GridAttention,
+    GridConvSpec: GridConvolution,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
     SelectiveSpec: SelectiveScan,
@@ -74,6 +77,7 @@ MIXER_NAMES: dict[type, str] = {
     SSDSpec: "mamba",
     SelectiveSpec: "mamba",
     GatedConvSpec: "conv",
+    GridConvSpec: "conv",
     ChannelDeltaSpec: "linear_attn",
 }
 """The names of mixers in the module tree; of others "self_attn"."""

@@ -1,4 +1,4 @@
-"""Token mixers for pictures of one size, whose patches form a square grid.
+"""Token mixers for pictures, whose patches form grids.
 
 Imports attention's calls of torch's kernels, projections, recompute, sequences and specs.
 """

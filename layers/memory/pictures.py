@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from liger_models.layers.specs import (
     AnyresPictures,
+    CroppedPictures,
     PaddedPictures,
     PooledGrids,
     SquarePictures,
@@ -18,8 +19,9 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
+from liger_models.layers.vision.crops import crop_of, crops_of
 from liger_models.layers.vision.pictures import Pictures
-from liger_models.layers.vision.projectors import PROJECTORS
+from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 
 
 @dataclass(frozen=True)
@@ -96,6 +98,10 @@ def shown_of_size(
                 Shown(shown.tokens, shown.longest, 0, shown.patches, count * len(taps.features)),
                 shown.patches * spec.patches.width,
             )
+        case CroppedPictures(side):
+            crop = crop_of(side) // size
+            crops = [(1, crop, crop)] * crops_of(height, width, side)
+            grids = [*crops, (1, side // size, side // size)] * count
         case PaddedPictures():
             grids = [(1, max(merge, height // size), max(merge, width // size))] * count
         case _:
@@ -182,15 +188,21 @@ def edges_of(
     for wide, projector_spec in ways:
         with torch.device("meta"):
             way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
-        made += _kept(way, patches, wide, dtype, encoder)
+        grid = (1, projector_spec.merge, patches // projector_spec.merge)
+        grids = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
+        made += _kept(way, patches, wide, dtype, encoder, *grids)
     # The input of the encoder's next layer is shared with that layer.
     made -= encoder * len(spec.deep) * patches * width * size
     deep = len(spec.deep) * shown.features * hidden_size * size
     return Edges(encoder * kept, made, deep)
 
 
-def _kept(module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool) -> int:
-    """Bytes that autograd saves for a module's call on [rows, width], measured on the meta device."""
+def _kept(
+    module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool, *others: Any
+) -> int:
+    """Bytes that autograd saves for a module's call on [rows, width] and `others`, measured on the meta
+    device.
+    """
     saved: dict[int, Tensor] = {}
 
     def note(tensor: Tensor) -> Tensor:
@@ -199,7 +211,7 @@ def _kept(module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_in
 
     x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=needs_input)
     with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        made = module(x)
+        made = module(x, *others)
     own = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
     del made
     return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)

@@ -18,7 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.kernels import ClampedSwiGLU, clamped_swiglu, geglu, relu2, swiglu
+from liger_models.kernels import (
+    CappedSwiGLU,
+    ClampedSwiGLU,
+    capped_swiglu,
+    clamped_swiglu,
+    geglu,
+    relu2,
+    swiglu,
+)
 from liger_models.kernels._dispatch import autocasts, use_triton
 from liger_models.kernels.activations.gated_linear import gated_linear
 from liger_models.kernels.float8.eight_bits import (
@@ -71,7 +79,7 @@ def make_mlp(hidden_size: int, spec: MLPSpec) -> GatedMLP | PlainMLP:
     return GatedMLP(hidden_size, spec) if spec.gated else PlainMLP(hidden_size, spec)
 
 
-def gated_product(activation: str | ClampedSwiGLU) -> Callable[..., Tensor]:
+def gated_product(activation: str | ClampedSwiGLU | CappedSwiGLU) -> Callable[..., Tensor]:
     """Kernel of `act(gate) * up`, for packed or separate gate and up.
 
     Raises:
@@ -79,10 +87,12 @@ def gated_product(activation: str | ClampedSwiGLU) -> Callable[..., Tensor]:
     """
     if isinstance(activation, ClampedSwiGLU):
         return functools.partial(clamped_swiglu, alpha=activation.alpha, limit=activation.limit)
+    if isinstance(activation, CappedSwiGLU):
+        return functools.partial(capped_swiglu, limit=activation.limit)
     return _chosen(_GATED, activation, "gated")
 
 
-def plain_activation(activation: str | ClampedSwiGLU) -> Callable[..., Tensor]:
+def plain_activation(activation: str | ClampedSwiGLU | CappedSwiGLU) -> Callable[..., Tensor]:
     """Function of an activation without a gate.
 
     Raises:

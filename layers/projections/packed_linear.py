@@ -148,6 +148,8 @@ def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor
             rows = rows_in_checkpoint(weight)[name]
         except ValueError:  # the checkpoint has the whole in another form, such as transposed
             rows = torch.arange(start, device="cpu")
+        if not name.endswith(".weight"):  # not of a layer, whose rows tools could know in its order
+            rows = torch.arange(start, device="cpu")
         found[name.split(".")[-2]] = rows
     return found
 

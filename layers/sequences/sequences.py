@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import RopeSpec
 
 
+class Grids(NamedTuple):
+    """The grids of the pictures whose patches are the tokens, in an image encoder.
+
+    Attributes:
+        sizes: rows and columns of each picture, or of each time step of a video.
+        merge: patches come in blocks of so many times so many (layers/vision/patch_order.py).
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    merge: int
+
+
 class Sequences:
     """The tokens of one call of a model, in frozen parts.
 
@@ -37,6 +49,7 @@ class Sequences:
         slice: the tokens of this rank, if sequences are divided over ranks. The positions belong to these
             tokens, and the documents to the whole batch, since documents span ranks.
         once: runs a function, or returns its results from the first run of a layer that runs again.
+        grids: of pictures, in an image encoder.
 
     Frameworks that move or cast the arguments of a module (FSDP2's mixed precision, DistributedDataParallel,
     accelerate) copy the dataclasses, lists and dicts that they find and round the tensors in them, or call a
@@ -51,9 +64,11 @@ class Sequences:
         notes: Notes | None = None,
         slice: Slice | None = None,
         once: Once | None = None,
+        grids: Grids | None = None,
     ):
         self.visibility, self.positions, self.cache = visibility, positions, cache
         self.notes, self.slice, self.once = Notes() if notes is None else notes, slice, once
+        self.grids = grids
 
     @classmethod
     def from_call(
@@ -119,11 +134,12 @@ class Sequences:
         if device == self.device:
             return self
         parts = self.visibility.to(device), self.positions.to(device)
-        return Sequences(*parts, self.cache, self.notes, self.slice, self.once)
+        return Sequences(*parts, self.cache, self.notes, self.slice, self.once, self.grids)
 
     def running(self, once: Once) -> Sequences:
         """The same batch for a layer whose expensive functions `once` runs."""
-        return Sequences(self.visibility, self.positions, self.cache, self.notes, self.slice, once)
+        parts = self.visibility, self.positions, self.cache, self.notes, self.slice
+        return Sequences(*parts, once, self.grids)
 
     def without_notes(self) -> Sequences:
         """The same documents for another model, whose layers have left no notes yet."""

@@ -3,13 +3,14 @@
 May import only dataclasses of the kernels; everything else may import the specs.
 """
 
-from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
     BlockIndexerSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
+    GridConvSpec,
     IndexerSpec,
     LatentAttentionSpec,
     QKNormSpec,
@@ -31,6 +32,7 @@ from liger_models.layers.specs.projectors import (
     PatchMergerSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    StridedProjectorSpec,
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
@@ -51,6 +53,7 @@ from liger_models.layers.specs.vision import (
     BicubicTable,
     BilinearTable,
     ClipTable,
+    CroppedPictures,
     CroppedTable,
     CubicTable,
     FadingTable,
@@ -81,11 +84,13 @@ __all__ = [
     "BilinearTable",
     "BlockIndexerSpec",
     "BlockSpec",
+    "CappedSwiGLU",
     "ChannelDeltaSpec",
     "ClampedSwiGLU",
     "ClipTable",
     "Constant",
     "ConvolutionProjectorSpec",
+    "CroppedPictures",
     "CroppedTable",
     "CrossAttentionSpec",
     "CubicTable",
@@ -100,6 +105,7 @@ __all__ = [
     "GatedDeltaSpec",
     "GatedProjectorSpec",
     "GridAttentionSpec",
+    "GridConvSpec",
     "GridPictures",
     "IndexerSpec",
     "LatentAttentionSpec",
@@ -139,6 +145,7 @@ __all__ = [
     "SquarePictures",
     "StepBiases",
     "StretchedTable",
+    "StridedProjectorSpec",
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",

@@ -267,6 +267,20 @@ class GridAttentionSpec(_Heads):
 
 
 @dataclass(frozen=True)
+class GridConvSpec:
+    """A gated depthwise convolution of `width` times `width` patches of pictures:
+    layers/grids/grid_conv.py.
+    """
+
+    width: int = 3
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads: none."""
+        return ()
+
+
+@dataclass(frozen=True)
 class DifferentialAttentionSpec:
     """The difference of two causal attentions to the same values, by head, with a norm of each head:
     layers/attention/differential.py. Both numbers of heads are even; `norm_eps` is that of the norm, and

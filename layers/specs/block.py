@@ -14,6 +14,7 @@ from liger_models.layers.specs.attention import (
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
+    GridConvSpec,
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
@@ -29,6 +30,7 @@ MixerSpec = (
     | DifferentialAttentionSpec
     | CrossAttentionSpec
     | GridAttentionSpec
+    | GridConvSpec
     | RecurrentSpec
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 from liger_models.kernels.activations.gated import has_gate
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
@@ -18,7 +18,7 @@ class MLPSpec:
     """
 
     intermediate_size: int
-    activation: Activation | ClampedSwiGLU = "silu"
+    activation: Activation | ClampedSwiGLU | CappedSwiGLU = "silu"
     bias: bool = False
     gated: bool = True
     clipped: bool = False
@@ -60,7 +60,7 @@ class MoESpec:
     num_experts: int
     experts_per_token: int
     intermediate_size: int
-    activation: Activation | ClampedSwiGLU = "silu"
+    activation: Activation | ClampedSwiGLU | CappedSwiGLU = "silu"
     bias: bool = False
     router_bias: bool = False
     score: Literal["softmax", "sigmoid"] = "softmax"

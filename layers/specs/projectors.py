@@ -145,9 +145,24 @@ class ConvolutionProjectorSpec:
         return 4
 
 
+@dataclass(frozen=True)
+class StridedProjectorSpec:
+    """Projector: two convolutions of 3 times 3 patches with stride 2, which double the width, and one linear
+    layer, with or without a bias (Step 3.7).
+    """
+
+    bias: bool = False
+
+    @property
+    def merge(self) -> int:
+        """The number of patches on a side of what makes a token."""
+        return 4
+
+
 ProjectorSpec = (
     PoolProjectorSpec
     | ConvolutionProjectorSpec
+    | StridedProjectorSpec
     | VisualWordsSpec
     | GatedProjectorSpec
     | TwiceProjectedSpec

@@ -186,6 +186,16 @@ class SquarePictures:
 
 
 @dataclass(frozen=True)
+class CroppedPictures:
+    """Processor outputs `pixel_values` [images, channels, size, size], the whole images, and optionally parts
+    of them, `pixel_values_local` [crops, channels, height, width], with the number of crops of each image,
+    `num_local_patches` [images]. Tokens of the crops come before those of the whole (Step 3.7).
+    """
+
+    size: int
+
+
+@dataclass(frozen=True)
 class AnyresPictures:
     """Processor outputs `pixel_values` [images, tiles, channels, size, size]: for each image the whole and,
     if it is the only image of its row, tiles of it in the best of `resolutions`, (height, width) in pixels;
@@ -275,6 +285,7 @@ class VisionSpec:
         | PooledGrids
         | PaddedPictures
         | SquarePictures
+        | CroppedPictures
         | AnyresPictures
     ) = GridPictures()
     norm_pixels: LayerNormSpec | None = None

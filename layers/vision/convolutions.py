@@ -1,36 +1,45 @@
-"""A projector of convolutions over the grid of patches (GOT-OCR 2.0, arXiv:2409.01704, section 3.2)."""
+"""Projectors of convolutions over the grid of patches (GOT-OCR 2.0, arXiv:2409.01704, section 3.2)."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.layers.grids.rows import by_size, in_rows
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec, PatchSpec
+from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec, PatchSpec, StridedProjectorSpec
 from liger_models.layers.vision.encoder import PatchEmbedding
+from liger_models.layers.vision.patch_order import Grid
 
 
 class Convolution(nn.Module):
-    """A convolution of 3 times 3 patches with zeros around the grid, without a bias.
+    """A convolution of 3 times 3 patches with zeros around the grid.
 
     Args:
         inputs, outputs: numbers of channels.
         stride: distance of neighbouring windows.
+        bias: whether it has one.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, bias: bool = False):
         super().__init__()
         self.stride, self.weight = stride, nn.Parameter(torch.empty(outputs, inputs, 3, 3))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [pictures, channels, rows, columns] -> the same of `outputs`."""
-        return F.conv2d(x, self.weight.to(x.dtype), stride=self.stride, padding=1)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.conv2d(x, self.weight.to(x.dtype), bias, stride=self.stride, padding=1)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Neck(nn.Module):
@@ -73,8 +82,32 @@ class ConvolutionProjector(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [P, D], in blocks of 4 times 4 patches -> [P / 16, H]."""
-        blocks = self.side // self.merge
-        x = x.view(-1, blocks, blocks, self.merge, self.merge, x.shape[-1])
-        x = x.transpose(2, 3).reshape(-1, self.side, self.side, x.shape[-1])
+        x = in_rows(x, self.side, self.side, self.merge)
         x = self.conv_upsampler2(self.conv_upsampler1(self.neck(x)))
         return self.multimodal_projector(x.flatten(2).transpose(1, 2).flatten(0, 1))
+
+
+class StridedProjector(nn.Module):
+    """`linear(conv2(conv1(x)))`, convolutions of stride 2 that double the width (Step 3.7).
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the bias of the last layer.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: StridedProjectorSpec):
+        super().__init__()
+        self.merge = spec.merge
+        self.conv1 = Convolution(width, 2 * width, stride=2, bias=True)
+        self.conv2 = Convolution(2 * width, 4 * width, stride=2, bias=True)
+        self.linear = Linear(4 * width, hidden_size, bias=spec.bias)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """x [P, D], in blocks of 4 times 4 patches of pictures with these grids -> [P / 16, H]."""
+        sizes = [(h, w) for t, h, w in grids for _ in range(t)]
+        return self.linear(by_size(x, sizes, self._convolved))
+
+    def _convolved(self, x: Tensor, height: int, width: int) -> Tensor:
+        raster = in_rows(x, height, width, self.merge).permute(0, 3, 1, 2)
+        return self.conv2(self.conv1(raster)).flatten(2).transpose(1, 2).flatten(0, 1)

@@ -26,8 +26,8 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
-from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import PatchSpec, VisionSpec
+from liger_models.layers.sequences.sequences import Grids, Sequences
+from liger_models.layers.specs import GridConvSpec, PatchSpec, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, windows_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table
@@ -123,7 +123,8 @@ class VisionEncoder(nn.Module):
 
     Attributes:
         recorded: runs the layers as CUDA graphs, if they were asked for (`Decoder.set_cuda_graphs`). Layers
-            with windows of their own, or with further outputs, run as without.
+            with windows of their own, that read the sizes of pictures, or with further outputs, run as
+            without.
     """
 
     def __init__(self, spec: VisionSpec, attention: AttentionBackend = "auto"):
@@ -151,6 +152,7 @@ class VisionEncoder(nn.Module):
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
         if spec.norm_after is not None:
             self.norm_after = make_norm(spec.hidden_size, spec.norm_after)
+        self.reads_grids = any(isinstance(block.mixer, GridConvSpec) for block in spec.blocks)
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """Return the projector's input, [P, D], or wider if it concatenates several layers; and the outputs
@@ -176,9 +178,10 @@ class VisionEncoder(nn.Module):
         if self.prefix is None:  # with such tokens no layer has positions
             frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
         frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.ropes)))
+        frames.grids = Grids(tuple((h, w) for t, h, w in pictures.grids for _ in range(t)), merge)
         for sequences in seen_by:
             sequences.positions = frames.positions
-        alone = order is None and not (self.spec.deep or self.spec.taken)
+        alone = order is None and not (self.spec.deep or self.spec.taken or self.reads_grids)
         if alone and self.recorded is not None and torch.is_grad_enabled():
             made: tuple[Tensor, ...] = (self.recorded([x], frames, {}, self._run_alone),)
         else:

@@ -24,6 +24,7 @@ ON_HOST = frozenset(
             "image_sizes",
             "batch_num_images",
         ),
+        "num_local_patches",
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
         *("spatial_shapes", "pixel_attention_mask"),
         *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),

@@ -15,6 +15,7 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
+    CroppedPictures,
     CubicTable,
     FlatGrids,
     FractionTable,
@@ -27,8 +28,15 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
-from liger_models.layers.vision.grid_inputs import ROUNDED, flat_grids, grids, pooled_grids, taken, together
-from liger_models.layers.vision.image_rows import images_of_rows
+from liger_models.layers.vision.crops import cropped
+from liger_models.layers.vision.grid_inputs import (
+    ROUNDED,
+    flat_grids,
+    grids,
+    pooled_grids,
+    taken,
+    together,
+)
 from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
@@ -192,7 +200,7 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
         return None
     values = given["pixel_values"]
     if spec.pictures.by_row:
-        values = images_of_rows(values, given.get("pixel_attention_mask"))
+        values = _images_of_rows(values, given.get("pixel_attention_mask"))
     size = _side_of_squares(spec, merge, values)
     expected = spec.patches.channels, size, size
     if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
@@ -207,6 +215,41 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
         return None
     grids = [(1, side, side)] * len(values)
     return Pictures(torch.cat(patches), grids, len(values), extra=int(spec.class_feature))
+
+
+def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
+    """The images of all rows, [images, channels, height, width], without those that fill up a row.
+
+    Args:
+        values: [rows, images, channels, height, width].
+        mask: [rows, images, height, width], 0 for images that fill up a row. Without it these are the images
+            of zeros, which synchronises the device.
+
+    Raises:
+        DataError: another shape, or an image that is hidden in part.
+    """
+    if values.dim() != 5:
+        raise DataError(
+            "pixel_values must be of shape [rows, images, channels, size, size], as the processor returns "
+            f"them; found {tuple(values.shape)}"
+        )
+    if mask is None:
+        there = (values != 0).flatten(2).any(-1).flatten()
+    else:
+        mask = torch.as_tensor(mask).cpu() != 0  # read on the host
+        if mask.shape != (*values.shape[:2], *values.shape[3:]):
+            raise DataError(
+                f"pixel_attention_mask has the shape {tuple(mask.shape)}; expected "
+                f"{(*values.shape[:2], *values.shape[3:])}, by pixel_values"
+            )
+        mask = mask.flatten(2).flatten(0, 1)
+        there = mask.any(-1)
+        if not bool(mask[there].all()):
+            raise DataError(
+                "pixel_attention_mask hides a part of an image; expected whole images, as the processor "
+                "makes them from tiles or by resizing to squares"
+            )
+    return values.flatten(0, 1)[there.to(values.device, non_blocking=True)]
 
 
 def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
@@ -318,6 +361,7 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     PooledGrids: pooled_grids,
     PaddedPictures: _padded,
     SquarePictures: _squares,
+    CroppedPictures: cropped,
     PlacedPictures: _placed,
     ShapedPictures: _shaped,
     AnyresPictures: _anyres,

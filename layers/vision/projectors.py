@@ -24,10 +24,11 @@ from liger_models.layers.specs import (
     PatchMergerSpec,
     PatchSpec,
     PoolProjectorSpec,
+    StridedProjectorSpec,
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
-from liger_models.layers.vision.convolutions import ConvolutionProjector
+from liger_models.layers.vision.convolutions import ConvolutionProjector, StridedProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 
 
@@ -307,6 +308,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     VisualWordsSpec: VisualWords,
     AdapterSpec: Adapter,
     ConvolutionProjectorSpec: ConvolutionProjector,
+    StridedProjectorSpec: StridedProjector,
     DownsamplingProjectorSpec: DownsamplingProjector,
     GatedProjectorSpec: GatedProjector,
     TwiceProjectedSpec: TwiceProjected,
@@ -315,3 +317,5 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     LinearProjectorSpec: LinearProjector,
     MLPProjectorSpec: MLPProjector,
 }
+OF_GRIDS = (StridedProjectorSpec,)
+"""Projectors that read the pictures' grids, too."""

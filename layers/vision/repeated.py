@@ -101,4 +101,6 @@ def _sizes(spec: VisionSpec, name: str, given: Mapping[str, Any], pictures: int)
         return (torch.as_tensor(given["video_grid_thw"]).prod(1) // sides**2).tolist()
     if name in ("pixel_values_videos", "video_position_ids") and "num_frames_per_video" in given:
         return torch.as_tensor(given["num_frames_per_video"]).flatten().tolist()
+    if name == "pixel_values_local":
+        return torch.as_tensor(given["num_local_patches"]).flatten().tolist()
     return [1] * pictures

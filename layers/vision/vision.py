@@ -26,7 +26,7 @@ from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, end_of_positions
 from liger_models.layers.vision.processor_inputs import take_pictures
-from liger_models.layers.vision.projectors import PROJECTORS
+from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 from liger_models.layers.vision.spans import prefixes, spans_of
 
 Part = Literal["vision", "projector", "language"]
@@ -123,7 +123,8 @@ class Vision(nn.Module):
                 made = tuple(x[whole] for x in made)
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
-        features = self.projector(last)
+        grids = (pictures.grids,) if isinstance(self.spec.projector, OF_GRIDS) else ()
+        features = self.projector(last, *grids)
         if self.newline is not None and isinstance(pictures, TiledPictures):
             features = self.newline(features, pictures.taps, pictures.sizes)
         return features, *(project(x) for project, x in zip(projectors, deep, strict=True))

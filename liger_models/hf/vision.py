@@ -29,7 +29,7 @@ from liger_models.layers.vision.vision import VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
-    *("image_position_ids", "batch_num_images"),
+    *("image_position_ids", "batch_num_images", "pixel_values_local", "num_local_patches"),
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
     *(
         "second_per_grid_ts",
@@ -152,6 +152,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         image_sizes: Tensor | None = None,
         image_position_ids: Tensor | None = None,
         batch_num_images: Tensor | None = None,
+        pixel_values_local: Tensor | None = None,
+        num_local_patches: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         video_position_ids: Tensor | None = None,

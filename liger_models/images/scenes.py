@@ -21,6 +21,7 @@ from torch import Tensor
 
 from liger_models.layers.specs import (
     AnyresPictures,
+    CroppedPictures,
     FlatGrids,
     GridPictures,
     ModelSpec,
@@ -132,6 +133,9 @@ class Scenes:
                     tokens += self._of_tiles(piece, sum(isinstance(other, Image) for other in document))
                     continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
+                if isinstance(self.vision.pictures, CroppedPictures):
+                    for _ in range(_crops(piece)):
+                        tokens += [self.vision.image_id] * (self._crop() // merge) ** 2 + [BETWEEN_STEPS]
                 if isinstance(self.vision.pictures, PooledGrids):
                     of_image = isinstance(piece, Image)
                     count = grid[1] * grid[2] if of_image else int(_kept(piece).sum())
@@ -288,6 +292,19 @@ class Scenes:
         size = self.vision.pictures.size
         return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
 
+    def _cropped(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Whole images, and crops of some."""
+        counts, side = [_crops(piece) for piece in pieces], self._crop() * self.vision.patches.size
+        crops = 0.1 * self._normal(sum(counts), self.vision.patches.channels, side, side)
+        call = {**self._squares(pieces), "num_local_patches": torch.tensor(counts)}
+        return call | ({"pixel_values_local": crops} if sum(counts) else {})
+
+    def _crop(self) -> int:
+        """Side of a crop, in patches: three quarters of the image's, in whole tokens."""
+        merge = self.vision.projector.merge
+        side = self.vision.pictures.size // self.vision.patches.size
+        return max(merge, side * 3 // 4 // merge * merge)
+
     def _by_row(self, images: Tensor, documents: Sequence[Document]) -> dict[str, Any]:
         """The images of each row, filled up with images of zeros."""
         counts = [sum(not isinstance(piece, int) for piece in document) for document in documents]
@@ -326,10 +343,15 @@ class Scenes:
 
     def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
         """Padded images have an extra row and column without tokens; square ones have a fixed size."""
-        if isinstance(self.vision.pictures, SquarePictures):
+        if isinstance(self.vision.pictures, SquarePictures | CroppedPictures):
             return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
         more = int(isinstance(self.vision.pictures, PaddedPictures))
         return getattr(piece, "steps", 1), piece.height + more, piece.width + more
+
+
+def _crops(piece: Piece) -> int:
+    """The number of crops of an image: 0 to 2, by its height."""
+    return int(piece.height) // 8 % 3
 
 
 def _kept(video: Video) -> Tensor:
@@ -343,6 +365,7 @@ _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     PooledGrids: Scenes._pooled_grids,
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,
+    CroppedPictures: Scenes._cropped,
     PlacedPictures: Scenes._placed,
     ShapedPictures: Scenes._shaped,
     AnyresPictures: Scenes._anyres,

@@ -56,6 +56,7 @@ def run_everything() -> None:
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
     backward(kernels.clamped_swiglu(operand(8, 256)))
+    backward(kernels.capped_swiglu(operand(8, 256)))
     backward(kernels.relu2(operand(8, 128)))
     for one_scale in (False, True):
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)

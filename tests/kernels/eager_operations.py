@@ -168,6 +168,11 @@ def eager_clamped_swiglu(x, alpha, limit):
     return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
 
 
+def eager_capped_swiglu(x, limit):
+    gate, up = halves(x)
+    return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 def eager_clamped_experts(x, weights, gate_up, down, gate_up_bias, down_bias, alpha, limit):
     hidden = torch.einsum("th,eih->tei", x, gate_up) + gate_up_bias
     rows = torch.einsum("tei,ehi->teh", eager_clamped_swiglu(hidden, alpha, limit), down) + down_bias

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from eager_operations import (
     eager_capped_cross_entropy,
+    eager_capped_swiglu,
     eager_clamped_swiglu,
     eager_cross_entropy,
     eager_gated_norm,
@@ -33,6 +34,7 @@ from product_operations import WITH_PRODUCTS
 from liger_models.kernels import (
     add_layer_norm,
     add_rms_norm,
+    capped_swiglu,
     clamped_swiglu,
     cross_entropy,
     document_bounds,
@@ -236,6 +238,11 @@ OPERATIONS = {
     "clamped_swiglu": Operation(
         lambda x: clamped_swiglu(x, alpha=1.3, limit=0.8),
         lambda x: eager_clamped_swiglu(x, 1.3, 0.8),
+        lambda rows, width: [(rows, 2 * width)],
+    ),
+    "capped_swiglu": Operation(
+        lambda x: capped_swiglu(x, limit=0.8),
+        lambda x: eager_capped_swiglu(x, 0.8),
         lambda rows, width: [(rows, 2 * width)],
     ),
     "xielu": Operation(

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from liger_models.kernels import ClampedSwiGLU
+from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
@@ -34,6 +34,9 @@ def formula(
     elif isinstance(activation, ClampedSwiGLU):
         gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
         product = (up + 1) * gate * torch.sigmoid(activation.alpha * gate)
+    elif isinstance(activation, CappedSwiGLU):
+        limit = activation.limit
+        product = F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
     else:
         product = ACTIVATIONS[activation](gate) * up
     rows = torch.einsum("tkhi,tki->tkh", down[experts], product)
