@@ -17,7 +17,6 @@ from liger_models.layers.model.call_checks import CallChecks, batch_shape, refus
 from liger_models.layers.model.decoder import Decoder
 from liger_models.layers.model.distilling import Distilling
 from liger_models.layers.model.freezing import divides_projections, freeze
-from liger_models.layers.model.fresh_weights import note_fresh_weights
 from liger_models.layers.model.head import LMHead, LogitForm
 from liger_models.layers.model.indexer_loss import add_indexer_loss, begin_indexer_loss, train_indexers
 from liger_models.layers.model.mtp import MTPCall
@@ -31,6 +30,7 @@ from liger_models.layers.model.parameters import (
 from liger_models.layers.model.request import Request
 from liger_models.layers.model.routed_experts import RoutedExperts
 from liger_models.layers.model.scoring import Scoring
+from liger_models.layers.parts.fresh_weights import note_fresh_weights
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout, canonical_forms, saved_tensors
 from liger_models.convert.checkpoints.shards import is_sharded, local_part
-from liger_models.layers.model.fresh_weights import draw_fresh
+from liger_models.layers.parts.fresh_weights import draw_fresh
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     split_projections,

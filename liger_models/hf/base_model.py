@@ -37,7 +37,7 @@ from liger_models.layers.model.call_checks import (
     refuse_unknown,
 )
 from liger_models.layers.model.decoder import Decoder
-from liger_models.layers.model.fresh_weights import note_fresh_weights
+from liger_models.layers.parts.fresh_weights import note_fresh_weights
 from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.packed_linear import name_layers
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together

@@ -44,8 +44,8 @@ from liger_models.hf.checkpoints.weights import (
     refuse_lost_adapters,
 )
 from liger_models.layers.model.freezing import freeze
-from liger_models.layers.model.fresh_weights import draw_fresh
 from liger_models.layers.parts.embedding import TokenEmbedding
+from liger_models.layers.parts.fresh_weights import draw_fresh
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
     split_projections,
