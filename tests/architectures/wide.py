@@ -105,6 +105,8 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     """Cut the encoder to few layers, and use small ids for images."""
     vision = config["vision_config"] = dict(config["vision_config"])
     vision |= {key: value for key, value in FEW.items() if key in vision}
+    if "layer_types" in vision:
+        vision["layer_types"] = vision["layer_types"][: vision["num_hidden_layers"]]
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
