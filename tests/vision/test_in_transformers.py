@@ -127,7 +127,7 @@ def test_modules_have_the_names_of_transformers_own(pair, ours):
     known = (
         "router",
         ".gate",
-        "patch_embed.",
+        "vision_tower.patch_embed",
         "patch_embedding",
         "patch_embedder",
         "patch_projection",
