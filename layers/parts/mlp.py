@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -164,8 +165,9 @@ class GatedMLP(_MLP):
         gate_up = gate_up if added is None else gate_up + added(x)
         reuse_input = output_is_ours(self.gate_up_proj)
         if recipes_are_kept() and self._runs_as_one(gate_up):
-            weight, bias = self.down_proj.weight, as_wide_as(self.down_proj.weight, self.down_proj.bias)
-            return gated_linear(gate_up, weight, bias, self.spec.activation, reuse_input=reuse_input)
+            down = cast(Linear, self.down_proj)
+            bias = as_wide_as(down.weight, down.bias)
+            return gated_linear(gate_up, down.weight, bias, self.spec.activation, reuse_input=reuse_input)
         product = self.gated_product(gate_up, reuse_input=reuse_input)
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
 
@@ -183,7 +185,7 @@ class GatedMLP(_MLP):
         """Whether the activation and `down` run as one operation on gate and up."""
         if not self.makes_product_in_place or gate_up.dim() != 2:
             return False
-        weight = self.down_proj.weight
+        weight = cast(Linear, self.down_proj).weight
         alike = gate_up.dtype == weight.dtype and not autocasts(gate_up)
         return alike and use_triton(gate_up, weight)
 
