@@ -191,8 +191,9 @@ def norms() -> None:
         (128, False, "silu", "llama"),
         (128, False, "sigmoid", "float32"),
         (4096, True, "silu", "llama"),
+        (8192, True, "silu", "llama"),
     ):
-        x, gate, weight = operand(8, 4096), operand(8, 4096), operand(group)
+        x, gate, weight = operand(8, 8192), operand(8, 8192), operand(group)
         options = {"group_size": group, "gate_first": gate_first, "activation": activation, "cast": cast}
         backward(kernels.gated_rms_norm(x, gate, weight, **options))
 
