@@ -65,7 +65,9 @@ class GridAttention(nn.Module):
             x = torch.cat([x, x.new_zeros(1, x.shape[1])])
         first = size * torch.arange(pictures, device=device)[:, None, None]
         place = torch.where(there < size, there + first, pictures * size).flatten(0, 1)
-        qkv = self.qkv_proj(x)[place].unflatten(-1, (3, spec.num_attention_heads, spec.head_dim))
+        # Projected before they were gathered, all places beyond the grid would share a row, whose gradient
+        # would be summed in the activations' precision.
+        qkv = self.qkv_proj(x[place]).unflatten(-1, (3, spec.num_attention_heads, spec.head_dim))
         q, k, v = qkv.unbind(2)  # [windows of all pictures, width^2, heads, head_dim]
         out = self._attend(q, k, v, width)  # [.., heads * head_dim]
         out = out.view(pictures, -1, spec.q_size)[:, back].flatten(0, 1)
@@ -92,13 +94,15 @@ class GridAttention(nn.Module):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per patch on a GPU: queries, keys and values in the order of windows, the first two
-        again with their places, the output in both orders, and each head's log-sum-exp in float32.
+        again with their places, the output in both orders, each head's log-sum-exp in float32, and the input
+        at places beyond the grid.
         """
         spec = self.spec
         heads, wide = spec.num_attention_heads, spec.head_dim + 2 * spec.width
         within = itemsize * (5 * spec.q_size + 2 * heads * wide) + 4 * heads
-        windows = -(-spec.side // spec.width) * spec.width
-        return itemsize * spec.q_size + within * windows**2 // spec.side**2
+        size, places = spec.side**2, (-(-spec.side // spec.width) * spec.width) ** 2
+        beyond = itemsize * self.qkv_proj.in_features * (places - size)
+        return itemsize * spec.q_size + (within * places + beyond) // size
 
     def extra_repr(self) -> str:
         spec = self.spec

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -53,3 +55,23 @@ def test_outputs_and_gradients_are_those_of_the_formula(window):
     gradients = (torch.autograd.grad(y, inputs, wanted) for y in (found, expected))
     for own, theirs in zip(*gradients, strict=True):
         torch.testing.assert_close(own, theirs)
+
+
+def test_places_beyond_the_grid_are_summed_as_precisely_as_others():
+    """All of them have the bias alone as keys and values: in bfloat16, a sum one by one would lose most."""
+    torch.manual_seed(0)
+    exact = GridAttention(16, GridAttentionSpec(2, 8, 0.3, side=18, merge=1, window=16)).double()
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.normal_(std=0.2).copy_(p.bfloat16())
+    module = copy.deepcopy(exact).bfloat16()
+    x, wanted = torch.randn(2, 2 * 18**2, 16, dtype=torch.bfloat16)
+    sequences = Sequences.of_lengths([18**2] * 2, x.device)
+
+    def gradient(made):
+        (made * wanted).sum().backward()
+
+    gradient(module(x, sequences))
+    gradient(exact(x.double(), sequences))
+    own, theirs = (m.qkv_proj.bias.grad.double().chunk(3)[2] for m in (module, exact))
+    assert (own - theirs).norm() < 2**-6 * theirs.norm()
