@@ -22,10 +22,8 @@ TRANSPOSED = tuple((f"*.{name}_proj.weight", "i o -> o i") for name in ("qkv", "
 MASKS = ("*.attn.bias", "*.attn.masked_bias")  # in older files
 DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 DEFAULTS = {"n_positions": 1024, "tie_word_embeddings": True, **dict.fromkeys(DROPOUTS, 0.1)}
-SUMMARY = dict.fromkeys(
-    [f"summary_{key}" for key in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")],
-    "only other tasks sum up a sequence",
-)
+SUMMARY_KEYS = ("type", "use_proj", "activation", "proj_to_labels", "first_dropout")
+SUMMARY = {f"summary_{key}": "only other tasks sum up a sequence" for key in SUMMARY_KEYS}
 
 
 def layouts(permuted: tuple[tuple[str, str], ...] = ()) -> tuple[Layout, ...]:
@@ -42,11 +40,7 @@ def layouts(permuted: tuple[tuple[str, str], ...] = ()) -> tuple[Layout, ...]:
     layouts=layouts(TRANSPOSED),
     carried=lambda c: MASKS,
     defaults={**DEFAULTS, "activation_function": "gelu_new"},
-    unread={
-        **SUMMARY,
-        "reorder_and_upcast_attn": "scores are in float32",
-        "n_ctx": "not read by the reference",
-    },
+    unread={**SUMMARY, "reorder_and_upcast_attn": "scores are float32", "n_ctx": "not read by the reference"},
 )
 def gpt2(c: HFConfig) -> ModelSpec:
     by_layer = c.take_flag("scale_attn_by_inverse_layer_idx", False)

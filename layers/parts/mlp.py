@@ -164,7 +164,7 @@ class GatedMLP(_MLP):
         gate_up = self.gate_up_proj(x)
         gate_up = gate_up if added is None else gate_up + added(x)
         reuse_input = output_is_ours(self.gate_up_proj)
-        if recipes_are_kept() and self._runs_as_one(gate_up):
+        if not torch.compiler.is_compiling() and recipes_are_kept() and self._runs_as_one(gate_up):
             down = cast(Linear, self.down_proj)
             bias = as_wide_as(down.weight, down.bias)
             return gated_linear(gate_up, down.weight, bias, self.spec.activation, reuse_input=reuse_input)

@@ -21,10 +21,12 @@ from liger_models.kernels import (
     adamw,
     attention,
     channel_delta_rule,
+    choose_blocks,
     choose_keys,
     decode_codes,
     document_bounds,
     gated_delta_rule,
+    gated_rms_norm,
     moe_experts,
     quantize,
     ssd,
@@ -54,6 +56,7 @@ def run_everything(device: str) -> None:
     quantize(torch.randn(SHAPE, device=device), by_columns=True)
     keep_eight_bits(device)
     attend_to_chosen_keys(device)
+    normalise_wide_groups(device)
     decode_bits(device)
     exchange_rows(device)
 
@@ -99,6 +102,15 @@ def attend_to_chosen_keys(device: str) -> None:
     weights = torch.randn(67, 2, device=device)
     chosen = choose_keys(q, k[:, 0], weights, 5, scale=1.0, longest=66, bounds=bounds)
     attention(q, k, v, bounds=bounds, chosen=chosen).sum().backward()
+    blocks = choose_blocks(q, k[:, 0], 3, size=7, local=1, longest=66, bounds=bounds)
+    attention(q, k, v, bounds=bounds, chosen=blocks).sum().backward()
+
+
+def normalise_wide_groups(device: str) -> None:
+    """Take the gradients of groups that are too wide for registers."""
+    x, gate = (torch.randn(3, 4099, device=device).requires_grad_() for _ in range(2))
+    weight = torch.randn(4099, device=device).requires_grad_()
+    gated_rms_norm(x, gate, weight, 1e-5, group_size=4099).sum().backward()
 
 
 def exchange_rows(device: str) -> None:

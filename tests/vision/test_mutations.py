@@ -13,7 +13,7 @@ from pairs import spec_of
 from representatives import vision_representatives
 
 from liger_models.architectures import find_architecture
-from liger_models.layers.specs import RopeSpec
+from liger_models.layers.specs import GridPictures, RopeSpec
 
 
 @pytest.mark.of_layers("tokens")
@@ -31,6 +31,8 @@ def test_another_value_of_any_field_is_detected(family, pair, request):
         skip |= {"VisionSpec.blocks"}
     if 2 not in pair.scenes.kinds(pair.batch()["input_ids"]):
         skip |= {"VisionSpec.video_id", "VisionSpec.clips", "AnyresPictures.frame_pool"}  # no token has it
+    if not isinstance(getattr(pair.vision, "pictures", None), GridPictures):
+        skip |= {"VisionSpec.joined_steps"}
     if getattr(pair.vision, "spans", None) is None:
         skip |= {
             "AttentionSpec.whole_spans",
