@@ -3,7 +3,7 @@
 #   make demo                      train a small model from start to finish
 #   make test                      lint, types, tests
 #   make test PYTHON=python3.12    with another Python, in an environment of its own
-#   make test FAMILIES=all         with every family, and with the cases of tests/nightly.py
+#   make test FAMILIES=all         with every family, and with the cases of tests/night/
 #   make family NAME=llama         the tests of one family, natively and in transformers, and its card
 #   make docs                      the documentation's site, in site/
 #   make notebooks                 run the notebooks

@@ -19,7 +19,7 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others in this folder
 
 import interpreter
-from nightly import leave_to_the_night
+from night import leave_to_the_night
 from older import skip_older
 from rewriting import rewrite_for_all
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all-families",
         action="store_true",
-        help="run the tests marked `of_layers` for all families, and the cases that nightly.py leaves out",
+        help="run the tests marked `of_layers` for all families, and the cases that night/ leaves out",
     )
     parser.addoption("--notebooks", action="store_true", help="run all notebooks, not only two")
     parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")

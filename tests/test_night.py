@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from nightly import ALWAYS, UNKNOWN
+from night import ALWAYS, UNKNOWN
 
 
 def test_every_case_that_always_runs_exists(request):
@@ -36,5 +36,5 @@ def test_no_test_always_has_more_cases_than_there_are_families(request):
     assert not too_many, (
         f"{too_many} cases run in every `make test`, at most {MOST} should: mark those of families with "
         "`of_layers` (tests/architectures/representatives.py), or name the cases that always run in "
-        "tests/nightly.py"
+        "tests/night/"
     )

@@ -1,0 +1,46 @@
+"""Cases that `make test` leaves to the nightly run, `make test FAMILIES=all`.
+
+They show again, with another family, setting or size, what a case that stays shows of the same code. Each
+entry names a test and the cases of it that always run; none means that the whole test waits for the night. A
+case that is asked for by its name (`pytest FILE::TEST[CASE]`) always runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from night import families, in_transformers, kernels, others, training, vision
+from night.kernels import OPTIONS, WITH_ONE_OPTION
+
+ALWAYS = {
+    test: cases
+    for part in (families, in_transformers, kernels, others, training, vision)
+    for test, cases in part.ALWAYS.items()
+}
+
+UNKNOWN = pytest.StashKey[dict[str, set[str]]]()
+
+
+def leave_to_the_night(config: pytest.Config, items: list[Any]) -> None:
+    """Deselect the cases that are not among those that always run, unless `--all-families`. Names of cases
+    that their test does not have are kept in the config for test_night.py.
+    """
+    if config.getoption("--all-families") or any("[" in argument for argument in config.args):
+        return
+    found: dict[str, set[str]] = {}
+    left_out = []
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        if test in ALWAYS:
+            found.setdefault(test, set()).add(case[:-1])
+            if case[:-1] not in ALWAYS[test]:
+                left_out.append(item)
+        elif test in WITH_ONE_OPTION and set(OPTIONS) & set(case[:-1].split("-")):
+            left_out.append(item)
+    config.stash[UNKNOWN] = {test: set(ALWAYS[test]) - cases for test, cases in found.items()}
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        ids = {id(item) for item in left_out}
+        items[:] = [item for item in items if id(item) not in ids]

@@ -1,0 +1,77 @@
+"""Cases of the families' own tests that always run."""
+
+FAMILIES = "tests/architectures"
+
+# Families whose layers are tested one by one elsewhere: one for each kind of mixer and of feed-forward part.
+KINDS = ("gpt2", "llama4_text", "deepseek_v32", "nemotron_h", "minimax", "gemma4_text", "falcon_mamba")
+
+# For tests that show that comparisons would notice a fault, which depends on the kinds of a family's parts.
+NOTICED = ("gpt2", "llama4_text", "deepseek_v32", "nemotron_h", "gemma4_text", "minimax")
+
+# One family for each kind of names, layers and encoder.
+NAMED = ("llama", "gpt2", "gpt_oss", "mixtral", "jamba", "gemma4_text", "zamba2", "qwen2_vl", "mllama")
+
+# Checkpoints with parts that read images or sound: one for each form of their names and of their text's
+# layers. That they give the reference's logits is always tested for all.
+WRAPPED = ("llava", "gemma4_small", "mllama", "qwen2_5_vl", "voxtral", "kimi_k25", "mistral3_mistral4")
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    # Compiles each layer. By day whole models are compiled.
+    "tests/architectures/test_compile.py::test_layers_compiled_one_by_one_give_the_same_results": (),
+    f"{FAMILIES}/test_fresh_weights.py::test_fresh_weights_have_the_means_and_deviations_of_the_reference": (
+        "mamba",
+        "nemotron_h",
+        "olmo_hybrid",
+        "gpt2",
+        "youtu",
+    ),
+    f"{FAMILIES}/test_checkpoints.py::test_verify_accepts_a_checkpoint_of_the_reference": KINDS,
+    f"{FAMILIES}/test_checkpoints.py::test_a_model_of_mixed_dtypes_is_trained_and_saved": KINDS,
+    f"{FAMILIES}/test_training.py::test_ten_steps_of_adamw_agree": (*KINDS, "bailing_hybrid", "bloom"),
+    # How a text ends depends on no layer.
+    f"{FAMILIES}/test_generation.py::test_a_sequence_ends_with_one_of_the_end_tokens": (
+        "apertus",
+        "falcon_mamba",
+        "lfm2",
+        "llama4_text",
+        "ministral3",
+    ),
+    f"{FAMILIES}/test_dropout.py::test_every_level_of_activation_memory_drops_the_same_elements": (
+        *(f"{family}-True" for family in ("starcoder2", "phi", "gpt2", "opt")),
+        *(f"{family}-False" for family in ("granite", "hunyuan_v1_dense", "seed_oss")),
+    ),
+    f"{FAMILIES}/test_compile.py::test_packed_and_padded_rows_compiled_have_the_same_bits": (
+        "llama-packed_by_positions",
+        "gemma3_text-packed_by_positions",
+        "deepseek_v3-packed_by_positions",
+        "gemma4_text-padded",
+        "llama4_text-padded",
+    ),
+    # Padding, ends and precision concern the common loop. Texts are compared for each kind of layer.
+    f"{FAMILIES}/test_generation.py::test_prompts_may_be_padded_on_either_side": NOTICED,
+    f"{FAMILIES}/test_generation.py::test_generation_stops_when_all_sequences_have_ended": (
+        *("llama4_text", "gemma4_text", "minimax"),
+    ),
+    f"{FAMILIES}/test_generation.py::"
+    "test_greedy_tokens_under_autocast_are_the_likeliest_up_to_rounding": NOTICED,
+    **{
+        f"{FAMILIES}/test_multimodal.py::test_{name}": WRAPPED
+        for name in (
+            "the_text_part_is_saved_as_a_checkpoint_of_its_own",
+            "newer_tensor_names_are_read_too",
+            "a_head_in_the_files_overrides_the_config",
+            "without_text_only_the_checkpoint_is_refused_with_a_hint",
+            "an_unknown_tensor_is_named",
+            "the_command_line_takes_the_text_part_too",
+        )
+    },
+    **{
+        f"{FAMILIES}/test_mutations.py::test_{name}_noticed": NOTICED
+        for name in (
+            "swapped_tensors_are",
+            "a_missing_residual_stream_or_branch_is",
+            "another_value_of_any_field_of_the_spec_is",
+        )
+    },
+    f"{FAMILIES}/test_multimodal.py::test_an_unknown_key_is_named": ("llava-outer", "llava-inner"),
+}

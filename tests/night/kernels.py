@@ -1,0 +1,110 @@
+"""Cases of kernels and layers that always run: of kernels in the interpreter a part of the combinations, in
+which each setting still has each of its values.
+"""
+
+from night.families import NAMED
+
+LAYERS = "tests/layers"
+KERNELS = "tests/kernels"
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    f"{LAYERS}/memory/test_adapter_costs.py::"
+    "test_a_plan_with_adapters_is_what_a_step_of_real_widths_allocates": (
+        *(f"LoRA-{level}-65536" for level in ("all", "lean", "mlp", "checkpoint")),
+        "LoRA-tiled-65792",
+        "DoRA-lean-65536",
+        "DoRA-checkpoint-8192",
+        "LoRA with a bias-all-65536",
+        "IA3-lean-65536",
+    ),
+    f"{LAYERS}/memory/test_memory_plan.py::test_a_plan_counts_the_modules_for_multi_token_prediction": ("1",),
+    f"{KERNELS}/recurrent/test_selective_scan.py::test_all_forms_equal_the_recurrence_in_float64": (
+        "plain-packed",
+        "plain-slow",
+        "triton-packed",
+        "triton-fast",
+    ),
+    f"{KERNELS}/attention/test_tree_attention.py::test_a_tree_equals_its_documents_one_by_one": (
+        "plain-all",
+        "plain-both",
+        "triton-window",
+        "triton-spans",
+    ),
+    f"{KERNELS}/losses/test_cross_entropy.py::"
+    "test_token_accuracy_counts_the_valid_tokens_predicted_correctly": (
+        "plain-shape0--100",
+        "plain-shape1-3",
+        "triton-shape0--1",
+        "triton-shape1--100",
+    ),
+    f"{KERNELS}/norms/test_gated_rms_norm.py::test_groups_of_any_width_follow_the_formula": (
+        "plain-llama-silu-False-True",
+        "plain-float32-sigmoid-True-False",
+        "triton-llama-silu-True-True",
+        "triton-llama-silu-False-False",
+        "triton-llama-sigmoid-False-True",
+        "triton-float32-silu-True-False",
+        "triton-float32-sigmoid-False-False",
+        "triton-float32-sigmoid-True-True",
+    ),
+    f"{KERNELS}/rotary/test_qk_norm_rotary.py::test_every_order_and_layout_is_correct": (
+        *(f"3-True-{rest}" for rest in ("False-False-False", "False-True-True", "True-False-True")),
+        *(f"5-False-{rest}" for rest in ("False-False-True", "True-True-True", "True-False-False")),
+        "3-True-True-True-False",
+        "5-False-False-True-False",
+    ),
+    f"{LAYERS}/attention/test_attention.py::test_it_compiles_without_a_graph_break_to_the_same_values": (
+        "rows-None-3-extras0",
+        "rows-4-None-extras0",
+        "rows-None-None-extras1",
+        "packed-None-None-extras0",
+        "packed-None-3-extras1",
+        "packed-4-None-extras1",
+    ),
+    f"{LAYERS}/memory/test_adapter_costs.py::test_a_layer_run_by_peft_needs_the_counted_memory": (
+        "lora-mlp.down_proj",
+        "dora-mlp.gate_proj",
+        "lora, dropout-mlp.gate_proj",
+        "dora, dropout-mlp.down_proj",
+        "ia3 on outputs-self_attn.k_proj",
+        "ia3 on inputs-mlp.down_proj",
+    ),
+    f"{LAYERS}/model/test_freezing.py::test_names_are_those_of_the_family_s_checkpoints": NAMED,
+}
+
+# Operations of kernel_operations.py that run the code of others with another option. Their results, and how
+# they read their operands, are always tested.
+OPTIONS = (
+    "moe_experts",
+    "moe_experts_biased",
+    "moe_experts_of_weighted",
+    "attention_narrow_values",
+    "cross_entropy_capped",
+    "gated_rms_norm_gate_first",
+    "gated_rms_norm_sigmoid",
+    "linear_cross_entropy_summed",
+    "linear_kl",
+    "linear_log_probs_weighted",
+    "short_conv_linear",
+    "split_norm_rotary_qkv",
+    "split_norm_rotary_qkv_norm_last",
+    "split_rotary_qkv_inplace",
+    "split_rotary_qkv_interleaved",
+)
+WITH_ONE_OPTION = {
+    *(
+        f"tests/kernels/test_contract.py::test_{name}"
+        for name in (
+            "a_row_may_be_one_element",
+            "autocast_changes_no_bit",
+            "autocast_sets_the_dtype_of_products_and_gradients_keep_their_operands_dtypes",
+            "it_may_run_again_under_checkpointing",
+            "it_traces_without_a_graph_break",
+            "second_derivatives_are_refused_at_once",
+            "zero_rows_give_empty_results_and_zero_weight_gradients",
+            "second_runs_and_backward_passes_give_the_same_bits_add_up_and_modify_nothing",
+            "the_plain_twin_passes_gradcheck_in_float64",
+        )
+    ),
+    "tests/kernels/test_unwritten_memory.py::test_no_operation_reads_unwritten_memory",
+}

@@ -1,0 +1,116 @@
+"""Cases of training, parallel and other runs that always run."""
+
+from night.families import NAMED
+
+TRAINING = "tests/liger_models/training"
+MODELS = "tests/liger_models"
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    # Adapters of fused projections, with a magnitude, of experts with and without biases, and with options.
+    f"{TRAINING}/test_lora.py::test_a_run_matches_transformers_and_peft": (
+        "llama-r=3,dora",
+        "phi3-r=4",
+        "gemma2-r=4,alpha=4,targets=q_proj+down_proj,rslora",
+        "deepseek_v3-r=4,experts",
+        "gpt_oss-r=3,targets=q_proj,experts",
+    ),
+    f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (
+        "r=4,dropout=0.2-checkpoint",
+    ),
+    f"{TRAINING}/test_lora.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": ("nf4",),
+    f"{TRAINING}/test_commands_of_pages.py::test_every_command_runs": (
+        "README.md",
+        "first_steps.md",
+        "training.md",
+        "quantised.md",
+    ),
+    f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("0-2", "2-15"),
+    f"{TRAINING}/test_objectives.py::test_a_resumed_run_gives_the_same_bits": ("kto",),
+    f"{TRAINING}/test_objectives.py::test_trained_rewards_match_transformers": ("r=4",),
+    f"{TRAINING}/test_added_tokens.py::test_a_run_learns_new_tokens_and_exports_them": ("True",),
+    f"{TRAINING}/test_added_tokens.py::test_adapters_carry_new_tokens": ("False",),
+    f"{TRAINING}/test_learned_ends.py::test_learned_tokens_with_frozen_rows_near_zero_raise_a_warning": (
+        "True",
+    ),
+    f"{TRAINING}/test_run_folder.py::test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used": (
+        ".written.json",
+        "training_state/tensors.safetensors",
+    ),
+    f"{TRAINING}/test_images_in_answers.py::"
+    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": ("dpo", "kto"),
+    f"{MODELS}/parallel/test_sequences.py::test_two_ranks_equal_one_process": (
+        "GQA, documents",
+        "one head of keys, padding",
+        "three heads of keys for two ranks",
+        "sinks, experts, windows",
+        "learned positions, documents",
+        "scores by distance, documents",
+        "a router's loss",
+        "latents, correction bias",
+        "keys of other layers, own inputs",
+        "chunks, queries that grow",
+        "states, documents",
+        "decays by channel",
+        "gated convolutions, gates of heads",
+        "selective scan, padding",
+        "states passed, groups that do not divide",
+        "level tiled",
+        "experts, offload",
+        "DDP",
+        "adapters, documents",
+        "parallelize",
+        "parallelize, weights that layers share",
+    ),
+    f"{MODELS}/parallel/test_sequences.py::test_four_ranks_that_pass_states_equal_one_process": (
+        "gated delta rule",
+        "fewer tokens on a rank than a convolution needs",
+        "decays by channel",
+        "state space",
+        "selective scan",
+        "gated convolutions",
+    ),
+    f"{MODELS}/parallel/test_experts.py::test_two_ranks_with_half_of_the_experts_equal_one_process": (
+        "biases, clamped, sinks",
+        "shared expert, correction bias",
+        "weighted inputs",
+        "experts that no token chooses",
+        "with sequences",
+        "level checkpoint",
+    ),
+    f"{MODELS}/parallel/test_experts.py::"
+    "test_four_ranks_that_shard_or_replicate_the_experts_further_equal_one_process": (
+        "divided further",
+        "with sequences",
+    ),
+    f"{MODELS}/quantised/test_shards.py::test_ranks_read_and_save_the_bytes_of_the_whole_model": ("3",),
+    f"{MODELS}/test_cards.py::test_families_are_measured_on_all_devices_by_the_benchmarks": (),
+    f"{MODELS}/test_host_weights.py::test_a_step_has_the_same_bits_and_holds_two_layers_at_a_time": (
+        *("all-True", "lean-False", "mlp-True", "checkpoint-False", "tiled-True", "offload-False"),
+    ),
+    f"{MODELS}/quantised/test_transformers.py::test_our_classes_are_loaded_dense_by_transformers": (
+        "dtype0-mxfp4",
+        "dtype1-float8 blocks",
+    ),
+    # Trains with three kinds of rounding. Each step's rounding is compared with its definition.
+    f"{TRAINING}/test_learning.py::test_the_default_learns_as_float32_does_and_plain_does_not": (),
+    # Trains for some hundred steps; the objective's steps are compared with other definitions.
+    f"{TRAINING}/test_examples.py::test_a_small_model_learns_a_preference": (),
+    f"{TRAINING}/test_objectives.py::"
+    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": (
+        *("dpo-1.0", "simpo-0.0", "orpo-1.0", "kto-0.0"),
+    ),
+    f"{TRAINING}/test_trees.py::test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one": (
+        *("llama-checkpoint", "llama-tiled", "mixtral-all", "gemma3_text-tiled"),
+    ),
+    f"{TRAINING}/test_optimizers.py::test_bfloat16_weights_keep_what_rounding_would_lose": (
+        *("muon", "adafactor"),
+    ),
+    f"{TRAINING}/test_optimizers.py::test_a_run_resumes_to_the_bit": ("adamw_8bit", "muon"),
+    f"{TRAINING}/test_sharded_runs.py::test_two_ranks_train_like_one_process_however_the_model_is_sharded": (
+        *("two", "hybrid", "begun_by_one", "sequence"),
+    ),
+    f"{TRAINING}/test_sharded_runs.py::test_objectives_are_means_over_all_ranks": (
+        *("dpo", "reward", "frozen", "adapters"),
+    ),
+    f"{MODELS}/test_vocabulary.py::test_configs_of_all_families_say_the_new_size": NAMED,
+}

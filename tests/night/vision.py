@@ -1,0 +1,35 @@
+"""Cases with images that always run."""
+
+VISION = "tests/vision"
+
+ALWAYS: dict[str, tuple[str, ...]] = {
+    f"{VISION}/test_adapters_in_transformers.py::test_adapters_match_transformers_own_model": (
+        "qwen2_5_vl-tower",
+        "gemma3-all",
+        "mllama-all",
+        "muse_glimmer-all",
+    ),
+    f"{VISION}/test_trainers_in_transformers.py::test_trl_trains_with_images": (
+        "DPO-gemma3",
+        "SFT-qwen2_5_vl",
+    ),
+    # Every kind of given positions for two families, and counted ones for each.
+    f"{VISION}/test_given_positions.py::test_given_positions_are_used_as_in_the_reference": (
+        *(f"qwen2_5_vl-{kind}" for kind in ("counted", "of one row", "on axes", "counted and on axes")),
+        *(f"glm4v-{kind}" for kind in ("counted", "of one row", "on axes", "counted and on axes")),
+        *(f"{family}-counted" for family in ("glm46v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen3_5")),
+        *(f"{family}-counted" for family in ("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
+    ),
+    f"{VISION}/test_parity.py::test_every_level_of_activation_memory_gives_the_same_gradients": (
+        *("aya_vision", "gemma4", "lighton_ocr", "llama4", "llava_next", "mllama", "muse_glimmer", "qwen3_5"),
+    ),
+    f"{VISION}/test_tools_in_transformers.py::test_drafts_change_no_token_with_images": (
+        *("gemma4-assistant", "mllama-assistant", "qwen2_5_vl-assistant"),
+        *("gemma3-prompt_lookup", "llava_onevision-prompt_lookup"),
+    ),
+    # By day the same sharding trains a text model in transformers, and vision models natively.
+    f"{VISION}/test_shards_in_transformers.py::test_two_ranks_train_like_one": (),
+    f"{VISION}/test_mutations.py::test_another_value_of_any_field_is_detected": (
+        *("gemma4", "llava_next", "mllama"),
+    ),
+}
