@@ -72,7 +72,7 @@ def quantised_layers(model):
 
 
 def make_dense(model):
-    """Replace layers of four bits by dense ones. Each weight is decoded as one row, since on CPUs with AVX-512
+    """Replace layers of four bits by dense ones. Each weight is decoded as one row: on CPUs with AVX-512
     bitsandbytes decodes rows that end within a block wrongly.
     """
     for name in quantised_layers(model):
