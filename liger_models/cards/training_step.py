@@ -143,7 +143,8 @@ def plan(
     if _experts(config) != experts:
         name = f"{name} with {_experts(config)} of {experts} experts"
     spec = family.spec(HFConfig.load(config))
-    most = EAGER_TOKENS if kinds_of_attention(spec, TOKENS) == ["eager"] else TOKENS
+    sdpa = has_sdpa(family)
+    most = EAGER_TOKENS if kinds_of_attention(spec, TOKENS, sdpa) == ["eager"] else TOKENS
     tokens = min(most, *(limit or most for limit in limits))
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
     if family.vision:
@@ -151,21 +152,21 @@ def plan(
     batch *= more_rows(config, batch * tokens)
     job = {"model": name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
-    theirs = settings_of_peers(spec, tokens, compiled)
+    theirs = settings_of_peers(spec, tokens, compiled, sdpa)
     return [
         job | {"provider": OURS, "memory": "lean"},
         *(job | {"provider": provider, "memory": "none"} for provider in theirs),
     ]
 
 
-def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> list[str]:
+def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False, sdpa: bool = True) -> list[str]:
     """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
     mask, which transformers creates only if the tokens exceed the window; experts are grouped products, or
     liger-kernel's own (a loop over them is never the fastest). `compiled` adds the settings that may be
-    fastest under torch.compile.
+    fastest under torch.compile; `sdpa` says whether the reference has it (`has_sdpa`).
     """
     packages = packages_of(spec)
-    kinds = [kind + packages for kind in kinds_of_attention(spec, tokens)]
+    kinds = [kind + packages for kind in kinds_of_attention(spec, tokens, sdpa)]
     has_experts = any(block.mixture for block in spec.blocks)
     grouped = "+grouped_mm" if has_experts else ""
     settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
@@ -177,10 +178,19 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False) -> l
     return settings
 
 
-def kinds_of_attention(spec: ModelSpec, tokens: int) -> list[str]:
+def has_sdpa(family: Architecture) -> bool:
+    """Whether the reference supports SDPA; where transformers lacks it, that is not known here."""
+    try:
+        import transformers
+    except ImportError:
+        return True
+    return bool(getattr(getattr(transformers, family.reference, None), "_supports_sdpa", True))
+
+
+def kinds_of_attention(spec: ModelSpec, tokens: int, sdpa: bool = True) -> list[str]:
     """Implementations of attention that may be a peer's fastest."""
     attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
-    if any(part.slopes for part in attention):  # the families' own code, which is eager
+    if not sdpa or any(part.slopes for part in attention):  # the families' own code, which is eager
         return ["eager"]
     if any(part.softcap or part.sinks for part in attention):
         return ["flex_attention", "eager"]

@@ -235,7 +235,8 @@ def test_the_note_of_an_unmeasured_family_names_what_is_missing(repository, tiny
 
 def settings_of(family, tokens, compiled=False, **changes):
     config = HFConfig.load({**family.tiny, **changes})
-    return training_step.settings_of_peers(family.spec(config), tokens, compiled)
+    sdpa = training_step.has_sdpa(family)
+    return training_step.settings_of_peers(family.spec(config), tokens, compiled, sdpa)
 
 
 def test_a_vision_language_family_is_measured_with_images():
@@ -268,6 +269,7 @@ def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
         "transformers+sdpa",
         "transformers+flex_attention",
     ]
+    assert settings_of(find_architecture("gptj"), 64)[1:] == ["transformers+eager"]  # has no SDPA there
     experts = settings_of(find_architecture("qwen3_moe"), 64, use_sliding_window=False)
     assert experts == [
         "transformers+liger+sdpa+grouped_mm",
