@@ -190,13 +190,14 @@ def has_sdpa(family: Architecture) -> bool:
 def kinds_of_attention(spec: ModelSpec, tokens: int, sdpa: bool = True) -> list[str]:
     """Implementations of attention that may be a peer's fastest."""
     attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
-    if not sdpa or any(part.slopes for part in attention):  # the families' own code, which is eager
+    if any(part.slopes for part in attention):  # the families' own code, which is eager
         return ["eager"]
     if any(part.softcap or part.sinks for part in attention):
         return ["flex_attention", "eager"]
+    plain = "sdpa" if sdpa else "eager"
     if any(part.window is not None and part.window <= tokens for part in attention):
-        return ["sdpa", "flex_attention"]
-    return ["sdpa"]
+        return [plain, "flex_attention"]
+    return [plain]
 
 
 def packages_of(spec: ModelSpec) -> str:
