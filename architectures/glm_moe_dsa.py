@@ -47,7 +47,8 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 def glm_moe_dsa(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     indexed_layers(c)
-    choices = choices_of_keys(c, latent_attention(c, interleaved=True), indexer(c, interleaved=True))
+    layers = [latent_attention(c, interleaved=True)] * c.take_count("num_hidden_layers")
+    choices = choices_of_keys(c, layers, indexer(c, interleaved=True))
     first = c.take_count("first_k_dense_replace", 3, least=0)
     mlps = dense_or_sparse(c, mlp(c), corrected_experts(c), first)
     blocks = [BlockSpec(mixer, inner, norm) for mixer, inner in zip(choices, mlps, strict=True)]

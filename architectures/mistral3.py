@@ -54,7 +54,12 @@ def unread(c: HFConfig) -> tuple[str, ...]:
     layouts=vision_layouts({"vision.": ("", NAMES)}, EXPERTS, whole=("*.experts.*",))[::-1],
 )
 def mistral3(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), c.part("vision_config")
+    return with_images(c, language_model(c))
+
+
+def with_images(c: HFConfig, text: ModelSpec) -> ModelSpec:
+    """The language model with the encoder, and with a projector whose norm is the language model's."""
+    v = c.part("vision_config")
     merger = MistralMergerSpec(
         c.take_count("spatial_merge_size", 2),
         text.norm,

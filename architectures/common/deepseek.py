@@ -93,11 +93,11 @@ def indexed_layers(c: HFConfig) -> None:
 
 
 def choices_of_keys(
-    c: HFConfig, mixer: LatentAttentionSpec, indexer: IndexerSpec
+    c: HFConfig, layers: Sequence[LatentAttentionSpec], indexer: IndexerSpec
 ) -> list[LatentAttentionSpec]:
-    """The attention of each layer: with an indexer of its own ("full" in `indexer_types`), or to the keys
-    that the last of these has chosen ("shared"). Older configs have a pattern such as "FFSS", or a frequency
-    and an offset.
+    """The attention of each of these layers: with an indexer of its own ("full" in `indexer_types`), or to
+    the keys that the last of these has chosen ("shared"). Older configs have a pattern such as "FFSS", or a
+    frequency and an offset.
 
     Raises:
         ConfigError: not one type per layer, other types, or a first layer that shares.
@@ -105,10 +105,7 @@ def choices_of_keys(
     pattern = c.take("index_topk_pattern", None)
     every, offset = c.take_count("index_topk_freq", 1), c.take_count("index_skip_topk_offset", 2, least=0)
     if pattern is None:
-        types = [
-            "shared" if max(i - offset + 1, 0) % every else "full"
-            for i in range(c.take_count("num_hidden_layers"))
-        ]
+        types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(len(layers))]
     else:
         types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
     types = layer_types(c, lambda i: (types + [""] * i)[i], ("full", "shared"), "indexer_types")
@@ -117,7 +114,7 @@ def choices_of_keys(
             f"{c.name}: the first layer has no keys to share; indexer_types must begin with full"
         )
     mixers, chosen_by = [], 0
-    for i, kind in enumerate(types):
+    for i, (mixer, kind) in enumerate(zip(layers, types, strict=True)):
         if kind == "full":
             chosen_by = i
         mixers.append(

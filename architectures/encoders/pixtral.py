@@ -20,6 +20,23 @@ NAMES = (
     (".self_attn.", ".attention."),
     (".mlp.", ".feed_forward."),
 )
+OWN_NAMES = (
+    *((".gate_proj.", ".w1."), (".down_proj.", ".w2."), (".up_proj.", ".w3.")),
+    *((f".{name}_proj.", f".w{name}.") for name in "qkvo"),
+)
+"""Mistral's own names of linear layers, in checkpoints that are not in transformers' form."""
+RELEASED = (
+    *NAMES,
+    *OWN_NAMES,
+    ("vision_tower.", "vision_encoder."),
+    ("projector.norm.", "pre_mm_projector_norm."),
+    ("projector.merging_layer.", "patch_merger.merging_layer."),
+    *(("projector.linear_1.", "vision_language_adapter.w_in."),),
+    *(("projector.linear_2.", "vision_language_adapter.w_out."),),
+)
+"""The names of the encoder and the projector in such checkpoints."""
+PERMUTED = tuple((f"vision.*.{name}_proj.weight", "(heads pairs 2) d -> (heads 2 pairs) d") for name in "qk")
+"""Such checkpoints have the two dimensions of a rotated pair side by side."""
 TINY: dict[str, Any] = {
     "model_type": PIXTRAL,
     "hidden_size": 32,

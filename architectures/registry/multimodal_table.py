@@ -297,6 +297,18 @@ MULTIMODAL: dict[str, Multimodal] = {
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "mistral_large4": Multimodal(
+        {"mistral_large4_text": "mistral_large4_text"},
+        _OWN_ROOT,
+        defaults={
+            **{"vocab_size": 204800, "hidden_size": 6144, "intermediate_size": 24576},
+            **{"num_hidden_layers": 72, "num_attention_heads": 64, "max_position_embeddings": 1048576},
+            **{"moe_intermediate_size": 6144, "n_routed_experts": 128, "n_shared_experts": 1},
+            **{"num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "kv_lora_rank": 512},
+            **{"qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 64},
+            **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
+        },
+    ),
     "muse_glimmer": Multimodal(
         {"muse_glimmer_text": "muse_glimmer_text"},
         _OWN_ROOT,

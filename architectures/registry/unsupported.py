@@ -40,8 +40,6 @@ MISSING |= {
     "hy_v4": f"clamped MLPs, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
-    "mistral_large4": "learned scales of queries and of rotary frequencies, latents that layers share, and "
-    "indexers that read hidden states",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",
     "openai-gpt": "learned positions next to norms after each sum",
     "biogpt": "learned positions that leave padding out",

@@ -6,6 +6,9 @@ choose the keys each query attends to.
     w = x @ W_w^T / sqrt(heads)             one weight per head
     s_qk = sum_h w_qh relu(q_qh . k_k / sqrt(head_dim))
 
+Without a latent of queries the indexer reads LayerNorm(x) in its place, and its queries have learned scales
+by position if the layer's have (Mistral Large 4).
+
 A query attends to the `top_k` keys of its document with the highest scores. In documents of at most that many
 tokens it attends to all, and no score is computed. The choice has no gradient, so the loss of the model
 trains nothing here: the indexer's parameters are frozen, unless they are trained by a loss of their own,
@@ -32,6 +35,7 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels import ChosenBlocks, choose_blocks, choose_keys, indexer_loss, rotary
 from liger_models.kernels.attention.chosen_blocks import best_blocks
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
+from liger_models.layers.attention.query_scale import LearnedQueryScale
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
@@ -39,7 +43,7 @@ from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerN
 
 
 class Indexer(nn.Module):
-    """The indexer of a layer with latent attention, whose queries have a latent.
+    """The indexer of a layer with latent attention.
 
     Args:
         hidden_size: the width H of the hidden states.
@@ -51,15 +55,18 @@ class Indexer(nn.Module):
 
     def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
         super().__init__()
-        if spec.indexer is None or spec.q_lora_rank is None:
-            raise ValueError("an indexer needs its spec, and queries with a latent")
+        if spec.indexer is None:
+            raise ValueError("an indexer needs its spec")
         self.spec, self.rope, self.rotated, self.layer = spec.indexer, spec.rope, spec.qk_rope_head_dim, layer
         heads, dim = self.spec.num_heads, self.spec.head_dim
         self.scale = dim**-0.5
-        self.wq_b = Linear(spec.q_lora_rank, heads * dim, bias=False)
+        if spec.q_lora_rank is None:
+            self.q_input_norm = make_norm(hidden_size, LayerNormSpec(eps=1e-6))
+        self.wq_b = Linear(spec.q_lora_rank or hidden_size, heads * dim, bias=False)
         self.wk = Linear(hidden_size, dim, bias=False)
         self.k_norm = make_norm(dim, LayerNormSpec(eps=1e-6))
         self.weights_proj = Linear(hidden_size, heads, bias=False)
+        self.softmax_scaling = LearnedQueryScale(heads) if spec.learned_query_scale else None
         self.requires_grad_(False)
 
     def forward(
@@ -68,7 +75,7 @@ class Indexer(nn.Module):
         """Choose the keys of the tokens of this rank.
 
         Args:
-            x: [t, H]; q_latent: [t, q_lora_rank].
+            x: [t, H]; q_latent: [t, q_lora_rank], if queries have a latent.
             keys: [t, head_dim], from `keys`.
             sequences: the documents.
 
@@ -171,7 +178,11 @@ class Indexer(nn.Module):
         self, x: Tensor, q_latent: Tensor | None, sequences: Sequences
     ) -> tuple[Tensor, Tensor]:
         """[t, heads, head_dim] and, in at least float32, [t, heads]."""
-        q = self._rotated(self.wq_b(q_latent).unflatten(-1, (self.spec.num_heads, -1)), sequences)
+        source = self.q_input_norm(x) if q_latent is None else q_latent
+        q = self.wq_b(source).unflatten(-1, (self.spec.num_heads, -1))
+        if self.softmax_scaling is not None:
+            q = self.softmax_scaling(q, sequences)
+        q = self._rotated(q, sequences)
         weights = self.weights_proj(x)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
         return q, weights * self.spec.num_heads**-0.5

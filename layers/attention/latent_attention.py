@@ -7,7 +7,8 @@ from one narrow latent of the token, and queries from another.
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
 With gates of heads, g = x @ W_g^T [T, heads], a head's output is multiplied by sigmoid(g). With an
-indexer, a query attends to the keys that it chooses (indexer.py).
+indexer, a query attends to the keys that it chooses (indexer.py). A layer may read norm(kv_latent) and
+rotate(k_rope) of an earlier layer instead of computing its own (Brandon et al., 2024, arXiv:2405.12981).
 
 A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
 the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
@@ -24,7 +25,7 @@ from liger_models.layers.attention.backends import AttentionBackend, attend
 from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.indexer import Indexer
-from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.attention.query_scale import LearnedQueryScale, scale_queries
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -50,45 +51,56 @@ class LatentAttention(nn.Module):
         self.spec, self.layer, self.backend = spec, layer, backend
         heads, rank = spec.num_attention_heads, spec.q_lora_rank
         latents = {} if rank is None else {"q_a_proj": rank}
-        latents["kv_a_proj_with_mqa"] = spec.kv_lora_rank + spec.qk_rope_head_dim
-        self.latent_proj = PackedLinear(hidden_size, latents, bias=spec.bias)
+        if spec.latents_of is None:
+            latents["kv_a_proj_with_mqa"] = spec.kv_lora_rank + spec.qk_rope_head_dim
+        self.latent_proj = PackedLinear(hidden_size, latents, bias=spec.bias) if latents else None
         if rank is None:
             self.q_proj = Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
         else:
             self.q_a_layernorm = make_norm(rank, spec.norm)
             self.q_b_proj = Linear(rank, heads * spec.qk_head_dim, bias=False)
-        self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
+        if spec.latents_of is None:
+            self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
         self.kv_b_proj = Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )
         self.shares_keys = False  # whether later layers attend to the keys chosen here
+        self.shares_latents = False  # whether later layers read the latents made here
+        if spec.learned_query_scale:
+            self.softmax_scaling = LearnedQueryScale(heads)
         if spec.indexer is not None:
             self.indexer = Indexer(hidden_size, spec, layer)
         if spec.head_gates:
             self.g_proj = Linear(hidden_size, heads, bias=False)
         self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
 
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def forward(self, x: Tensor, sequences: Sequences, *read: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """x [T, H] -> [T, H]. A layer whose latents others read also returns these, [T, kv_lora_rank], and
+        the rotated part of keys, [T, qk_rope_head_dim], or in generation both of all cached tokens, [batch,
+        longest, ...]; the others receive them as `read`.
+        """
         sequences = sequences.on(x.device)
-        q, q_latent, latent, k_rope = self._queries_and_latents(x, sequences)
-        gate = self.g_proj(x) if self.spec.head_gates else None
         cache, spec = sequences.cache, self.spec.attention
+        q, q_latent, made = self._queries_and_latents(x, sequences)
+        gate = self.g_proj(x) if self.spec.head_gates else None
         index = () if self.spec.indexer is None else (self.indexer.keys(x, sequences),)
+        latents, mask = made or read, None
         if cache is not None:
-            latents, k_ropes, *index_keys = cache.append(self.layer, latent, k_rope, *index)
-            mask = cache.mask(self.layer, spec.window)
-            if mask is not None:
-                mask = self._chosen_of_cached(x, q_latent, index_keys, mask, sequences)
-                out = attend_cached(q, *self._keys_and_values(latents, k_ropes), spec, mask)
-                return self.o_proj(gated(out.flatten(1), gate))
-        chosen = self._chosen(x, q_latent, index, sequences)
-        k, v = self._keys_and_values(latent, k_rope)
-        out = attend(q, k, v, spec, sequences, self.backend, chosen=chosen)
-        losses = sequences.notes.indexer_losses
-        if self.spec.indexer is not None and losses.asked_for:
-            losses.note(self.indexer.loss(x, q_latent, q, k, spec.scale, chosen, sequences))
-        return self.o_proj(gated(out.flatten(1), gate))
+            kept = cache.append(self.layer, *made, *index) if made or index else ()
+            mask = cache.mask(self.layer if made else self.spec.latents_of, spec.window)
+        if mask is not None:
+            latents = kept[: len(made)] or read
+            mask = self._chosen_of_cached(x, q_latent, kept[len(made) :], mask, sequences)
+            out = attend_cached(q, *self._keys_and_values(*latents), spec, mask)
+        else:
+            chosen = self._chosen(x, q_latent, index, sequences)
+            k, v = self._keys_and_values(*latents)
+            out = attend(q, k, v, spec, sequences, self.backend, chosen=chosen)
+            losses = sequences.notes.indexer_losses
+            if self.spec.indexer is not None and losses.asked_for:
+                losses.note(self.indexer.loss(x, q_latent, q, k, spec.scale, chosen, sequences))
+        out = self.o_proj(gated(out.flatten(1), gate))
+        return (out, *latents) if self.shares_latents else out
 
     def _chosen(
         self, x: Tensor, q_latent: Tensor | None, keys: tuple[Tensor, ...], sequences: Sequences
@@ -104,7 +116,7 @@ class LatentAttention(nn.Module):
         return chosen
 
     def _chosen_of_cached(
-        self, x: Tensor, q_latent: Tensor | None, keys: list[Tensor], mask: Tensor, sequences: Sequences
+        self, x: Tensor, q_latent: Tensor | None, keys: tuple[Tensor, ...], mask: Tensor, sequences: Sequences
     ) -> Tensor:
         """The cached keys that each new token attends to: `mask`, or part of it."""
         if self.spec.keys_of is not None:
@@ -120,24 +132,32 @@ class LatentAttention(nn.Module):
 
     def _queries_and_latents(
         self, x: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latents, of queries [T, q_lora_rank]
-        if they have one, and of keys and values [T, kv_lora_rank]; and the rotated k_rope [T,
-        qk_rope_head_dim].
+    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
+        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latent of queries [T, q_lora_rank],
+        if they have one; and, unless another layer makes them, the normalised latent of keys and values [T,
+        kv_lora_rank], and the rotated k_rope [T, qk_rope_head_dim].
         """
         spec = self.spec
-        *of_q, latent, k_rope = self.latent_proj(x).split(self._latent_widths(), dim=-1)
-        q_latent = self.q_a_layernorm(*of_q) if of_q else None
+        parts = [] if self.latent_proj is None else list(self.latent_proj(x).split(self._widths(), dim=-1))
+        q_latent = None if spec.q_lora_rank is None else self.q_a_layernorm(parts.pop(0))
         q = self.q_proj(x) if q_latent is None else self.q_b_proj(q_latent)
         q = q.unflatten(-1, (spec.num_attention_heads, spec.qk_head_dim))
+        k_rope = parts[1] if parts else x[:, :0]
         if spec.rope is not None:
             cos, sin = sequences.positions.rotary[spec.rope]
             q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
-            q_rope, k_head = rotary(q_rope, k_rope[:, None], cos, sin, spec.rope.interleaved)
-            q, k_rope = torch.cat([q_nope, q_rope], dim=-1), k_head[:, 0]
+            k_head = k_rope[:, None] if parts else q_rope[:, :0]
+            q_rope, k_head = rotary(q_rope, k_head, cos, sin, spec.rope.interleaved)
+            q = torch.cat([q_nope, q_rope], dim=-1)
+            k_rope = k_head[:, 0] if parts else k_rope
         q = scale_queries(q, spec.query_scale, sequences)
-        latent = self.kv_a_layernorm(latent)
-        return q, q_latent, latent if spec.latent_scale == 1.0 else latent * spec.latent_scale, k_rope
+        if spec.learned_query_scale:
+            q = self.softmax_scaling(q, sequences)
+        if not parts:
+            return q, q_latent, ()
+        latent = self.kv_a_layernorm(parts[0])
+        latent = latent if spec.latent_scale == 1.0 else latent * spec.latent_scale
+        return q, q_latent, (latent, k_rope)
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """latent [..., kv_lora_rank], k_rope [..., qk_rope_head_dim] -> k, v [..., heads, their sizes]."""
@@ -150,34 +170,42 @@ class LatentAttention(nn.Module):
         shared = k_rope.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)
         return torch.cat([k_nope, shared], dim=-1), v
 
-    def _latent_widths(self) -> list[int]:
+    def _widths(self) -> list[int]:
+        """Widths of the parts of the latent projection."""
         spec = self.spec
         of_q = [] if spec.q_lora_rank is None else [spec.q_lora_rank]
-        return [*of_q, spec.kv_lora_rank, spec.qk_rope_head_dim]
+        return of_q if spec.latents_of is not None else [*of_q, spec.kv_lora_rank, spec.qk_rope_head_dim]
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate latents [batch, max_length, kv_lora_rank], k_rope [batch, max_length, its size], and keys
-        of the indexer [batch, max_length, their size].
+        """Allocate latents [batch, max_length, kv_lora_rank] and k_rope [batch, max_length, its size], unless
+        another layer makes them, and keys of the indexer [batch, max_length, their size].
         """
-        widths = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
+        widths = []
+        if self.spec.latents_of is None:
+            widths = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
         if self.spec.indexer is not None:
             widths.append(self.spec.indexer.head_dim)
         return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, the projection with k_nope and v, the output, and in float32
-        the log-sum-exp of each head; the latents, their norms' statistics, and with `all` the norms' outputs.
-        An eighth of a byte per token of its document, for chosen keys, is not counted.
+        the log-sum-exp of each head; the latents, their norms' statistics, and with `all` the norms' outputs;
+        for learned scales the queries before them, and in float32 the factors. An eighth of a byte per token
+        of its document, for chosen keys, is not counted, nor are latents that another layer keeps.
         """
         spec = self.spec
+        heads, own = spec.num_attention_heads, spec.latents_of is None
         a_head = 2 * spec.qk_head_dim + spec.qk_nope_head_dim + 2 * spec.v_head_dim
-        normed = sum(self._latent_widths()[:-1])
-        scaled = 0 if spec.latent_scale == 1.0 else spec.kv_lora_rank
-        latents = normed + spec.qk_rope_head_dim + (normed if level == "all" else scaled)
-        in_float32 = spec.num_attention_heads + len(self._latent_widths()) - 1
-        heads, gated_output = spec.num_attention_heads, spec.v_head_dim if level == "all" else 0
+        of_q = spec.q_lora_rank or 0
+        normed = of_q + (spec.kv_lora_rank if own else 0)
+        scaled = 0 if spec.latent_scale == 1.0 or not own else spec.kv_lora_rank
+        latents = normed + (spec.qk_rope_head_dim if own else 0) + (normed if level == "all" else scaled)
+        in_float32 = heads + (of_q > 0) + own
+        if spec.learned_query_scale:
+            a_head, in_float32 = a_head + spec.qk_head_dim, in_float32 + heads
+        gated_output = spec.v_head_dim if level == "all" else 0
         gates = heads * (1 + gated_output) if spec.head_gates else 0
         return itemsize * (heads * a_head + latents + gates) + 4 * in_float32
 

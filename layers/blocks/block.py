@@ -29,6 +29,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     CrossAttentionSpec,
+    LatentAttentionSpec,
     MoESpec,
     NormSpec,
     RecurrentSpec,
@@ -41,6 +42,11 @@ Streams = tuple[Tensor, Tensor | None]
 def keys_and_values(layer: int) -> tuple[str, str]:
     """Name of a layer's keys and values, for later layers that read them."""
     return f"keys.{layer}", f"values.{layer}"
+
+
+def latents(layer: int) -> tuple[str, str]:
+    """Name of a layer's latents and rotated parts of keys, for later layers that read them."""
+    return f"latents.{layer}", f"rotated.{layer}"
 
 
 IMAGES = "images"
@@ -87,6 +93,7 @@ class Block(nn.Module):
             "experts": spec.experts,
             "per_layer_input": spec.per_layer_input,
             "keys of another layer": isinstance(spec.mixer, SharedAttentionSpec) or None,
+            "latents of another layer": getattr(spec.mixer, "latents_of", None) is not None,
             "features of images": isinstance(spec.mixer, CrossAttentionSpec) or None,
             "second_mixer": spec.second_mixer,
             "branch_scales": set(spec.branch_scales) != {1.0},
@@ -195,8 +202,10 @@ class Block(nn.Module):
         return kept
 
     def _shared_kv_bytes(self, itemsize: int) -> int:
-        """Bytes of the keys and values that later layers read."""
+        """Bytes of the keys and values, or of the latents, that later layers read."""
         mixer = self.spec.mixer
+        if self.makes and isinstance(mixer, LatentAttentionSpec):
+            return itemsize * (mixer.kv_lora_rank + mixer.qk_rope_head_dim)
         if not self.makes or not isinstance(mixer, AttentionSpec):
             return 0
         return itemsize * (mixer.kv_size + mixer.v_size)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from liger_models.layers.attention.latent_attention import LatentAttention
-from liger_models.layers.blocks.block import Block, keys_and_values
+from liger_models.layers.blocks.block import Block, keys_and_values, latents
 from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, SharedAttentionSpec
 
 
@@ -16,6 +17,7 @@ def connect(layers: Sequence[Block]) -> None:
         ValueError: a layer reads what no earlier one makes, or makes what none reads.
     """
     _hand_on_keys(layers)
+    _hand_on_latents(layers)
     _share_chosen_keys(layers)
     _check_shortcuts(layers)
 
@@ -79,3 +81,31 @@ def _hand_on_keys(layers: Sequence[Block]) -> None:
                 "values as wide as keys"
             )
         read.makes = keys_and_values(mixer.keys_of)
+
+
+def _hand_on_latents(layers: Sequence[Block]) -> None:
+    """Make layers return the latents that later layers read.
+
+    Raises:
+        ValueError: the source layer comes later, has no latents of its own or unexpected ones, or cannot
+            return them.
+    """
+    for i, reader in enumerate(layers):
+        mixer = reader.spec.mixer
+        if not isinstance(mixer, LatentAttentionSpec) or mixer.latents_of is None:
+            continue
+        read = layers[mixer.latents_of] if 0 <= mixer.latents_of < i else reader
+        source, alike = read.spec.mixer, ("kv_lora_rank", "qk_rope_head_dim", "rope")
+        if (
+            not isinstance(source, LatentAttentionSpec)
+            or "latents of another layer" not in read.has_room_for
+            or source.latents_of is not None
+            or any(getattr(source, name) != getattr(mixer, name) for name in alike)
+        ):
+            raise ValueError(
+                f"layer {i} reads the latents of layer {mixer.latents_of}; expected an earlier one that has "
+                f"latents of its own, hands them on, and has the same {', '.join(alike)}"
+            )
+        read.makes = reader.reads = latents(mixer.latents_of)
+        made: Any = read.token_mixer
+        made.shares_latents = True

@@ -35,6 +35,7 @@ from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
+from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
@@ -98,6 +99,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
         self.norm = make_norm(spec.hidden_size, spec.norm)
+        self.rotary_emb = make_frequencies(spec.ropes)
         self.mtp = make_mtp(spec, attention)
         self.vision: Any = None
         if spec.vision is not None:
@@ -138,7 +140,11 @@ class Decoder(ActivationLevels, WeightsMemory):
             sequences.count_tokens_alone()
         if self.spec.learned_positions is not None:
             sequences.positions.check_end(self.spec.learned_positions, sequences.documents.shape)
-        sequences.prepare_rotary(self.spec.ropes)
+        sequences.prepare_rotary(self.spec.ropes, self.rotary_factors())
+
+    def rotary_factors(self) -> Tensor | None:
+        """The factors of learned rotary frequencies, [dim / 2] float32; None if they are not learned."""
+        return None if self.rotary_emb is None else self.rotary_emb()
 
     def begin_checks(self, checks: CallChecks, vision_inputs: Any = None, refusal: Any = None) -> None:
         """Begin the checks of a prepared call, of its images and of its experts (`Refusal`)."""

@@ -61,7 +61,7 @@ def _step(x: Tensor, model: Any, shape: tuple[int, int]) -> Tensor:
     """Run one layer of each kind twice, since the first of all has no residual, then norm and head."""
     copies: dict[int, Any] = {}
     sequences = Sequences.from_call(shape if shape[0] * shape[1] == len(x) else (1, len(x)), x.device)
-    sequences.prepare_rotary(model.spec.ropes)
+    sequences.prepare_rotary(model.spec.ropes, model.rotary_factors())
     residual, offload = None, Offload()
     for layer in {layer.spec: layer for layer in model.layers if not layer.reads}.values():
         own = _copy(layer, copies)

@@ -45,8 +45,11 @@ class Positions(Part):
         axes = None if self.axes is None else part.of(self.axes.T).T
         return replace(self, ids=part.of(self.ids), axes=axes)
 
-    def with_rotary(self, ropes: tuple[RopeSpec, ...], shape: tuple[int, int]) -> Positions:
-        """The positions with the tables of these rotary settings. `shape` (batch, seq) is for the error.
+    def with_rotary(
+        self, ropes: tuple[RopeSpec, ...], shape: tuple[int, int], factors: Tensor | None = None
+    ) -> Positions:
+        """The positions with the tables of these rotary settings. `shape` (batch, seq) is for the error, and
+        `factors` are those of learned frequencies.
 
         Raises:
             DataError: a position that the tables were not made for, or on axes that the model does not have.
@@ -66,7 +69,7 @@ class Positions(Part):
                     f"have one: expected the shape of the tokens, {shape}"
                 )
             positions = self.ids if rope.axes is None or self.axes is None else self.axes
-            tables[rope] = rotary_tables(rope, positions, self.end)
+            tables[rope] = rotary_tables(rope, positions, self.end, factors)
         return replace(self, rotary=tables)
 
     def check_end(self, limit: int, shape: tuple[int, int]) -> None:
@@ -90,6 +93,10 @@ class Positions(Part):
     def query_scale(self, spec: QueryScaleSpec) -> Tensor:
         """The factor of each token's query, [T] float32, made once for all layers."""
         return self._once(spec, lambda: self._query_scale(spec))
+
+    def logarithms(self) -> Tensor:
+        """log(1 + position) of each token, [T] float32, made once for all layers."""
+        return self._once("logarithms", lambda: (self.ids + 1).float().log())
 
     def _query_scale(self, spec: QueryScaleSpec) -> Tensor:
         lengths_passed = torch.floor((self.ids.float() + spec.first) / spec.length)

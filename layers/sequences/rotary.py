@@ -29,7 +29,9 @@ from liger_models.kernels._constants import cached_tensors
 from liger_models.layers.specs import RopeSpec
 
 
-def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
+def rotary_tables(
+    spec: RopeSpec, position_ids: Tensor, longest: int | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of every position.
 
     Args:
@@ -37,12 +39,20 @@ def rotary_tables(spec: RopeSpec, position_ids: Tensor, longest: int | None = No
         position_ids: [T] integers, or [A, T] if positions have A axes and the spec assigns an axis to each
             pair of dimensions.
         longest: the largest position + 1, for the types that depend on it (`spec.depends_on_length`).
+        factors: [dim / 2] float32, which multiply the frequencies of a spec with `learned`.
 
     Returns:
         cos, sin: [T, dim / 2] float32, scaled by the type's attention factor.
+
+    Raises:
+        ValueError: `learned` without factors.
     """
     length = effective_length(spec, longest) if spec.depends_on_length else 0
     inv_freq = _cached_inverse_frequencies(spec, length, position_ids.device)
+    if spec.learned:
+        if factors is None:
+            raise ValueError("rotary frequencies with learned factors need these; found none")
+        inv_freq = inv_freq * factors.to(inv_freq.device)
     if position_ids.dim() == 1:
         angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
     else:

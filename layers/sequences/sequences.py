@@ -119,13 +119,13 @@ class Sequences:
             ids, end = self.documents.places_within()
             self.positions = Positions(self.own(ids), end)
 
-    def prepare_rotary(self, ropes: tuple[RopeSpec, ...]) -> None:
-        """Make the tables of every rotary setting in the model.
+    def prepare_rotary(self, ropes: tuple[RopeSpec, ...], factors: Tensor | None = None) -> None:
+        """Make the tables of every rotary setting in the model, with these factors of learned frequencies.
 
         Raises:
             DataError: a position that the tables were not made for, or on axes that the model does not have.
         """
-        self.positions = self.positions.with_rotary(ropes, self.documents.shape)
+        self.positions = self.positions.with_rotary(ropes, self.documents.shape, factors)
 
     def on(self, device: torch.device) -> Sequences:
         """The same batch for a layer on another device, where a model is divided over several. Tensors are

@@ -199,8 +199,11 @@ class LatentAttentionSpec:
     latent and the output projections. `norm` is the latents', and `latent_scale` multiplies that of keys and
     values behind it. With `head_gates` a further projection computes
     a gate per head, whose sigmoid multiplies the head's output. With an `indexer` a query attends to the keys
-    that it chooses, from the hidden state and the queries' latent; with `keys_of`, to those that the indexer
-    of that layer has chosen.
+    that it chooses, from the hidden state and the queries' latent, if they have one; with `keys_of`, to those
+    that the indexer of that layer has chosen. With `learned_query_scale` the layer's queries and its
+    indexer's are also multiplied by a learned linear function of the logarithm of their position, by head.
+    With `latents_of` the layer computes no latent of keys and values, and no rotated part of keys: it reads
+    those of that earlier layer.
     """
 
     num_attention_heads: int
@@ -218,6 +221,8 @@ class LatentAttentionSpec:
     head_gates: bool = False
     indexer: IndexerSpec | None = None
     keys_of: int | None = None
+    learned_query_scale: bool = False
+    latents_of: int | None = None
 
     @property
     def qk_head_dim(self) -> int:

@@ -17,7 +17,8 @@ class RopeSpec:
     (None: all). For multi-axis positions, `axes` assigns an axis to each pair, and `frequencies` the pair
     whose frequency it uses, if not its own. With `halves` each half of a head is rotated separately, the
     first by the first half of the pairs, arranged as in a whole head (Gemma 4's encoder). `clockwise` rotates
-    in the opposite direction (nanochat). The fields after
+    in the opposite direction (nanochat). With `learned` the frequencies are also multiplied by learned
+    factors, which the model stores (layers/parts/frequencies.py). The fields after
     `max_position_embeddings` belong to the rope types documented in `layers/sequences/rotary.py`; they are
     None for types that do not use them.
     """
@@ -31,6 +32,7 @@ class RopeSpec:
     frequencies: tuple[int, ...] | None = None
     halves: bool = False
     clockwise: bool = False
+    learned: bool = False
     max_position_embeddings: int | None = None
     factor: float | None = None
     original_max_position_embeddings: int | None = None
