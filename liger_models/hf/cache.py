@@ -128,8 +128,10 @@ class TransformersCache(KVCache):
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store a layer's tensors for the new tokens, each [T, ...], and return those of all cached tokens,
-        each [batch, cached tokens, ...]. A third tensor holds the keys of an indexer.
+        each [batch, cached tokens, ...]. A third tensor, or a single one, holds the keys of an indexer.
         """
+        if len(new) == 1:  # keys and values are those of another layer
+            return (self._append_index(layer, self.documents.unpack(new[0])),)
         keys_and_values, index = new[:2], new[2:]
         self._extent[layer] = self.cache.get_mask_sizes(self.shape[1], layer)
         flat = [tensor.dim() == 2 for tensor in keys_and_values]  # add a head axis

@@ -14,7 +14,7 @@ from torch import Tensor
 from variants import skipped
 
 from liger_models.images.scenes import Document, Image, Scenes, Video
-from liger_models.layers.specs import PlacedPictures, TiledVisionSpec
+from liger_models.layers.specs import IndexerSpec, PlacedPictures, TiledVisionSpec
 
 DOCUMENTS: dict[str, Document] = {
     "two images": [2, Image(6, 10), 1, Image(4, 4), 3],
@@ -63,6 +63,12 @@ class VisionPair(pairs.Pair):
     @property
     def scenes(self) -> Scenes:
         return Scenes(self.ours.spec, self.config)
+
+    @property
+    def chooses_tokens(self) -> bool:
+        """Whether indexers choose among the tokens of short documents, which then cannot continue others."""
+        mixers = (mixer for block in self.ours.spec.blocks for mixer in block.mixers)
+        return any(isinstance(getattr(mixer, "indexer", None), IndexerSpec) for mixer in mixers)
 
     @property
     def vision(self) -> Any:

@@ -110,6 +110,10 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
             call["parents"] = torch.tensor([parents, continued] if more else parents)
         return pair.run_ours(input_ids=ids[None], labels=labels, cu_seqlens=bounds, **call)
 
+    if pair.chooses_tokens:
+        with pytest.raises(DataError, match="attends to 5 chosen keys, which documents of"):
+            run(shared, parents)
+        return
     found, expected = run(shared, parents), run(alone)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert found.gradients.keys() == expected.gradients.keys()
