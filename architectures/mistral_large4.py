@@ -86,5 +86,24 @@ for_tests(
         "multimodal_projector_bias": True,
         "tie_word_embeddings": False,
     },
+    variants={
+        "by numbers": {
+            "text_config": {
+                **dict.fromkeys(
+                    ("indexer_types", "no_rope_layers", "kv_source_layers", "rope_parameters"), ...
+                ),
+                **{"index_topk_freq": 2, "index_skip_topk_offset": 1, "no_rope_layer_interval": 3},
+                **{"attention_bias": True, "index_topk": 7, "first_k_dense_replace": 2, "num_experts": 12},
+                "final_logit_softcapping": ...,
+            }
+        },
+        "by lists": {
+            "text_config": {
+                **{"indexer_types": ..., "index_topk_pattern": "FSSFF", "first_k_dense_replace": ...},
+                "mlp_layer_types": ["sparse", "dense", "sparse", "dense", "sparse"],
+                "kv_source_layers": [0, 1, 2, 1, 2],
+            }
+        },
+    },
     skip={**SKIP_LATENT, **SKIP_INDEXER},
 )

@@ -43,9 +43,7 @@ def language_model(c: HFConfig) -> ModelSpec:
         for i, source in enumerate(latent_sources(c, turns))
     ]
     mixers = choices_of_keys(c, mixers, indexer(c, interleaved=True))
-    sparse = routed_and_shared_experts(
-        c, ("n_routed_experts", "num_local_experts", "num_experts"), renormalize=True, float32_router=True
-    )
+    sparse = routed_and_shared_experts(c, renormalize=True, float32_router=True)
     inner = dense_or_sparse(c, mlp(c), sparse, c.take_count("first_k_dense_replace", 1, least=0))
     blocks = [BlockSpec(*parts, norm) for parts in zip(mixers, inner, strict=True)]
     model = decoder(c, blocks, norm, logit_softcap=c.take_number("final_logit_softcapping", 30.0))

@@ -300,6 +300,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "mistral_large4": Multimodal(
         {"mistral_large4_text": "mistral_large4_text"},
         _OWN_ROOT,
+        renamed=dict.fromkeys(("num_local_experts", "num_experts"), ("n_routed_experts",)),
         defaults={
             **{"vocab_size": 204800, "hidden_size": 6144, "intermediate_size": 24576},
             **{"num_hidden_layers": 72, "num_attention_heads": 64, "max_position_embeddings": 1048576},

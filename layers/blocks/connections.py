@@ -39,17 +39,17 @@ def _share_chosen_keys(layers: Sequence[Block]) -> None:
     """Make the layers whose indexer chooses keys for later layers note them.
 
     Raises:
-        ValueError: the source layer comes later, or has no indexer.
+        ValueError: the source layer comes later, or has no indexer, or the reading one has.
     """
     for i, layer in enumerate(layers):
         for mixer in layer.spec.mixers:
             if not isinstance(mixer, LatentAttentionSpec) or mixer.keys_of is None:
                 continue
             source = layers[mixer.keys_of].self_attn if 0 <= mixer.keys_of < i else None
-            if not isinstance(source, LatentAttention) or source.spec.indexer is None:
+            if not isinstance(source, LatentAttention) or source.spec.indexer is None or mixer.indexer:
                 raise ValueError(
                     f"layer {i} attends to the keys that layer {mixer.keys_of} chooses; expected an earlier "
-                    "layer with an indexer"
+                    "layer with an indexer, and none of its own"
                 )
             source.shares_keys = True
 
@@ -95,7 +95,8 @@ def _hand_on_latents(layers: Sequence[Block]) -> None:
         if not isinstance(mixer, LatentAttentionSpec) or mixer.latents_of is None:
             continue
         read = layers[mixer.latents_of] if 0 <= mixer.latents_of < i else reader
-        source, alike = read.spec.mixer, ("kv_lora_rank", "qk_rope_head_dim", "rope")
+        source = read.spec.mixer
+        alike = ("kv_lora_rank", "qk_rope_head_dim", "rope", "norm", "latent_scale")
         if (
             not isinstance(source, LatentAttentionSpec)
             or "latents of another layer" not in read.has_room_for
