@@ -38,14 +38,19 @@ def language_model(c: HFConfig) -> ModelSpec:
     still = replace(turned, qk_nope_head_dim=dim, qk_rope_head_dim=0, rope=None)
     indexed_layers(c)
     turns = turning_layers(c)
+    sources = latent_sources(c, turns)
     mixers = [
         replace(turned if turns[i] else still, latents_of=None if source == i else source)
-        for i, source in enumerate(latent_sources(c, turns))
+        for i, source in enumerate(sources)
     ]
     mixers = choices_of_keys(c, mixers, indexer(c, interleaved=True))
     sparse = routed_and_shared_experts(c, renormalize=True, float32_router=True)
     inner = dense_or_sparse(c, mlp(c), sparse, c.take_count("first_k_dense_replace", 1, least=0))
-    blocks = [BlockSpec(*parts, norm) for parts in zip(mixers, inner, strict=True)]
+    share = {layer for i, source in enumerate(sources) if source != i for layer in (i, source)}
+    blocks = [
+        BlockSpec(*parts, norm, "shared_latents" if i in share else "pre_norm")
+        for i, parts in enumerate(zip(mixers, inner, strict=True))
+    ]
     model = decoder(c, blocks, norm, logit_softcap=c.take_number("final_logit_softcapping", 30.0))
     c.finish()
     return model

@@ -87,7 +87,8 @@ class LatentAttention(nn.Module):
         latents, mask = made or read, None
         if cache is not None:
             kept = cache.append(self.layer, *made, *index) if made or index else ()
-            mask = cache.mask(self.layer if made else self.spec.latents_of, spec.window)
+            source = self.spec.latents_of
+            mask = cache.mask(self.layer if source is None else source, spec.window)
         if mask is not None:
             latents = kept[: len(made)] or read
             mask = self._chosen_of_cached(x, q_latent, kept[len(made) :], mask, sequences)

@@ -24,6 +24,7 @@ from liger_models.layers.blocks.pre_norm import PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
 from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
 from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
+from liger_models.layers.blocks.shared_latents import SharedLatentsBlock
 from liger_models.layers.blocks.shared_transformer import SharedTransformerBlock
 from liger_models.layers.blocks.shortcut import ShortcutBlock
 from liger_models.layers.blocks.side_by_side import SideBySideBlock
@@ -53,6 +54,7 @@ BLOCKS: dict[str, type[Block]] = {
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "one_part": OnePartBlock,
+    "shared_latents": SharedLatentsBlock,
     "shortcut": ShortcutBlock,
     "side_by_side": SideBySideBlock,
     "shared_transformer": SharedTransformerBlock,

@@ -23,9 +23,18 @@ def connect(layers: Sequence[Block]) -> None:
 
 
 def _check_shortcuts(layers: Sequence[Block]) -> None:
-    """Check that the output of experts that skip a layer is added after the next layer."""
+    """Check that the output of experts that skip a layer is added after the next layer.
+
+    Raises:
+        ValueError: the next layer does not add it, or a layer would add what no experts made.
+    """
     for i, layer in enumerate(layers):
-        if layer.spec.topology != "shortcut" or layer.spec.experts is None:
+        if layer.spec.topology != "shortcut":
+            continue
+        if layer.spec.experts is None:
+            before = layers[i - 1].spec
+            if before.topology != "shortcut" or before.experts is None:
+                raise ValueError(f"layer {i} adds the output of experts of layer {i - 1}, which has none")
             continue
         after = layers[i + 1].spec if i + 1 < len(layers) else None
         if after is None or after.topology != "shortcut" or after.experts is not None:
@@ -88,7 +97,7 @@ def _hand_on_latents(layers: Sequence[Block]) -> None:
 
     Raises:
         ValueError: the source layer comes later, has no latents of its own or unexpected ones, or cannot
-            return them.
+            return them; or a layer that could share latents does not.
     """
     for i, reader in enumerate(layers):
         mixer = reader.spec.mixer
@@ -107,6 +116,9 @@ def _hand_on_latents(layers: Sequence[Block]) -> None:
                 f"layer {i} reads the latents of layer {mixer.latents_of}; expected an earlier one that has "
                 f"latents of its own, hands them on, and has the same {', '.join(alike)}"
             )
-        read.makes = reader.reads = latents(mixer.latents_of)
-        made: Any = read.token_mixer
-        made.shares_latents = True
+        read.makes = latents(mixer.latents_of)
+        attention: Any = read.token_mixer
+        attention.shares_latents = True
+    for i, layer in enumerate(layers):
+        if layer.spec.topology == "shared_latents" and not layer.reads and not layer.makes:
+            raise ValueError(f"layer {i} of topology 'shared_latents' shares no latents; use 'pre_norm'")

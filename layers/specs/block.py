@@ -47,6 +47,7 @@ Topology = Literal[
     "parallel",
     "parallel_two_norms",
     "one_part",
+    "shared_latents",
     "shortcut",
     "side_by_side",
     "shared_transformer",

@@ -31,6 +31,7 @@ from liger_models.pictures.svg import GREY, INK, box, line, text
 BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "pre_norm": [["norm", "mixer"], ["norm", "mlp"]],
     "from_norms": [["norm", "mixer"], ["norm", "mlp"]],
+    "shared_latents": [["norm", "mixer"], ["norm", "mlp"]],
     "layer_scale": [["norm", "mixer", "scale"], ["norm", "mlp", "scale"]],
     "gated_pre_norm": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
     "gated_cross": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
@@ -123,7 +124,8 @@ def _box(block: BlockSpec, name: str) -> tuple[str, str, str]:
 
 def _mixer(mixer: object) -> tuple[str, str]:
     if not isinstance(mixer, AttentionSpec):
-        return MIXERS[type(mixer)], ""
+        shared = getattr(mixer, "latents_of", None) is not None
+        return MIXERS[type(mixer)], "latents of another layer" if shared else ""
     name = "attention" if mixer.window is None else f"attention, window {mixer.window:,}"
     details = [f"{mixer.num_attention_heads} heads"]
     if mixer.num_key_value_heads < mixer.num_attention_heads:

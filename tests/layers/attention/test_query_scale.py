@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.attention import query_scale
+from liger_models.layers.attention.query_scale import LearnedQueryScale, scale_queries
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AttentionSpec, QueryScaleSpec
@@ -60,3 +61,30 @@ def test_scores_and_nothing_else_are_multiplied():
         plain.qkv_proj.weight[:16] *= factor
     torch.testing.assert_close(found[2], plain(x, sequences)[2], rtol=1e-6, atol=0)
     assert found.dtype == torch.float64
+
+
+def test_learned_factors_and_all_gradients_are_those_of_the_formula(monkeypatch):
+    monkeypatch.setattr(query_scale, "_TOKENS", 4)  # in several pieces
+    torch.manual_seed(0)
+    scaled = LearnedQueryScale(3).double()
+    for parameter in scaled.parameters():
+        torch.nn.init.normal_(parameter)
+    sequences = Sequences.from_call((1, 9), torch.device("cpu"), cu_seqlens=torch.tensor([0, 4, 9]))
+    q = torch.randn(9, 3, 8, dtype=torch.float64, requires_grad=True)
+    inputs, dy = (q, scaled.scale, scaled.bias), torch.randn(9, 3, 8, dtype=torch.float64)
+    logarithms = torch.tensor([1, 2, 3, 4, 1, 2, 3, 4, 5]).float().log().double()
+    expected = q * (logarithms[:, None] * scaled.scale + scaled.bias)[..., None]
+    found = scaled(q, sequences)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(*(torch.autograd.grad(y, inputs, dy) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_learned_factors_round_a_product_once():
+    torch.manual_seed(0)
+    scaled = LearnedQueryScale(2).bfloat16()
+    for parameter in scaled.parameters():
+        torch.nn.init.normal_(parameter)
+    q, sequences = torch.randn(9, 2, 8).bfloat16(), Sequences.from_call((1, 9), torch.device("cpu"))
+    factors = torch.arange(1, 10).float().log()[:, None] * scaled.scale.float() + scaled.bias.float()
+    assert torch.equal(scaled(q, sequences), (q.float() * factors[..., None]).bfloat16())

@@ -19,6 +19,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     DifferentialAttentionSpec,
+    LatentAttentionSpec,
     LayerNormSpec,
     LightningSpec,
     MLPSpec,
@@ -115,6 +116,10 @@ BLOCKS = {
 SHARED = SharedAttentionSpec(4, 4, 16, 0.25, 0, ATTENTION.rope, q_norm=NormSpec())
 
 
+LEARNED = RopeSpec(6, interleaved=True, learned=True)
+SCALED_LATENT = LatentAttentionSpec(4, 10, 6, 12, 20, 0.25, rope=LEARNED, learned_query_scale=True)
+
+
 def model_of(*blocks: BlockSpec, **options) -> CausalLM:
     ids = 61 if blocks[0].per_layer_input else None
     return CausalLM(ModelSpec(61, HIDDEN, blocks, NormSpec(), per_layer_vocab_size=ids), **options)
@@ -167,6 +172,7 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
 ELSEWHERE = {
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
+    "shared_latents": "two layers together: see below",
     "shared_transformer": "its layers share weights: see below",
     "shortcut": "two layers in turn: see below",
     "side_by_side": "its mixers keep what they keep alone: tests/layers/blocks/test_free_blocks.py",
@@ -179,9 +185,13 @@ def test_the_bytes_of_every_topology_are_compared():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
 @pytest.mark.parametrize("level", ["lean", "mlp"])
-def test_a_layer_that_reads_anothers_keys_keeps_none(level):
+@pytest.mark.parametrize("read", ["keys", "latents"])
+def test_a_layer_that_reads_anothers_keys_keeps_none(read, level):
     source = replace(PRE_NORM, topology="scaled_sandwich")
     reader = replace(source, mixer=SHARED)
+    if read == "latents":
+        source = replace(PRE_NORM, topology="shared_latents", mixer=SCALED_LATENT)
+        reader = replace(source, mixer=replace(SCALED_LATENT, latents_of=0))
     found = kept_bytes((source, reader, reader), level) - kept_bytes((source, reader), level)
     assert found == TOKENS * model_of(source, reader).layers[1].activation_bytes(level, 4)
 
@@ -208,6 +218,27 @@ def test_layers_around_experts_that_skip_one_report_the_bytes_they_keep(level):
     assert 0 <= found - stated <= (tiles if level == "lean" else 0)
 
 
+def test_layers_share_latents_of_an_earlier_layer_that_are_alike():
+    source = replace(PRE_NORM, topology="shared_latents", mixer=SCALED_LATENT)
+    reader = replace(source, mixer=replace(SCALED_LATENT, latents_of=0))
+    other = replace(source, mixer=replace(SCALED_LATENT, rope=None))
+    alone = replace(source, topology="pre_norm")
+    for blocks in ((reader, source), (alone, reader), (other, reader), (source, reader, at(reader, 1))):
+        with pytest.raises(
+            ValueError, match=r"reads the latents of layer \d; expected an earlier one that has"
+        ):
+            model_of(*blocks)
+    with pytest.raises(ValueError, match="layer 2 of topology 'shared_latents' shares no latents"):
+        model_of(source, reader, source)
+    with pytest.raises(ValueError, match="need latent attention"):
+        model_of(replace(PRE_NORM, topology="shared_latents"))
+
+
+def at(reader, layer):
+    """The same layer with the latents of `layer`."""
+    return replace(reader, mixer=replace(reader.mixer, latents_of=layer))
+
+
 def test_experts_that_skip_a_layer_need_a_next_one():
     after = replace(PRE_NORM, topology="shortcut")
     first = replace(after, experts=EXPERTS)
@@ -216,6 +247,8 @@ def test_experts_that_skip_a_layer_need_a_next_one():
             model_of(*blocks)
     with pytest.raises(ValueError, match="layer 0 of topology 'shortcut' needs experts"):
         model_of(after)
+    with pytest.raises(ValueError, match="layer 1 adds the output of experts of layer 0, which has none"):
+        model_of(PRE_NORM, after)
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
