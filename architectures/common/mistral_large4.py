@@ -30,6 +30,7 @@ YARN = {
 def language_model(c: HFConfig) -> ModelSpec:
     """The language model, from its config."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
+    c.take_only(q_lora_rank=None)
     turned = latent_attention(c, interleaved=True, scaling=YARN)
     assert turned.rope is not None
     rope = replace(turned.rope, learned=True)

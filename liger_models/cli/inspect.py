@@ -311,7 +311,7 @@ def _spec_lines(spec: dict[str, Any]) -> list[str]:
     lines = [", ".join(plain)] if plain else []
     for name, value in spec.items():
         if isinstance(value, dict):
-            first, *rest = _spec_lines(value)
+            first, *rest = _spec_lines(value) or ["as by default"]
             lines += [f"{name}: {first}", *(f"  {line}" for line in rest)]
     return lines
 

@@ -136,6 +136,11 @@ def test_inspect_names_every_checkpoint_tensor_once_and_reads_no_weights(checkpo
     assert (memory["weights"], memory["gradients"], memory["adamw"]) == (4 * count, 4 * count, 8 * count)
 
 
+def test_inspect_prints_a_part_without_settings():
+    """As the pictures of Pixtral's encoder."""
+    assert inspect._spec_lines({"size": 3, "pictures": {}}) == ["size 3", "pictures: as by default"]
+
+
 def test_inspect_of_a_repository_reads_its_headers_from_the_hub(checkpoint, capsys, monkeypatch):
     def uncached(name, **options):
         assert options == {"local_files_only": True}
