@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import autocasts
+from liger_models.kernels._dispatch import autocasts, once_differentiable
 from liger_models.kernels.activations.gated import Activation, CappedSwiGLU, ClampedSwiGLU, has_gate
 from liger_models.kernels.experts._expert_paths import ExpertPath
 
@@ -32,6 +32,23 @@ class StoredMatrices(NamedTuple):
 
 def made(matrices: Tensor | StoredMatrices) -> Tensor:
     return matrices.make() if isinstance(matrices, StoredMatrices) else matrices
+
+
+def divide_gradient(x: Tensor, by: int) -> Tensor:
+    """x, whose gradient is divided."""
+    return _DividedGradient.apply(x, by)
+
+
+class _DividedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.by, None
 
 
 def check_operands(

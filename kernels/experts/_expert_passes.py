@@ -33,11 +33,13 @@ class Exchange(Protocol):
         ranks: that share the experts.
         overlaps: set if the products take part: x, and the gradient of the result, may then still be
             arriving when the other tokens' rows are given to them.
+        divisor: of the matrices' gradients: a power of two, by which operands are divided exactly.
     """
 
     own: int
     ranks: int
     overlaps: bool
+    divisor: int
 
     def num_rows(self) -> int:
         """Number of slots with an expert. Waits until it is known to the host."""
@@ -47,6 +49,9 @@ class Exchange(Protocol):
 
     def leave(self, rows: Tensor) -> None:
         """Start to return the other tokens' rows of a result [T, H]; its own rows are not there yet."""
+
+    def leave_weights(self, dweights: Tensor) -> None:
+        """Start to return the other tokens' rows of the weights' gradient [T, k]."""
 
 
 class Overlap(NamedTuple):
@@ -253,6 +258,7 @@ def experts_backward(
     again: Callable[[ExpertOrder], tuple[Tensor, Tensor | None, Tensor | None]] | None = None,
     into: tuple[Any, ...] = (None,) * 4,
     overwrite: bool = False,
+    divisor: int = 1,
 ) -> tuple[Any, ...]:
     """Return the required gradients, in the order of `Wanted`, and the list of the paths' gradients. Buffers
     are freed as soon as possible.
@@ -261,8 +267,10 @@ def experts_backward(
         overwrite: h is not needed again, and its memory may be used.
         later: the windows after `order`. Their h, and t of the first and last paths, are computed `again`.
         into: the gradients of x, weights, gate_up and down to which those of this window are added.
+        divisor: see `Exchange`. Without low-rank paths.
     """
     original, operands = dy, (x, weights, experts, gate_up, down, down_bias)
+    scale = None if divisor == 1 else 1 / divisor
     product_width = h.shape[1] // (2 if has_gate(activation) else 1)
     want_h = want.x or want.gate_up or want.gate_up_bias or bool(first.paths)
     dx = dgate_up = ddown = dgate_up_bias = ddown_bias = dproduct = path = None
@@ -307,6 +315,7 @@ def experts_backward(
         float8=float8 and want.x,
         dweights=into[1],
         overwrite=overwrite,
+        product_scale=scale,
     )
     del dproduct
     if last.t is not None:
@@ -320,7 +329,7 @@ def experts_backward(
         ddown_bias = sum_by_expert(dy, weights, order)
     del dy, product, biased
     if want.gate_up:
-        dgate_up = weight_product(dh, spread_rows(x, order), order, into[2])
+        dgate_up = weight_product(dh, spread_rows(x, order, scale=scale), order, into[2])
     if want.gate_up_bias:
         dgate_up_bias = sum_by_expert(dh, None, order)
     path = None
@@ -338,6 +347,7 @@ def experts_backward(
             *(original, *operands, h, window, activation, inputs, want, *low),
             into=(dx, dweights, dgate_up, ddown),
             overwrite=True,
+            divisor=divisor,
         )
         del h, ts, low
         if dgate_up_bias is not None:
@@ -345,6 +355,8 @@ def experts_backward(
         if ddown_bias is not None:
             ddown_bias += of_down_bias
         of_paths = [None if a is None else a + b for a, b in zip(of_paths, more, strict=True)]
+    if exchange is not None and dweights is not None:
+        exchange.leave_weights(dweights)  # before those of x, for which the next layer waits in any case
     if want.x:
         options = {"transposed": False, "path": path}
         if overlap is None and not (want.gate_up or float8):

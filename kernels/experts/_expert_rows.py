@@ -37,10 +37,14 @@ from liger_models.kernels.float8.quantize import as_magnitude, casts_to_float8, 
 
 
 def spread_rows(
-    x: Tensor, order: ExpertOrder, tokens: slice = slice(None), out: Tensor | None = None
+    x: Tensor,
+    order: ExpertOrder,
+    tokens: slice = slice(None),
+    out: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """x [T, H] -> [R, H], each row a copy of its token. Reads each row of x once. Of some tokens only, if
-    given, into `out`. Of a window, its rows only.
+    """x [T, H] -> [R, H], each row a copy of its token, multiplied by `scale` if given. Reads each row of x
+    once. Of some tokens only, if given, into `out`. Of a window, its rows only.
     """
     x = as_rows(x)[tokens]
     width = x.shape[1]
@@ -53,6 +57,7 @@ def spread_rows(
                 x,
                 order.position.view(-1, order.top_k)[tokens],
                 rows,
+                scale,
                 x.stride(0),
                 len(x),
                 width,
@@ -172,9 +177,10 @@ def activation_backward(
     float8: bool = False,
     dweights: Tensor | None = None,
     overwrite: bool = False,
+    product_scale: float | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the requested ones of dh, dweights [T, k] and weights * a [R, I]. The last takes dproduct's
-    memory, and dh that of h with `overwrite`.
+    """Return the requested ones of dh, dweights [T, k] and weights * a [R, I], multiplied by `product_scale`
+    if given. The last takes dproduct's memory, and dh that of h with `overwrite`.
 
     h and dh are [R, 2 I], or [R, I] without gates, and dproduct [R, I] the gradient of a before weighting;
     only the last result can be computed without it. dweights includes the gradient through the last
@@ -213,6 +219,7 @@ def activation_backward(
                 *(rows or (None, None)),
                 dweights,
                 product,
+                product_scale,
                 width,
                 order.offsets.numel() - 1,
                 **activation_constants(activation),
@@ -246,6 +253,7 @@ def _spread_rows_kernel(
     x,
     position,
     rows,
+    scale,
     x_stride,
     tokens,
     width,
@@ -265,6 +273,8 @@ def _spread_rows_kernel(
     for i in range(0, turns):
         token = (start + i).to(tl.int64)
         value = tl.load(x + token * x_stride + column, mask)
+        if scale is not None:
+            value = (value * scale).to(rows.dtype.element_ty)
         for slot in tl.static_range(TOP_K):
             row = tl.load(position + token * TOP_K + slot).to(tl.int64) - first_row
             # Like mask & (0 <= row), a block mask and a scalar, which Triton 3.9's interpreter rejects.
@@ -369,6 +379,7 @@ def _activation_backward_kernel(
     scales,
     dweights,
     product,
+    product_scale,
     width,
     num_experts,
     ACTIVATION: tl.constexpr,
@@ -410,6 +421,8 @@ def _activation_backward_kernel(
             gradient = tl.load(dproduct + start + column, mask, 0.0).to(tl.float32)
         if product is not None:
             value = product_weight * activated * factor
+            if product_scale is not None:
+                value *= product_scale
             tl.store(product + start + column, value.to(product.dtype.element_ty), mask)
         if dproduct is not None:
             dgate = gradient * factor * derivative

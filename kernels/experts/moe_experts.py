@@ -68,6 +68,7 @@ from liger_models.kernels.experts._expert_operands import (
     cast_operands,
     check_operands,
     check_paths,
+    divide_gradient,
     made,
 )
 from liger_models.kernels.experts._expert_operators import experts_operator
@@ -171,10 +172,12 @@ def moe_experts(
         if plain and torch.is_grad_enabled():
             _compile_first(*operands, gate_up_paths, down_paths)
         return _by_kernels(*operands, gate_up_paths, down_paths, exchange, float8)
+    first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
     if exchange is not None:
         num_rows = int((experts >= 0).sum())
         exchange.arrive()
-    first, last, paths = made(first), made(last), (gate_up_paths, down_paths)
+        if exchange.divisor > 1:
+            first, last = (divide_gradient(matrices, exchange.divisor) for matrices in (first, last))
     options = activation, *biases, weighted, num_rows, *paths, float8
     return as_once_differentiable(moe_experts_plain(x, weights, experts, first, last, *options))
 
@@ -418,7 +421,8 @@ class _Last(torch.autograd.Function):
 
         of_backward = x, weights, experts, first, last, down_bias, h
         options: Any = plan.activation, plan.inputs, Wanted.of(needed), *low, plan.exchange, plan.float8
-        options = *options, later, again, (None,) * 4, plan.saved_once
+        divisor = 1 if plan.exchange is None else plan.exchange.divisor
+        options = *options, later, again, (None,) * 4, plan.saved_once, divisor
         dx, dweights, *dexperts, dpaths = experts_backward(dy, *of_backward, order, *options)
         return *[None] * 4, dx, dweights, None, *dexperts, *dpaths
 

@@ -48,7 +48,7 @@ class _Copies(torch.autograd.Function):
         rows = x.new_empty(num_rows, x.shape[1])
         if use_triton(x, position):
             x = as_rows(x)
-            _launch(_spread_rows_kernel, position, rows, x, position, rows, x.stride(0))
+            _launch(_spread_rows_kernel, position, rows, x, position, rows, None, x.stride(0))
         else:
             for slot in position.unbind(1):
                 rows[slot[slot >= 0]] = x[slot >= 0]

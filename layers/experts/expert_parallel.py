@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.kernels import ExpertPath
-from liger_models.kernels._dispatch import once_differentiable
+from liger_models.kernels.experts._expert_operands import divide_gradient
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.layers.experts.gathered_tokens import GatheredRoutes, TokenCounts
 from liger_models.layers.sequences.sequence_parallel import all_to_all
@@ -119,16 +119,15 @@ class ExpertExchange:
         (sent, _), (received, slots_here) = torch.stack([there.T, here.T]).tolist()
         return Routes(self, position, sent, received, sum(slots_here))
 
-    def parameter(self, p: Any) -> Any:
-        """This rank's part of an experts' parameter (other tensors are unchanged), for a gradient divided by
-        the number of ranks.
+    def parameter(self, p: Any, divides: bool = True) -> Any:
+        """This rank's part of an experts' parameter (other tensors are unchanged). Its gradient is divided by
+        the number of ranks, unless the products do that.
         """
         if p is None or not is_sharded(p):
             return p
         own = p.to_local()
-        return _DividedGradient.apply(
-            own if self.compute_dtype is None else own.to(self.compute_dtype), self.ranks
-        )
+        own = own if self.compute_dtype is None else own.to(self.compute_dtype)
+        return divide_gradient(own, self.ranks) if divides else own
 
     def path(self, path: ExpertPath, num_experts: int) -> ExpertPath:
         """The part of a low-rank path, whole in every rank, that belongs to this rank's experts. Its gradient
@@ -186,15 +185,3 @@ class Routes:
     def _sent(self, x: Tensor) -> Tensor:
         rows = copy_tokens(x, self.position, sum(self.sent))
         return all_to_all(rows, self.sent, self.received, self.exchange.group)
-
-
-class _DividedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.ranks, None

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.layers.sequences.host_copy import HostCopy
 
@@ -70,11 +71,15 @@ class TokenExchange:
 
     Args:
         counts: the ranks' numbers of tokens.
+        choice: the exchange of these tokens' weights and experts.
     """
 
-    overlaps = False  # see `Exchange` in kernels/experts/_expert_passes.py
+    # See `Exchange` in kernels/experts/_expert_passes.py.
+    overlaps = False
+    divisor = 1
 
-    def __init__(self, group: Any, counts: Sequence[int]):
+    def __init__(self, group: Any, counts: Sequence[int], choice: TokenExchange | None = None):
+        self._choice = choice
         self.group, self.own, self.ranks = group, counts[group.rank()], len(counts)
         self.total, first = sum(counts), self.own
         self._others: list[tuple[int, slice]] = []  # ranks with tokens, and their rows
@@ -103,6 +108,15 @@ class TokenExchange:
         self._arriving = [works, rows]
         return rows
 
+    def divides(self, x: Tensor, *matrices: Any) -> bool:
+        """Make the products divide the matrices' gradients by the number of ranks, if that is as exact as
+        dividing these: by a power of two, in a dtype with float32's exponents.
+        """
+        exact = self.ranks & (self.ranks - 1) == 0 and x.dtype != torch.float16
+        if exact and all(map(is_sharded, matrices)):
+            self.divisor = self.ranks
+        return self.divisor > 1
+
     def arrive(self) -> None:
         """Wait until the rows of other ranks' tokens are there; on a GPU, its stream waits."""
         if self._arriving:
@@ -116,6 +130,11 @@ class TokenExchange:
         receive = list(zip(self._senders, returned, strict=True))
         works = self._start(rows, [(rank, rows[of_rank]) for rank, of_rank in self._others], receive)
         self._leaving = rows, returned, works
+
+    def leave_weights(self, dweights: Tensor) -> None:
+        """Start to return the gradient of the other ranks' tokens' weights [T, k]."""
+        if self._choice is not None:
+            self._choice.leave(dweights)
 
     def returned(self, rows: Tensor) -> Tensor:
         """Results [T, ...] of this rank -> the sums over ranks for its own tokens [t, ...]."""
@@ -181,12 +200,13 @@ class GatheredRoutes:
         on its way to the host if they are `counted`.
         """
         group, exchange = self.exchange.group, self.exchange
-        weights, experts = _GatherChoice.apply(weights, experts, TokenExchange(group, self.counts))
+        choice = TokenExchange(group, self.counts)
+        weights, experts = _GatherChoice.apply(weights, experts, choice)
         own = experts - exchange.rank * exchange.own
         own = torch.where((own >= 0) & (own < exchange.own), own, -1)
         if counted and self._count is None:
             self._count = HostCopy((own >= 0).sum())
-        self.rows = TokenExchange(group, self.counts)  # of this run: another one's may be under way
+        self.rows = TokenExchange(group, self.counts, choice)  # of this run: another may be under way
         self.rows.count = self._count
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it

@@ -284,12 +284,14 @@ class Experts(nn.Module):
         spec, num_rows, exchange = self.spec, None, None
         if routes is not None:
             own = routes.exchange.parameter
-            first, down, biases = own(first), own(down), (own(biases[0]), own(biases[1]))
             counted = self.float8 is not None or isinstance(first, StoredMatrices)
             x, weights, experts = routes.there(x, weights, experts, counted)
             split = functools.partial(routes.exchange.path, num_experts=spec.num_experts)
             paths = {name: [*map(split, of_stack)] for name, of_stack in paths.items()}
             num_rows, exchange = routes.num_slots, routes.rows
+            divides = exchange is None or any(paths.values()) or not exchange.divides(x, first, down)
+            first, down = own(first, divides), own(down, divides)
+            biases = own(biases[0]), own(biases[1])
         # With rows of all ranks' tokens, the host may not know yet how many are of this rank's experts.
         mean = experts.numel() / spec.num_experts if num_rows is None else num_rows / first.shape[0]
         y = moe_experts(

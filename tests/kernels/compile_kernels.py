@@ -112,8 +112,9 @@ def run_everything() -> None:
     elsewhere = router.indices.int().masked_fill(router.indices > 4, -1)
     counted = {"num_rows": int((elsewhere >= 0).sum())}
     backward(kernels.moe_experts(operand(64, 64), router.values, elsewhere, *experts, *biases, **counted))
-    own = {"own": 29, "ranks": 2, "overlaps": False, "num_rows": lambda: counted["num_rows"]}
-    exchange = SimpleNamespace(**own, arrive=lambda: None, leave=lambda rows: None)
+    own = {"own": 29, "ranks": 2, "overlaps": False, "divisor": 2, "num_rows": lambda: counted["num_rows"]}
+    leaving = {"leave": lambda rows: None, "leave_weights": lambda dweights: None}
+    exchange = SimpleNamespace(**own, arrive=lambda: None, **leaving)
     many = router.values.repeat(3, 1), elsewhere.repeat(3, 1)  # in two windows
     backward(kernels.moe_experts(operand(192, 64), *many, *experts, exchange=exchange))
     for dtype in (BF16, torch.float32):

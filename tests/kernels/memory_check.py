@@ -123,9 +123,11 @@ def exchange_rows(device: str) -> None:
         own=29,
         ranks=2,
         overlaps=False,
+        divisor=2,
         num_rows=experts.numel,
         arrive=lambda: None,
         leave=lambda rows: None,
+        leave_weights=lambda dweights: None,
     )
     weights = torch.rand(67, 2, device=device)
     moe_experts(x, weights, experts, gate_up, down, exchange=exchange).sum().backward()

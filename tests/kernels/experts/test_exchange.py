@@ -19,8 +19,8 @@ class Delayed:
 
     overlaps, ranks = False, 2
 
-    def __init__(self, own: int, num_rows: int):
-        self.own, self.left, self.rows = own, [], num_rows
+    def __init__(self, own: int, num_rows: int, divisor: int):
+        self.own, self.left, self.rows, self.divisor = own, [], num_rows, divisor
 
     def num_rows(self) -> int:
         return self.rows
@@ -35,6 +35,9 @@ class Delayed:
 
     def leave(self, rows):
         self.left.append(rows[self.own :].clone())
+
+    def leave_weights(self, dweights):
+        self.left_weights = dweights[self.own :].clone()
 
 
 class Start(torch.autograd.Function):
@@ -90,7 +93,7 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
     with interpret():
         alone = moe_experts(x, *operand, num_rows=num_rows, **paths)
         expected = torch.autograd.grad(alone, leaves, upstream)
-        exchange = Delayed(own, num_rows)
+        exchange = Delayed(own, num_rows, divisor=1 if case == "paths" else 4)
         y = moe_experts(Start.apply(x, exchange), *operand, **paths, exchange=exchange)
         assert exchange.overlaps
         (left,) = exchange.left
@@ -98,8 +101,10 @@ def test_rows_that_arrive_and_leave_while_products_run_have_the_same_bits(case, 
         assert torch.equal(left, y[own:])
         gradients = torch.autograd.grad(End.apply(y, exchange), leaves, upstream)
     assert torch.equal(exchange.left[1], gradients[0][own:])
-    for gradient, true in zip(gradients, expected, strict=True):
-        assert_same(gradient, true, most)
+    assert torch.equal(exchange.left_weights, gradients[1][own:])
+    for leaf, gradient, true in zip(leaves, gradients, expected, strict=True):
+        divided = any(leaf is matrix for matrix in matrices[:2])
+        assert_same(gradient, true / exchange.divisor if divided else true, most)
 
 
 def assert_same(found, true, most):
