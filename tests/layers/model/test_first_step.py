@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.kernels import _ahead
 from liger_models.kernels._dispatch import _wait_for
 from liger_models.layers.model import first_step
@@ -51,3 +53,19 @@ def test_threads_that_compile_make_launchers_too_and_leave_their_errors_to_the_l
     with _ahead._Pool(1) as pool:
         assert pool.submit(lambda: kernel).result() is kernel
     assert made == [("source", "metadata")]
+
+
+def test_parts_made_from_specs_are_as_the_models_own():
+    model = liger_models.from_config(find_architecture("qwen3_next").tiny, dtype=torch.bfloat16)
+    model.set_activation_memory("mlp")
+    model.layers[0].requires_grad_(False)
+    layers, norm, head = first_step._made_anew(model, torch.bfloat16)
+    for own, true in zip(
+        [*layers, norm, head], [*first_step._kinds(model), model.norm, model.lm_head], strict=True
+    ):
+        kinds = [(n, p.shape, p.dtype, p.requires_grad) for n, p in true.named_parameters()]
+        assert [(n, p.shape, p.dtype, p.requires_grad) for n, p in own.named_parameters()] == kinds
+        assert all(p.is_meta for p in own.parameters())
+        assert getattr(own, "activation_memory", None) == getattr(true, "activation_memory", None)
+    with pytest.raises(ValueError, match="another dtype"):
+        first_step._made_anew(model, torch.float32)
