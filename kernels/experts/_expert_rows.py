@@ -205,7 +205,8 @@ def activation_backward(
     rows = empty_rows(dh) if float8 and dh is not None and casts_to_float8(dh) else None
     if num_rows:
         block = min(256, next_power_of_2(max(width, 1)))
-        block_rows = 1024 // block
+        # Few programs of a later window, which usually has no rows: 28,672 empty ones took 18 us on an H200.
+        block_rows, num_warps = (1024 // block, 4) if order.first == 0 else (4096 // block, 8)
         with on_device_of(h):
             _activation_backward_kernel[(ceil_div(num_rows, block_rows),)](
                 dproduct,
@@ -228,6 +229,7 @@ def activation_backward(
                 TOP_K=order.top_k,
                 BLOCK_ROWS=block_rows,
                 BLOCK=block,
+                num_warps=num_warps,
             )
     if dh is not None and rows is not None:
         carry_rows(dh, rows)
