@@ -106,15 +106,15 @@ def _made_anew(model: Any, dtype: torch.dtype) -> tuple[list[Any], Any, Any]:
     spec, layers = model.spec, []
     with torch.device("meta"):
         for layer in _kinds(model):
-            backend = next((mixer.backend for mixer in layer.mixers if hasattr(mixer, "backend")), "auto")
-            own = BLOCKS[layer.spec.topology](spec.hidden_size, layer.spec, 0, backend)
+            backends: list[Any] = [mixer.backend for mixer in layer.mixers if hasattr(mixer, "backend")]
+            own = BLOCKS[layer.spec.topology](spec.hidden_size, layer.spec, 0, *backends[:1])
             own.set_activation_memory(layer.activation_memory)
             layers.append(_in_dtypes_of(layer, own, dtype))
         norm = _in_dtypes_of(model.norm, make_norm(spec.hidden_size, spec.norm))
         head = getattr(model, "lm_head", None)
         if isinstance(head, LMHead):
-            own = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
-            head = _in_dtypes_of(head, own, dtype)
+            own_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+            head = _in_dtypes_of(head, own_head, dtype)
     return layers, norm, head
 
 
