@@ -126,12 +126,16 @@ def weight_product(p: Tensor, q: Tensor, order: ExpertOrder, add_to: Tensor | No
         return F.grouped_mm(p.t(), q, offs=order.offsets[1:])
     d = p.new_empty(num_experts, height, width) if add_to is None else add_to
     block_m, block_n, block_k, num_warps, num_stages = _weight_config(width, num_experts, p)
+    programs = num_experts * ceil_div(height, block_m) * ceil_div(width, block_n)
+    if add_to is not None:  # of a later window, which usually has no rows
+        programs = min(programs, 2 * num_sms(p))
     with on_device_of(p):
-        _weight_kernel[(num_experts * ceil_div(height, block_m) * ceil_div(width, block_n),)](
+        _weight_kernel[(programs,)](
             _descriptor(p, [block_k, block_m]),
             _descriptor(q, [block_k, block_n]),
             d,
             order.offsets,
+            num_experts,
             height,
             width,
             *d.stride()[:2],
@@ -323,6 +327,7 @@ def _weight_kernel(
     q,
     d,
     offsets,
+    num_experts,
     height,
     width,
     expert_stride,
@@ -334,11 +339,36 @@ def _weight_kernel(
     BLOCK_K: tl.constexpr,
 ):
     blocks_m, blocks_n = tl.cdiv(height, BLOCK_M), tl.cdiv(width, BLOCK_N)
-    expert = tl.program_id(0) // (blocks_m * blocks_n)
-    m, n = _in_bands(tl.program_id(0) % (blocks_m * blocks_n), blocks_m, blocks_n)
-    start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
-    if (start >= end) & ADD:
-        return
+    tiles = blocks_m * blocks_n
+    if ADD:
+        for program in range(tl.program_id(0), num_experts * tiles, tl.num_programs(0)):
+            expert = program // tiles
+            start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+            if start < end:
+                m, n = _in_bands(program % tiles, blocks_m, blocks_n)
+                at = expert, m, n, start, end, height, width, expert_stride, row_stride
+                _weight_tile(p, q, d, at, ADD, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+    else:
+        expert = tl.program_id(0) // tiles
+        start, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
+        m, n = _in_bands(tl.program_id(0) % tiles, blocks_m, blocks_n)
+        at = expert, m, n, start, end, height, width, expert_stride, row_stride
+        _weight_tile(p, q, d, at, ADD, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
+
+
+@jit
+def _weight_tile(
+    p,
+    q,
+    d,
+    at,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    expert, m, n, start, end, height, width, expert_stride, row_stride = at
     whole = start + (end - start) // BLOCK_K * BLOCK_K
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for first in range(start, whole, BLOCK_K):
