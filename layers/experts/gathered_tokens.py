@@ -10,10 +10,11 @@ know how many rows go where:
 
 The rows of x travel while the experts' first product runs over this rank's own tokens, and results of other
 ranks' tokens travel while its second product does; in the backward pass likewise their gradients
-(kernels/experts/_expert_passes.py), and those of the weights earlier. The host learns the ranks' numbers of tokens, once per batch
-(`TokenCounts`). The number of rows of this rank's experts stays on the device, which computes them in windows
-of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with weights kept in quantised
-bits, wait until the host knows it, while x travels and the shared expert runs. Nothing is dropped.
+(kernels/experts/_expert_passes.py), and those of the weights earlier. The host learns the ranks' numbers of
+tokens, once per batch (`TokenCounts`). The number of rows of this rank's experts stays on the device, which
+computes them in windows of a fixed size (kernels/experts/moe_experts.py). Only products in float8, or with
+weights kept in quantised bits, wait until the host knows it, while x travels and the shared expert runs.
+Nothing is dropped.
 """
 
 from __future__ import annotations
