@@ -63,6 +63,21 @@ def with_interleaved_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]
     return _with_axes(c, model, tuple(axes) if len(sections) == 3 else ())
 
 
+def with_alternating_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+    """The same with row and column in turns, then time; the sections are in this order (ERNIE 4.5 VL).
+
+    Raises:
+        ConfigError: not three sections, more of rows than of columns, or they do not add up to the pairs.
+    """
+    sections = _sections(c, sections)
+    if len(sections) != 3 or sections[0] != sections[1]:
+        raise ConfigError(
+            f"{c.name}: mrope_section must give the pairs of row, column and time, of the first two as many; "
+            f"found {abbreviate(sections)}"
+        )
+    return _with_axes(c, model, (1, 2) * sections[0] + (0,) * sections[2])
+
+
 def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...]) -> ModelSpec:
     blocks = []
     for block in model.blocks:

@@ -209,6 +209,22 @@ MULTIMODAL: dict[str, Multimodal] = {
         tied=True,
         defaults={"max_position_embeddings": 4096},
     ),
+    "ernie4_5_vl_moe": Multimodal(
+        {"ernie4_5_vl_moe_text": "ernie4_5_vl_moe_text"},
+        _OWN_ROOT,
+        tied=True,
+        axes=True,
+        defaults={
+            **{
+                "vocab_size": 103424,
+                "hidden_size": 2560,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 28,
+            },
+            **{"num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072},
+            **{"moe_num_experts": 64, "moe_k": 6, "router_aux_loss_coef": 0.001, "rope_theta": 5e5},
+        },
+    ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
     "step3p7": Multimodal(
         {"step3p5": "step3p5"},

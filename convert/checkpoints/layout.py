@@ -36,12 +36,14 @@ class Joined:
             head its rows of q_proj, of k_proj and of v_proj. Widths may differ. Default: one group,
             with whole projections one after another.
         within: prefix of the canonical names to which this applies.
+        kind: the only tensors that are joined, such as "bias"; the others are apart. Default: all.
     """
 
     name: str | tuple[str, ...]
     parts: tuple[str, ...]
     by: str | None = None
     within: str = ""
+    kind: str | None = None
 
 
 Renames = tuple[tuple[str, str], ...]
@@ -145,11 +147,13 @@ class Layout:
     def _joined(self, canonical: Ref, shapes: Mapping[str, Shape]) -> Expr | None:
         """Return the expression of a projection that the checkpoint stores joined with others."""
         path, _, kind = canonical.name.rpartition(".")
-        owner, _, projection = path.rpartition(".")
-        prefix = f"{owner}." if owner else ""
         for joined in self.joined:
-            if projection not in joined.parts or not path.startswith(joined.within):
+            # The longest that fits: a part may be within a module with a part of the other's name.
+            fitting = [part for part in joined.parts if path == part or path.endswith(f".{part}")]
+            if not fitting or not path.startswith(joined.within) or joined.kind not in (None, kind):
                 continue
+            projection = max(fitting, key=len)
+            prefix = path.removesuffix(projection)
             stored = (joined.name,) if isinstance(joined.name, str) else joined.name
             names = [f"{prefix}{module}.{kind}" for module in stored]
             name = names[0]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks.mixers import MIXER_NAMES, MIXERS, Mixer
+from liger_models.layers.experts.modal_experts import make_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
@@ -111,7 +112,7 @@ class Block(nn.Module):
         for name, mixer in zip(self.mixer_names, own.mixers, strict=True):
             setattr(self, name, MIXERS[type(mixer)](hidden_size, mixer, layer, attention))
         if isinstance(own.mlp, MoESpec):
-            self.mlp = MixtureOfExperts(hidden_size, own.mlp)
+            self.mlp = make_experts(hidden_size, own.mlp)
         elif own.mlp is not None:
             self.mlp = make_mlp(hidden_size, own.mlp)
         # A module, so that tools that disable dropout find it (TRL does for DPO).

@@ -57,8 +57,8 @@ def divide_experts(
         The experts of each MoE layer.
 
     Raises:
-        ValueError: no MoE layer, a number of experts that the ranks do not divide, or experts that are not
-            plain parameters.
+        ValueError: no MoE layer, one with experts of pictures, a number of experts that the ranks do not
+            divide, or experts that are not plain parameters.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -66,6 +66,8 @@ def divide_experts(
     layers = [(name, layer) for name, layer in model.named_modules() if hasattr(layer, "exchange")]
     if not layers:
         raise ValueError("no layer of this model has experts: leave experts at 1")
+    if any(layer.first_number for _, layer in layers):
+        raise ValueError("ranks cannot share experts of text and of pictures: leave experts at 1")
     ranks, rank = mesh.size(), mesh.get_local_rank()
     counts = None
     for name, layer in layers:

@@ -47,8 +47,11 @@ class MixtureOfExperts(nn.Module):
         spec: the experts, the routing, the shared expert.
 
     Raises:
-        ValueError: a gate or a scale without a shared expert, or biases of latent projections without these.
+        ValueError: a gate or a scale without a shared expert, biases of latent projections without these, or
+            experts of pictures, which `ModalExperts` has.
     """
+
+    has_image_experts = False
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
@@ -58,6 +61,8 @@ class MixtureOfExperts(nn.Module):
             )
         if spec.latent_bias and spec.latent_size is None:
             raise ValueError("latent_bias is that of the latent projections, but latent_size is None")
+        if (spec.image_size is not None) != self.has_image_experts:
+            raise ValueError(f"image_size is {spec.image_size}, of a {type(self).__name__}")
         self.spec, self.hidden_size = spec, hidden_size
         self.input_noise = InputNoise(spec.input_noise) if spec.input_noise else None
         self.router = (SparseMixerRouter if spec.sparse_mixer else Router)(hidden_size, spec)
@@ -77,22 +82,39 @@ class MixtureOfExperts(nn.Module):
         """
         if self.input_noise is not None:
             x = self.input_noise(x)
-        read = x if routed_by is None else routed_by
-        logits, weights, experts = self.router(read, None if sequences is None else sequences.notes.routing)
-        if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
-            sequences.notes.router_logits.note(logits)
+        shared = None
+        if self.shared_expert is not None and getattr(unwrapped(self.experts), "exchange", None) is not None:
+            shared = functools.cache(functools.partial(self._shared, x))
+        y, logits = self.routed(x, sequences, x if routed_by is None else routed_by, shared)
+        self._note(logits, sequences)
+        return self._with_shared(x, y, shared)
+
+    def routed(
+        self,
+        x: Tensor,
+        sequences: Sequences | None,
+        routed_by: Tensor,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The output of the routed experts for x [T, H], and the router's logits [T, E]."""
+        notes = None if sequences is None else sequences.notes.routing
+        logits, weights, experts = self.router(routed_by, notes)
         share = None
         if self.spec.identity_experts:
             weights, experts, share = _without_identity(weights, experts, self.spec.num_experts)
         latent = x if self.fc1_latent_proj is None else self.fc1_latent_proj(x)
-        shared = None
-        if self.shared_expert is not None and getattr(unwrapped(self.experts), "exchange", None) is not None:
-            shared = functools.cache(functools.partial(self._shared, x))
-        y = self.experts(latent, weights, experts, sequences, shared)
+        y: Tensor = self.experts(latent, weights, experts, sequences, meanwhile)
         if self.fc2_latent_proj is not None:
             y = self.fc2_latent_proj(y)
         if share is not None:
             y = (y + x * share).to(y.dtype)
+        return y, logits
+
+    def _note(self, logits: Tensor, sequences: Sequences | None) -> None:
+        if sequences is not None and (self.spec.has_router_loss or sequences.notes.router_logits.asked_for):
+            sequences.notes.router_logits.note(logits)
+
+    def _with_shared(self, x: Tensor, y: Tensor, shared: Callable[[], Tensor] | None = None) -> Tensor:
         if self.shared_expert is None:
             return y
         return torch.add(y, self._shared(x) if shared is None else shared(), alpha=self.spec.shared_scale)
@@ -162,11 +184,13 @@ class Experts(nn.Module):
         float8: run the products with the matrices in float8, forward and for the gradients of their inputs,
             if an expert has `FLOAT8_ROWS` rows on average; None: in their own dtype. Not with low-rank
             paths, and not under torch.compile. See `set_float8`.
+        first_number: of the experts in names of checkpoints, where others come before them.
     """
 
     activation_memory: ActivationMemory = "lean"
     exchange: ExpertExchange | None = None
     float8: Float8Settings | None = None
+    first_number = 0
     stacked_vectors: tuple[str, ...] = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")  # of each one
     down_proj_bias: Tensor | None
 
@@ -203,13 +227,12 @@ class Experts(nn.Module):
         Here a matrix has the projection's own name, and its bias that name plus `_bias`.
         """
         num_experts, rows, *rest = shape_of(self.get_parameter(name))
+        numbers = range(self.first_number, self.first_number + num_experts)
         projection = name.removesuffix("_bias")
         kind = "weight" if projection == name else "bias"
 
         def of_each(projection: str, rows: int) -> Expr:
-            return Stack(
-                tuple(Ref(f"{path}.{e}.{projection}.{kind}", (rows, *rest)) for e in range(num_experts))
-            )
+            return Stack(tuple(Ref(f"{path}.{e}.{projection}.{kind}", (rows, *rest)) for e in numbers))
 
         if projection == "gate_up_proj":
             return Cat((of_each("gate_proj", rows // 2), of_each("up_proj", rows // 2)), dim=1)

@@ -35,7 +35,7 @@ class StoredExperts(Experts):
     def __init__(self, like: Experts, kept: Mapping[str, Kept]):
         nn.Module.__init__(self)
         self.spec, self.first, self.exchange = like.spec, like.first, like.exchange
-        self.activation_memory = like.activation_memory
+        self.activation_memory, self.first_number = like.activation_memory, like.first_number
         self.kept_weights, self.decoded_dtype = dict(kept), like.down_proj.dtype
         for name in (self.first, "down_proj"):
             if name in kept:
@@ -78,6 +78,7 @@ class StoredExperts(Experts):
         with torch.device("meta"):
             plain = Experts(self.spec.intermediate_size, self.spec)  # of any width: all is replaced
         plain.activation_memory, plain.exchange = self.activation_memory, self.exchange
+        plain.first_number = self.first_number
         for name in (self.first, "down_proj"):
             kept = name in self.kept_weights
             dense = self._decoded(name, self.decoded_dtype) if kept else self.get_parameter(name)

@@ -27,6 +27,7 @@ from liger_models.layers.blocks import (
 from liger_models.layers.blocks.connections import connect
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.blocks.shared_transformer import make_shared
+from liger_models.layers.experts.modal_experts import ModalExperts
 from liger_models.layers.memory import offloaded_bytes
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
@@ -210,10 +211,9 @@ class Decoder(ActivationLevels, WeightsMemory):
         else:
             out = run(first, sequences, layer_inputs)
         if self.vision is not None and self.training:
-            parts = [self.vision.encoder, *self.vision.ways_out()]
-            parts += [layer for layer in self.layers if IMAGES in layer.reads]
             with_images = vision_inputs is not None and vision_inputs.pictures is not None
-            self.image_gradients.watch(out, parts, with_images)
+            with_images |= sequences.modality is not None
+            self.image_gradients.watch(out, self.parts_of_images(), with_images)
         return out
 
     def _run_blocks(
@@ -306,12 +306,21 @@ class Decoder(ActivationLevels, WeightsMemory):
             found |= {"vision": [self.vision.encoder], "projector": self.vision.ways_out()}
         return found
 
-    def vision_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that only images reach: the encoder, the projector and layers that read features."""
+    def parts_of_images(self) -> list[nn.Module]:
+        """Modules that only images reach: the encoder, the projector, layers that read features, and experts
+        of pictures.
+        """
         modules: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
+        experts = (getattr(layer, "mlp", None) for layer in self.layers)
+        modules += [mlp.of_images for mlp in experts if isinstance(mlp, ModalExperts)]
         if self.vision is not None:
             modules += [self.vision.encoder, *self.vision.ways_out()]
-        yield from {id(p): p for module in modules for p in module.parameters()}.values()
+        return modules
+
+    def vision_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that only images reach."""
+        parts = self.parts_of_images()
+        yield from {id(p): p for module in parts for p in module.parameters()}.values()
 
     def shared_modules(self) -> set[nn.Module]:
         """Modules that run in more than one layer."""

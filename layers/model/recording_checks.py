@@ -87,6 +87,8 @@ def check_call(x: Tensor, sequences: Sequences) -> None:
         _refuse("a call with routed_experts or output_router_logits", "leave these out")
     if sequences.visibility.tiles is not None:
         _refuse("attention to tiles of images", "leave out the images")
+    if sequences.modality is not None:
+        _refuse("experts of text and of pictures", "leave out the images")
     if is_batch_invariant():
         _refuse("a call within batch_invariant()", "leave that context")
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:

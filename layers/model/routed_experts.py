@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.experts.moe import Router, SparseMixerRouter
+from liger_models.layers.experts.modal_experts import ModalExperts
+from liger_models.layers.experts.router import Router, SparseMixerRouter
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -121,6 +122,9 @@ class Refusal:
 
 def _routers(layers: Iterable[nn.Module]) -> list[Router | None]:
     """The router of each layer, or None."""
+    layers = list(layers)
+    if any(isinstance(module, ModalExperts) for layer in layers for module in layer.modules()):
+        raise DataError("routed_experts: tokens of pictures have experts of their own here; leave it out")
     found = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
     widths = {router.spec.experts_per_token for router in found if router is not None}
     if len(widths) != 1:

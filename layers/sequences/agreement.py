@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.shards import is_sharded
+from liger_models.convert.checkpoints.shards import is_sharded, is_zero3
 
 OTHERS_REFUSED = (
     "another process refused its batch, and its error says why; the batch of this process passed its checks, "
@@ -26,6 +26,22 @@ def is_of_several_processes() -> bool:
     """Whether there are other processes in torch.distributed."""
     there = torch.distributed.is_available() and torch.distributed.is_initialized()
     return there and torch.distributed.get_world_size() > 1
+
+
+def is_of_several(*modules: nn.Module, trained: bool = False) -> bool:
+    """Return True if all processes must run these modules in each step: they train them together (or, if
+    `trained`, the modules after them), or the modules are sharded and gathered during the forward pass.
+    """
+    if not is_of_several_processes():
+        return False
+    parameters = (p for module in modules for p in module.parameters())
+    if torch.is_grad_enabled() and (trained or any(p.requires_grad for p in parameters)):
+        return True
+    from torch.distributed.fsdp import FSDPModule
+
+    parts = [part for module in modules for part in module.modules()]
+    gathered = any(is_zero3(p) for part in parts for p in part.parameters(recurse=False))
+    return gathered or any(isinstance(part, FSDPModule) for part in parts)
 
 
 def groups_of_step(model: nn.Module) -> list[Any]:

@@ -18,6 +18,7 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels.attention.flash_attention import Once
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.notes import Notes
 from liger_models.layers.sequences.positions import Positions
 from liger_models.layers.sequences.reading import read_call
@@ -50,6 +51,7 @@ class Sequences:
             tokens, and the documents to the whole batch, since documents span ranks.
         once: runs a function, or returns its results from the first run of a layer that runs again.
         grids: of pictures, in an image encoder.
+        modality: the tokens of text and of pictures, if layers compute them with different weights.
 
     Frameworks that move or cast the arguments of a module (FSDP2's mixed precision, DistributedDataParallel,
     accelerate) copy the dataclasses, lists and dicts that they find and round the tensors in them, or call a
@@ -65,10 +67,11 @@ class Sequences:
         slice: Slice | None = None,
         once: Once | None = None,
         grids: Grids | None = None,
+        modality: Modality | None = None,
     ):
         self.visibility, self.positions, self.cache = visibility, positions, cache
         self.notes, self.slice, self.once = Notes() if notes is None else notes, slice, once
-        self.grids = grids
+        self.grids, self.modality = grids, modality
 
     @classmethod
     def from_call(
@@ -134,12 +137,13 @@ class Sequences:
         if device == self.device:
             return self
         parts = self.visibility.to(device), self.positions.to(device)
-        return Sequences(*parts, self.cache, self.notes, self.slice, self.once, self.grids)
+        modality = None if self.modality is None else self.modality.to(device)
+        return Sequences(*parts, self.cache, self.notes, self.slice, self.once, self.grids, modality)
 
     def running(self, once: Once) -> Sequences:
         """The same batch for a layer whose expensive functions `once` runs."""
         parts = self.visibility, self.positions, self.cache, self.notes, self.slice
-        return Sequences(*parts, once, self.grids)
+        return Sequences(*parts, once, self.grids, self.modality)
 
     def without_notes(self) -> Sequences:
         """The same documents for another model, whose layers have left no notes yet."""

@@ -52,9 +52,10 @@ class MoESpec:
     projection precedes and one follows them, with biases if `latent_bias`, while the router and the shared
     expert read the tokens themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale`
     multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The router also chooses among
-    `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. The
-    coefficients are those of the load balancing loss and of the router's z-loss: see
-    layers/sequences/router_loss.py.
+    `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. With
+    `image_size` tokens of pictures have as many other experts of that width, with a router of their own
+    (layers/experts/modal_experts.py). The coefficients are those of the load balancing loss and of the
+    router's z-loss: see layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -84,6 +85,7 @@ class MoESpec:
     shared_gate: bool = False
     shared_scale: float = 1.0
     identity_experts: int = 0
+    image_size: int | None = None
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 

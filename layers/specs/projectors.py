@@ -118,6 +118,18 @@ class TwiceProjectedSpec:
 
 
 @dataclass(frozen=True)
+class ResamplerSpec:
+    """Projector: two linear layers with an exact GELU between them and `inner_norm` after them, of `merge`
+    times `merge` adjacent patches, and again of these at two consecutive time steps, of an image twice the
+    same; one more linear layer and `norm` (ERNIE 4.5 VL).
+    """
+
+    merge: int
+    inner_norm: LayerNormSpec
+    norm: NormSpec
+
+
+@dataclass(frozen=True)
 class VisualWordsSpec:
     """Projector: a linear layer over `merge` times `merge` adjacent patches, a LayerNorm, and a softmax over
     `size` visual words, whose probabilities weight the rows of a table (Ovis, arXiv:2405.20797, section 3.1).
@@ -163,6 +175,7 @@ ProjectorSpec = (
     PoolProjectorSpec
     | ConvolutionProjectorSpec
     | StridedProjectorSpec
+    | ResamplerSpec
     | VisualWordsSpec
     | GatedProjectorSpec
     | TwiceProjectedSpec

@@ -7,7 +7,7 @@ from typing import Literal
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
-from liger_models.layers.specs.projectors import PatchMergerSpec, ProjectorSpec
+from liger_models.layers.specs.projectors import PatchMergerSpec, ProjectorSpec, ResamplerSpec
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,9 @@ class VisionSpec:
     positions have the time step as a third axis.
 
     In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
-    projector's table in place of their embeddings (Ovis).
+    projector's table in place of their embeddings (Ovis). `framing_ids` are tokens before and after an image
+    and before and after a video, which go to the experts of pictures as these do, in a language model that
+    has such experts.
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
@@ -301,6 +303,12 @@ class VisionSpec:
     clips: bool = False
     joined_steps: bool = False
     marker_ids: tuple[int, ...] = ()
+    framing_ids: tuple[int, int, int, int] | None = None
+
+    @property
+    def paired(self) -> bool:
+        """Whether two time steps of a video make tokens together."""
+        return isinstance(self.projector, ResamplerSpec)
 
     @property
     def deep_projector(self) -> PatchMergerSpec:

@@ -28,10 +28,24 @@ def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | 
     patches = [values for values in (images, videos) if values is not None]
     if not patches:
         return None
-    grids = image_grids + video_grids
-    return Pictures(
-        torch.cat(patches), grids, len(image_grids), seconds, clips=spec.clips, joined=spec.joined_steps
-    )
+    grids, forms = image_grids + video_grids, {"clips": spec.clips, "joined": spec.joined_steps}
+    if spec.paired:
+        _check_pairs(image_grids, video_grids)
+        forms["paired"] = True
+    return Pictures(torch.cat(patches), grids, len(image_grids), seconds, **forms)
+
+
+def _check_pairs(images: list[Grid], videos: list[Grid]) -> None:
+    """Check the time steps of pictures whose videos make tokens of two at a time."""
+    for i, (t, _, _) in enumerate(images):
+        if t != 1:
+            raise DataError(f"image_grid_thw[{i}] has {t} time steps; an image has 1: give it as a video")
+    for i, (t, _, _) in enumerate(videos):
+        if t % 2:
+            raise DataError(
+                f"video_grid_thw[{i}] has {t} time steps, two of which make a token together; expected an "
+                "even number, as the processor samples"
+            )
 
 
 def flat_grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

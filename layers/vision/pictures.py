@@ -31,6 +31,7 @@ class Pictures:
         extra: the number of tokens of each picture in addition to its patches'.
         clips: the time steps of a video share their tokens, and attend to one another.
         joined: they attend to one another.
+        paired: two consecutive time steps of a video share their tokens.
     """
 
     def __init__(
@@ -42,10 +43,18 @@ class Pictures:
         extra: int = 0,
         clips: bool = False,
         joined: bool = False,
+        paired: bool = False,
     ):
         self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
-        self.clips, self.joined = clips, joined or clips
+        self.clips, self.joined, self.paired = clips, joined or clips, paired
         self.seconds = seconds or [1.0] * (len(grids) - images)
+
+    @property
+    def token_grids(self) -> list[Grid]:
+        """Like `grids`, with the time steps that tokens have."""
+        steps = 2 if self.paired else 1
+        videos = [(t // steps, h, w) for t, h, w in self.grids[self.images :]]
+        return self.grids[: self.images] + videos
 
     @property
     def lengths(self) -> list[int]:
@@ -76,9 +85,8 @@ class Pictures:
 
     def counts(self, merge: int) -> list[int]:
         """The number of tokens of each picture, one per `merge` times `merge` patches."""
-        steps = [1 if self.clips else t for t, _, _ in self.grids]
-        sizes = [(h // merge) * (w // merge) for _, h, w in self.grids]
-        return [t * size + self.extra for t, size in zip(steps, sizes, strict=True)]
+        grids = [(1 if self.clips else t, h // merge, w // merge) for t, h, w in self.token_grids]
+        return [t * h * w + self.extra for t, h, w in grids]
 
     def features(self, merge: int) -> tuple[int, int]:
         """The number of tokens of all images, and of all videos."""

@@ -81,7 +81,7 @@ def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | No
     """Upper bound of the positions of text with pictures, for tokens that end at `end`. (Pictures take fewer
     positions than tokens, except for slow videos.)
     """
-    of_videos = zip(pictures.grids[pictures.images :], pictures.seconds, strict=True)
+    of_videos = zip(pictures.token_grids[pictures.images :], pictures.seconds, strict=True)
     return end + sum(
         max(0, int(t * (tokens_per_second or 1) * seconds) - t) for (t, _, _), seconds in of_videos
     )
@@ -93,11 +93,11 @@ def _tables(pictures: Pictures, merge: int, tokens_per_second: float | None) -> 
     steps += [1.0 if tokens_per_second is None else tokens_per_second * s for s in pictures.seconds]
     times = [
         (torch.arange(grid[0], device="cpu") * step).long()
-        for grid, step in zip(pictures.grids, steps, strict=True)
+        for grid, step in zip(pictures.token_grids, steps, strict=True)
     ]
-    begin = itertools.accumulate((grid[0] for grid in pictures.grids), initial=0)
+    begin = itertools.accumulate((grid[0] for grid in pictures.token_grids), initial=0)
     rows = [
         (t * h * w // merge**2, h // merge, w // merge, first)
-        for (t, h, w), first in zip(pictures.grids, begin, strict=False)
+        for (t, h, w), first in zip(pictures.token_grids, begin, strict=False)
     ]
     return torch.tensor(rows, device="cpu"), torch.cat(times)

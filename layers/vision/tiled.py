@@ -27,13 +27,13 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import Tree
 from liger_models.layers.specs import TiledVisionSpec
 from liger_models.layers.vision.tiled_encoder import TiledEncoder, TiledImages
-from liger_models.layers.vision.vision import is_of_several
 
 
 class TiledVisionInputs:

@@ -12,11 +12,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.shards import is_zero3
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AnyresPictures, GridPictures, VisionSpec
@@ -30,6 +31,8 @@ from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 from liger_models.layers.vision.spans import prefixes, spans_of
 
 Part = Literal["vision", "projector", "language"]
+FRAMED = "moe_mm_token_type_ids"
+"""Keyword with the kinds of tokens that choose experts: tokens that frame a picture are of its kind."""
 
 
 class VisionInputs:
@@ -37,14 +40,15 @@ class VisionInputs:
 
     Attributes:
         kinds: kind of each token, as processors number them; [batch, seq] as given, later [T].
+        framed: the same with the tokens that frame pictures, as given.
         deep: features added after the first layers of the language model, [F, H] each, in order.
         markers: number of each token in `VisionSpec.marker_ids`, [T], -1 for others; None: there are none.
         checks: counts of picture tokens, and faults, on their way to the host.
         wrong: pictures and tokens do not match, a bool on the device.
     """
 
-    def __init__(self, pictures: Pictures | None, kinds: Tensor | None):
-        self.pictures, self.kinds = pictures, kinds
+    def __init__(self, pictures: Pictures | None, kinds: Tensor | None, framed: Tensor | None = None):
+        self.pictures, self.kinds, self.framed = pictures, kinds, framed
         self.deep: list[Tensor] = []
         self.markers: Tensor | None = None
         self.checks: HostCopy | None = None
@@ -150,13 +154,14 @@ class Vision(nn.Module):
         """
         name = self.spec.kinds  # ignored otherwise
         kinds = None if name is None else keywords.pop(name, None)
+        framed = None if self.spec.framing_ids is None else keywords.pop(FRAMED, None)
         pictures = take_pictures(self.spec, self.merge, keywords)
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
                 f"got images without {name}, by which tokens get their positions or attend to one another: "
                 f"give them as the processor does ({self._meaning})"
             )
-        return VisionInputs(pictures, kinds)
+        return VisionInputs(pictures, kinds, framed)
 
     @property
     def _meaning(self) -> str:
@@ -187,12 +192,18 @@ class Vision(nn.Module):
         if self.spec.video_id is not None:
             found = torch.where(ids == self.spec.video_id, VIDEO, found)
         counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
-        if vision_inputs.kinds is not None:
-            if vision_inputs.kinds.shape != input_ids.shape:
+        for name, given in ((self.spec.kinds, vision_inputs.kinds), (FRAMED, vision_inputs.framed)):
+            if given is not None and given.shape != input_ids.shape:
                 raise DataError(
-                    f"{self.spec.kinds} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
-                    f"{tuple(vision_inputs.kinds.shape)}"
+                    f"{name} must have the shape of the tokens, {tuple(input_ids.shape)}; found "
+                    f"{tuple(given.shape)}"
                 )
+        if self.spec.framing_ids is not None:
+            framed = self._framed(ids, found)
+            sequences.modality = Modality.of(framed != TEXT)
+            if vision_inputs.framed is not None:
+                counts.append(3 * (documents.pack(vision_inputs.framed) != framed).any().long())
+        if vision_inputs.kinds is not None:
             kinds = documents.pack(vision_inputs.kinds)
             if self.spec.spans == "prefix":
                 spans, wrong = prefixes(documents, kinds)
@@ -235,6 +246,13 @@ class Vision(nn.Module):
         counted = torch.stack(counts)
         vision_inputs.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
         vision_inputs.checks = HostCopy(counted)
+
+    def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
+        """Kinds of tokens ids [T], in which those that frame a picture have its kind."""
+        assert self.spec.framing_ids is not None
+        for number, framing in enumerate(self.spec.framing_ids):
+            kinds = torch.where(ids == framing, IMAGE if number < 2 else VIDEO, kinds)
+        return kinds
 
     def place(self, vision_inputs: VisionInputs | None, embeds: Tensor) -> Tensor:
         """Replace the embeddings [T, H] of picture tokens by features."""
@@ -287,6 +305,11 @@ class Vision(nn.Module):
             )
         if 1 in faults:
             raise DataError(f"{self.spec.kinds} must be {self._meaning}")
+        if 3 in faults:
+            raise DataError(
+                f"{FRAMED} must be {self._meaning}, but as for pictures where input_ids are the tokens "
+                f"before or after one, {self.spec.framing_ids}"
+            )
         if 2 in faults:
             raise DataError(
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "
@@ -299,20 +322,3 @@ def _continue_positions(cache: KVCache, axes: Tensor, ahead: int) -> None:
     lowest = torch.full_like(cache.lengths, -1)
     largest = lowest.scatter_reduce(0, cache.rows, axes.amax(0), "amax")
     cache.shift, cache.ahead = largest + 1 - cache.lengths, ahead
-
-
-def is_of_several(*modules: nn.Module, trained: bool = False) -> bool:
-    """Return True if all processes must run these modules in each step: they train them together (or, if
-    `trained`, the modules after them), or the modules are sharded and gathered during the forward pass.
-    """
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if not several or torch.distributed.get_world_size() == 1:
-        return False
-    parameters = (p for module in modules for p in module.parameters())
-    if torch.is_grad_enabled() and (trained or any(p.requires_grad for p in parameters)):
-        return True
-    from torch.distributed.fsdp import FSDPModule
-
-    parts = [part for module in modules for part in module.modules()]
-    gathered = any(is_zero3(p) for part in parts for p in part.parameters(recurse=False))
-    return gathered or any(isinstance(part, FSDPModule) for part in parts)

@@ -41,7 +41,7 @@ PICTURES = (
     *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
 )
 """Outputs of processors for images and videos."""
-OF_TOKENS = ("mm_token_type_ids", "token_type_ids", "cross_attention_mask")
+OF_TOKENS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 """Outputs of processors for tokens, in addition to ids and a mask."""
 
 
@@ -97,7 +97,8 @@ def get_rope_index(
     ]
     images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
     seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
-    pictures = Pictures(torch.empty(0), images + videos, len(images), seconds)
+    paired = self.vision.spec.paired
+    pictures = Pictures(torch.empty(0), images + videos, len(images), seconds, paired=paired)
     vision_inputs = VisionInputs(pictures if pictures.grids else None, mm_token_type_ids)
     shape = (input_ids.shape[0], input_ids.shape[1])
     sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
@@ -168,6 +169,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         video_compression_mask: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        moe_mm_token_type_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> Any:

@@ -386,4 +386,7 @@ class _Unmarking:
 
 
 _CLASSES = ("processor_class", "image_processor_type")
-_OF_TOKENS = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "labels")
+_OF_TOKENS = (
+    *("input_ids", "attention_mask", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids"),
+    "labels",
+)

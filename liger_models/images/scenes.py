@@ -33,6 +33,7 @@ from liger_models.layers.specs import (
     TiledVisionSpec,
 )
 from liger_models.layers.vision import anyres
+from liger_models.layers.vision.vision import FRAMED
 
 Piece = Any  # int | Image | Video
 Document = Sequence[Piece]
@@ -144,12 +145,18 @@ class Scenes:
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
                 step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
                 between = self.vision.positions and self.vision.positions.steps_apart
-                more = 0 if self.vision.clips else grid[0] - 1
-                before = len(self.vision.marker_ids) // 2
-                tokens += self.vision.marker_ids[:before]
-                tokens += [*step, *[*([BETWEEN_STEPS] if between else []), *step] * more]
-                tokens += self.vision.marker_ids[before:]
+                more = 0 if self.vision.clips else grid[0] // (2 if self.vision.paired else 1) - 1
+                before, after = self._frame(piece)
+                tokens += [*before, *step, *[*([BETWEEN_STEPS] if between else []), *step] * more, *after]
         return tokens
+
+    def _frame(self, piece: Image | Video) -> tuple[Sequence[int], Sequence[int]]:
+        """The tokens before and after a picture."""
+        if self.vision.framing_ids is not None:
+            first, last = self.vision.framing_ids[2 * isinstance(piece, Video) :][:2]
+            return [first], [last]
+        before = len(self.vision.marker_ids) // 2
+        return self.vision.marker_ids[:before], self.vision.marker_ids[before:]
 
     def kinds(self, ids: Tensor) -> Tensor:
         """Type of each token: 0 for text, 1 for images, 2 for videos."""
@@ -171,7 +178,13 @@ class Scenes:
         if self.vision.spans == "prefix":  # the prefix includes the token after the last image
             place = mask.cumsum(1)
             kinds = (place > (place * kinds).amax(1, keepdim=True) + 1).int()
-        return {self.vision.kinds: kinds}
+        call = {self.vision.kinds: kinds}
+        if self.vision.framing_ids is not None:
+            framed = kinds.clone()
+            for number, framing in enumerate(self.vision.framing_ids):
+                framed[ids == framing] = 1 + number // 2
+            call[FRAMED] = framed
+        return call
 
     def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
         pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
@@ -346,7 +359,10 @@ class Scenes:
         if isinstance(self.vision.pictures, SquarePictures | CroppedPictures):
             return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
         more = int(isinstance(self.vision.pictures, PaddedPictures))
-        return getattr(piece, "steps", 1), piece.height + more, piece.width + more
+        steps = getattr(piece, "steps", 1)
+        if self.vision.paired and isinstance(piece, Video):
+            steps += steps % 2
+        return steps, piece.height + more, piece.width + more
 
 
 def _crops(piece: Piece) -> int:

@@ -26,7 +26,7 @@ TWO: list[Document] = [
     [1, Image(6, 10), 2, Video(3, 4, 2, 1.7), 3],
     [Image(4, 4), 9, Image(16, 6), 7],
 ]
-OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "token_type_ids")
+OF_TOKENS = ("input_ids", "labels", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
 class VisionPair(pairs.Pair):
