@@ -103,7 +103,7 @@ for_tests(
             "moe_intermediate_size": [24, 16],
             "moe_num_shared_experts": 2,
             "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "output_router_logits": True,
+            "output_router_logits": False,
             "router_aux_loss_coef": 0.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
         },
@@ -116,5 +116,9 @@ for_tests(
         "video_end_token_id": 8,
         "tie_word_embeddings": False,
     },
-    variants={"no shared expert": {"text_config": {"moe_num_shared_experts": 0, "use_bias": False}}},
+    variants={
+        "no shared expert, a loss of routers": {
+            "text_config": {"moe_num_shared_experts": 0, "use_bias": False, "output_router_logits": True}
+        }
+    },
 )
