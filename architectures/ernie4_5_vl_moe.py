@@ -7,13 +7,12 @@ from dataclasses import replace
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.common.deepseek import SHARED_EXPERTS, dense_or_sparse
 from liger_models.architectures.common.images import own_text, with_alternating_axes
-from liger_models.architectures.common.mlps import activation, aux_loss_coef, experts_and_chosen
-from liger_models.architectures.encoders import ernie4_5_vl as encoder
+from liger_models.architectures.common.mlps import experts_of_two_widths
+from liger_models.architectures.encoders import qwen as encoder
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined, Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
 
 RELEASED = (
     SHARED_EXPERTS,
@@ -41,16 +40,16 @@ AS_A_ROW = (("*.correction_bias", "1 e -> (1 e)"),)
         Layout(
             RELEASED,
             WHOLE,
-            (*encoder.PATCHES, *AS_A_ROW, ("*.router.weight", "h e -> e h")),
-            parts=encoder.RELEASED,
+            (*encoder.LINEAR_PATCHES, *AS_A_ROW, ("*.router.weight", "h e -> e h")),
+            parts=encoder.RELEASED_ERNIE,
             joined=(Joined("biases", ("router", "of_images.router"), kind="correction_bias"),),
         ),
         Layout(
             IN_MEMORY,
             (*WHOLE, "*.experts.*"),
-            (*encoder.PATCHES, *AS_A_ROW),
+            (*encoder.LINEAR_PATCHES, *AS_A_ROW),
             root="model.language_model.",
-            parts=encoder.IN_MEMORY,
+            parts=encoder.IN_MEMORY_ERNIE,
         ),
     ),
 )
@@ -59,32 +58,16 @@ def ernie4_5_vl_moe(c: HFConfig) -> ModelSpec:
     text.take_only(moe_norm_min=1e-12)
     norm, bias = NormSpec(eps=text.take_number("rms_norm_eps", 1e-5)), text.take_flag("use_bias", False)
     attn, dense = attention(text, bias=bias, interleaved=True, theta=500000.0), mlp(text, bias=bias)
-    blocks = [BlockSpec(attn, part, norm) for part in dense_or_sparse(text, dense, experts(text, bias), 1)]
-    model = decoder(text, blocks, norm)
-    text.finish()
-    vision = encoder.vision(c, c.part("vision_config"), norm)
-    return replace(with_alternating_axes(c, model, (22, 22, 20)), vision=vision)
-
-
-def experts(c: HFConfig, bias: bool) -> MoESpec:
-    """Experts of text and of pictures, with a shared one."""
-    sizes = c.take("moe_intermediate_size", [1536, 512])
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
-        raise ConfigError(
-            f"{c.name}: moe_intermediate_size must be two widths, of the experts of text and of those of "
-            f"pictures, found {abbreviate(sizes)}"
-        )
-    act, width = activation(c), c.take_count("moe_num_shared_experts", 2, least=0) * sizes[0]
-    return MoESpec(
-        *experts_and_chosen(c, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok")),
-        sizes[0],
-        act,
+    sparse = experts_of_two_widths(
+        *(text, ("moe_num_experts", "num_experts"), ("moe_k", "num_experts_per_tok"), bias),
         correction_bias=True,
         float32_router=True,
-        shared_expert=MLPSpec(width, act, bias) if width else None,
-        aux_loss_coef=aux_loss_coef(c),
-        image_size=sizes[1],
     )
+    blocks = [BlockSpec(attn, part, norm) for part in dense_or_sparse(text, dense, sparse, 1)]
+    model = decoder(text, blocks, norm)
+    text.finish()
+    vision = encoder.resampled_vision(c, c.part("vision_config"), norm)
+    return replace(with_alternating_axes(c, model, (22, 22, 20)), vision=vision)
 
 
 # -- tests
@@ -107,7 +90,7 @@ for_tests(
             "router_aux_loss_coef": 0.5,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 2, 2]},
         },
-        "vision_config": encoder.TINY,
+        "vision_config": encoder.TINY_ERNIE,
         "image_token_id": 3,
         "video_token_id": 4,
         "image_start_token_id": 5,

@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.convert.errors import ConfigError
+from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import Activation, MLPSpec, MoESpec
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -73,6 +73,33 @@ def chosen_experts(
         intermediate_size=c.take_count(size),
         activation=activation(c),
         aux_loss_coef=aux_loss_coef(c),
+        **settings,
+    )
+
+
+def experts_of_two_widths(
+    c: HFConfig, keys: Sequence[str], chosen_keys: Sequence[str], bias: bool, **settings: Any
+) -> MoESpec:
+    """Experts of text and of pictures, whose widths are a list under `moe_intermediate_size`, with shared
+    ones, each as wide as one of text. `bias` is that of the shared ones; `settings` are other fields of the
+    `MoESpec`.
+
+    Raises:
+        ConfigError: not two widths.
+    """
+    sizes = c.take("moe_intermediate_size", [1536, 512])
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise ConfigError(
+            f"{c.name}: moe_intermediate_size must be two widths, of the experts of text and of those of "
+            f"pictures, found {abbreviate(sizes)}"
+        )
+    act, width = activation(c), c.take_count("moe_num_shared_experts", 2, least=0) * sizes[0]
+    return MoESpec(
+        *experts_and_chosen(c, keys, chosen_keys),
+        *(sizes[0], act),
+        shared_expert=MLPSpec(width, act, bias) if width else None,
+        aux_loss_coef=aux_loss_coef(c),
+        image_size=sizes[1],
         **settings,
     )
 

@@ -1,4 +1,6 @@
-"""Encoders of the Qwen families, for images and videos of any size (arXiv:2409.12191)."""
+"""Encoders of the Qwen families, for images and videos of any size (arXiv:2409.12191), and of ERNIE 4.5 VL,
+which has their layers.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from liger_models.architectures.common import activation
+from liger_models.architectures.common import activation, mlp
 from liger_models.architectures.common.grouped_attention import check_groups
 from liger_models.architectures.common.images import Names
-from liger_models.architectures.encoders.parts import axial_attention, patches
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, axial_attention, patches
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import (
@@ -18,6 +20,7 @@ from liger_models.layers.specs import (
     MLPSpec,
     NormSpec,
     PatchMergerSpec,
+    ResamplerSpec,
     StretchedTable,
     TimeSpec,
     VisionSpec,
@@ -61,6 +64,41 @@ TINY_3 = {
     "out_hidden_size": 48,
     "num_position_embeddings": 25,
     "deepstack_visual_indexes": [1, 0],
+}
+_ERNIE = (
+    *(name for name in NAMES if name[0].startswith(".")),
+    *(*LINEAR_NAMES, ("patch_embed.", "patch_embed.proj."), ("norm_after.", "ln."), ("layers.", "blocks.")),
+)
+_RESAMPLER = (
+    *(("resampler_model.linear.", "resampler_model.mlp."), ("spatial.", "spatial_linear.")),
+    *(("resampler_model.norm.", "resampler_model.after_norm."), ("temporal.", "temporal_linear.")),
+)
+
+
+def _parts_of_ernie(tower: str, *inner: str) -> tuple[tuple[str, Layout], ...]:
+    layers = zip((".linear_1.", ".linear_2.", ".norm."), inner, strict=True)
+    names = (*_RESAMPLER, *((here, f".{there}.") for here, there in layers))
+    return (
+        ("vision.encoder.", Layout(_ERNIE, root=f"model.{tower}.")),
+        ("vision.projector.", Layout(names, root="model.resampler_model.")),
+    )
+
+
+RELEASED_ERNIE = _parts_of_ernie("vision_model", "0", "2", "3")
+"""Layouts of ERNIE 4.5 VL's encoder and its resampler in checkpoints."""
+IN_MEMORY_ERNIE = _parts_of_ernie("vision_tower", "fc1", "fc2", "ln")
+"""The same in transformers' modules."""
+LINEAR_PATCHES = (("vision.encoder.patch_embed.weight", "d (c h w) -> d c h w"),)
+"""`permuted` of a `Layout`: the patch embedding is a linear layer."""
+TINY_ERNIE: dict[str, Any] = {
+    "model_type": "ernie4_5_vl_moe_vision",
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 3,
+    "intermediate_size": 40,
+    "hidden_act": "quick_gelu",
+    "rms_norm_eps": 2e-3,
 }
 
 
@@ -160,4 +198,35 @@ def stretched_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
         patch_bias=True,
         positions=TimeSpec(steps_apart=True),
         position_table=StretchedTable(math.isqrt(v.take_count("num_position_embeddings", 2304))),
+    )
+
+
+def resampled_vision(c: HFConfig, v: HFConfig, norm: NormSpec) -> VisionSpec:
+    """The encoder of ERNIE 4.5 VL: Qwen2-VL's layers, and a resampler that makes a token of four patches, in
+    videos of eight.
+
+    Args:
+        c, v: the config, and the encoder's.
+        norm: of the language model.
+    """
+    v.fill({"hidden_act": "quick_gelu", "intermediate_size": 5120})
+    v.take_only(temporal_merge_size=2)
+    width, inner = v.take_count("hidden_size", 1280), LayerNormSpec(v.take_number("rms_norm_eps", 1e-6))
+    attention = axial_attention(v, width, v.take_count("num_heads", 16))
+    framing = {
+        **{"image_start_token_id": 101304, "image_end_token_id": 101305},
+        **{"video_start_token_id": 101306, "video_end_token_id": 101307},
+    }
+    first, last, first_of_video, last_of_video = (c.take_count(*key, least=0) for key in framing.items())
+    return VisionSpec(
+        width,
+        patches(v, 14, bias=False, frames=1),
+        (BlockSpec(attention, mlp(v, bias=True, gated=False), inner),) * v.take_count("depth", 32),
+        ResamplerSpec(v.take_count("spatial_merge_size", 2), inner, norm),
+        c.take_count("image_token_id", 100295, least=0),
+        c.take_count("video_token_id", 103367, least=0),
+        positions=TimeSpec(),
+        norm_after=inner,
+        kinds="mm_token_type_ids",
+        framing_ids=(first, last, first_of_video, last_of_video),
     )

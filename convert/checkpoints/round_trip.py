@@ -6,10 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from liger_models.convert.checkpoints.expressions import write
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.tensor_bytes import pieces_of, same_bits
-from liger_models.convert.checkpoints.weight_map import WeightMap
+from liger_models.convert.checkpoints.weight_map import WeightMap, connected
 
 
 @dataclass(frozen=True)
@@ -29,16 +30,20 @@ def verify_roundtrip(
 ) -> RoundTrip:
     """Converts every native tensor to checkpoint form and back, and compares it with the files bit by bit.
 
-    Holds one tensor in memory at a time, in the model's dtype (`dtypes`, by native name).
+    Holds one tensor in memory at a time, or those that share a checkpoint tensor, in the model's dtype
+    (`dtypes`, by native name).
     """
     changed: list[str] = []
     infos: list[TensorInfo] = []
     weight_map = reader.as_stored(weight_map)
-    for native_name, expr in weight_map.items():
-        infos += [reader.tensors[ref.name] for ref in expr.refs()]
-        native = torch.empty(expr.shape, dtype=dtypes[native_name])
-        expr.read_into(native, reader.read_into)
-        for name, tensor in expr.write(native).items():
+    for together in connected(weight_map):
+        names = {ref.name: None for expr in together.values() for ref in expr.refs()}
+        infos += [reader.tensors[name] for name in names]
+        natives = {name: torch.empty(expr.shape, dtype=dtypes[name]) for name, expr in together.items()}
+        for native_name, expr in together.items():
+            expr.read_into(natives[native_name], reader.read_into)
+        pairs = [(together[name], native) for name, native in natives.items()]
+        for name, tensor in (pairs[0][0].write(pairs[0][1]) if len(pairs) == 1 else write(pairs)).items():
             if not _equals_file(reader, reader.tensors[name], tensor):
                 changed.append(name)
     nbytes = sum(info.nbytes for info in infos)

@@ -138,7 +138,8 @@ def _mixer(mixer: object) -> tuple[str, str]:
 def _mlp(mlp: object) -> tuple[str, str]:
     if isinstance(mlp, MoESpec):
         shared = ", one shared" if mlp.shared_expert else ""
-        return "experts", f"{mlp.experts_per_token} of {mlp.num_experts}{shared}"
+        own = ", others of pictures" if mlp.image_size else ""
+        return "experts", f"{mlp.experts_per_token} of {mlp.num_experts}{own}{shared}"
     assert isinstance(mlp, MLPSpec)
     return ("gated MLP" if mlp.gated else "MLP"), f"{mlp.activation}, {mlp.intermediate_size:,} wide"
 

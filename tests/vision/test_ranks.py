@@ -100,14 +100,14 @@ OF_TOKENS = [
 @pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize("family", OF_TOKENS)
 def test_a_process_without_images_runs_the_whole_encoder(family, pair, monkeypatch):
-    """The encoder then has no effect: its gradients exist and are zero."""
+    """And experts of pictures. They then have no effect: their gradients exist and are zero."""
     call = pair.scene([12])
     alone = pair.run_ours(**call)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     among_others = pair.run_ours(**call)
     assert torch.equal(among_others.loss, alone.loss)
-    of_images = [p.grad for p in pair.ours.vision.parameters()]
+    of_images = [p.grad for p in pair.ours.vision_parameters()]
     pair.ours.zero_grad()
     assert all(gradient is not None and not gradient.any() for gradient in of_images)
 
