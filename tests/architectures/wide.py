@@ -45,7 +45,7 @@ PUBLISHED = Path(__file__).parent / "published"
 VOCABULARY, WINDOW, EXPERTS = 32768, 512, 16  # at most; widths do not depend on these
 PARAMETERS = 2_500_000_000  # at most, by fewer experts: three models and gradients need memory
 MOST = 40_000_000_000  # parameters with all kinds of layers
-NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Layers of an encoder: enough for windows and for the outputs of lower layers.
 FEW: dict[str, Any] = {
     **dict.fromkeys(("depth", "num_hidden_layers"), 3),
@@ -59,6 +59,12 @@ IDS: dict[str, Any] = {
     "image_token_index": 3,
     "video_token_id": 4,
     "video_token_index": 4,
+}
+IDS |= {
+    "image_start_token_id": 5,
+    "image_end_token_id": 6,
+    "video_start_token_id": 7,
+    "video_end_token_id": 8,
 }
 IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 

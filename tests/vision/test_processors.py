@@ -86,6 +86,13 @@ FAMILIES = {
             *(f"<row_{i}_col_{j}>" for i in (1, 2) for j in (1, 2)),
         ],
     ),
+    "ernie4_5_vl_moe": (
+        "Ernie4_5_VLMoe",
+        "Ernie4_5_VLMoe",
+        {"patch_size": 3, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 2048}},
+        {},
+        ["<image>", "<video>", "<image_start>", "<image_end>", "<video_start>", "<video_end>"],
+    ),
     "glm4v": (
         "Glm4v",
         "Glm4v",
@@ -122,6 +129,11 @@ FAMILIES = {
     ),
 }
 NAMED = {
+    "ernie4_5_vl_moe": {
+        f"{kind}{place}_token": f"<{kind}{place}>"
+        for kind in ("image", "video")
+        for place in ("", "_start", "_end")
+    },
     "gemma3": {"image_token": "<soft>", "boi_token": "<boi>", "eoi_token": "<eoi>"},
     "gemma4": {
         "image_token": "<soft>",
@@ -138,7 +150,11 @@ NAMED = {
         "video_token": "<video>",
     },
 }
-IN_TEXT = {"gemma3": "<boi>", "qwen3_vl": "<|vision_start|><|image_pad|>"}
+IN_TEXT = {
+    "gemma3": "<boi>",
+    "qwen3_vl": "<|vision_start|><|image_pad|>",
+    "ernie4_5_vl_moe": "<image_start><image><image_end>",
+}
 
 
 @pytest.fixture(params=FAMILIES)
