@@ -11,6 +11,7 @@ from ranks import run_ranks
 
 from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.part import SHARED, Part
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
@@ -31,6 +32,7 @@ def full_sequences(**given) -> Sequences:
     sequences.visibility = Visibility(documents, spans, flags[:, 0], tiles)
     sequences.positions = replace(sequences.positions, axes=token.expand(3, 9))
     sequences.prepare_rotary((ROPE,))
+    sequences.modality = Modality.of(token > 4)
     return sequences
 
 
@@ -81,7 +83,7 @@ def test_every_field_of_every_part_has_a_value_in_these_tests():
     """Or the test above would not look at it."""
     sequences, tree = full_sequences(), full_sequences(parents=[-1, 0]).documents.tree
     visibility, documents = sequences.visibility, replace(sequences.documents, tree=tree)
-    parts = visibility, documents, tree, sequences.positions, visibility.tiles
+    parts = visibility, documents, tree, sequences.positions, visibility.tiles, sequences.modality
     kinds = {type(part): part for part in parts}
     assert kinds.keys() == {kind for kind in Part.__subclasses__() if kind.__module__.startswith("liger_")}
     for kind, part in kinds.items():
