@@ -32,17 +32,10 @@ def attention(
         optional: without rotary positions if the config's theta is null (`has_positions`).
         rotary: options of `rope`.
     """
-    hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
+    heads = c.take_count("num_attention_heads")
     kv_heads = kv_heads or c.take_count("num_key_value_heads", heads)
     check_groups(c, heads, kv_heads)
-    head_dim = c.take_count("head_dim", None)
-    if head_dim is None:
-        if hidden_size % heads:
-            raise ConfigError(
-                f"{c.name}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
-                f"{heads}; set head_dim"
-            )
-        head_dim = hidden_size // heads
+    head_dim = head_size(c)
     return AttentionSpec(
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -53,6 +46,24 @@ def attention(
         qkv_bias=bias,
         o_bias=bias,
     )
+
+
+def head_size(c: HFConfig) -> int:
+    """Width of a head, from `head_dim`, or by dividing the width of hidden states.
+
+    Raises:
+        ConfigError: it does not divide.
+    """
+    hidden_size, heads = c.take_count("hidden_size"), c.take_count("num_attention_heads")
+    head_dim = c.take_count("head_dim", None)
+    if head_dim is None:
+        if hidden_size % heads:
+            raise ConfigError(
+                f"{c.name}: hidden_size {hidden_size} is not a multiple of num_attention_heads "
+                f"{heads}; set head_dim"
+            )
+        head_dim = hidden_size // heads
+    return int(head_dim)
 
 
 def check_groups(c: HFConfig, heads: int, kv_heads: int) -> None:

@@ -30,8 +30,6 @@ MISSING |= {
     "ctrl": "sinusoidal positions",
     "axk2": "norms with gates, and queries from a latent before and after its norm",
     "beam": "residual sums that are scaled by depth, and gates of attention with biases",
-    "deepseek_v4": f"compressed keys next to a window, rotated outputs of attention, {_STREAMS}, and experts "
-    "chosen by token ids",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in only the last layer",

@@ -3,7 +3,7 @@
     SwiGLU (Shazeer, 2020, arXiv:2002.05202): y = silu(gate) * up,   silu(g) = g / (1 + exp(-g))
     GeGLU  (the same):                        y = gelu(gate) * up,   gelu(g) = g * Phi(g)
     clamped SwiGLU (gpt-oss):                 y = g sigmoid(alpha g) * (clip(up) + 1),   g = min(gate, limit),
-                                              clip to -limit .. limit
+                                              clip to -limit .. limit; or without + 1 (DeepSeek-V4)
     capped SwiGLU (Step 3.5):                 y = min(silu(gate), limit) * clip(up)
     ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
 
@@ -41,10 +41,11 @@ from liger_models.kernels._dispatch import (
 
 @dataclass(frozen=True)
 class ClampedSwiGLU:
-    """The clamped SwiGLU and its two constants, for activations passed as data: see `clamped_swiglu`."""
+    """The clamped SwiGLU and its constants, for activations passed as data: see `clamped_swiglu`."""
 
     alpha: float = 1.702
     limit: float = 7.0
+    plus_one: bool = True
 
 
 @dataclass(frozen=True)
@@ -88,13 +89,15 @@ def clamped_swiglu(
     alpha: float = 1.702,
     limit: float = 7.0,
     *,
+    plus_one: bool = True,
     reuse_input: bool = False,
 ) -> Tensor:
-    """g * sigmoid(alpha * g) * (clip(up, -limit, limit) + 1), g = min(gate, limit).
+    """g * sigmoid(alpha * g) * (clip(up, -limit, limit) + 1), g = min(gate, limit); or, not `plus_one`,
+    without the 1.
 
     At the limits gradients are nonzero, beyond them zero, as in torch.clamp. Otherwise as `swiglu`.
     """
-    return _gated(gate_up, up, ClampedSwiGLU(alpha, limit), reuse_input)
+    return _gated(gate_up, up, ClampedSwiGLU(alpha, limit, plus_one), reuse_input)
 
 
 def capped_swiglu(
@@ -146,7 +149,7 @@ def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> T
     if isinstance(activation, ClampedSwiGLU):
         gate = gate.clamp(max=activation.limit)
         activated = gate * torch.sigmoid(activation.alpha * gate)
-        wide_up = wide_up.clamp(-activation.limit, activation.limit) + 1
+        wide_up = wide_up.clamp(-activation.limit, activation.limit) + int(activation.plus_one)
     elif isinstance(activation, CappedSwiGLU):
         activated = F.silu(gate).clamp(max=activation.limit)
         wide_up = wide_up.clamp(-activation.limit, activation.limit)
@@ -295,7 +298,8 @@ def has_gate(activation: Activation) -> bool:
 def activation_constants(activation: Activation) -> dict[str, Any]:
     """Kernel arguments that describe an activation."""
     if isinstance(activation, ClampedSwiGLU):
-        return {"ACTIVATION": "clamped_swiglu", "ALPHA": activation.alpha, "LIMIT": activation.limit}
+        name = "clamped_swiglu" if activation.plus_one else "clamped_swiglu_alone"
+        return {"ACTIVATION": name, "ALPHA": activation.alpha, "LIMIT": activation.limit}
     if isinstance(activation, CappedSwiGLU):
         return {"ACTIVATION": "capped_swiglu", "ALPHA": 0.0, "LIMIT": activation.limit}
     return {"ACTIVATION": activation, "ALPHA": 0.0, "LIMIT": 0.0}
@@ -399,12 +403,14 @@ def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
     of g; its other factor is u.
     """
     factor, factor_derivative = u, 1.0
-    if ACTIVATION == "clamped_swiglu":
+    if ACTIVATION == "clamped_swiglu" or ACTIVATION == "clamped_swiglu_alone":
         beyond, up_beyond = g > LIMIT, tl.abs(u) > LIMIT  # both false for nan, which propagates as in torch
         g = tl.where(beyond, LIMIT, g)
         slope = tl.sigmoid(ALPHA * g)
         derivative = tl.where(beyond, 0.0, slope + g * (ALPHA * slope * (1 - slope)))
-        factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u) + 1
+        factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u)
+        if ACTIVATION == "clamped_swiglu":
+            factor += 1
         factor_derivative = tl.where(up_beyond, 0.0, 1.0)
     elif ACTIVATION == "capped_swiglu":
         slope = tl.sigmoid(g)

@@ -73,7 +73,8 @@ def _(dy, x, weights, experts, gate_up, down, down_bias, h, activation, alpha, l
 def _activation(name: str, alpha: float, limit: float) -> Activation:
     if name == "capped_swiglu":
         return CappedSwiGLU(limit)
-    return ClampedSwiGLU(alpha, limit) if name == "clamped_swiglu" else name
+    clamped = ("clamped_swiglu_alone", "clamped_swiglu")
+    return ClampedSwiGLU(alpha, limit, name == clamped[1]) if name in clamped else name
 
 
 def _setup_context(ctx, inputs, output):

@@ -130,7 +130,7 @@ def activated(h: Tensor, activation: Activation, order: ExpertOrder | None = Non
         assert a is not None
         return a
     if isinstance(activation, ClampedSwiGLU):
-        return clamped_swiglu(h, None, activation.alpha, activation.limit)
+        return clamped_swiglu(h, None, activation.alpha, activation.limit, plus_one=activation.plus_one)
     if isinstance(activation, CappedSwiGLU):
         return capped_swiglu(h, None, activation.limit)
     if activation == "relu2":

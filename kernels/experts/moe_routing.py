@@ -6,11 +6,12 @@
         choose the k largest logits,  weights = softmax(chosen logits)
     sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; GLM-4.5):
         s = sigmoid(logits),  choose by s + bias,  weights = scale * s / sum of the chosen s
+    sqrt_softplus (DeepSeek-V4, 2026): the same with s = sqrt(log(1 + exp(logits)))
 
 With g the gradient of the weights, zero for unchosen experts, and w = s / S, S = sum of chosen s:
 
     ds = (g - sum g w) / S for the chosen, or g without division by the sum
-    dlogits = s (1 - s) ds  for a sigmoid,   s (ds - sum ds s)  for a softmax
+    dlogits = s (1 - s) ds  for a sigmoid,   s (ds - sum ds s)  for a softmax,   sigmoid(logits) ds / (2 s)
 
 Minimum traffic, for logits of b bytes: the forward reads b E and writes 8 k per token; the backward reads as
 much and writes b E. A row of logits stays in registers, and choosing takes k successive maxima; the backward
@@ -56,7 +57,7 @@ def route(
 
     Args:
         logits: [T, E], any floating dtype; scores are computed in float32.
-        score: "softmax" over all experts, or "sigmoid" of each.
+        score: "softmax" over all experts, or "sigmoid" or "sqrt_softplus" of each.
         softmax_after_top_k: choose by the logits, and take the softmax over the chosen ones only.
         renormalize: divide the weights by their sum over the chosen experts.
         correction_bias: [E], added to the scores for the choice only; weights and gradients ignore it.
@@ -129,6 +130,8 @@ def route_plain(
     """Plain twin of `route`."""
     logits = at_least_float32(logits)
     scores = logits.sigmoid() if score == "sigmoid" else logits
+    if score == "sqrt_softplus":
+        scores = sqrt_softplus(logits)
     if score == "softmax" and not softmax_after_top_k:
         scores = logits.softmax(-1)
     if experts is None:
@@ -146,6 +149,13 @@ def route_plain(
         # Sigmoids may all underflow: then the weights are zero, not nan.
         weights = weights / (weights.sum(-1, keepdim=True) + renormalize_eps)
     return (weights if scale == 1.0 else weights * scale), experts.int()
+
+
+def sqrt_softplus(x: Tensor) -> Tensor:
+    """sqrt(log(1 + exp(x))) of x [...], float32 or float64: 0 with the gradient 0 where exp(x) underflows."""
+    inner = torch.nn.functional.softplus(x)
+    there = inner != 0  # also of nan
+    return torch.where(there, inner, 1).sqrt() * there
 
 
 def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int, group_score: str) -> Tensor:
@@ -171,8 +181,8 @@ def _check(
         raise ValueError(f"logits are {tuple(logits.shape)}; expected [tokens, experts]")
     num_experts = logits.shape[1]
     check_top_k(top_k, num_experts)
-    if score not in ("softmax", "sigmoid"):
-        raise ValueError(f"score is {score!r}; expected 'softmax' or 'sigmoid'")
+    if score not in ("softmax", "sigmoid", "sqrt_softplus"):
+        raise ValueError(f"score is {score!r}; expected 'softmax', 'sigmoid' or 'sqrt_softplus'")
     if softmax_after_top_k and score != "softmax":
         raise ValueError("softmax_after_top_k takes the softmax of logits; expected score 'softmax'")
     if correction_bias is not None and correction_bias.shape != (num_experts,):
@@ -284,6 +294,12 @@ def _load_tile(logits, stride, rows, num_experts, ROWS: tl.constexpr, LANES: tl.
 def _scores(x, SCORE: tl.constexpr):
     if SCORE == "sigmoid":
         return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+    elif SCORE == "sqrt_softplus":
+        # log(1 + e) of a small e by e log(w) / (w - 1), w = 1 + e as rounded (Kahan), which loses no digits.
+        e = tl.exp(-tl.abs(x))
+        w = 1.0 + e
+        log1p = tl.where(w == 1.0, e, e * tl.div_rn(tl.log(w), tl.where(w == 1.0, 1.0, w - 1.0)))
+        return tl.sqrt_rn(tl.where(x > 0, x, 0.0) + log1p)
     else:
         e = tl.exp(x - tl.max(x, 1)[:, None])
         return tl.div_rn(e, tl.sum(e, 1)[:, None])
@@ -450,6 +466,9 @@ def _backward_kernel(
         grad = tl.where(chosen, tl.div_rn(grad - mean, total), 0.0)
     if SCORE == "sigmoid":
         dx = grad * scores * _scores(-x, SCORE)  # scores * (1 - scores) without cancellation
+    elif SCORE == "sqrt_softplus":
+        root = tl.where(scores == 0, 1.0, scores)
+        dx = tl.where(scores == 0, 0.0, tl.div_rn(grad * _scores(x, "sigmoid"), 2 * root))
     else:
         dx = scores * (grad - tl.sum(grad * scores, 1)[:, None])
     dx = dx.to(dlogits.dtype.element_ty)

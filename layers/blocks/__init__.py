@@ -5,6 +5,7 @@ May import attention, experts and parts. A new topology is a new block, never a 
 
 from liger_models.layers.blocks.block import (
     EMBEDDINGS,
+    IDS,
     IMAGES,
     Block,
     add_and_norm,
@@ -16,14 +17,17 @@ from liger_models.layers.blocks.block import (
 from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
+from liger_models.layers.blocks.hyper_connected import HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
 from liger_models.layers.blocks.post_norm import PostNormBlock
 from liger_models.layers.blocks.pre_norm import PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
-from liger_models.layers.blocks.scaled_sandwich import ScaledSandwichBlock
-from liger_models.layers.blocks.scaled_sandwich_with_experts import ScaledSandwichWithExpertsBlock
+from liger_models.layers.blocks.scaled_sandwich import (
+    ScaledSandwichBlock,
+    ScaledSandwichWithExpertsBlock,
+)
 from liger_models.layers.blocks.shared_latents import SharedLatentsBlock
 from liger_models.layers.blocks.shared_transformer import SharedTransformerBlock
 from liger_models.layers.blocks.shortcut import ShortcutBlock
@@ -32,6 +36,7 @@ from liger_models.layers.blocks.side_by_side import SideBySideBlock
 __all__ = [
     "BLOCKS",
     "EMBEDDINGS",
+    "IDS",
     "IMAGES",
     "Block",
     "add_and_norm",
@@ -58,5 +63,6 @@ BLOCKS: dict[str, type[Block]] = {
     "shortcut": ShortcutBlock,
     "side_by_side": SideBySideBlock,
     "shared_transformer": SharedTransformerBlock,
+    "hyper_connected": HyperConnectedBlock,
 }
 """The class of a block, by the topology of its spec."""

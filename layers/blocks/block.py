@@ -58,6 +58,10 @@ EMBEDDINGS = "embeddings"
 """Name of the first layer's input, for layers that read it again."""
 
 
+IDS = "ids"
+"""Name of the token ids, for layers that look something up by them."""
+
+
 def own_input(layer: int) -> str:
     """Name of a layer's own input."""
     return f"input.{layer}"
@@ -102,6 +106,7 @@ class Block(nn.Module):
             "dropout": spec.dropout > 0,
             "branch_norm": spec.branch_norm,
             "shared": spec.shared,
+            "streams": spec.streams,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")

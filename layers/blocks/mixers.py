@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from liger_models.layers.attention.compressed.attention import CompressedAttention
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
@@ -26,6 +27,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
     ChannelDeltaSpec,
+    CompressedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GatedConvSpec,
@@ -59,6 +61,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     AttentionSpec: Attention,
     SharedAttentionSpec: SharedAttention,
     LatentAttentionSpec: LatentAttention,
+    CompressedAttentionSpec: CompressedAttention,
     DifferentialAttentionSpec: DifferentialAttention,
     CrossAttentionSpec: CrossAttention,
     GridAttentionSpec: GridAttention,

@@ -42,15 +42,19 @@ class ModalExperts(MixtureOfExperts):
         self.of_images.experts.first_number = spec.num_experts
 
     def forward(
-        self, x: Tensor, sequences: Sequences | None = None, routed_by: Tensor | None = None
+        self,
+        x: Tensor,
+        sequences: Sequences | None = None,
+        routed_by: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H]. `sequences.modality` tells which tokens are pictures'; without it all are text.
 
         Raises:
-            ValueError: another router's input, or experts that ranks share.
+            ValueError: another router's input, token ids, or experts that ranks share.
         """
-        if routed_by is not None:
-            raise ValueError("experts of text and of pictures route by their own input; found routed_by")
+        if routed_by is not None or ids is not None:
+            raise ValueError("experts of text and of pictures route by their own input, found another or ids")
         modality = None if sequences is None else sequences.modality
         if modality is None or sequences is None:
             y = super().forward(x, sequences)

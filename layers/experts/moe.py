@@ -75,17 +75,22 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
 
     def forward(
-        self, x: Tensor, sequences: Sequences | None = None, routed_by: Tensor | None = None
+        self,
+        x: Tensor,
+        sequences: Sequences | None = None,
+        routed_by: Tensor | None = None,
+        ids: Tensor | None = None,
     ) -> Tensor:
         """x [T, H] -> [T, H]. The router stores its decisions in `sequences`, and its logits if it has losses
-        or they are requested. `routed_by` [T, H] is the router's input, if not x.
+        or they are requested. `routed_by` [T, H] is the router's input, if not x; `ids` [T] are the tokens'
+        ids, if they determine the experts.
         """
         if self.input_noise is not None:
             x = self.input_noise(x)
         shared = None
         if self.shared_expert is not None and getattr(unwrapped(self.experts), "exchange", None) is not None:
             shared = functools.cache(functools.partial(self._shared, x))
-        y, logits = self.routed(x, sequences, x if routed_by is None else routed_by, shared)
+        y, logits = self.routed(x, sequences, x if routed_by is None else routed_by, shared, ids)
         self._note(logits, sequences)
         return self._with_shared(x, y, shared)
 
@@ -95,10 +100,11 @@ class MixtureOfExperts(nn.Module):
         sequences: Sequences | None,
         routed_by: Tensor,
         meanwhile: Callable[[], object] | None = None,
+        ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output of the routed experts for x [T, H], and the router's logits [T, E]."""
         notes = None if sequences is None else sequences.notes.routing
-        logits, weights, experts = self.router(routed_by, notes)
+        logits, weights, experts = self.router(routed_by, notes, ids)
         share = None
         if self.spec.identity_experts:
             weights, experts, share = _without_identity(weights, experts, self.spec.num_experts)

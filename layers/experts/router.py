@@ -10,8 +10,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.errors import DataError
 from liger_models.kernels import rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32
+from liger_models.kernels.experts.moe_routing import route_plain
 from liger_models.layers.experts.float32_product import product_in_float32
 from liger_models.layers.experts.sparse_mixer import decide, draw_noise, weigh
 from liger_models.layers.projections.linear import project
@@ -33,7 +35,9 @@ class Router(nn.Module):
     """
 
     correction_bias: Tensor | None
+    tid2eid: Tensor | None
     load: Tensor | None = None
+    _checked: tuple[int, int] | None = None
 
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
@@ -42,6 +46,16 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.num_choices)) if spec.router_bias else None
         correction = torch.empty(spec.num_choices, dtype=torch.float32) if spec.correction_bias else None
         self.register_buffer("correction_bias", correction)
+        table = None
+        if spec.by_token_id is not None and (
+            correction is not None or (spec.num_groups, spec.top_groups) != (1, 1)
+        ):
+            raise ValueError(
+                "experts by token id are not chosen by scores: no correction bias, and one group"
+            )
+        if spec.by_token_id is not None:
+            table = torch.empty(spec.by_token_id, spec.experts_per_token, dtype=torch.long)
+        self.register_buffer("tid2eid", table)
         self.scale = nn.Parameter(torch.empty(hidden_size)) if spec.router_norm_eps is not None else None
         self.per_expert_scale = nn.Parameter(torch.empty(spec.num_choices)) if spec.expert_scale else None
         self.reset_parameters()
@@ -55,6 +69,10 @@ class Router(nn.Module):
         for scale in (self.scale, self.per_expert_scale):
             if scale is not None:
                 nn.init.ones_(scale)
+        if self.tid2eid is not None:
+            ids, k = torch.arange(len(self.tid2eid), device=self.tid2eid.device), self.tid2eid.shape[1]
+            experts = ids[:, None] * k + torch.arange(k, device=ids.device)
+            self.tid2eid.copy_(experts % self.spec.num_choices)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
         """Apply as for `model.to(torch.bfloat16)`, but keep the correction bias in float32, since its steps
@@ -85,9 +103,12 @@ class Router(nn.Module):
         """Bytes per token of the decision that a recomputed layer reuses."""
         return 4 * self.spec.experts_per_token
 
-    def forward(self, x: Tensor, decisions: RoutingDecisions | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, decisions: RoutingDecisions | None = None, ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, H] -> logits [T, E], weights [T, k] in float32, experts [T, k] int32. When recomputing a call
-        whose decisions are in `decisions`, the same experts are used.
+        whose decisions are in `decisions`, the same experts are used. A router with a table of experts needs
+        the tokens' `ids` [T].
         """
         spec = self.spec
         if self.scale is not None:
@@ -99,10 +120,11 @@ class Router(nn.Module):
             logits = project(x, self.weight, self.bias)
         made = None if decisions is None else decisions.made_by(self)
         given = None if decisions is None or made is not None else decisions.given.get(self)
+        found = None if self.tid2eid is None or made is not None else (self._looked_up(ids),)
         if given is not None:  # detached: a layer that runs again must save as many tensors
-            own = self._choose(logits.detach(), None)[1][0]
-            made = (torch.where(given < 0, own, given),)
-        weights, decision = self._choose(logits, made)
+            own = found or self._choose(logits.detach(), None)[1]
+            made = (torch.where(given < 0, own[0], given),)
+        weights, decision = self._choose(logits, made or found)
         if decisions is not None:
             decisions.note(self, *decision)
         experts = decision[0]
@@ -115,7 +137,8 @@ class Router(nn.Module):
     def _choose(self, logits: Tensor, made: tuple[Tensor, ...] | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Weights [T, k], and the decision, or `made` if given: the experts [T, k] first."""
         spec = self.spec
-        weights, experts = route(
+        # The kernel takes different experts of a token, and a table may repeat one.
+        weights, experts = (route if self.tid2eid is None else route_plain)(
             logits,
             spec.experts_per_token,
             score=spec.score,
@@ -130,6 +153,28 @@ class Router(nn.Module):
             experts=None if made is None else made[0],
         )
         return weights, (experts,)
+
+    def _looked_up(self, ids: Tensor | None) -> Tensor:
+        """The experts [T, k] int32 of tokens [T].
+
+        Raises:
+            DataError: no ids, or a table of experts that there are not. It is read once, which waits for the
+                device.
+        """
+        table = self.tid2eid
+        assert table is not None
+        if ids is None:
+            raise DataError("this model chooses experts by token ids, and was called without: pass input_ids")
+        state = table.data_ptr(), table._version
+        if self._checked != state and not table.is_meta:
+            low, high = torch.stack(table.aminmax()).tolist()
+            if low < 0 or high >= self.spec.num_choices:
+                raise DataError(
+                    f"the table tid2eid names the expert {low if low < 0 else high}; expected 0 to "
+                    f"{self.spec.num_choices - 1}"
+                )
+            self._checked = state
+        return table[ids].int()
 
     def _normed(self, x: Tensor, scale: Tensor) -> Tensor:
         """Router input: x [T, H] normalised, times `scale` [H], divided by sqrt(H)."""

@@ -17,6 +17,7 @@ from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
 from liger_models.layers.blocks import (
     BLOCKS,
     EMBEDDINGS,
+    IDS,
     IMAGES,
     Block,
     add_and_norm,
@@ -37,6 +38,7 @@ from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
 from liger_models.layers.parts.frequencies import make_frequencies
+from liger_models.layers.parts.hyper_connection import StreamsHead
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
@@ -99,6 +101,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
+        self.hc_head = None if spec.streams is None else StreamsHead(spec.hidden_size, spec.streams)
         self.norm = make_norm(spec.hidden_size, spec.norm)
         self.rotary_emb = make_frequencies(spec.ropes)
         self.mtp = make_mtp(spec, attention)
@@ -175,7 +178,8 @@ class Decoder(ActivationLevels, WeightsMemory):
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
         embeddings, or from both if layers have per-id inputs. Requires `prepare_call`.
 
-        Appends the residual stream before each layer, [batch, seq, H] and zero at padding, to a list
+        Appends the residual stream before each layer, [batch, seq, H], or several streams [batch, seq, n, H],
+        and zero at padding, to a list
         `inputs_of_layers`, without features added there from images. The layers read these tensors, so that
         gradients flow through them. Appends the embeddings, [T, H] and with features of images, to a list
         `embedded`.
@@ -200,6 +204,8 @@ class Decoder(ActivationLevels, WeightsMemory):
             inputs_embeds = cast(Tensor, self.embed_norm(inputs_embeds))
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
+        if self.hc_head is not None:
+            inputs_embeds = self.hc_head.spread(inputs_embeds)
         compile_first_step(self, inputs_embeds, sequences)
         run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=vision_inputs)
         first = [inputs_embeds]
@@ -233,8 +239,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         offload = Offload(self._offloaded_bytes(x, sequences))
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:
-                inputs_of_layers.append(sequences.unpack(x))
-                x = sequences.pack(inputs_of_layers[-1])
+                x = self._noted(x, inputs_of_layers, sequences)
             if IMAGES not in layer.reads or IMAGES in layer_inputs:
                 read = [layer_inputs[name] for name in layer.reads]
                 x, residual, *made = run_block(layer, x, residual, sequences, *read, offload=offload)
@@ -242,11 +247,22 @@ class Decoder(ActivationLevels, WeightsMemory):
             if inputs_of_layers is not None and number + 1 < len(self.layers):
                 x, residual = joined(x, residual, self.spec.float32_stream)
                 # Without the features that images add, as in transformers.
-                inputs_of_layers.append(sequences.unpack(x))
-                x = sequences.pack(inputs_of_layers[-1])
+                x = self._noted(x, inputs_of_layers, sequences)
             if self.vision is not None and vision_inputs is not None:
                 x = self.vision.add(vision_inputs, number, x)
+        if self.hc_head is not None:
+            x = self.hc_head(x)
         return add_and_norm(self.norm, x, residual)[0]
+
+    def _noted(self, x: Tensor, inputs_of_layers: list[Tensor], sequences: Sequences) -> Tensor:
+        """Note the input of a layer, [batch, seq, H], or of several streams [batch, seq, n, H]. Returns it as
+        the layer reads it.
+        """
+        if self.spec.streams is None:
+            inputs_of_layers.append(sequences.unpack(x))
+            return sequences.pack(inputs_of_layers[-1])
+        inputs_of_layers.append(sequences.unpack(x.unflatten(-1, (self.spec.streams.count, -1))))
+        return sequences.pack(inputs_of_layers[-1]).flatten(1)
 
     def set_cuda_graphs(self, enabled: bool = True) -> None:
         """Record the layers of training steps as CUDA graphs, and replay them where the shapes of a batch
@@ -267,7 +283,8 @@ class Decoder(ActivationLevels, WeightsMemory):
 
     def recorded_parts(self) -> list[nn.Module]:
         """The modules that `recorded` runs."""
-        return [*self.layers, self.norm, *([] if self.shared is None else self.shared.values())]
+        more = [] if self.shared is None else [*self.shared.values()]
+        return [*self.layers, self.norm, *more, *([] if self.hc_head is None else [self.hc_head])]
 
     def _offloaded_bytes(self, x: Tensor, sequences: Sequences) -> int | None:
         """Host memory of this call's layers at the level `offload`; None without such layers."""
@@ -286,8 +303,9 @@ class Decoder(ActivationLevels, WeightsMemory):
 
     def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, vision_inputs: Any) -> dict[str, Tensor]:
         """The per-layer inputs, by name."""
+        own = {IDS: ids} if ids is not None and self._looks_up_ids else {}
         if self.per_layer_inputs is None:
-            return {}
+            return own
         assert ids is not None  # ensured by `batch_shape`
         if vision_inputs is not None:  # image tokens use the input of padding
             ids = self.vision.ids_of_text(vision_inputs, ids, self.spec.padding_idx or 0)
@@ -331,7 +349,11 @@ class Decoder(ActivationLevels, WeightsMemory):
     @property
     def needs_ids(self) -> bool:
         """Whether embeddings alone are insufficient, because layers have per-id inputs."""
-        return self.per_layer_inputs is not None
+        return self.per_layer_inputs is not None or self._looks_up_ids
+
+    @property
+    def _looks_up_ids(self) -> bool:
+        return any(IDS in layer.reads for layer in self.layers)
 
 
 _NOT_RECORDED = (
@@ -346,6 +368,7 @@ _OF_LANGUAGE = (
     "layers",
     "shared",
     "per_layer_inputs",
+    "hc_head",
     "norm",
     "lm_head",
 )

@@ -47,7 +47,7 @@ def compile_first_step(model: Any, x: Tensor, sequences: Sequences) -> None:
         return
     _begun.add(model)
     several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if autocasts(x) or sequences.cache is not None:
+    if autocasts(x) or sequences.cache is not None or model.spec.streams is not None:
         return
     with suppress(Exception):  # the step itself says what is wrong
         parameters = list(model.parameters())

@@ -87,7 +87,7 @@ def gated_product(activation: str | ClampedSwiGLU | CappedSwiGLU) -> Callable[..
         ValueError: no kernel for this activation.
     """
     if isinstance(activation, ClampedSwiGLU):
-        return functools.partial(clamped_swiglu, alpha=activation.alpha, limit=activation.limit)
+        return functools.partial(clamped_swiglu, **vars(activation))
     if isinstance(activation, CappedSwiGLU):
         return functools.partial(capped_swiglu, limit=activation.limit)
     return _chosen(_GATED, activation, "gated")

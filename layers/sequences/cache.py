@@ -82,6 +82,17 @@ class KVCache:
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
         return tuple(tensor[:, : self.extent] for tensor in room)
 
+    def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
+        """`append` of keys [T, D] that are the values, too, and of what compressors read, [T, ...]."""
+        return self.append(layer, keys, *projected)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The number of each new token in its sequence [batch, new], and the slot of each sequence's first
+        token [batch], where all sequences have as many new tokens.
+        """
+        slots = self.slots.unflatten(0, (len(self.lengths), -1))
+        return slots, torch.zeros_like(slots[:, 0])
+
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """The states of a recurrent layer before the new tokens, [batch, ...] each; None if the new tokens
         are the first.

@@ -7,6 +7,8 @@ from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
     BlockIndexerSpec,
+    CompressedAttentionSpec,
+    CompressorSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
@@ -16,7 +18,7 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, Topology
+from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
@@ -89,6 +91,8 @@ __all__ = [
     "ChannelDeltaSpec",
     "ClampedSwiGLU",
     "ClipTable",
+    "CompressedAttentionSpec",
+    "CompressorSpec",
     "Constant",
     "ConvolutionProjectorSpec",
     "CroppedPictures",
@@ -146,6 +150,7 @@ __all__ = [
     "SparseMixerSpec",
     "SquarePictures",
     "StepBiases",
+    "StreamsSpec",
     "StretchedTable",
     "StridedProjectorSpec",
     "TiledVisionSpec",

@@ -241,6 +241,62 @@ class LatentAttentionSpec:
 
 
 @dataclass(frozen=True)
+class CompressorSpec:
+    """Compressed keys, each a weighted mean of `rate` tokens, and with `overlapping` also of the `rate`
+    tokens before these: layers/attention/compressed/compressor.py. With an `indexer` a query attends to only
+    those that it chooses.
+    """
+
+    rate: int
+    overlapping: bool = False
+    indexer: IndexerSpec | None = None
+
+
+@dataclass(frozen=True)
+class CompressedAttentionSpec:
+    """Causal attention with one head of keys, which are also the values, to a `window` of tokens and to
+    compressed keys: layers/attention/compressed/attention.py.
+
+    Queries come from a latent of `q_lora_rank`. The last dimensions of queries and keys are rotated by
+    `rope`, and those of the output are rotated back. Each head learns a sink. The heads form `o_groups`
+    groups of equal size, whose outputs are projected to `o_lora_rank` each before the last projection. `norm`
+    is that of the latent and of keys, and its epsilon that of queries.
+    """
+
+    num_attention_heads: int
+    head_dim: int
+    scale: float
+    rope: RopeSpec
+    window: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    norm: NormSpec = NormSpec()
+    compressor: CompressorSpec | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries, and of the output before its projections, over all heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def indexer(self) -> IndexerSpec | None:
+        """The indexer of compressed keys."""
+        return None if self.compressor is None else self.compressor.indexer
+
+    @property
+    def attention(self) -> AttentionSpec:
+        """The attention product, after queries and keys are computed."""
+        heads = self.num_attention_heads, 1
+        return AttentionSpec(*heads, self.head_dim, self.scale, window=self.window, sinks=True)
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads."""
+        return (self.rope,)
+
+
+@dataclass(frozen=True)
 class GridAttentionSpec(_Heads):
     """Attention of the patches of pictures of `side` times `side` patches, in blocks of `merge` times
     `merge`, with learned relative positions: layers/grids/grid_attention.py. With a `window`, patches attend

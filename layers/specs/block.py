@@ -11,6 +11,7 @@ from typing import Literal
 
 from liger_models.layers.specs.attention import (
     AttentionSpec,
+    CompressedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
@@ -27,6 +28,7 @@ MixerSpec = (
     AttentionSpec
     | SharedAttentionSpec
     | LatentAttentionSpec
+    | CompressedAttentionSpec
     | DifferentialAttentionSpec
     | CrossAttentionSpec
     | GridAttentionSpec
@@ -51,7 +53,22 @@ Topology = Literal[
     "shortcut",
     "side_by_side",
     "shared_transformer",
+    "hyper_connected",
 ]
+
+
+@dataclass(frozen=True)
+class StreamsSpec:
+    """Several residual streams, mixed before and after each branch: layers/parts/hyper_connection.py.
+
+    `count` is their number, `iterations` those of the Sinkhorn-Knopp algorithm, `eps` is added to its sums
+    and to the weights of streams, and `norm_eps` to the mean square of all streams.
+    """
+
+    count: int
+    iterations: int = 20
+    eps: float = 1e-6
+    norm_eps: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,8 @@ class BlockSpec:
     scales of the branches. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
-    second mixer and the MLP are shared with other layers.
+    second mixer and the MLP are shared with other layers. The topology "hyper_connected" has several residual
+    `streams`.
     """
 
     mixer: MixerSpec | None
@@ -100,6 +118,7 @@ class BlockSpec:
     initial_scale: float = 0.1
     branch_norm: NormSpec | LayerNormSpec | None = None
     shared: SharedSpec | None = None
+    streams: StreamsSpec | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

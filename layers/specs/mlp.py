@@ -54,8 +54,9 @@ class MoESpec:
     multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The router also chooses among
     `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. With
     `image_size` tokens of pictures have as many other experts of that width, with a router of their own
-    (layers/experts/modal_experts.py). The coefficients are those of the load balancing loss and of the
-    router's z-loss: see layers/sequences/router_loss.py.
+    (layers/experts/modal_experts.py). With `by_token_id` a stored table has the experts of each of so many
+    token ids, and the router computes only their weights. The coefficients are those of the load balancing
+    loss and of the router's z-loss: see layers/sequences/router_loss.py.
     """
 
     num_experts: int
@@ -64,7 +65,7 @@ class MoESpec:
     activation: Activation | ClampedSwiGLU | CappedSwiGLU = "silu"
     bias: bool = False
     router_bias: bool = False
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sqrt_softplus"] = "softmax"
     softmax_after_top_k: bool = False
     renormalize: bool = True
     correction_bias: bool = False
@@ -86,6 +87,7 @@ class MoESpec:
     shared_scale: float = 1.0
     identity_experts: int = 0
     image_size: int | None = None
+    by_token_id: int | None = None
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
 

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
-from liger_models.layers.specs.block import BlockSpec
+from liger_models.layers.specs.block import BlockSpec, StreamsSpec
 from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -72,6 +72,11 @@ class ModelSpec:
     embed_dropout: float = 0.0
     id_norm: NormSpec | None = None
     fresh: tuple[tuple[str, Fresh], ...] = ()
+
+    @property
+    def streams(self) -> StreamsSpec | None:
+        """The residual streams between layers; None for one."""
+        return self.blocks[-1].streams if self.blocks else None
 
     @property
     def num_ids(self) -> int:

@@ -165,6 +165,7 @@ FEATURES: Mapping[str, Any] = {
         a.num_key_value_heads < a.num_attention_heads for a in _attention(spec)
     ),
     "latent attention": lambda spec: any(isinstance(b.mixer, LatentAttentionSpec) for b in spec.blocks),
+    "compressed keys": lambda spec: any(getattr(b.mixer, "compressor", None) for b in spec.blocks),
     "differential attention": lambda spec: any(
         isinstance(b.mixer, DifferentialAttentionSpec) for b in spec.blocks
     ),
@@ -198,8 +199,10 @@ FEATURES: Mapping[str, Any] = {
         for rope_type in ("linear", "dynamic", "yarn", "longrope", "llama3")
     },
     "experts": lambda spec: bool(_experts(spec)),
+    "experts by token id": lambda spec: any(experts.by_token_id for experts in _experts(spec)),
     "latent experts": lambda spec: any(experts.latent_size for experts in _experts(spec)),
     "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
+    "several residual streams": lambda spec: spec.streams is not None,
     "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),
     "sandwich norms": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),
     "post-norms": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),

@@ -173,6 +173,15 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
             else:  # around the initial value: one for factors, zero for biases, or a bound
                 tensor.nan_to_num_(posinf=1.0, neginf=-1.0).add_(0.3 * noise)
+        for name, table in model.named_buffers():
+            if name.endswith(EXPERTS_OF_IDS):  # different experts of each id
+                experts = len(model.get_parameter(name.replace(EXPERTS_OF_IDS, "weight")))
+                order = torch.rand(len(table), experts, generator=generator).argsort(1)
+                table.copy_(order[:, : table.shape[1]])
+
+
+EXPERTS_OF_IDS = "tid2eid"
+"""Name of tables of the experts of each token id, next to a router's weight (DeepSeek-V4)."""
 
 
 FOLLOWING = ("slope_rate", "_decay")

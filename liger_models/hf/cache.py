@@ -149,6 +149,37 @@ class TransformersCache(KVCache):
             return kept.update_index(keys[:, None])[:, 0]
         return kept.update_indexer(keys)
 
+    def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
+        """Store keys [T, D] and what compressors read of the new tokens, [T, ...], the latter where the
+        reference's cache has what it reads of the last ones.
+
+        Raises:
+            DataError: a cache that was not made for this model.
+        """
+        cache: Any = self.cache
+        self._extent[layer] = cache.get_mask_sizes(self.shape[1], layer)
+        new = self.documents.unpack(keys)[:, None]
+        kept = [cache.update(new, new, layer)[0][:, 0]]
+        held = cache.layers[layer]
+        for name, part in zip(("compressor", "indexer"), projected, strict=False):
+            if name not in getattr(held, "buffer_kv", ()):
+                raise DataError(
+                    f"layer {layer} attends to compressed keys, and the cache has a {type(held).__name__}; "
+                    "make it for this model: DynamicCache(config=model.config)"
+                )
+            rows, before = self.documents.unpack(part), held.buffer_kv[name]
+            held.buffer_kv[name] = rows if before is None else torch.cat([before, rows], 1)
+            kept.append(held.buffer_kv[name])
+        return tuple(kept)
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return `KVCache.places`."""
+        first = torch.zeros_like(self.lengths)
+        if self.attention_mask is not None:
+            first = self._padding_before()[:, 0, 0].to(first)
+        slots = self.seen + torch.arange(self.shape[1], device=first.device)
+        return slots - first[:, None], first
+
     def states(self, layer: int) -> tuple[Tensor, ...] | None:
         """Return the convolution's last inputs [batch, width - 1, channels], and the recurrent state if there
         is one.

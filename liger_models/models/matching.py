@@ -118,6 +118,7 @@ def exact_dtypes(
     matrices -= {
         f"{path}.{name}" for path, m in model.named_modules() for name in getattr(m, "stacked_vectors", ())
     }
+    matrices = {name for name in matrices if tensors[name].is_floating_point()}
     # Dtypes unsupported for weights raise an error with their name during loading.
     of_matrices = set().union(*(found[name] for name in matrices)).intersection(WEIGHT_DTYPES)
     shared = of_decoded or functools.reduce(torch.promote_types, of_matrices or {torch.float32})

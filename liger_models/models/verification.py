@@ -254,8 +254,11 @@ def _summed_otherwise(reference: Any, call: Mapping[str, Any], recurrent: bool) 
 def _least_size(name: str, expected: Mapping[str, Tensor]) -> float:
     """Scale to which the error of a gradient that consists of rounding is compared; 0 for other gradients.
     Without positions, a key's bias shifts all scores of a query equally, so the terms of its gradient cancel.
-    They are as large as those of the weight's gradient, whose inputs are of order one.
+    They are as large as those of the weight's gradient, whose inputs are of order one. The gradient of a
+    factor of a matrix product is the inner product of the matrix and its gradient, whose terms may cancel.
     """
+    if name.endswith("scale") and (matrix := expected.get(f"{name.removesuffix('scale')}fn")) is not None:
+        return matrix.double().norm().item()
     weight = expected.get(f"{name.removesuffix('bias')}weight") if name.endswith(".bias") else None
     if weight is None or weight.dim() < 2:
         return 0.0

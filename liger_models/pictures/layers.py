@@ -11,6 +11,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     ChannelDeltaSpec,
+    CompressedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GatedConvSpec,
@@ -49,6 +50,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "shortcut": [["norm", "mixer"], ["norm", ("mlp", "experts")]],
     "side_by_side": [["norm", ("mixer", "second mixer")], ["norm", "mlp"]],
     "shared_transformer": [["norm", "second mixer", "norm", "mlp", "norm", "mixer"]],
+    "hyper_connected": [["sum of streams", "norm", "mixer"], ["sum of streams", "norm", "mlp"]],
 }
 MIXERS = {
     LatentAttentionSpec: "latent attention",
@@ -123,6 +125,8 @@ def _box(block: BlockSpec, name: str) -> tuple[str, str, str]:
 
 
 def _mixer(mixer: object) -> tuple[str, str]:
+    if isinstance(mixer, CompressedAttentionSpec):
+        return f"attention, window {mixer.window:,}", _compressed(mixer)
     if not isinstance(mixer, AttentionSpec):
         shared = getattr(mixer, "latents_of", None) is not None
         return MIXERS[type(mixer)], "latents of another layer" if shared else ""
@@ -135,9 +139,19 @@ def _mixer(mixer: object) -> tuple[str, str]:
     return name, ", ".join([*details, *(name for name, has in traits.items() if has)])
 
 
+def _compressed(mixer: CompressedAttentionSpec) -> str:
+    """Details of attention to compressed keys."""
+    heads = f"{mixer.num_attention_heads} heads, 1 KV"
+    if mixer.compressor is None:
+        return f"{heads}, sinks"
+    chosen = "" if mixer.indexer is None else f"{mixer.indexer.top_k} of "
+    return f"{heads}, sinks, {chosen}keys of {mixer.compressor.rate} tokens"
+
+
 def _mlp(mlp: object) -> tuple[str, str]:
     if isinstance(mlp, MoESpec):
         shared = ", one shared" if mlp.shared_expert else ""
+        shared += "" if mlp.by_token_id is None else ", by token id"
         own = ", others of pictures" if mlp.image_size else ""
         return "experts", f"{mlp.experts_per_token} of {mlp.num_experts}{own}{shared}"
     assert isinstance(mlp, MLPSpec)

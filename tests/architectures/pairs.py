@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -78,6 +79,10 @@ class Run:
         of order one: a key's bias without positions shifts all scores of a query equally, so that its
         gradient is rounding only.
         """
+        if (matrix := self.gradients.get(name.removesuffix("scale") + "fn")) is not None:
+            return (
+                matrix.norm().item()
+            )  # it is the inner product of this and a matrix with rows of length one
         if name in self.gradients and self.gradients[name].numel() == 1:
             return max(float(g.abs()) for g in self.gradients.values() if g.numel() == 1)
         weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
@@ -199,11 +204,17 @@ class Pair:
         return Run.repeatable(lambda: self._run_reference(cotangent, call))
 
     def _run_reference(self, cotangent: Tensor | None, call: Mapping[str, Any]) -> Run:
-        own = {}
-        if self.ours.needs_ids and "inputs_embeds" in call:  # the layers' own inputs come from ids
+        own, both = {}, self.ours.needs_ids and "inputs_embeds" in call
+        if both and hasattr(self.reference.model, "get_per_layer_inputs"):
             own["per_layer_inputs"] = self.reference.model.get_per_layer_inputs(call["input_ids"])
-        given = {name: value for name, value in call.items() if not (own and name == "input_ids")}
-        output = self.reference(**given, **own, use_cache=False)
+        refused = "inputs_embeds" if both and not own else "input_ids" if own else None
+        given = {name: value for name, value in call.items() if name != refused}
+        embedded = nullcontext()
+        if refused == "inputs_embeds":  # experts are chosen by ids, and the reference takes no embeddings
+            embedding = self.reference.get_input_embeddings()
+            embedded = mock.patch.object(embedding, "forward", return_value=call["inputs_embeds"])
+        with embedded:
+            output = self.reference(**given, **own, use_cache=False)
         grads = _gradients(self.reference, output, cotangent, call)
         by_name = {name: p.grad for name, p in self.reference.named_parameters() if p.grad is not None}
         return Run(output.loss, output.logits, by_name | grads)

@@ -56,6 +56,7 @@ def run_everything() -> None:
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(8, 128), operand(8, 128), approximate))
     backward(kernels.clamped_swiglu(operand(8, 256)))
+    backward(kernels.clamped_swiglu(operand(8, 256), plus_one=False))
     backward(kernels.capped_swiglu(operand(8, 256)))
     backward(kernels.relu2(operand(8, 128)))
     for one_scale in (False, True):
@@ -83,7 +84,8 @@ def run_everything() -> None:
     backward(kernels.softmax(operand(2, 70_000)))
     losses()
     attention()
-    for choice in ({}, {"renormalize": False}, {"score": "sigmoid", "correction_bias": torch.randn(128)}):
+    corrected = [{"score": s, "correction_bias": torch.randn(128)} for s in ("sigmoid", "sqrt_softplus")]
+    for choice in ({}, {"renormalize": False}, *corrected):
         backward(kernels.route(operand(64, 128), 8, **choice)[0])
     for choice in ({"score": "sigmoid"}, {"group_score": "max", "renormalize": False}):
         backward(kernels.route(operand(64, 128), 8, num_groups=8, top_groups=4, **choice)[0])

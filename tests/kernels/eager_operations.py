@@ -162,10 +162,10 @@ def eager_experts_of_weighted(x, weights, gate_up, down):
     return torch.einsum("tkhi,tki->th", down[chosen], F.silu(gate) * up)
 
 
-def eager_clamped_swiglu(x, alpha, limit):
+def eager_clamped_swiglu(x, alpha, limit, added=1):
     gate, up = halves(x)
     gate = gate.clamp(max=limit)
-    return (up.clamp(-limit, limit) + 1) * (gate * torch.sigmoid(alpha * gate))
+    return (up.clamp(-limit, limit) + added) * (gate * torch.sigmoid(alpha * gate))
 
 
 def eager_capped_swiglu(x, limit):

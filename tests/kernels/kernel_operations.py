@@ -240,6 +240,11 @@ OPERATIONS = {
         lambda x: eager_clamped_swiglu(x, 1.3, 0.8),
         lambda rows, width: [(rows, 2 * width)],
     ),
+    "clamped_swiglu_alone": Operation(
+        lambda x: clamped_swiglu(x, alpha=1.3, limit=0.8, plus_one=False),
+        lambda x: eager_clamped_swiglu(x, 1.3, 0.8, 0),
+        lambda rows, width: [(rows, 2 * width)],
+    ),
     "capped_swiglu": Operation(
         lambda x: capped_swiglu(x, limit=0.8),
         lambda x: eager_capped_swiglu(x, 0.8),

@@ -11,6 +11,7 @@ EVERY_FORM = {
     "biased softmax of the chosen": {"softmax_after_top_k": True, "correction_bias": True},
     "renormalized sigmoid": {"score": "sigmoid"},
     "biased sigmoid": {"score": "sigmoid", "correction_bias": True, "renormalize": False, "scale": 2.5},
+    "biased root of a softplus": {"score": "sqrt_softplus", "correction_bias": True, "scale": 1.5},
     "biased renormalized sigmoid": {"score": "sigmoid", "correction_bias": True, "scale": 2.5},
 }
 IN_GROUPS = {

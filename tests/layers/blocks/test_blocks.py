@@ -34,6 +34,7 @@ from liger_models.layers.specs import (
     SharedSpec,
     SparseMixerSpec,
     SSDSpec,
+    StreamsSpec,
 )
 
 TOKENS, HIDDEN = 12, 32
@@ -54,6 +55,7 @@ ROUTED = {
 BLOCKS = {
     "pre_norm": PRE_NORM,
     "layer scale": replace(PRE_NORM, topology="layer_scale"),
+    "several streams": replace(PRE_NORM, topology="hyper_connected", streams=StreamsSpec(3, 4)),
     "sandwich": replace(PRE_NORM, topology="sandwich"),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
     "own inputs": replace(

@@ -1,0 +1,69 @@
+"""The pre-norm block on several residual streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.blocks.block import IDS, Block
+from liger_models.layers.parts.hyper_connection import HyperConnection
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import BlockSpec, MoESpec
+
+
+class HyperConnectedBlock(Block):
+    """A pre-norm layer whose branches read a weighted sum of several residual streams, and are added to
+    mixtures of them (layers/parts/hyper_connection.py). With n streams the hidden states are [T, n H].
+
+    Raises:
+        ValueError: a spec without streams.
+    """
+
+    has_room_for = ("streams",)
+    needs = ("mixer", "mlp", "streams")
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        assert spec.streams is not None
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.attn_hc = HyperConnection(hidden_size, spec.streams)
+        self.ffn_hc = HyperConnection(hidden_size, spec.streams)
+        if isinstance(spec.mlp, MoESpec) and spec.mlp.by_token_id is not None:
+            self.reads = (IDS,)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor) -> Any:
+        assert residual is None
+        h, *ways = self.attn_hc(x)
+        y = self._scaled(self.token_mixer(self.input_layernorm(h), sequences))
+        x = self.attn_hc.add(x, y, *ways)
+        h, *ways = self.ffn_hc(x)
+        h = self.post_attention_layernorm(h)
+        y = self.mlp(h, sequences, ids=read[0]) if read else self.mlp(h, sequences)
+        return self.ffn_hc.add(x, self._scaled(y), *ways), None
+
+    def stream_bytes(self, itemsize: int) -> int:
+        """Bytes per token of all residual streams."""
+        assert self.spec.streams is not None
+        return self.spec.streams.count * super().stream_bytes(itemsize)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Bytes per token as of other layers, and of two connections the streams, the branches' outputs, and
+        in float32 the weights.
+        """
+        kept = super().activation_bytes(level, itemsize)
+        if level in RERUN or self.spec.streams is None:
+            return kept
+        n = self.spec.streams.count
+        return kept + 2 * (self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * n * (n + 2))
+
+    def norm_outputs(self) -> int:
+        """Number of norm outputs [T, H] that only the level `all` keeps."""
+        return 2
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2 if level == "all" else 0

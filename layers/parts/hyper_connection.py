@@ -1,0 +1,132 @@
+"""Several residual streams: manifold-constrained hyper-connections (mHC: Xie et al., 2025, arXiv:2512.24880).
+
+A token has n streams X_i of H elements. Before a branch f they are summed by weights, and its output is added
+to mixtures of them:
+
+    z = W [X_1 .. X_n] / rms(X_1 .. X_n),     pre | post | mix = split(scale * z + base)     n | n | n x n
+    h = sum_i (sigmoid(pre_i) + eps) X_i,     X'_j = 2 sigmoid(post_j) f(h) + sum_i M_ij X_i
+
+M is softmax(mix) + eps over its rows, whose columns and rows are then divided by their sums in turn, so that
+all sums are close to one (Sinkhorn and Knopp, 1967). At the end of a model the streams are summed by weights
+of the same form as `pre`. Weights are computed in float32; they are the same for all elements of a stream.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.kernels._dispatch import at_least_float32, without_autocast
+from liger_models.layers.recompute.activation_memory import recompute
+from liger_models.layers.specs import StreamsSpec
+
+
+class HyperConnection(nn.Module):
+    """The connection of one branch to the streams.
+
+    Args:
+        hidden_size: the width H of a stream.
+        spec: number of streams, and of iterations.
+    """
+
+    stacked_vectors = ("fn",)  # whose dtype may be wider than that of other matrices
+
+    def __init__(self, hidden_size: int, spec: StreamsSpec):
+        super().__init__()
+        self.spec, rows = spec, (2 + spec.count) * spec.count
+        self.fn = nn.Parameter(torch.empty(rows, spec.count * hidden_size))
+        self.base = nn.Parameter(torch.empty(rows))
+        self.scale = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise the matrix from a normal distribution, biases with zeros and factors with ones."""
+        _reset(self.fn, self.base, self.scale, std, generator)
+
+    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [T, n H] -> the branch's input [T, H], and `post` [T, n] and M [T, n, n] for `add`, in at
+        least float32.
+        """
+        pre, post, mixture = recompute(self._weights, streams, self.fn, self.base, self.scale)
+        return _weighted(streams, pre), post, mixture
+
+    def add(self, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+        """The streams after the branch, [T, n H], from its output [T, H]."""
+        dtype = streams.dtype
+        apart = streams.unflatten(-1, (self.spec.count, -1))
+        mixed = torch.bmm(mixture.to(dtype).mT, apart)
+        return (post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed).flatten(1)
+
+    def _weights(
+        self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """pre [T, n], post [T, n] and M [T, n, n]."""
+        n, eps = self.spec.count, self.spec.eps
+        sizes = [n, n, n * n]
+        z, base = _projected(streams, fn, self.spec.norm_eps), at_least_float32(base)
+        factors = at_least_float32(scale).repeat_interleave(torch.tensor(sizes, device="cpu").to(z.device))
+        pre, post, mix = (z * factors + base).split(sizes, dim=-1)
+        mixture = mix.unflatten(-1, (n, n)).softmax(-1) + eps
+        mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+        for _ in range(self.spec.iterations - 1):
+            mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
+            mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+        return pre.sigmoid() + eps, 2 * post.sigmoid(), mixture
+
+    def extra_repr(self) -> str:
+        return f"streams={self.spec.count}, iterations={self.spec.iterations}"
+
+
+class StreamsHead(nn.Module):
+    """The streams of a model: equal at its beginning, and summed by weights at its end.
+
+    Args:
+        hidden_size: the width H of a stream.
+        spec: their number.
+    """
+
+    stacked_vectors = ("fn",)
+
+    def __init__(self, hidden_size: int, spec: StreamsSpec):
+        super().__init__()
+        self.spec = spec
+        self.fn = nn.Parameter(torch.empty(spec.count, spec.count * hidden_size))
+        self.base = nn.Parameter(torch.empty(spec.count))
+        self.scale = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise the matrix from a normal distribution, biases with zeros and the factor with one."""
+        _reset(self.fn, self.base, self.scale, std, generator)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x [T, H] -> equal streams [T, n H]."""
+        return x.repeat(1, self.spec.count)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        """streams [T, n H] -> [T, H]."""
+        z = recompute(_projected, streams, self.fn, self.spec.norm_eps)
+        pre = (z * at_least_float32(self.scale) + at_least_float32(self.base)).sigmoid() + self.spec.eps
+        return _weighted(streams, pre)
+
+    def extra_repr(self) -> str:
+        return f"streams={self.spec.count}"
+
+
+def _reset(fn: Tensor, base: Tensor, scale: Tensor, std: float, generator: torch.Generator | None) -> None:
+    nn.init.normal_(fn, 0.0, std, generator)
+    nn.init.zeros_(base)
+    nn.init.ones_(scale)
+
+
+def _projected(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
+    """fn [m, n H] times the normalised streams [T, n H], in at least float32."""
+    wide = at_least_float32(streams)
+    with without_autocast(wide):
+        z = wide @ at_least_float32(fn).mT
+    return z * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
+def _weighted(streams: Tensor, weights: Tensor) -> Tensor:
+    """The sum of streams [T, n H] by weights [T, n], [T, H]."""
+    return (streams.unflatten(-1, (weights.shape[-1], -1)) * weights[..., None]).sum(1).to(streams.dtype)
