@@ -23,6 +23,7 @@ from liger_models.kernels.attention.visible_keys import (
     KeyRanges,
     document_bounds,
     key_ranges,
+    marked_spans,
     tree_ranges,
 )
 from liger_models.kernels.experts._expert_operands import StoredMatrices
@@ -105,6 +106,7 @@ __all__ = [
     "linear_log_probs",
     "load_balancing_loss",
     "log_probs",
+    "marked_spans",
     "moe_experts",
     "multi_axis_tables",
     "quantize",

@@ -184,9 +184,10 @@ def head() -> Tensor:
     return operand(VOCAB, 2048)
 
 
-def ranges(of_queries: int, of_keys: int) -> KeyRanges:
-    """Bounds of attention over several ranges of keys: numbers of rows."""
-    return KeyRanges(*(torch.empty(rows, TOKENS, dtype=torch.int32) for rows in (of_queries, of_keys)))
+def ranges(of_queries: int, of_keys: int, marked: bool = False) -> KeyRanges:
+    """Bounds of attention over several ranges of keys: numbers of rows, and whether tokens have marks."""
+    rows = (torch.empty(count, TOKENS, dtype=torch.int32) for count in (of_queries, of_keys))
+    return KeyRanges(*rows, torch.empty(TOKENS, dtype=torch.int32) if marked else None)
 
 
 def experts(
@@ -335,6 +336,7 @@ CASES: dict[str, Callable[[], None]] = {
     "attention, SigLIP": lambda: attention(16, 16, 72, bounds=ranges(2, 2)),
     "attention, heads of 80, an encoder's": lambda: attention(16, 16, 80, bounds=ranges(2, 2)),
     "attention, Gemma 3 with images": lambda: attention(8, 4, 256, bounds=ranges(2, 2)),
+    "attention, Molmo 2 with images": lambda: attention(32, 8, 128, bounds=ranges(2, 2, marked=True)),
     "attention in float32, heads of 64": lambda: attention(32, 8, 64, dtype=F32),
     "attention in float32, heads of 96": lambda: attention(32, 8, 96, dtype=F32),
     "attention in float32, heads of 256": lambda: attention(8, 4, 256, dtype=F32),

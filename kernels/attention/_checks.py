@@ -51,13 +51,18 @@ def check_slopes(slopes: Tensor | None, q: Tensor) -> None:
 
 def check_bounds(bounds: Tensor | KeyRanges, tokens: int, window: int | None) -> None:
     ranges = isinstance(bounds, KeyRanges)
-    for rows in bounds if isinstance(bounds, KeyRanges) else (bounds,):
+    for rows in bounds[:2] if isinstance(bounds, KeyRanges) else (bounds,):
         fits = rows.dim() == 2 and rows.shape[1] == tokens and rows.dtype == torch.int32
         if not fits or (len(rows) % 2 if ranges else len(rows) != 2):
             raise ValueError(
                 f"bounds is {rows.dtype} of the shape {tuple(rows.shape)}; expected [2, {tokens}] int32 from "
                 f"document_bounds, or KeyRanges of [2 * ranges, {tokens}] from key_ranges"
             )
+    marked = bounds.marked if isinstance(bounds, KeyRanges) else None
+    if marked is not None and (tuple(marked.shape) != (tokens,) or marked.dtype != torch.int32):
+        raise ValueError(
+            f"marked is {marked.dtype} of the shape {tuple(marked.shape)}; expected [{tokens}] int32"
+        )
     if ranges and window is not None:
         raise ValueError(f"window is {window}, but bounds are ranges of keys: pass the window to key_ranges")
 

@@ -17,6 +17,7 @@ from liger_models.kernels.attention._tiles import (
     query_block,
     store_rows,
     visible,
+    visible_by_marks,
 )
 
 
@@ -26,6 +27,7 @@ def attention_forward_kernel(
     k,
     v,
     bounds,
+    marked,
     chosen,
     sinks,
     slopes,
@@ -84,7 +86,7 @@ def attention_forward_kernel(
         firsts = first_key(queries, bounds, part, tokens, window, RANGES)
         ends = end_key(queries, bounds, part, tokens, RANGES)
         tile, before, whole, partial = key_tiles(
-            row, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+            row, firsts, ends, bounds, marked, tokens, window, RANGES, BLOCK_Q, BLOCK_K
         )
         for WHOLE in tl.static_range(2):
             for i in range(0, whole if WHOLE else partial):
@@ -111,6 +113,10 @@ def attention_forward_kernel(
                 else:
                     keys = column + tl.arange(0, BLOCK_K)
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    if marked is not None:
+                        seen = seen & visible_by_marks(
+                            marked, keys[None, :], keys[None, :], queries[:, None], tokens
+                        )
                     if chosen is not None:
                         rows = tl.minimum(queries, tokens - 1)
                         seen = seen & is_chosen(

@@ -23,6 +23,7 @@ from liger_models.kernels.attention._tiles import (
     query_tiles,
     store_rows,
     visible,
+    visible_by_marks,
 )
 
 
@@ -32,6 +33,7 @@ def attention_query_gradient_kernel(
     k,
     v,
     bounds,
+    marked,
     slopes,
     chosen,
     out,
@@ -101,7 +103,7 @@ def attention_query_gradient_kernel(
         firsts = first_key(queries, bounds, part, tokens, window, RANGES)
         ends = end_key(queries, bounds, part, tokens, RANGES)
         tile, before, whole, partial = key_tiles(
-            row, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+            row, firsts, ends, bounds, marked, tokens, window, RANGES, BLOCK_Q, BLOCK_K
         )
         for WHOLE in tl.static_range(2):
             for i in range(0, whole if WHOLE else partial):
@@ -126,6 +128,10 @@ def attention_query_gradient_kernel(
                 if not WHOLE or chosen is not None:
                     keys = column + tl.arange(0, BLOCK_K)
                     seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, window)
+                    if marked is not None:
+                        seen = seen & visible_by_marks(
+                            marked, keys[None, :], keys[None, :], queries[:, None], tokens
+                        )
                     if chosen is not None:
                         rows = tl.minimum(queries, tokens - 1)
                         seen = seen & is_chosen(
@@ -151,6 +157,7 @@ def attention_key_value_gradient_kernel(
     k,
     v,
     bounds,
+    marked,
     slopes,
     chosen,
     dout,
@@ -211,7 +218,7 @@ def attention_key_value_gradient_kernel(
         firsts = first_query(keys, bounds, part, tokens, RANGES)
         ends = end_query(keys, bounds, part, tokens, window, RANGES)
         tile, before, whole, partial = query_tiles(
-            column, firsts, ends, bounds, tokens, window, RANGES, BLOCK_Q, BLOCK_K
+            column, firsts, ends, bounds, marked, tokens, window, RANGES, BLOCK_Q, BLOCK_K
         )
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
             q_head = q + head * q_head_stride
@@ -259,6 +266,10 @@ def attention_key_value_gradient_kernel(
                     weights = tl.exp2(scores - row_lse[None, :])
                     if not WHOLE or chosen is not None:
                         seen = (queries[None, :] >= firsts[:, None]) & (queries[None, :] < ends[:, None])
+                        if marked is not None:
+                            seen = seen & visible_by_marks(
+                                marked, queries[None, :], keys[:, None], queries[None, :], tokens
+                            )
                         if chosen is not None:
                             rows = tl.minimum(queries, tokens - 1)
                             first_keys = first_key(rows, bounds, 0, tokens, window, RANGES)

@@ -8,7 +8,8 @@ tiles need a mask, and they are visited first.
 In causal attention the ranges are `first .. query` and `key .. last`, where `bounds` [2, T] holds the start
 and end of each token's document. With RANGES they are explicit, and several disjoint ones are allowed:
 `bounds` [2 * parts, T] holds the start and end of each part, of keys per query or of queries per key. The
-range from T to 0 is empty and does not widen the block's range.
+range from T to 0 is empty and does not widen the block's range. With `marked` [T] a key after the query is
+visible only if both are marked, so that tiles with such pairs are partly visible.
 
 Scores and `lse` are in units of ln(2), so that the softmax can use exp2.
 
@@ -104,6 +105,14 @@ def visible(keys, firsts, ends, bounds, window):
 
 
 @jit
+def visible_by_marks(marked, others, keys, queries, tokens):
+    """Whether keys up to the query, or marked tokens after it, are visible. `others` are the tokens of the
+    visited tile, keys or queries, which are marked or not; the ranges account for the block's own.
+    """
+    return (keys <= queries) | (tl.load(marked + others, others < tokens, 0) > 0)
+
+
+@jit
 def chosen_of_group(chosen, head, words, heads, groups):
     """The bits of a head's group, and the words from a query's to the next one's."""
     return chosen + (head // (heads // groups)) * words, groups * words
@@ -174,6 +183,7 @@ def key_tiles(
     firsts,
     ends,
     bounds,
+    marked,
     tokens,
     window,
     RANGES: tl.constexpr,
@@ -182,7 +192,10 @@ def key_tiles(
 ):
     """Tiles of keys that a block of queries visits, as `_tiles` returns them."""
     if RANGES:
-        return _tiles_of_ranges(firsts, ends, BLOCK_K)
+        whole_end = tl.min(ends, 0)
+        if marked is not None:
+            whole_end = tl.minimum(whole_end, row + 1)
+        return _tiles_of_ranges(firsts, ends, tl.max(firsts, 0), whole_end, BLOCK_K)
     else:  # both ends are non-decreasing over queries
         last_row = tl.minimum(row + BLOCK_Q, tokens) - 1
         return _tiles(
@@ -200,6 +213,7 @@ def query_tiles(
     firsts,
     ends,
     bounds,
+    marked,
     tokens,
     window,
     RANGES: tl.constexpr,
@@ -207,10 +221,13 @@ def query_tiles(
     BLOCK_K: tl.constexpr,
 ):
     """Tiles of queries that a block of keys visits, as `_tiles` returns them."""
+    last_key = tl.minimum(column + BLOCK_K, tokens) - 1
     if RANGES:
-        return _tiles_of_ranges(firsts, ends, BLOCK_Q)
+        whole_first = tl.max(firsts, 0)
+        if marked is not None:
+            whole_first = tl.maximum(whole_first, last_key)
+        return _tiles_of_ranges(firsts, ends, whole_first, tl.min(ends, 0), BLOCK_Q)
     else:
-        last_key = tl.minimum(column + BLOCK_K, tokens) - 1
         return _tiles(
             first_query(column, bounds, 0, tokens, RANGES),
             first_query(last_key, bounds, 0, tokens, RANGES),
@@ -221,10 +238,10 @@ def query_tiles(
 
 
 @jit
-def _tiles_of_ranges(firsts, ends, BLOCK: tl.constexpr):
+def _tiles_of_ranges(firsts, ends, whole_first, whole_end, BLOCK: tl.constexpr):
     end = tl.max(ends, 0)
     first = tl.minimum(tl.min(firsts, 0), end)  # if all are empty, end precedes first
-    return _tiles(first, tl.max(firsts, 0), tl.min(ends, 0), end, BLOCK)
+    return _tiles(first, whole_first, whole_end, end, BLOCK)
 
 
 @jit

@@ -128,9 +128,9 @@ def attention(
     ranges = isinstance(bounds, KeyRanges)
     if chosen is not None:
         check_chosen(chosen, q, v, ranges or window is not None)
-    of_queries, of_keys = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds)
+    of_queries, of_keys, marked = bounds if isinstance(bounds, KeyRanges) else (bounds, bounds, None)
     bits, size = chosen if isinstance(chosen, ChosenBlocks) else (chosen, 0)
-    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, bits)
+    runs = use_triton(q, k, v, sinks, slopes, of_queries, of_keys, marked, bits)
     if runs and not has_tiles(q, v):
         _say_no_tiles(gpu_of(q).arch)
         runs = False
@@ -138,7 +138,7 @@ def attention(
         out = attention_plain(q, k, v, scale, bounds, window, softcap, sinks, slopes, chosen=chosen)
         return as_once_differentiable(out)
     q, k, v = (_with_small_strides(x) for x in (q, k, v))
-    operands = (sinks, slopes, of_queries, of_keys, bits)
+    operands = (sinks, slopes, of_queries, of_keys, marked, bits)
     others = (None if x is None else x.contiguous() for x in operands)
     return _Attention.apply(q, k, v, *others, once, ranges, scale, window, softcap, size)
 
@@ -207,7 +207,7 @@ def _with_small_strides(x: Tensor) -> Tensor:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, chosen, once, *options):
+    def forward(ctx, q, k, v, sinks, slopes, of_queries, of_keys, marked, chosen, once, *options):
         ranges, scale, window, softcap, size = ctx.options = options
         tokens, heads, _ = q.shape
 
@@ -223,6 +223,7 @@ class _Attention(torch.autograd.Function):
                         k,
                         v,
                         of_queries,
+                        marked,
                         chosen,
                         sinks,
                         slopes,
@@ -242,13 +243,13 @@ class _Attention(torch.autograd.Function):
             return out, lse
 
         out, lse = run() if once is None else once(run)
-        ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, slopes, of_queries, of_keys, marked, chosen, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, sinks, slopes, of_queries, of_keys, chosen, out, lse = ctx.saved_tensors
+        q, k, v, sinks, slopes, of_queries, of_keys, marked, chosen, out, lse = ctx.saved_tensors
         ranges, scale, window, softcap, size = ctx.options
         tokens, heads, _ = q.shape
         kv_heads = k.shape[1]
@@ -264,6 +265,7 @@ class _Attention(torch.autograd.Function):
                     k,
                     v,
                     of_queries,
+                    marked,
                     slopes,
                     chosen,
                     out,
@@ -288,6 +290,7 @@ class _Attention(torch.autograd.Function):
                     k,
                     v,
                     of_keys,
+                    marked,
                     slopes,
                     chosen,
                     dout,
@@ -310,7 +313,7 @@ class _Attention(torch.autograd.Function):
         if ctx.needs_input_grad[3]:
             shares = torch.exp2(sinks.float()[:, None] * _LOG2_E - lse)
             dsinks = -(shares * delta).sum(1).to(sinks.dtype)
-        return dq, dk, dv, dsinks, *[None] * 10
+        return dq, dk, dv, dsinks, *[None] * 11
 
 
 def has_tiles(q: Tensor, v: Tensor) -> bool:

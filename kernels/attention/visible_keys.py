@@ -3,7 +3,8 @@
 `document_bounds` gives the start and end of documents in causal attention. `KeyRanges` defines visibility
 completely: the ranges of keys visible to each query, and the ranges of queries that attend to each key.
 Bidirectional spans need one range of each (`key_ranges`). If documents continue others (`tree_ranges`), a
-query attends to part of the parent document and part of its own.
+query attends to part of the parent document and part of its own. Tokens that attend to one another across
+others between them have ranges from the first to the last of them, and marks.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ class KeyRanges(NamedTuple):
     Attributes:
         of_queries: ranges of keys visible to each query. The first one is never empty.
         of_keys: ranges of queries that attend to each key; their number may differ.
+        marked: [T] int32, 0 or 1. Within the ranges a key after the query is visible only if both are marked.
+            None: all are.
 
     An empty range goes from T to 0. A token's empty ranges come last.
     """
 
     of_queries: Tensor
     of_keys: Tensor
+    marked: Tensor | None = None
 
 
 def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -54,7 +58,11 @@ def document_bounds(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def key_ranges(
-    bounds: Tensor, spans: Tensor | None = None, window: int | None = None, whole_spans: bool = False
+    bounds: Tensor,
+    spans: Tensor | None = None,
+    window: int | None = None,
+    whole_spans: bool = False,
+    marked: Tensor | None = None,
 ) -> KeyRanges:
     """Ranges for attention that is bidirectional within spans or everywhere: one range per query and per key.
 
@@ -62,10 +70,17 @@ def key_ranges(
         bounds: [2, T] int32, start and end of each token's document, as `document_bounds` returns it.
         spans: [2, T] int32, start and end of the span that contains each token. Tokens of a span all
             attend to one another, in addition to the preceding tokens. (t, t + 1) for a token in no span.
-            Both rows are non-decreasing. None: each document is one span, and the window limits both sides.
+            None: each document is one span, and the window limits both sides.
         window: maximum number of visible tokens up to the query, itself included.
         whole_spans: make the whole span visible, even the part before the window.
+        marked: [T] int32, 1 for tokens that attend to one another across others: their spans go from the
+            first to the last of them, and hold unmarked tokens, too (`marked_spans`).
+
+    Raises:
+        ValueError: marks with whole spans.
     """
+    if marked is not None and whole_spans:
+        raise ValueError("tokens that attend to one another across others have no whole spans")
     token = torch.arange(bounds.shape[1], dtype=torch.int32, device=bounds.device)
     if spans is None:
         spans = bounds if window is None else torch.stack([token - window + 1, token + window])
@@ -77,7 +92,25 @@ def key_ranges(
             end = torch.maximum(end, torch.minimum(spans[1], bounds[1]))
     # Queries of the same span attend to later keys, and queries within the window to earlier ones.
     of_queries = torch.stack([first, torch.minimum(spans[1], bounds[1])])
-    return KeyRanges(of_queries, torch.stack([torch.maximum(spans[0], bounds[0]), end]))
+    return KeyRanges(of_queries, torch.stack([torch.maximum(spans[0], bounds[0]), end]), marked)
+
+
+def marked_spans(bounds: Tensor, marked: Tensor) -> Tensor:
+    """Spans of tokens that attend to one another across others: for marked tokens the range from the first
+    to the last marked one of their document, [2, T] int32; (t, t + 1) for any other token t.
+
+    Args:
+        bounds: [2, T] int32, as in `key_ranges`.
+        marked: [T] int32, 0 or 1.
+    """
+    total, first_of_document = len(marked), bounds[0].long()
+    token = torch.arange(total, dtype=torch.int32, device=marked.device)
+    here = marked > 0
+    first = torch.full_like(token, total)
+    first.scatter_reduce_(0, first_of_document, token.where(here, total), "amin")
+    end = torch.zeros_like(token).scatter_reduce_(0, first_of_document, (token + 1).where(here, 0), "amax")
+    together = torch.stack([first[first_of_document], end[first_of_document]])
+    return together.where(here, torch.stack([token, token + 1]))
 
 
 def tree_ranges(
@@ -192,7 +225,11 @@ def visible_keys(
     token = torch.arange(tokens, device=device)
     if isinstance(bounds, KeyRanges):
         ranges = bounds.of_queries.unflatten(0, (-1, 2))[..., None]
-        return ((token >= ranges[:, 0]) & (token < ranges[:, 1])).any(0)
+        visible = ((token >= ranges[:, 0]) & (token < ranges[:, 1])).any(0)
+        if bounds.marked is not None:
+            marked = bounds.marked > 0
+            visible &= (token <= token[:, None]) | (marked & marked[:, None])
+        return visible
     visible = token[:, None] >= token
     if bounds is not None:
         visible = visible & (token >= bounds[0][:, None])

@@ -225,7 +225,10 @@ def attention() -> None:
     cases = [(64, BF16, {}), (128, BF16, everything), (256, torch.float16, everything)]
     backward(kernels.attention(*(operand(16, 4, dim) for dim in (192, 192, 128)), **everything))
     tree = kernels.tree_ranges([0, 8, 12, 16], [-1, 0, 0], torch.device("cpu"), window=9)
-    backward(kernels.attention(*(operand(16, 4, 64) for _ in range(3)), bounds=tree))
+    for marked in (None, torch.ones(16, dtype=torch.int32)):
+        backward(
+            kernels.attention(*(operand(16, 4, 64) for _ in range(3)), bounds=tree._replace(marked=marked))
+        )
     sloped = {**everything, "slopes": torch.ones(4)}
     for dim, dtype, options in [*cases, (128, BF16, sloped), (96, torch.float32, sloped)]:
         backward(kernels.attention(*(operand(16, heads, dim, dtype=dtype) for heads in (4, 2, 2)), **options))

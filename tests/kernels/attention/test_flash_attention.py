@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attention_forms import attend, eager_attention, operands
 from operation_runs import in_float64, run_with_gradients
 
-from liger_models.kernels import KeyRanges, attention, document_bounds, key_ranges
+from liger_models.kernels import KeyRanges, attention, document_bounds, key_ranges, marked_spans
 from liger_models.kernels._dispatch import rows_to_copy
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
@@ -263,6 +263,13 @@ def test_key_ranges_may_replace_the_causal_mask(
     assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
     first, end = ranges.of_keys
     assert torch.equal((token >= first[:, None]) & (token < end[:, None]), visible.T)
+    check_with_mask(ranges, visible, assert_near)
+    if spans == SPANS["documents"] and window is None:
+        assert all(map(torch.equal, ranges[:2], key_ranges(bounds)[:2]))
+
+
+def check_with_mask(ranges, visible, assert_near):
+    """Compare attention over ranges of keys, and its gradients, with the formula with a mask."""
 
     def formula(q, k, v, sinks):
         k, v = (x.repeat_interleave(2, 1) for x in (k, v))
@@ -276,8 +283,33 @@ def test_key_ranges_may_replace_the_causal_mask(
     truth, true_grads, _ = run_with_gradients(formula, in_float64(inputs), in_float64(upstream))
     for actual, true in zip((*found, *grads), (*truth, *true_grads), strict=True):
         assert_near(actual, true, 48)
-    if spans == SPANS["documents"] and window is None:
-        assert all(map(torch.equal, ranges, key_ranges(bounds)))
+
+
+# In documents of 3, 17 and 27 tokens; and in one document whole tiles, with a tile of others between them.
+MARKED = {PACKED: (0, 2, 7, 9, 10, 24, 25, 40, 48), (0, TOKENS): (*range(16), *range(32, TOKENS))}
+MARKS = [("plain", PACKED, 9), ("triton", PACKED, None), ("triton", (0, TOKENS), None)]
+
+
+@pytest.mark.parametrize(("implementation", "documents", "window"), MARKS, indirect=["implementation"])
+def test_marked_tokens_attend_to_one_another_across_others(
+    documents, window, implementation, small_tiles, assert_near
+):
+    token = torch.arange(TOKENS)
+    marked = torch.isin(token, torch.tensor(MARKED[documents]))
+    bounds = document_bounds(torch.tensor(documents), TOKENS)
+    ranges = key_ranges(bounds, marked_spans(bounds, marked.int()), window, marked=marked.int())
+    visible = token <= token[:, None]
+    if window is not None:
+        visible &= token > token[:, None] - window
+    visible = (visible | (marked & marked[:, None] & (token > token[:, None]))) & (
+        bounds[0] == bounds[0][:, None]
+    )
+    assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
+    check_with_mask(ranges, visible, assert_near)
+    with pytest.raises(ValueError, match=r"marked is torch.bool .* expected \[50\] int32"):
+        attention(*operands(TOKENS), bounds=ranges._replace(marked=marked))
+    with pytest.raises(ValueError, match="no whole spans"):
+        key_ranges(bounds, marked_spans(bounds, marked.int()), 3, True, marked.int())
 
 
 def test_a_window_without_spans_limits_both_sides():
@@ -287,7 +319,7 @@ def test_a_window_without_spans_limits_both_sides():
     together = bounds[0] == bounds[0][:, None]
     visible = together & ((token - token[:, None]).abs() < 3)
     assert torch.equal(module.visible_keys(TOKENS, ranges, None, token.device), visible)
-    assert torch.equal(*ranges)  # attention is symmetric
+    assert torch.equal(*ranges[:2])  # attention is symmetric
 
 
 def test_ranges_and_a_window_are_refused(implementation):
