@@ -3,7 +3,7 @@ encoder; on sliding layers the tokens of one image attend to each other in both 
 """
 
 from liger_models.architectures.common import unread_keys
-from liger_models.architectures.encoders import gemma4_unified as encoder
+from liger_models.architectures.encoders import gemma4 as encoder
 from liger_models.architectures.gemma4 import with_images
 from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, for_tests, register
@@ -26,17 +26,17 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     layouts=tuple(
         Layout(
             NAMES,
-            permuted=encoder.PERMUTED,
+            permuted=encoder.UNIFIED_PERMUTED,
             root="model.language_model.",
             parts=(("vision.", Layout(names, root="model.")),),
         )
-        for names in (encoder.NAMES, encoder.NAMES_IN_MODULES)
+        for names in (encoder.UNIFIED, encoder.UNIFIED_IN_MODULES)
     ),
     carried=carried,
     masks_of_generation=True,  # its forward pass shows image tokens to one another in full layers, too
 )
 def gemma4_unified(c: HFConfig) -> ModelSpec:
-    return with_images(c, encoder.vision, attention="vision")
+    return with_images(c, encoder.patches_alone, attention="vision")
 
 
 # -- tests
@@ -53,7 +53,7 @@ for_tests(
             "hidden_act": ...,
             "use_bidirectional_attention": "vision",
         },
-        "vision_config": encoder.TINY,
+        "vision_config": encoder.UNIFIED_TINY,
         "audio_config": None,
         "image_token_id": 3,
         "video_token_id": 4,

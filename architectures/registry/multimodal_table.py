@@ -326,6 +326,17 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
         },
     ),
+    "molmo2": Multimodal(
+        {"molmo2_text": "molmo2_text"},
+        _OWN_ROOT,
+        renamed={"qkv_bias": ("attention_bias",), "layer_norm_eps": ("rms_norm_eps",)},
+        settings={"tie_word_embeddings": False},
+        defaults={
+            **{"vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "head_dim": 128},
+            **{"num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8},
+            **{"max_position_embeddings": 36864},
+        },
+    ),
     "muse_glimmer": Multimodal(
         {"muse_glimmer_text": "muse_glimmer_text"},
         _OWN_ROOT,

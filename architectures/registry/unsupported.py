@@ -70,7 +70,6 @@ MISSING |= {
     ),
     "gemma4_unified_text": "the whole model's config, of the type gemma4_unified, which loads",
     "hunyuan_vl": "rotary positions whose angles differ in the two halves of a head",
-    "molmo2": "image tokens that attend to one another across the text between them",
     **dict.fromkeys(("dots3_note", "moshi", "moss_transcribe_diarize", "phi4_multimodal"), _HEARS),
     **dict.fromkeys(("muse_spark",), _HEARS),
     **dict.fromkeys(

@@ -67,6 +67,9 @@ class Layout:
             ("linear_attn", ((".input_layernorm.", ".attention_layer_norm."),)).
         apart: (pattern, names) of native stacks of matrices whose rows are those of several stacks in the
             checkpoint, next to it: ("*.experts.gate_up_proj", ("w1", "v1")). They must be `whole`, too.
+        in_two: (canonical name, names of its first and of its last rows, axis): a tensor that the checkpoint
+            stores as two. The axis, named by the module, counts the first rows; None: they are half, rounded
+            up.
         in_one: number of layers in turn that the checkpoint stores as one, whose modules are then numbered:
             with 2, "layers.5.mlp.up_proj" is stored as "layers.2.mlp.1.up_proj". `rename` applies later.
         of_parts: only the text parts of multimodal checkpoints have this layout. Saved alone, they have the
@@ -81,6 +84,7 @@ class Layout:
     joined: tuple[Joined, ...] = ()
     in_layers_with: tuple[tuple[str, Renames], ...] = ()
     apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    in_two: tuple[tuple[str, tuple[str, str], str | None], ...] = ()
     in_one: int = 1
     of_parts: bool = False
 
@@ -95,7 +99,9 @@ class Layout:
         return {
             native: layout._whole(Ref(native, form.shape, _axes(form)))
             if _matches(native, self.whole)
-            else form.with_refs(lambda ref: layout._joined(ref, shapes) or layout._tensor(ref))
+            else form.with_refs(
+                lambda ref: layout._joined(ref, shapes) or layout._in_two(ref) or layout._tensor(ref)
+            )
             for native, form in forms.items()
         }
 
@@ -183,6 +189,15 @@ class Layout:
                     raise ValueError(f"{name}: pieces in another order must be whole, and equally high")
                 return permuted_piece(found, piece, len(widths))
             return piece_of_groups(self.name(name), widths, piece, groups, canonical.shape[1:])
+        return None
+
+    def _in_two(self, canonical: Ref) -> Expr | None:
+        for name, names, axis in self.in_two:
+            if canonical.name == name:
+                total, *rest = canonical.shape
+                rows = (total + 1) // 2 if axis is None else canonical.axes.get(axis, total)
+                parts = zip(names, (rows, total - rows), strict=True)
+                return Cat(tuple(Ref(self.name(part), (count, *rest)) for part, count in parts if count))
         return None
 
     def _permuted(self, canonical: Ref, name: str) -> Permute | None:

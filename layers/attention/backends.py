@@ -4,7 +4,8 @@
 
 A query attends to the tokens of its own document up to itself; with a window, to the last `window` of those.
 If the spec is not causal it attends to its whole document, or with a window to as many tokens after it;
-with spans (such as images) also to its whole span. Chunks cut documents into shorter ones, for every backend.
+with spans (such as images) also to its whole span, or if it is marked to all marked tokens of its document.
+Chunks cut documents into shorter ones, for every backend.
 If a document continues another (layers/sequences/tree.py), its queries attend as if the continued tokens
 preceded their own.
 Soft cap, sinks and slopes (ALiBi): see kernels/attention/flash_attention.py.
@@ -31,8 +32,9 @@ Soft cap, sinks and slopes (ALiBi): see kernels/attention/flash_attention.py.
 |                                | `masked`, with caps `eager`      |
 
 "Elsewhere" means a CPU, float64, heads of more than 512, float32 if attention is not plainly causal
-(documents that continue others, spans, encoders), and torch.compile, under which `triton` would run its twin;
-there `varlen` precedes `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples of 8.
+(documents that continue others, spans without marks, encoders), and torch.compile, under which `triton` would
+run its twin; there `varlen` precedes `masked` on a GPU in 16 bits, for heads of up to 256 that are multiples
+of 8.
 Values may be narrower or wider than keys, except for `varlen`. For such heads, and heads of more than 256, a
 GPU uses `triton` instead of `sdpa` if cuDNN has no kernel for them: torch's other kernels keep all scores, or
 copy keys and values for every query head.
@@ -254,7 +256,8 @@ def _bounds(spec: AttentionSpec, visibility: Visibility) -> tuple[Tensor | KeyRa
     if not _by_ranges(spec, visibility):
         return visibility.documents.bounds(), spec.window
     if visibility.documents.tree is not None and spec.causal:
-        return visibility.documents.tree.key_ranges(spec.window, spec.chunk, visibility.spans), None
+        ranges = visibility.documents.tree.key_ranges(spec.window, spec.chunk, visibility.spans)
+        return ranges._replace(marked=visibility.marked), None
     return visibility.key_ranges(spec.window, spec.causal, spec.whole_spans), None
 
 
@@ -283,7 +286,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     if spec.dropout:
         return "eager" if not plain else "sdpa" if _is_unmasked(spec, visibility) else "masked"
     ours = use_triton(q) and has_tiles(q, v)
-    if q.dtype == torch.float32 and _by_ranges(spec, visibility):
+    if q.dtype == torch.float32 and _by_ranges(spec, visibility) and visibility.marked is None:
         ours = False  # in float32 the kernel has not been timed against a mask
     if visibility.documents.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"

@@ -17,9 +17,10 @@ from liger_models.layers.specs import (
     SquarePictures,
     TiledVisionSpec,
     VisionSpec,
+    WindowedPictures,
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
-from liger_models.layers.vision.crops import crop_of, crops_of
+from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 
@@ -102,6 +103,11 @@ def shown_of_size(
             crop = crop_of(side) // size
             crops = [(1, crop, crop)] * crops_of(height, width, side)
             grids = [*crops, (1, side // size, side // size)] * count
+        case WindowedPictures(side):
+            crops_of_image, tokens = crops_and_tokens(height, width, side, size)
+            grids = [(1, side, side)] * (count * crops_of_image)
+            shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
+            return _with_pixels(replace(shown, features=count * tokens), shown.patches * spec.patches.width)
         case PaddedPictures():
             grids = [(1, max(merge, height // size), max(merge, width // size))] * count
         case _:
@@ -189,8 +195,10 @@ def edges_of(
         with torch.device("meta"):
             way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
         grid = (1, projector_spec.merge, patches // projector_spec.merge)
-        grids = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
-        made += _kept(way, patches, wide, dtype, encoder, *grids)
+        others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
+        if isinstance(spec.pictures, WindowedPictures):
+            others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
+        made += _kept(way, patches, wide, dtype, encoder, *others)
     # The input of the encoder's next layer is shared with that layer.
     made -= encoder * len(spec.deep) * patches * width * size
     deep = len(spec.deep) * shown.features * hidden_size * size

@@ -87,6 +87,8 @@ class Decoder(ActivationLevels, WeightsMemory):
         self.spec = spec
         scale = spec.embed_scale, spec.padding_idx, spec.round_embed_scale, spec.id_norm
         self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
+        if spec.extra_ids:
+            self.embed_tokens.axes = {"vocab": spec.vocab_size}
         self.embed_positions: LearnedPositions | None = None
         if spec.learned_positions is not None:
             positions = spec.learned_positions, spec.hidden_size, spec.unused_positions

@@ -60,7 +60,7 @@ class RecordedInputs:
         """Tensors without gradients, the boundaries of documents excepted."""
         positions, visibility = self.sequences.positions, self.sequences.visibility
         tables = itertools.chain.from_iterable(positions.rotary.values())
-        optional = positions.axes, visibility.spans, visibility.padding
+        optional = positions.axes, visibility.spans, visibility.marked, visibility.padding
         return [positions.ids, *(x for x in optional if x is not None), *tables]
 
     def key(self) -> Hashable:
@@ -72,7 +72,9 @@ class RecordedInputs:
             tuple((x.shape, x.dtype, x.requires_grad) for x in tensors),
             (tuple(self.further), tuple(positions.rotary), self.x.device),
             (self.room, self.longest, documents.shape if self.room is None else None),
-            (positions.axes is None, visibility.spans is None, visibility.padding is None),
+            tuple(
+                x is None for x in (positions.axes, visibility.spans, visibility.marked, visibility.padding)
+            ),
             visibility.with_images,
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         )
@@ -97,6 +99,7 @@ class RecordedInputs:
         visibility = Visibility(
             documents,
             spans=_empty_or_none(visibility.spans),
+            marked=_empty_or_none(visibility.marked),
             padding=_empty_or_none(visibility.padding),
             with_images=visibility.with_images,
         )

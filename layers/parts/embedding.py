@@ -5,6 +5,9 @@ x = scale * weight[id],    the scale rounded to the weight's dtype
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 from torch import Tensor, nn
 
@@ -57,7 +60,10 @@ class TokenEmbedding(nn.Embedding):
 
     Attributes:
         trained_rows: rows that are trained while the others are frozen, if any.
+        axes: the number of rows that layouts divide the table by, if any (`canonical_forms`).
     """
+
+    axes: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels import KeyRanges, key_ranges
+from liger_models.kernels import KeyRanges, key_ranges, marked_spans
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.part import Part
 
@@ -21,6 +21,8 @@ class Visibility(Part):
         documents: the documents.
         spans: [2, T] int32, the first token and the end of each token's span. The tokens of a span (such as
             an image) all attend to one another; a token in none is a span by itself.
+        marked: [T] int32, 1 for tokens that attend to one another within their document, whatever is between
+            them; their spans go from the first to the last of them.
         padding: [T] bool, padding kept at the end of each row, whose tokens do not attend to one another.
         tiles: the image tiles that each token attends to (`VisibleTiles`).
         with_images: whether the call has images.
@@ -28,9 +30,16 @@ class Visibility(Part):
 
     documents: Documents
     spans: Tensor | None = None
+    marked: Tensor | None = None
     padding: Tensor | None = None
     tiles: Any = None
     with_images: bool = False
+
+    @classmethod
+    def of_marks(cls, documents: Documents, marked: Tensor, with_images: bool) -> Visibility:
+        """Visibility in which the marked tokens [T] of a document attend to one another."""
+        marked = marked.int()
+        return cls(documents, marked_spans(_bounds(documents), marked), marked, with_images=with_images)
 
     def key_ranges(self, window: int | None, causal: bool, whole_spans: bool = False) -> KeyRanges:
         """The ranges of keys where attention is not causal, or where there are spans: see
@@ -42,11 +51,10 @@ class Visibility(Part):
         return self._once(alike, lambda: self._key_ranges(window, causal, whole_spans))
 
     def _key_ranges(self, window: int | None, causal: bool, whole_spans: bool) -> KeyRanges:
-        bounds, total = self.documents.bounds(), self.documents.num_tokens
-        if bounds is None:
-            whole = torch.tensor([[0], [total]], dtype=torch.int32, device=self.documents.device)
-            bounds = whole.expand(2, total)
-        return key_ranges(bounds, self.spans if causal else None, window, whole_spans)
+        bounds = _bounds(self.documents)
+        if not causal:
+            return key_ranges(bounds, None, window, whole_spans)
+        return key_ranges(bounds, self.spans, window, whole_spans, self.marked)
 
     def ranges_with_padding(self) -> KeyRanges:
         """The ranges of keys if all tokens of a row attend to one another, but padding does not attend to
@@ -68,7 +76,7 @@ class Visibility(Part):
         """A copy in which no token attends to later ones. Made once for all layers."""
         if self.spans is None:
             return self
-        return self._once("without_spans", lambda: replace(self, spans=None))
+        return self._once("without_spans", lambda: replace(self, spans=None, marked=None))
 
     def chunks(self, size: int) -> Visibility:
         """A copy with each document cut into pieces of `size` tokens (`Documents.chunks`)."""
@@ -77,3 +85,11 @@ class Visibility(Part):
         if self.spans is not None:
             raise ValueError("documents with spans that attend to later tokens cannot be cut")
         return self._once(("chunks", size), lambda: Visibility(self.documents.chunks(size)))
+
+
+def _bounds(documents: Documents) -> Tensor:
+    """Start and end of each token's document, [2, T] int32."""
+    bounds, total = documents.bounds(), documents.num_tokens
+    if bounds is not None:
+        return bounds
+    return torch.tensor([[0], [total]], dtype=torch.int32, device=documents.device).expand(2, total)

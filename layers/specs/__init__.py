@@ -32,6 +32,7 @@ from liger_models.layers.specs.projectors import (
     MistralMergerSpec,
     MLPProjectorSpec,
     PatchMergerSpec,
+    PoolingAttentionSpec,
     PoolProjectorSpec,
     ProjectorSpec,
     ResamplerSpec,
@@ -74,6 +75,7 @@ from liger_models.layers.specs.vision import (
     TiledVisionSpec,
     TimeSpec,
     VisionSpec,
+    WindowedPictures,
 )
 
 __all__ = [
@@ -135,6 +137,7 @@ __all__ = [
     "PlacedPictures",
     "PoolProjectorSpec",
     "PooledGrids",
+    "PoolingAttentionSpec",
     "ProjectorSpec",
     "QKNormSpec",
     "QueryScaleSpec",
@@ -160,4 +163,5 @@ __all__ = [
     "Uniform",
     "VisionSpec",
     "VisualWordsSpec",
+    "WindowedPictures",
 ]

@@ -171,8 +171,31 @@ class StridedProjectorSpec:
         return 4
 
 
+@dataclass(frozen=True)
+class PoolingAttentionSpec:
+    """Projector: for each token a few patches, whose mean is the input of a query that attends to them, in
+    heads of `head_dim` and to width `size`; then a gated MLP of intermediate width `intermediate_size`
+    (Molmo 2). `bias` is of the attention's projections, `mlp_bias` of the MLP's first ones.
+    """
+
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    size: int
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = True
+    mlp_bias: bool = False
+
+    @property
+    def merge(self) -> int:
+        """Patches are in raster order; the processor says which of them make a token."""
+        return 1
+
+
 ProjectorSpec = (
-    PoolProjectorSpec
+    PoolingAttentionSpec
+    | PoolProjectorSpec
     | ConvolutionProjectorSpec
     | StridedProjectorSpec
     | ResamplerSpec

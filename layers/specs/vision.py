@@ -196,6 +196,18 @@ class CroppedPictures:
 
 
 @dataclass(frozen=True)
+class WindowedPictures:
+    """Processor outputs `pixel_values` [crops, patches, width], channels last, of the whole images and of
+    crops, `image_token_pooling` [tokens, n], the numbers among all patches of the up to n that make each
+    token, -1 for none, and `image_grids` [images, 4], whose products of each two are the image's tokens,
+    with `image_num_crops` [images]; or for videos `pixel_values_videos`, `video_token_pooling` and
+    `video_grids` [videos, 3], with the tokens of images (Molmo 2). Crops have `side` times `side` patches.
+    """
+
+    side: int
+
+
+@dataclass(frozen=True)
 class AnyresPictures:
     """Processor outputs `pixel_values` [images, tiles, channels, size, size]: for each image the whole and,
     if it is the only image of its row, tiles of it in the best of `resolutions`, (height, width) in pixels;
@@ -252,8 +264,10 @@ class VisionSpec:
     has such experts.
 
     `kinds` is the keyword with which a processor gives the type of each token; images then require it.
-    `spans` are tokens of the language model that all attend to one another: those of an image ("images"), or
-    the initial tokens of type 0 in a document ("prefix").
+    `spans` are tokens of the language model that all attend to one another: those of an image ("images"),
+    the initial tokens of type 0 in a document ("prefix"), or all tokens of type 1 in a document, whatever is
+    between them ("marked"). With `added` features are added to their tokens' embeddings and do not replace
+    them. Ids from `unsaid` on are never learned, such as those that frame images.
     """
 
     hidden_size: int
@@ -288,6 +302,7 @@ class VisionSpec:
         | PaddedPictures
         | SquarePictures
         | CroppedPictures
+        | WindowedPictures
         | AnyresPictures
     ) = GridPictures()
     norm_pixels: LayerNormSpec | None = None
@@ -299,7 +314,9 @@ class VisionSpec:
     prefix_tokens: int = 0
     taken: tuple[int, ...] = ()
     kinds: Literal["mm_token_type_ids", "token_type_ids"] | None = None
-    spans: Literal["images", "prefix"] | None = None
+    spans: Literal["images", "prefix", "marked"] | None = None
+    added: bool = False
+    unsaid: int | None = None
     clips: bool = False
     joined_steps: bool = False
     marker_ids: tuple[int, ...] = ()

@@ -1,19 +1,27 @@
-"""Images as a whole and as crops (Step 3.7): the whole image at one size, and if it is larger or long, parts
-of it at a smaller size, whose tokens come first.
+"""Images as a whole and as crops.
+
+Step 3.7: the whole image at one size, and if it is larger or long, parts of it at a smaller size, whose
+tokens come first.
+
+Molmo 2: the whole image, and overlapping crops of the enlarged image at the same size; or the frames of a
+video. The processor names the patches that make each token.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import CroppedPictures, VisionSpec
+from liger_models.layers.specs import CroppedPictures, VisionSpec, WindowedPictures
 from liger_models.layers.vision.grid_inputs import taken, together
-from liger_models.layers.vision.patch_order import Grid, cut_image
-from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image
+from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
 
 LARGEST = 3024  # pixels of the longer side, to which larger images are reduced
 
@@ -104,3 +112,144 @@ def crops_of(height: int, width: int, size: int) -> int:
         side = min(short, crop_of(size)) if long > 4 * short else crop_of(size)
     rows, columns = (max(1, x // side + (x >= side and x % side > 0.2 * side)) for x in (height, width))
     return rows * columns
+
+
+WINDOWS = {"image_token_pooling": "pixel_values", "video_token_pooling": "pixel_values_videos"}
+"""Keywords that number patches, and those of the patches."""
+MOST_CROPS, MARGINS, POOLED = (
+    8,
+    8,
+    2,
+)  # of the processor: crops, patches in both margins of one, a token's side
+
+
+def windowed(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """Pictures in windows: see `WindowedPictures`."""
+    images = taken(keywords, "pixel_values", "image_token_pooling", "image_grids", "image_num_crops")
+    videos = taken(keywords, "pixel_values_videos", "video_token_pooling", "video_grids")
+    crops = images.pop("image_num_crops", None)
+    if together(images, "pixel_values", "image_token_pooling", "image_grids"):
+        if videos:
+            raise DataError(
+                "got images and videos in one call, whose tokens have the same id: give them in calls of "
+                "their own"
+            )
+        return _pictures(spec, images, crops)
+    if crops is not None:
+        raise DataError("got image_num_crops without pixel_values: give all, as the processor does")
+    if together(videos, "pixel_values_videos", "video_token_pooling", "video_grids"):
+        return _pictures(spec, videos, None)
+    return None
+
+
+def _pictures(spec: VisionSpec, given: Mapping[str, Any], crops: Any) -> Pictures | None:
+    assert isinstance(spec.pictures, WindowedPictures)
+    (pixels, values), (pooling, windows), (name, grids) = given.items()
+    side = spec.pictures.side
+    expected = side**2, spec.patches.width
+    if values.dim() != 3 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape [crops, {expected[0]}, {expected[1]}]; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    windows, grids = torch.as_tensor(windows).cpu().long(), torch.as_tensor(grids).cpu()
+    numbers = 4 if name == "image_grids" else 3
+    if grids.dim() != 2 or grids.shape[1] != numbers or grids.is_floating_point() or bool((grids < 0).any()):
+        raise DataError(
+            f"{name} must be whole numbers [pictures, {numbers}]; found {grids.dtype} of shape "
+            f"{tuple(grids.shape)}"
+        )
+    sizes = grids.prod(1) if numbers == 3 else grids[:, :2].prod(1) + grids[:, 2:].prod(1)
+    if windows.dim() != 2 or len(windows) != int(sizes.sum()):
+        raise DataError(
+            f"{pooling} must be whole numbers [{int(sizes.sum())}, patches of a token], by {name}; found the "
+            f"shape {tuple(windows.shape)}"
+        )
+    total = len(values) * side**2
+    if len(windows) and (
+        int(windows.min()) < -1 or int(windows.max()) >= total or bool((windows < 0).all(1).any())
+    ):
+        raise DataError(
+            f"{pooling} must number patches from 0 to {total - 1}, or be -1, and name at least one patch for "
+            f"each token; found numbers from {int(windows.min())} to {int(windows.max())}"
+        )
+    if crops is not None:
+        counts = torch.as_tensor(crops).flatten().tolist()
+        if len(counts) != len(grids) or sum(counts) != len(values):
+            raise DataError(
+                f"image_num_crops must give the number of crops of each of the {len(grids)} images, "
+                f"{len(values)} together; found {counts}"
+            )
+    if not len(values):
+        return None
+    patches = channels_first(spec.patches, values.flatten(0, 1))
+    return PicturesInWindows(patches, [(1, side, side)] * len(values), windows, sizes.tolist())
+
+
+def renumbered(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Processor outputs that are to be concatenated, with the numbers of patches that they then have."""
+    made = []
+    first = dict.fromkeys(WINDOWS, 0)
+    for call in calls:
+        own = dict(call)
+        for name, pixels in WINDOWS.items():
+            if name in own:
+                windows = torch.as_tensor(own[name])
+                own[name] = torch.where(windows < 0, windows, windows + first[name])
+                first[name] += math.prod(own[pixels].shape[:2])
+        made.append(own)
+    return made
+
+
+def pictures_apart(given: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Processor outputs of several pictures as those of each, numbering patches from 0.
+
+    Args:
+        sizes: the number of tokens of each picture.
+
+    Raises:
+        DataError: `image_num_crops` is missing.
+    """
+    if "video_grids" in given:
+        counts = torch.as_tensor(given["video_grids"])[:, 0].tolist()
+    elif "image_num_crops" in given:
+        counts = torch.as_tensor(given["image_num_crops"]).flatten().tolist()
+    else:
+        raise DataError("got images without image_num_crops: give all, as the processor does")
+    each = dict.fromkeys(WINDOWS, sizes) | dict.fromkeys(WINDOWS.values(), counts)
+    ones = [1] * len(sizes)
+    pieces = {name: torch.as_tensor(x).split(list(each.get(name, ones))) for name, x in given.items()}
+    apart = [dict(zip(pieces, values, strict=True)) for values in zip(*pieces.values(), strict=True)]
+    begins = itertools.accumulate(counts, initial=0)
+    for own, begin in zip(apart, begins, strict=False):
+        for name, pixels in WINDOWS.items():
+            if name in own:
+                first = begin * own[pixels].shape[1]
+                own[name] = torch.where(own[name] < 0, own[name], own[name] - first)
+    return apart
+
+
+def crops_and_tokens(height: int, width: int, side: int, patch: int) -> tuple[int, int]:
+    """The numbers of crops, the whole image included, and of tokens that the processor makes of an image with
+    these sides in pixels, from crops of `side` patches of `patch` pixels.
+
+    Crops overlap by their margins. As many as cover the image without reducing it are taken, the smallest
+    enlargement, or of at most `MOST_CROPS` those that reduce it least.
+    """
+    inner = side - MARGINS
+    tilings = [
+        (rows, columns)
+        for rows, columns in itertools.product(range(1, MOST_CROPS + 1), repeat=2)
+        if rows * columns <= MOST_CROPS
+    ]
+    tilings.sort(key=lambda tiling: (tiling[0] * tiling[1], tiling[0]))
+    height, width = height - MARGINS * patch, width - MARGINS * patch
+
+    def scale(tiling: tuple[int, int]) -> float:
+        sides = zip(tiling, (height, width), strict=True)
+        return min(count * inner * patch / own if own else math.inf for count, own in sides)
+
+    large = [tiling for tiling in tilings if scale(tiling) >= 1]
+    rows, columns = min(large, key=scale) if large else max(tilings, key=scale)
+    pooled = [-(-(count * inner + MARGINS) // POOLED) for count in (rows, columns)]
+    return 1 + rows * columns, math.ceil(side / POOLED) ** 2 + math.prod(pooled)

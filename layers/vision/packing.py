@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.convert.errors import DataError
 from liger_models.layers.specs import AnyresPictures, TiledVisionSpec
+from liger_models.layers.vision.crops import renumbered
 from liger_models.layers.vision.positions import IMAGE, VIDEO
 
 # Read on the host: as device tensors, they would cost a synchronisation.
@@ -27,14 +29,16 @@ ON_HOST = frozenset(
         "num_local_patches",
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
         *("spatial_shapes", "pixel_attention_mask"),
+        *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
         *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
         "cross_attention_mask",
     }
 )
-_PLACES = ("image_position_ids", "video_position_ids")  # padded with -1
-_SEEN = "cross_attention_mask"
+# Padded with -1.
+_PLACES = ("image_position_ids", "video_position_ids", "image_token_pooling", "video_token_pooling")
+_SEEN, MARKS = "cross_attention_mask", "mm_token_type_ids"
 _VIDEOS, _FRAMES = "pixel_values_videos", "num_frames_per_video"
-OF_TOKENS = frozenset({_SEEN})
+OF_TOKENS = frozenset({_SEEN, MARKS})
 """Keywords with an entry for each token of a conversation, not for each image."""
 
 
@@ -44,7 +48,8 @@ class VisionConversation(NamedTuple):
     Attributes:
         ids: [T].
         learned: mask of the tokens to learn, [T] bool.
-        images: the processor's outputs except for ids and token kinds; empty for text.
+        images: the processor's outputs except for ids and token kinds, unless these mark the tokens that
+            attend to one another (`marks_tokens`); empty for text.
     """
 
     ids: Tensor
@@ -62,12 +67,12 @@ def pack_conversations(
         parents: the index of the conversation that each continues, or -1, as in a call. With cross-attention,
             a continuation has no images of its own, and its mask refers to the parent's.
     """
-    pictured = [one.images for one in conversations if one.images]
+    pictured = renumbered([one.images for one in conversations if one.images])
     if not pictured:
         return {}
     tiled = isinstance(spec, TiledVisionSpec)
     call = _frames_apart(spec, [images[_VIDEOS] for images in pictured if _VIDEOS in images])
-    for name in sorted({name for images in pictured for name in images} - {_SEEN, *call}):
+    for name in sorted({name for images in pictured for name in images} - {*OF_TOKENS, *call}):
         call[name] = _joined([images[name] for images in pictured if name in images], int(tiled), name)
     if tiled:
         call[_SEEN] = _block_diagonal(spec, conversations, parents or [-1] * len(conversations))
@@ -76,10 +81,27 @@ def pack_conversations(
     return call
 
 
+def marks_tokens(spec: Any) -> bool:
+    """Whether token kinds mark more tokens than the pictures' own, so that ids do not tell them."""
+    return getattr(spec, "spans", None) == "marked"
+
+
 def kinds_of(spec: Any, one: VisionConversation) -> Tensor:
     """Token kinds as processors number them, [T]: 1 for images and 2 for videos. In models with a
     bidirectional prefix: 0 in the prefix and 1 from the first learned token on; text has no prefix.
+
+    Raises:
+        DataError: pictures without the kinds that ids do not tell.
     """
+    if marks_tokens(spec):
+        given = one.images.get(MARKS)
+        if given is None and one.images:
+            raise DataError(f"a conversation has images without {MARKS}: give them as the processor does")
+        kinds = torch.zeros_like(one.ids)  # of an answer, which may follow the given ones
+        if given is not None:
+            count = min(len(kinds), given.shape[1])
+            kinds[:count] = given[0, :count]
+        return kinds
     if spec.spans == "prefix":
         return one.learned.long().cummax(0).values if one.images else torch.ones_like(one.ids)
     videos = torch.zeros_like(one.ids) if spec.video_id is None else (one.ids == spec.video_id).long()
@@ -87,21 +109,22 @@ def kinds_of(spec: Any, one: VisionConversation) -> Tensor:
 
 
 def predictable_tokens(spec: Any, ids: Tensor, learned: Tensor, shown: bool) -> Tensor:
-    """Mask of the tokens [T] that a model can predict, [T] bool: not image or video tokens, nor the
-    bidirectional prefix of a conversation with images (`shown`).
+    """Mask of the tokens [T] that a model can predict, [T] bool: not image or video tokens, those that frame
+    them, nor the bidirectional prefix of a conversation with images (`shown`).
     """
-    video_id = getattr(spec, "video_id", None)
+    video_id, unsaid = getattr(spec, "video_id", None), getattr(spec, "unsaid", None)
     said = (ids != spec.image_id) & (ids != (-1 if video_id is None else video_id))
+    said = said if unsaid is None else said & (ids < unsaid)
     prefix = shown and getattr(spec, "spans", None) == "prefix"
     return said & learned.cummax(0).values if prefix else said
 
 
 def part_of(images: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Select the images for a conversation's tokens `start` to `stop`: the part at 0 gets the pixels, every
-    part its rows of the cross-attention mask.
+    part its rows of the cross-attention mask, or its tokens' kinds.
     """
     own = {} if start else images
-    return own | ({_SEEN: images[_SEEN][:, start:stop]} if _SEEN in images else {})
+    return own | {name: images[name][:, start:stop] for name in OF_TOKENS if name in images}
 
 
 def _frames_apart(spec: Any, videos: Sequence[Tensor]) -> dict[str, Tensor]:

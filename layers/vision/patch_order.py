@@ -44,6 +44,11 @@ def in_blocks(patches: Tensor, grids: Iterable[Grid], spec: PatchSpec, merge: in
     return patches[which].unflatten(1, (spec.frames, spec.channels, -1)).transpose(1, 2).flatten(1)
 
 
+def channels_first(spec: PatchSpec, patches: Tensor) -> Tensor:
+    """Reorder the pixels of patches [P, size * size * channels] to [P, channels * size * size]."""
+    return patches.unflatten(1, (spec.size, spec.size, spec.channels)).permute(0, 3, 1, 2).flatten(1)
+
+
 def whole_blocks(grids: Iterable[Grid], merge: int) -> Tensor | None:
     """Mask of the patches, in the order of `Pictures`, in full blocks of merge^2, [P] bool on the host; None:
     all.

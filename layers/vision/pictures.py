@@ -15,6 +15,7 @@ from liger_models.layers.specs import (
     AnyresPictures,
     SquarePictures,
     VisionSpec,
+    WindowedPictures,
 )
 from liger_models.layers.vision.anyres import Taps, of_whole
 from liger_models.layers.vision.patch_order import Grid, places_of
@@ -129,12 +130,32 @@ class TiledPictures(Pictures):
         return [len(taps.features) for taps in self.taps]
 
 
+class PicturesInWindows(Pictures):
+    """Pictures of one or more crops each.
+
+    Attributes:
+        windows: numbers of the patches that make each token, [F, n] on the host, -1 for none.
+        sizes: the number of tokens of each picture.
+    """
+
+    def __init__(self, patches: Tensor, grids: list[Grid], windows: Tensor, sizes: list[int]):
+        super().__init__(patches, grids, len(sizes))
+        self.windows, self.sizes = windows, sizes
+
+    def counts(self, merge: int) -> list[int]:
+        return self.sizes
+
+
 def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     """The smallest valid picture, of zeros, with the dtype and device of a tensor."""
     side = merge
     if isinstance(spec.pictures, SquarePictures | AnyresPictures):
         side = spec.pictures.size // spec.patches.size
+    if isinstance(spec.pictures, WindowedPictures):
+        side = spec.pictures.side
     patches = like.new_zeros(side**2, spec.patches.width)
     if isinstance(spec.pictures, AnyresPictures):
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
+    if isinstance(spec.pictures, WindowedPictures):
+        return PicturesInWindows(patches, [(1, side, side)], torch.zeros(1, 1, dtype=torch.long), [1])
     return Pictures(patches, [(1, side, side)], images=1, extra=int(spec.class_feature))

@@ -26,9 +26,10 @@ from liger_models.layers.specs import (
     ShapedPictures,
     SquarePictures,
     VisionSpec,
+    WindowedPictures,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
-from liger_models.layers.vision.crops import cropped
+from liger_models.layers.vision.crops import cropped, windowed
 from liger_models.layers.vision.grid_inputs import (
     ROUNDED,
     flat_grids,
@@ -37,7 +38,7 @@ from liger_models.layers.vision.grid_inputs import (
     taken,
     together,
 )
-from liger_models.layers.vision.patch_order import Grid, cut_image, places_in_picture
+from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
 
@@ -144,15 +145,9 @@ def _placed_of_kind(
         row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
         patches.append(picture[row * w + column])
         grids.append((1, h, w))
-    made = _channels_first(spec, torch.cat(patches))
+    made = channels_first(spec.patches, torch.cat(patches))
     assert isinstance(spec.pictures, PlacedPictures)
     return 2 * (made - 0.5) if spec.pictures.centred else made, grids
-
-
-def _channels_first(spec: VisionSpec, patches: Tensor) -> Tensor:
-    """Reorder the pixels of patches [P, size * size * channels] to [P, channels * size * size]."""
-    size, channels = spec.patches.size, spec.patches.channels
-    return patches.unflatten(1, (size, size, channels)).permute(0, 3, 1, 2).flatten(1)
 
 
 def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -190,7 +185,7 @@ def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
         grids.append((1, h, w))
     if not patches:
         return None
-    return Pictures(_channels_first(spec, torch.cat(patches)), grids, len(grids))
+    return Pictures(channels_first(spec.patches, torch.cat(patches)), grids, len(grids))
 
 
 def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -362,6 +357,7 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     PaddedPictures: _padded,
     SquarePictures: _squares,
     CroppedPictures: cropped,
+    WindowedPictures: windowed,
     PlacedPictures: _placed,
     ShapedPictures: _shaped,
     AnyresPictures: _anyres,

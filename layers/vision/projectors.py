@@ -24,15 +24,19 @@ from liger_models.layers.specs import (
     MLPProjectorSpec,
     PatchMergerSpec,
     PatchSpec,
+    PoolingAttentionSpec,
     PoolProjectorSpec,
+    ProjectorSpec,
     ResamplerSpec,
     StridedProjectorSpec,
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
+from liger_models.layers.vision.attention_projectors import PoolingAttention
 from liger_models.layers.vision.convolutions import ConvolutionProjector, StridedProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
+from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
 
 
 class PatchMerger(nn.Module):
@@ -356,6 +360,7 @@ class Resampler(nn.Module):
 
 
 PROJECTORS: dict[type, type[nn.Module]] = {
+    PoolingAttentionSpec: PoolingAttention,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,
@@ -372,3 +377,10 @@ PROJECTORS: dict[type, type[nn.Module]] = {
 }
 OF_GRIDS = (StridedProjectorSpec, ResamplerSpec)
 """Projectors that read the pictures' grids, too."""
+
+
+def further_inputs(spec: ProjectorSpec, pictures: Pictures) -> tuple[Any, ...]:
+    """What a projector reads in addition to the encoded patches."""
+    if isinstance(pictures, PicturesInWindows):
+        return (pictures.windows,)
+    return (pictures.grids,) if isinstance(spec, OF_GRIDS) else ()

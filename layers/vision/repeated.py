@@ -17,7 +17,9 @@ from liger_models.layers.specs import (
     SquarePictures,
     TiledVisionSpec,
     VisionSpec,
+    WindowedPictures,
 )
+from liger_models.layers.vision.crops import pictures_apart, renumbered
 from liger_models.layers.vision.processor_inputs import take_pictures
 
 _OF_VIDEOS = (
@@ -51,6 +53,11 @@ def repeat_pictures(
     assert pictures is not None
     counts = pictures.counts(merge)
     images, videos = counts[: pictures.images], counts[pictures.images :]
+    if isinstance(form, WindowedPictures):  # with the tokens of images, videos too
+        order = _order((input_ids == spec.image_id).sum(1).tolist(), images, times)
+        apart = pictures_apart(given, images)
+        chosen = renumbered([apart[i] for i in order])
+        return {name: torch.cat([own[name] for own in chosen]) for name in given}
     frames = torch.as_tensor(given.get("num_frames_per_video", [])).flatten().tolist()
     if len(videos) == sum(frames) != len(frames):  # each frame is a picture
         ends = list(itertools.accumulate(frames, initial=0))

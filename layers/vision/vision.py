@@ -1,7 +1,8 @@
 """The vision part of a language model: an encoder, a projector, and the replacement of image tokens by
 features.
 
-embeddings of tokens [T, H], those with the image's id replaced by features, in the order of the images
+embeddings of tokens [T, H], those with the image's id replaced by features, in the order of the images; in
+some families features are added to them
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AnyresPictures, GridPictures, VisionSpec
 from liger_models.layers.vision.anyres import Newline
@@ -27,8 +29,7 @@ from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
 from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, end_of_positions
 from liger_models.layers.vision.processor_inputs import take_pictures
-from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
-from liger_models.layers.vision.spans import prefixes, spans_of
+from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
 Part = Literal["vision", "projector", "language"]
 FRAMED = "moe_mm_token_type_ids"
@@ -90,8 +91,8 @@ class Vision(nn.Module):
 
     def __init__(self, spec: VisionSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
-        if spec.spans == "prefix" and spec.kinds is None:
-            raise ValueError("the spans are a prefix, but no keyword marks its end: kinds is None")
+        if spec.spans in ("prefix", "marked") and spec.kinds is None:
+            raise ValueError(f"the spans are {spec.spans!r}, but no keyword marks them: kinds is None")
         if spec.class_feature and (spec.class_token is None or spec.projector.merge > 1):
             raise ValueError(
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
@@ -127,8 +128,7 @@ class Vision(nn.Module):
                 made = tuple(x[whole] for x in made)
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
-        grids = (pictures.grids,) if isinstance(self.spec.projector, OF_GRIDS) else ()
-        features = self.projector(last, *grids)
+        features = self.projector(last, *further_inputs(self.spec.projector, pictures))
         if self.newline is not None and isinstance(pictures, TiledPictures):
             features = self.newline(features, pictures.taps, pictures.sizes)
         return features, *(project(x) for project, x in zip(projectors, deep, strict=True))
@@ -170,6 +170,11 @@ class Vision(nn.Module):
             return (
                 "0 for a document's prefix, whose tokens all attend to one another, 1 for the tokens to learn"
             )
+        if self.spec.spans == "marked":
+            return (
+                f"1 for the tokens of images, {self.spec.image_id}, and for those that frame them, 0 "
+                "elsewhere, and 0 everywhere without images"
+            )
         videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
         return f"1 where input_ids are {self.spec.image_id} (images){videos}, and 0 elsewhere"
 
@@ -186,7 +191,7 @@ class Vision(nn.Module):
             if vision_inputs.pictures is not None:
                 raise DataError("images need input_ids, which mark their places; found only embeddings")
             return
-        documents, positions, spans = sequences.documents, sequences.positions, None
+        documents, positions, spans, marked = sequences.documents, sequences.positions, None, None
         ids = documents.pack(input_ids)
         found = torch.where(ids == self.spec.image_id, IMAGE, TEXT)
         if self.spec.video_id is not None:
@@ -207,6 +212,8 @@ class Vision(nn.Module):
             kinds = documents.pack(vision_inputs.kinds)
             if self.spec.spans == "prefix":
                 spans, wrong = prefixes(documents, kinds)
+            elif self.spec.spans == "marked":
+                marked, wrong = self._marks(kinds, found, vision_inputs)
             else:
                 wrong = (kinds != found).any()
             counts.append(wrong.long())
@@ -218,9 +225,11 @@ class Vision(nn.Module):
         if vision_inputs.pictures is not None and self.spec.spans == "images":
             spans = spans_of(documents, found != TEXT)
         with_images = vision_inputs.pictures is not None
-        vision_inputs.kinds, sequences.visibility = (
-            found,
-            Visibility(documents, spans=spans, with_images=with_images),
+        vision_inputs.kinds = found
+        sequences.visibility = (
+            Visibility(documents, spans=spans, with_images=with_images)
+            if marked is None
+            else Visibility.of_marks(documents, marked, with_images)
         )
         if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
@@ -254,13 +263,22 @@ class Vision(nn.Module):
             kinds = torch.where(ids == framing, IMAGE if number < 2 else VIDEO, kinds)
         return kinds
 
+    def _marks(self, kinds: Tensor, found: Tensor, inputs: VisionInputs) -> tuple[Tensor | None, Tensor]:
+        """The tokens [T] that attend to one another, bool; None without pictures. And whether kinds are
+        wrong, a bool on the device.
+        """
+        if inputs.pictures is None:
+            return None, (kinds != 0).any()
+        return kinds == 1, ((kinds < 0) | (kinds > 1) | ((found == IMAGE) & (kinds != 1))).any()
+
     def place(self, vision_inputs: VisionInputs | None, embeds: Tensor) -> Tensor:
-        """Replace the embeddings [T, H] of picture tokens by features."""
+        """Replace the embeddings [T, H] of picture tokens by features, or add these to them."""
         if vision_inputs is None or vision_inputs.pictures is None:
             return embeds if vision_inputs is None else self._blank_images(embeds)
         features, *vision_inputs.deep = self(vision_inputs.pictures)
         seen, number = vision_inputs.places(self.merge)
-        return torch.where(seen, features.to(embeds.dtype)[number], embeds)
+        placed = features.to(embeds.dtype)[number]
+        return torch.where(seen, embeds + placed if self.spec.added else placed, embeds)
 
     def _blank_images(self, embeds: Tensor) -> Tensor:
         """Run a blank picture through an encoder shared with other processes, if this one has no pictures:

@@ -201,7 +201,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         """Split packed projections into query, key, value, gate and up layers under the usual names, which
         PEFT and bitsandbytes look for: `ModelParameters.split_projections`.
         """
-        split_projections(self, self.weight_map())
+        split_projections(self, self.weight_map(self.base_decoder.own_layout))
 
     def fuse_projections(self) -> None:
         """Undo `split_projections`."""

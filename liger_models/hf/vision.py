@@ -39,6 +39,7 @@ PICTURES = (
         "pixel_attention_mask",
     ),
     *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
+    *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
 )
 """Outputs of processors for images and videos."""
 OF_TOKENS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "cross_attention_mask")
@@ -167,6 +168,11 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         image_merge_sizes: Tensor | None = None,
         video_merge_sizes: Tensor | None = None,
         video_compression_mask: Tensor | None = None,
+        image_token_pooling: Tensor | None = None,
+        image_grids: Tensor | None = None,
+        image_num_crops: Tensor | None = None,
+        video_token_pooling: Tensor | None = None,
+        video_grids: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
         moe_mm_token_type_ids: Tensor | None = None,

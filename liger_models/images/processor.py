@@ -29,7 +29,13 @@ from liger_models.images.spans import Span, tokens_within
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
-from liger_models.layers.vision.packing import VisionConversation, pack_conversations, predictable_tokens
+from liger_models.layers.vision.packing import (
+    MARKS,
+    VisionConversation,
+    marks_tokens,
+    pack_conversations,
+    predictable_tokens,
+)
 
 FILES = (
     "preprocessor_config.json",
@@ -48,7 +54,7 @@ class Shown(NamedTuple):
     Attributes:
         ids: [T] int64.
         trained: which of them are inside a span, [T] bool.
-        images: keyword arguments with the pictures, without token types.
+        images: keyword arguments with the pictures, without token types that ids tell.
     """
 
     ids: Tensor
@@ -120,7 +126,8 @@ class Preprocessor:
                 f"the processor of {self.folder} rejects {found} with this text "
                 f"({type(error).__name__}: {error})"
             ) from error
-        images = {name: made[name] for name in made if name not in _OF_TOKENS}
+        kept = {MARKS} if sources and marks_tokens(self.spec.vision) else set()
+        images = {name: made[name] for name in made if name not in _OF_TOKENS or name in kept}
         images = {name: x if isinstance(x, Tensor) else torch.as_tensor(x) for name, x in images.items()}
         ids = made["input_ids"][0]
         trained = torch.tensor(tokens_within(tokenizer.offsets, tokenizer.spans), dtype=torch.bool)
@@ -149,7 +156,7 @@ class Preprocessor:
         self._vision.finish(vision_inputs)
 
     def image_places(self, ids: Tensor) -> Tensor:
-        """Positions of image and video tokens in ids [T]: [n] int64."""
+        """Positions of image and video tokens in ids [T], and of those that frame them: [n] int64."""
         said = predictable_tokens(self.spec.vision, ids, torch.zeros_like(ids), shown=False)
         return (~said).nonzero()[:, 0]
 

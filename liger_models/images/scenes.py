@@ -11,14 +11,15 @@ patches, a multiple of the projector's merge size. Families with a fixed image s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_models.images.pieces import Image, Video, crops_of, kept_of, windows_of
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
@@ -31,6 +32,7 @@ from liger_models.layers.specs import (
     ShapedPictures,
     SquarePictures,
     TiledVisionSpec,
+    WindowedPictures,
 )
 from liger_models.layers.vision import anyres
 from liger_models.layers.vision.vision import FRAMED
@@ -41,24 +43,6 @@ FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
 WORD = 14  # a text token in every family
 LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
-
-
-@dataclass(frozen=True)
-class Image:
-    """An image, with height and width in patches."""
-
-    height: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Video:
-    """A video, with its number of time steps."""
-
-    steps: int
-    height: int
-    width: int
-    seconds: float = 1.0
 
 
 def documents_with_images(spec: ModelSpec) -> list[Document]:
@@ -133,13 +117,17 @@ class Scenes:
                 if isinstance(self.vision.pictures, AnyresPictures):
                     tokens += self._of_tiles(piece, sum(isinstance(other, Image) for other in document))
                     continue
+                if isinstance(self.vision.pictures, WindowedPictures):
+                    for windows in windows_of(piece, self.vision.pictures.side):
+                        tokens += [self.vocab_size] + [self.vision.image_id] * len(windows)
+                    continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
                 if isinstance(self.vision.pictures, CroppedPictures):
-                    for _ in range(_crops(piece)):
+                    for _ in range(crops_of(piece)):
                         tokens += [self.vision.image_id] * (self._crop() // merge) ** 2 + [BETWEEN_STEPS]
                 if isinstance(self.vision.pictures, PooledGrids):
                     of_image = isinstance(piece, Image)
-                    count = grid[1] * grid[2] if of_image else int(_kept(piece).sum())
+                    count = grid[1] * grid[2] if of_image else int(kept_of(piece).sum())
                     tokens += [self.vision.image_id if of_image else self.vision.video_id] * count
                     continue
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
@@ -161,6 +149,8 @@ class Scenes:
     def kinds(self, ids: Tensor) -> Tensor:
         """Type of each token: 0 for text, 1 for images, 2 for videos."""
         video_id = getattr(self.vision, "video_id", None)
+        if getattr(self.vision, "spans", None) == "marked":  # ids after the vocabulary frame images
+            return (ids >= self.vocab_size).int()
         return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
 
     def _words(self, count: int) -> list[int]:
@@ -254,7 +244,7 @@ class Scenes:
         for name, side in (("image", 1), ("video", 2)):
             if f"{name}_grid_thw" in call:
                 call[f"{name}_merge_sizes"] = torch.full((len(call[f"{name}_grid_thw"]),), side)
-        videos = [_kept(piece) for piece in pieces if isinstance(piece, Video)]
+        videos = [kept_of(piece) for piece in pieces if isinstance(piece, Video)]
         return call | ({"video_compression_mask": torch.cat(videos)} if videos else {})
 
     def _patch(self) -> tuple[int, ...]:
@@ -307,10 +297,25 @@ class Scenes:
 
     def _cropped(self, pieces: list[Piece]) -> dict[str, Any]:
         """Whole images, and crops of some."""
-        counts, side = [_crops(piece) for piece in pieces], self._crop() * self.vision.patches.size
+        counts, side = [crops_of(piece) for piece in pieces], self._crop() * self.vision.patches.size
         crops = 0.1 * self._normal(sum(counts), self.vision.patches.channels, side, side)
         call = {**self._squares(pieces), "num_local_patches": torch.tensor(counts)}
         return call | ({"pixel_values_local": crops} if sum(counts) else {})
+
+    def _windowed(self, pieces: list[Piece]) -> dict[str, Any]:
+        side = self.vision.pictures.side
+        counts, windows, grids = [2 + crops_of(piece) for piece in pieces], [], []
+        for piece, before in zip(pieces, itertools.accumulate(counts, initial=0), strict=False):
+            whole, crops = windows_of(piece, self.vision.pictures.side)
+            own = torch.cat([whole, crops])
+            windows.append(own.where(own < 0, own + before * side**2))
+            grids.append([1, len(whole), 1, len(crops)])
+        return {
+            "pixel_values": 0.1 * self._normal(sum(counts), side**2, self.vision.patches.width),
+            "image_token_pooling": torch.cat(windows),
+            "image_grids": torch.tensor(grids),
+            "image_num_crops": torch.tensor(counts),
+        }
 
     def _crop(self) -> int:
         """Side of a crop, in patches: three quarters of the image's, in whole tokens."""
@@ -365,16 +370,6 @@ class Scenes:
         return steps, piece.height + more, piece.width + more
 
 
-def _crops(piece: Piece) -> int:
-    """The number of crops of an image: 0 to 2, by its height."""
-    return int(piece.height) // 8 % 3
-
-
-def _kept(video: Video) -> Tensor:
-    """Mask of the tokens of a video pooled by 2 that a processor keeps."""
-    return torch.arange(video.steps * video.height * video.width // 4) % 5 != 3
-
-
 _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     GridPictures: Scenes._grids,
     FlatGrids: Scenes._flat_grids,
@@ -382,6 +377,7 @@ _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,
     CroppedPictures: Scenes._cropped,
+    WindowedPictures: Scenes._windowed,
     PlacedPictures: Scenes._placed,
     ShapedPictures: Scenes._shaped,
     AnyresPictures: Scenes._anyres,

@@ -15,6 +15,8 @@ from variants import skipped
 
 from liger_models.images.scenes import Document, Image, Scenes, Video
 from liger_models.layers.specs import IndexerSpec, PlacedPictures, TiledVisionSpec
+from liger_models.layers.vision.crops import renumbered
+from liger_models.layers.vision.packing import marks_tokens
 
 DOCUMENTS: dict[str, Document] = {
     "two images": [2, Image(6, 10), 1, Image(4, 4), 3],
@@ -74,9 +76,14 @@ class VisionPair(pairs.Pair):
     def vision(self) -> Any:
         return self.ours.spec.vision
 
+    def images(self, call: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The images of a `VisionConversation`, from a call of one row."""
+        kept = {self.vision.kinds} if "pixel_values" in call and marks_tokens(self.vision) else set()
+        return {name: x for name, x in call.items() if name not in OF_TOKENS or name in kept}
+
     def pack(self, calls: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Combine calls of one row each into a call with all documents in one row."""
-        tiled = isinstance(self.vision, TiledVisionSpec)
+        tiled, calls = isinstance(self.vision, TiledVisionSpec), renumbered(calls)
         by_row = getattr(getattr(self.vision, "pictures", None), "by_row", False)
         packed = {
             name: torch.cat(

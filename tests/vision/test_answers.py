@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import save
-from scenes import OF_TOKENS, Image
+from scenes import Image
 
 from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 from liger_models.training.data import groups
@@ -33,7 +33,7 @@ def sequences_of(pair):
     for prompt in PROMPTS:
         call = pair.scene(prompt)
         ids = call["input_ids"][0]
-        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        images = pair.images(call)
         two = []
         for length in LENGTHS:
             learned = torch.arange(len(ids) + length) >= len(ids)
@@ -46,7 +46,7 @@ def sequences_of(pair):
     answer = pair.scene([3, Image(4, 4), 6])
     ids = answer["input_ids"][0]
     learned = torch.arange(len(ids)) >= len(ids) - 3
-    images = {name: x for name, x in answer.items() if name not in OF_TOKENS}
+    images = pair.images(answer)
     found.append(
         [VisionConversation(torch.cat([ids[:3], torch.randint(10, 40, (3,))]), torch.arange(6) >= 3, {})]
     )

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from scenes import OF_TOKENS, Video
+from scenes import Video
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.vision.anyres import Newline, best_resolution, of_tiles
@@ -38,7 +38,7 @@ def test_videos_of_several_lengths_are_packed_frame_by_frame(make_pair):
     seen = []
     for call in calls:
         call.pop("batch_num_images", None)  # there are no images
-        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        images = pair.images(call)
         seen.append(VisionConversation(call["input_ids"][0], call["labels"][0] != -100, images))
     packed = pack_conversations(pair.vision, seen)
     assert packed["num_frames_per_video"].tolist() == [2, 3]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from pairs import beyond_bound
-from scenes import DOCUMENTS, OF_TOKENS, Image, Video
+from scenes import DOCUMENTS, Image, Video
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import DataError
@@ -80,7 +80,7 @@ def test_a_prompt_with_images_is_computed_once_for_its_answers(pair, more):
     for document in (*DOCUMENTS.values(), [2, Image(4, 6), 30]):
         call = pair.scene(document)
         prompt = call["input_ids"][0]
-        images = {name: x for name, x in call.items() if name not in OF_TOKENS}
+        images = pair.images(call)
         parents += [-1, len(parents), len(parents)]
         continued += [0, len(prompt), len(prompt)]
 

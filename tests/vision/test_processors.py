@@ -116,6 +116,22 @@ FAMILIES = {
             *("<|img_row_1_col_1|>", "<|img_row_1_col_2|>", "<|img_row_2_col_1|>"),
         ],
     ),
+    "molmo2": (
+        "Molmo2",
+        "Molmo2",
+        {
+            "size": {"height": 15, "width": 15},
+            "patch_size": 3,
+            "pooling_size": [2, 2],
+            "overlap_margins": [1, 1],
+            "max_crops": 3,
+        },
+        {},
+        [
+            *("<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<frame_start>", "<im_end>"),
+            *("<frame_end>", "<im_low>", "<|image|>", "<|video|>"),
+        ],
+    ),
     "mllama": (
         *("Mllama", "Mllama", {"size": {"height": 14, "width": 14}, "max_image_tiles": 3}, {}),
         ["<|image|>"],
@@ -152,6 +168,7 @@ NAMED = {
 }
 IN_TEXT = {
     "gemma3": "<boi>",
+    "molmo2": "<|image|>",
     "qwen3_vl": "<|vision_start|><|image_pad|>",
     "ernie4_5_vl_moe": "<image_start><image><image_end>",
 }
@@ -161,7 +178,9 @@ IN_TEXT = {
 def vision_model(request, tmp_path):
     """A preprocessor over generated files, its model, and the placeholder of an image in text."""
     family = request.param
-    if family in ("lfm2_vl", "mistral3") or (family == "gemma4" and transformers.__version__ < "5.23"):
+    if family in ("lfm2_vl", "mistral3", "molmo2") or (
+        family == "gemma4" and transformers.__version__ < "5.23"
+    ):
         pytest.importorskip("torchvision", reason="this processor of transformers needs torchvision")
     processor, images, settings, options, tokens = FAMILIES[family]
     torch.manual_seed(0)
@@ -286,6 +305,17 @@ VIDEOS = {
     "gemma4": ("Gemma4", {"patch_size": 3, "pooling_kernel_size": 2, "max_soft_tokens": 70}, "<|video|>"),
     "llava_onevision": ("LlavaOnevision", {"size": {"height": 10, "width": 10}}, "<video>"),
     "internvl": ("InternVL", {"size": {"height": 13, "width": 13}}, "<video>"),
+    "molmo2": (
+        "Molmo2",
+        {
+            "size": {"height": 15, "width": 15},
+            "patch_size": 3,
+            "pooling_size": [3, 3],
+            "do_rescale": True,
+            "do_normalize": True,
+        },
+        "<|video|>",
+    ),
     "video_llama_3": (
         "VideoLlama3",
         {"patch_size": 3, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 4096}},
@@ -318,18 +348,19 @@ def test_frames_of_videos_match_the_familys_processor(vision_model, request):
             preprocessor("what?", [], [video])
         return
     image = png((20, 25), (3, 3, 250))
-    text = f"<s>{place}what?{video_place}what?red"
+    pictures = [] if family == "molmo2" else [image]  # whose tokens have the id of the video's
+    text = f"<s>{''.join(f'{place}what?' for _ in pictures)}{video_place}what?red"
     if family == "gemma4" and transformers.__version__ < "5.23":  # its videos have another form
         with pytest.raises(DataError, match="without num_frames_per_video"):
             preprocessor(text, [], [image, video])
         return
-    made = preprocessor(text, [(len(text) - 3, len(text))], [image, video])
+    made = preprocessor(text, [(len(text) - 3, len(text))], [*pictures, video])
     assert made.trained.tolist() == [False] * (len(made.ids) - 1) + [True]
     # Gemma 4's AutoProcessor also needs an audio feature extractor.
     load = load_processor if family == "gemma4" else transformers.AutoProcessor.from_pretrained
     options = {"videos": True} if family == "gemma4" else {}
     given = load(preprocessor.folder, **options)(
-        images=[[Image.open(io.BytesIO(image))]],
+        images=[[Image.open(io.BytesIO(one)) for one in pictures]] if pictures else None,
         videos=[[Image.open(io.BytesIO(frame)) for frame in frames]],
         video_metadata=[{"total_num_frames": 4, "fps": 2.0, "frames_indices": [0, 1, 2, 3]}],
         do_sample_frames=False,

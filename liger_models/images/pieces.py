@@ -1,0 +1,51 @@
+"""Pictures in the conversations of scenes.py, and the parts that processors make of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image, with height and width in patches."""
+
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Video:
+    """A video, with its number of time steps."""
+
+    steps: int
+    height: int
+    width: int
+    seconds: float = 1.0
+
+
+def crops_of(piece: Any) -> int:
+    """The number of crops of an image: 0 to 2, by its height."""
+    return int(piece.height) // 8 % 3
+
+
+def kept_of(video: Video) -> Tensor:
+    """Mask of the tokens of a video pooled by 2 that a processor keeps."""
+    return torch.arange(video.steps * video.height * video.width // 4) % 5 != 3
+
+
+def windows_of(image: Image, side: int) -> list[Tensor]:
+    """The patches of each token, of the whole image and of its crops side by side, by blocks of four. Each
+    has `side` times `side` patches; the first column of a crop is left out, as are patches that overlap.
+    """
+    crops = 1 + crops_of(image)
+    patches = torch.arange((1 + crops) * side**2).view(1 + crops, side, side)
+    grids = patches[0], patches[1:, :, 1:].transpose(0, 1).flatten(1)
+    padded = (F.pad(grid, (0, -grid.shape[1] % 2, 0, -grid.shape[0] % 2), value=-1) for grid in grids)
+    return [
+        grid.unflatten(1, (-1, 2)).unflatten(0, (-1, 2)).transpose(1, 2).reshape(-1, 4) for grid in padded
+    ]
