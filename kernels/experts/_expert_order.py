@@ -77,8 +77,9 @@ def sort_by_expert(
         num_tiles.zero_()
         return sorted_rows
     block_experts = next_power_of_2(num_experts)
-    # Tiles of chunk x experts and chunk x chunk have 16,384 elements: 64 registers for each of 256 threads.
-    chunk = max(1, min(128, 16384 // block_experts))
+    # A tile of chunk x experts has 16,384 elements: 64 registers for each of 256 threads. Comparing rows of a
+    # chunk of 128 with each other, instead of sums along it, took 59 us instead of 39 on an H200 (64 experts).
+    chunk = max(1, min(1024, 16384 // block_experts))
     chunks = ceil_div(slots, chunk)
     counts = torch.empty(num_experts, chunks, dtype=torch.int32, device=experts.device)
     totals = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
@@ -238,10 +239,9 @@ def _place_kernel(
     assignment = chunk * CHUNK + tl.arange(0, CHUNK)
     mask = assignment < slots
     mine = tl.load(experts + assignment, mask, -1)
-    again = tl.load(experts + assignment[None, :], mask[None, :], -1)  # along the other axis
-    earlier = (again == mine[:, None]) & (assignment[None, :] < assignment[:, None])
-    row = tl.sum(tl.where(mine[:, None] == expert[None, :], base[None, :], 0), 1)
-    row += tl.sum(earlier.to(tl.int32), 1)
+    hit = (mine[:, None] == expert[None, :]).to(tl.int32)
+    earlier = tl.cumsum(hit, 0) - hit
+    row = tl.sum(hit * (base[None, :] + earlier), 1)
     tl.store(position + assignment, tl.where(mine < 0, -1, row), mask)
     tl.store(order + row, assignment, mask & (mine >= 0))
 
