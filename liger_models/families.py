@@ -44,13 +44,14 @@ class Family:
     Attributes:
         model_type: the name in config.json.
         reference: the class of the reference implementation in transformers.
-        vision: whether its models accept images.
+        vision, audio: whether its models accept images, and whether they accept sounds.
         about: its description.
     """
 
     model_type: str
     reference: str
     vision: bool
+    audio: bool
     about: About
 
 
@@ -107,7 +108,9 @@ def _families_of(path: Path) -> list[Family]:
                 continue
             options = {word.arg: word.value for word in call.keywords}
             name, reference = ast.literal_eval(call.args[0]), ast.literal_eval(options["reference"])
-            vision = "vision" in options and ast.literal_eval(options["vision"])
+            vision, audio = (
+                kind in options and ast.literal_eval(options[kind]) for kind in ("vision", "audio")
+            )
             text = ast.get_docstring(function) or ast.get_docstring(file) or ""
-            found.append(Family(name, reference, vision, parse_about(text, str(path))))
+            found.append(Family(name, reference, vision, audio, parse_about(text, str(path))))
     return found

@@ -166,9 +166,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
-    "qwen2_audio": Multimodal(
-        {"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}, missing="an encoder of sound"
-    ),
+    "qwen2_audio": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
     "voxtral": Multimodal(
         {"llama": "llama"},
         settings={"tie_word_embeddings": False},
@@ -177,7 +175,6 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"num_hidden_layers": 30, "num_key_value_heads": 8, "max_position_embeddings": 131072},
             **{"rms_norm_eps": 1e-5, "rope_theta": 1e8},
         },
-        missing="an encoder of sound",
     ),
     # The whole model does not scale its logits, though Command R's own does.
     **{

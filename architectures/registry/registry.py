@@ -45,7 +45,7 @@ class Architecture:
         build: turns a config into a spec; takes every key that the family knows.
         reference: the class of the reference implementation in transformers.
         reference_of: the family whose class that is, if it is another one's.
-        vision: whether its models accept images.
+        vision, audio: whether its models accept images, and whether they accept sounds.
         defaults: the reference's values of keys missing from config.json.
         layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
         says_transposed: the reference declares to PEFT that its experts are [experts, inputs, outputs].
@@ -63,7 +63,7 @@ class Architecture:
         variants: further configs for tests, as changes of `tiny`, by name.
         skip: cases that tests skip, such as "rope:yarn", each with the reason.
 
-    A vision-language family has the config of its language model under "text_config", also in `tiny`.
+    A multimodal family has the config of its language model under "text_config", also in `tiny`.
     """
 
     model_type: str
@@ -71,6 +71,7 @@ class Architecture:
     reference: str
     reference_of: str | None = None
     vision: bool = False
+    audio: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layouts: tuple[Layout, ...] = (Layout(),)
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing
@@ -84,6 +85,11 @@ class Architecture:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def multimodal(self) -> bool:
+        """Whether its models have encoders."""
+        return self.vision or self.audio
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle by name, since models hold their architecture and its functions may not be picklable."""
@@ -108,8 +114,10 @@ class Architecture:
         spec = self.build(config)
         config.finish()
         spec = spec if causal else bidirectional(spec, config.name)
-        if spec.vision is not None and spec.is_bidirectional:
-            raise ConfigError(f"{config.name}: models with images do not support bidirectional attention")
+        if (spec.vision or spec.audio) is not None and spec.is_bidirectional:
+            raise ConfigError(
+                f"{config.name}: models with images or sounds do not support bidirectional attention"
+            )
         return spec
 
 
@@ -141,6 +149,7 @@ def register(
     reference: str,
     reference_of: str | None = None,
     vision: bool = False,
+    audio: bool = False,
     defaults: Mapping[str, Any] | None = None,
     layouts: tuple[Layout, ...] = (Layout(),),
     carried: Callable[[HFConfig], tuple[str, ...]] = _nothing,
@@ -165,6 +174,7 @@ def register(
             reference,
             reference_of,
             vision,
+            audio,
             defaults or {},
             layouts,
             carried,
@@ -255,6 +265,14 @@ def with_mtp(architecture: Architecture) -> Architecture:
     return replace(architecture, build=build, layouts=layouts, carried=_nothing)
 
 
-def list_architectures(vision: bool = False) -> list[str]:
-    """The supported `model_type`s in alphabetical order: of language models, or of vision-language models."""
-    return sorted(name for name, family in _ARCHITECTURES.items() if family.vision == vision)
+def list_architectures(vision: bool = False, audio: bool = False) -> list[str]:
+    """The supported `model_type`s in alphabetical order: of language models; with `vision` or `audio` of
+    models that accept images or sounds, and with both of models that accept either.
+    """
+    return sorted(
+        name
+        for name, family in _ARCHITECTURES.items()
+        if (vision and family.vision)
+        or (audio and family.audio)
+        or not (vision or audio or family.multimodal)
+    )

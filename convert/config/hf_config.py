@@ -355,7 +355,7 @@ _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 _DROPOUT_NAMES = """
     attention_dropout attn_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout residual_dropout
     embedding_dropout attention_probs_dropout_prob hidden_dropout_prob dropout layerdrop layer_dropout
-    projection_dropout
+    projection_dropout activation_dropout encoder_layerdrop
 """
 _DROPOUTS = _DROPOUT_NAMES.split()
 

@@ -87,7 +87,8 @@ class Attention(nn.Module):
         if not spec.values_are_keys:
             parts["v_proj"] = spec.v_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
-        self.qkv_proj = projections(input_size, parts, spec.qkv_bias)
+        unbiased = {} if spec.k_bias else {"unbiased": ("k_proj",)}
+        self.qkv_proj = projections(input_size, parts, spec.qkv_bias, **unbiased)
         if spec.gated and spec.gates:
             raise ValueError("an AttentionSpec has one gate: either `gated` or `gates`, not both")
         if spec.softplus_gates and not spec.gate_size:

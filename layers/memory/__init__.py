@@ -10,6 +10,7 @@ from liger_models.layers.memory.on_host import offloaded_bytes
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_of_size
 from liger_models.layers.memory.places import matrix_elements
 from liger_models.layers.memory.planned import Planned, largest
+from liger_models.layers.memory.sounds import heard_of_length
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Shown",
     "Step",
     "StepMemory",
+    "heard_of_length",
     "largest",
     "layers_without_gradient",
     "matrix_elements",

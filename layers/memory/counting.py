@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,12 +12,13 @@ from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import adapters, frozen
+from liger_models.layers.memory.encoders import EncoderCosts, costs_of, inputs_of, trains
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
 from liger_models.layers.memory.layer_costs import LayerCosts
 from liger_models.layers.memory.on_host import on_host, streamed_at, streamed_bytes
 from liger_models.layers.memory.own_parts import largest_part, linear_matrices, own_bytes, own_elements
-from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, edges_of
+from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import LADDERS, Plan, Step
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -36,9 +37,12 @@ class StepMemory:
         self.model, self.step = model, step
         self.itemsize = model.embed_tokens.weight.dtype.itemsize
 
-    def resized(self, batch: int, seq: int, shown: Shown = NOTHING) -> StepMemory:
-        """The same step with other rows; quantities that do not depend on them are reused."""
-        other = StepMemory(self.model, replace(self.step, batch=batch, seq=seq, shown=shown))
+    def resized(self, batch: int, seq: int, *media: Shown) -> StepMemory:
+        """The same step with other rows, and their images and sounds; quantities that do not depend on them
+        are reused.
+        """
+        shown, heard = (*media, NOTHING, NOTHING)[:2]
+        other = StepMemory(self.model, replace(self.step, batch=batch, seq=seq, shown=shown, heard=heard))
         vars(other).update((name, vars(self)[name]) for name in _OF_PARAMETERS if name in vars(self))
         return other
 
@@ -125,12 +129,14 @@ class StepMemory:
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
-        """Forward pass of an encoder that keeps nothing, before the language model's layers run."""
-        if not self._encoder_costs or self.encoder:
+        """Forward pass of encoders that keep nothing, before the language model's layers run."""
+        layers = [layer for costs in self._encoders for layer in costs.layers]
+        if not layers or self.encoder:
             return []
-        room = max(costs.transient["lean"] + 2 * costs.stream for costs in self._encoder_costs)
+        room = max(costs.transient["lean"] + 2 * costs.stream for costs in layers)
+        shown = self.step.shown.pixels + self.step.heard.pixels
         gradients = self.gradients if self.step.accumulates else 0
-        return [("the encoder's forward pass", self._parts(self.step.shown.pixels, room, gradients))]
+        return [("the encoder's forward pass", self._parts(shown, room, gradients))]
 
     def _backward(
         self, kept: list[int], levels: Sequence[ActivationMemory]
@@ -194,48 +200,37 @@ class StepMemory:
 
     @property
     def encoder(self) -> list[LayerCosts]:
-        """Layers of a trained encoder that receives images."""
-        return self._encoder_costs if self._trains[0] else []
+        """Layers of trained encoders that receive images or sounds, one encoder after the other."""
+        return [layer for costs in self.trained_encoders for layer in costs.layers]
+
+    @property
+    def trained_encoders(self) -> list[EncoderCosts]:
+        """The encoders with these layers."""
+        return [costs for costs in self._encoders if costs.trains and costs.layers]
 
     @cached_property
-    def _encoder_costs(self) -> list[LayerCosts]:
-        shown = self.step.shown
-        if not shown.tokens:
-            return []
-        vision, known, found = self.model.vision, {}, []
-        windowed = getattr(vision.spec, "windowed", ())
-        for number, layer in enumerate(vision.encoder.layers):
-            longest = shown.window if number in windowed else shown.longest
-            if (layer.spec, longest) not in known:
-                step = replace(self.step, batch=1, seq=shown.tokens, longest=longest, shown=NOTHING)
-                step = replace(step, sequence_ranks=1)  # every rank has all images
-                known[layer.spec, longest] = LayerCosts.of(layer, step, self.itemsize)
-            found.append(known[layer.spec, longest])
-        return found
+    def _encoders(self) -> list[EncoderCosts]:
+        size, dtype = self.model.spec.hidden_size, self.model.embed_tokens.weight.dtype
+        parts = zip(self.model.encoders, self._trains, strict=True)
+        return [costs_of(part, self.step, trained, size, dtype) for part, trained in parts]
 
     @cached_property
-    def _trains(self) -> tuple[bool, bool]:
-        """Whether the encoder is trained, and whether the projector is."""
-        if self.model.vision is None:
-            return False, False
-        vision = self.model.vision
-        way = {id(p): p for module in vision.ways_out() for p in module.parameters()}
-        encoder = (p for p in vision.encoder.parameters() if id(p) not in way)
-        return any(p.requires_grad for p in encoder), any(p.requires_grad for p in way.values())
+    def _trains(self) -> list[tuple[bool, bool]]:
+        """Of each encoder, whether it is trained, and whether its projector is."""
+        return [trains(part) for part in self.model.encoders]
 
     @cached_property
     def _edges(self) -> Edges:
-        spec, dtype = self.model.spec, self.model.embed_tokens.weight.dtype
-        if spec.vision is None or not self.step.shown.tokens:
-            return Edges()
-        return edges_of(spec.vision, self.step.shown, spec.hidden_size, dtype, self._trains)
+        edges = [costs.edges for costs in self._encoders]
+        return Edges(*(sum(sizes) for sizes in zip(*map(astuple, edges), strict=True))) if edges else Edges()
 
     @property
     def _outside_layers(self) -> int:
-        """Bytes kept outside of layers: for images, and the input of a norm of the embeddings."""
+        """Bytes kept outside of layers: for images and sounds, and the input of a norm of the embeddings."""
         edges, spec = self._edges, self.model.spec
         normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0
-        return self.step.shown.pixels + edges.encoder + edges.projector + edges.language + normed
+        given = self.step.shown.pixels + self.step.heard.pixels
+        return given + edges.encoder + edges.projector + edges.language + normed
 
     @cached_property
     def layers(self) -> list[LayerCosts]:
@@ -257,16 +252,15 @@ class StepMemory:
 
     @cached_property
     def _tables(self) -> int:
-        """Cosine and sine of every position, and per token its id, position and label; with images also the
-        image it belongs to.
+        """Cosine and sine of every position, and per token its id, position and label; with images or sounds
+        also the one it belongs to.
         """
-        shown = self.step.shown
         tokens = self.step.tokens * (24 + sum(4 * rope.dim for rope in self.model.spec.ropes))
-        if not shown.tokens:
-            return tokens
-        blocks = [layer.spec for layer in self.model.vision.encoder.layers]
-        ropes = {rope for block in blocks for rope in block.ropes}
-        return tokens + 9 * self.step.tokens + shown.tokens * (24 + sum(4 * rope.dim for rope in ropes))
+        for part in self.model.encoders:
+            if count := inputs_of(part, self.step).tokens:
+                ropes = {rope for layer in part.encoder.layers for rope in layer.spec.ropes}
+                tokens += 9 * self.step.tokens + count * (24 + sum(4 * rope.dim for rope in ropes))
+        return tokens
 
     @property
     def _stream(self) -> int:
@@ -306,8 +300,8 @@ class StepMemory:
     @property
     def _quantisable(self) -> list[Any]:
         """Modules whose linear layers are quantised and adapted."""
-        vision, modules = self.model.vision, list(self.model.layers)
-        return modules if vision is None else [*modules, *vision.encoder.layers, *vision.ways_out()]
+        parts = self.model.encoders
+        return [*self.model.layers, *(x for p in parts for x in (*p.encoder.layers, *p.ways_out()))]
 
     @cached_property
     def _matrices(self) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -354,15 +348,23 @@ class StepMemory:
         headless = self._headless * self.itemsize if self.model.embed_tokens.weight.requires_grad else 0
         return (self._trained_bytes(self.model) + headless) // self.step.gpus
 
-    @cached_property
+    @property
     def _own_gradients(self) -> tuple[list[int], int, list[int]]:
-        """Gradients of each encoder layer, the other image parts, and each layer of the language model."""
-        gpus, vision = self.step.gpus, self.model.vision
-        layers = [self._trained_bytes(layer) // gpus for layer in self.model.layers]
-        if vision is None:
-            return [], 0, layers
-        encoder = [self._trained_bytes(layer) // gpus for layer in vision.encoder.layers]
-        return encoder, self._trained_bytes(vision) // gpus - sum(encoder), layers
+        """Gradients of the layers in `encoder`, of the encoders' other parts, and of the model's layers."""
+        of_modules = self._gradients_of_modules
+        own = [layer for costs in self.trained_encoders for layer in costs.part.encoder.layers]
+        of_own, whole = (
+            [of_modules[layer] for layer in own],
+            sum(of_modules[part] for part in self.model.encoders),
+        )
+        return of_own, whole - sum(of_own), [of_modules[layer] for layer in self.model.layers]
+
+    @cached_property
+    def _gradients_of_modules(self) -> dict[Any, int]:
+        parts = self.model.encoders
+        layers = [layer for part in parts for layer in part.encoder.layers]
+        modules = [*parts, *layers, *self.model.layers]
+        return {module: self._trained_bytes(module) // self.step.gpus for module in modules}
 
     @cached_property
     def _gathered(self) -> Gathered | None:
@@ -370,11 +372,11 @@ class StepMemory:
         model, step = self.model, self.step
         if step.gpus == 1 and not any(hasattr(p, "to_local") for p in model.parameters()):
             return None
-        layers = [*([] if model.vision is None else model.vision.encoder.layers), *model.layers]
+        layers = [*(x for part in model.encoders for x in part.encoder.layers), *model.layers]
         embedding = model.embed_tokens.weight
         inside = {id(p) for layer in layers for p in layer.parameters()}
         head: Any = getattr(model, "lm_head", None)
-        ends = [] if self._tied else [embedding, *([] if head is None else head.parameters())]
+        ends = [] if self._tied else [embedding, *(() if head is None else head.parameters())]
         rest = [p for p in model.parameters() if id(p) not in inside | {id(p) for p in ends}]
         own_head = None if self._tied else embedding  # if of the same size
         return Gathered.of(layers, own_head, rest, step.gpus, not step.lora_rank, model.gathered_once)
@@ -394,5 +396,5 @@ class StepMemory:
 _OF_PARAMETERS = (
     *("_units", "_weights_on_host"),
     *("_weights", "_adapter_elements", "_matrices", "_headless", "_trained", "_tied", "gradients"),
-    *("_own_gradients", "_trains", "_gathered", "_dequantised", "_state_on_host", "_idle"),
+    *("_gradients_of_modules", "_trains", "_gathered", "_dequantised", "_state_on_host", "_idle"),
 )

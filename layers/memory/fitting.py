@@ -16,6 +16,7 @@ from liger_models.layers.memory.counting import StepMemory
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_by
 from liger_models.layers.memory.planned import Planned
+from liger_models.layers.memory.sounds import heard_by
 from liger_models.layers.memory.step import Plan, Step
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.recompute.host_weights import device_of
@@ -49,13 +50,15 @@ class FittingLevels:
         self.share, self.budget = parse_budget(budget)
         self.optimizer_bytes = optimizer_bytes
         self.say = say or _log.info
-        self.tokens, self.shown = 0, NOTHING
+        self.tokens, self.shown, self.heard = 0, NOTHING, NOTHING
         self.plan: Plan | None = None
         self._versions = 0  # of the parameters, when levels were first chosen
         self._has_state = False  # whether the optimizer's state is among what the process holds
 
-    def __call__(self, model: Planned, sequences: Sequences, pictures: Any = None) -> None:
-        """Choose levels if this batch has more tokens or images than previous ones.
+    def __call__(
+        self, model: Planned, sequences: Sequences, pictures: Any = None, sounds: Any = None
+    ) -> None:
+        """Choose levels if this batch has more tokens, images or sounds than previous ones.
 
         Processes that share a sharded model choose the same levels, once: after each has received its first
         batch.
@@ -66,12 +69,15 @@ class FittingLevels:
         divided = sequences.slice is not None  # ranks that exchange heads must run the same layers again
         shared = divided or any(hasattr(p, "to_local") for p in model.parameters())
         tokens, shown = sequences.documents.num_tokens, shown_by(model.spec.vision, pictures)
+        heard = heard_by(model.spec.audio, sounds)
         if self.plan is None:
             self._versions = _versions(model)
         larger = tokens > self.tokens or not shown.no_more_than(self.shown)
+        larger = larger or not heard.no_more_than(self.heard)
         if self.plan is not None and (shared or not (self._first_step_was_made(model) or larger)):
             return
-        tokens, shown = max(tokens, self.tokens), shown.at_least(self.shown)
+        tokens = max(tokens, self.tokens)
+        shown, heard = shown.at_least(self.shown), heard.at_least(self.heard)
         device = device_of(model)
         if self.budget is None:
             budget = self._measured(model, device)
@@ -79,11 +85,13 @@ class FittingLevels:
             budget = self.budget - (self._others(model, device) if self._has_state else 0)
         host_budget = host_memory_left()
         if shared:
-            numbers = [tokens, -budget, -host_budget, *astuple(shown)]
+            numbers = [tokens, -budget, -host_budget, *astuple(shown), *astuple(heard)]
             agreed = torch.tensor(numbers, device=device)
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
-            tokens, budget, host_budget, *images = agreed.tolist()
-            budget, host_budget, shown = -budget, -host_budget, Shown(*images)
+            tokens, budget, host_budget, *sizes = agreed.tolist()
+            half = len(sizes) // 2
+            budget, host_budget = -budget, -host_budget
+            shown, heard = Shown(*sizes[:half]), Shown(*sizes[half:])
         per_element = self.optimizer_bytes
         if per_element is None:
             per_element = 0 if self._has_state else _adamw_bytes(model.parameters())
@@ -93,18 +101,23 @@ class FittingLevels:
             longest=sequences.documents.max_seqlen,
             sequence_ranks=sequences.slice.ranks if sequences.slice is not None else 1,
             shown=shown,
+            heard=heard,
             weights_on_host=getattr(model, "host_weights", None) is not None,
         )
-        before, self.tokens, self.shown = self.plan, tokens, shown
-        self.plan = StepMemory(model, step).choose_levels(budget, host_budget)
+        before, self.tokens, self.shown, self.heard = self.plan, tokens, shown, heard
+        counted = StepMemory(model, step)
+        self.plan = counted.choose_levels(budget, host_budget)
         for layer, level in zip(model.layers, self.plan.levels, strict=True):
             layer.set_activation_memory(level)
-        if self.plan.encoder_levels:
-            model.vision.encoder.set_activation_memory(self.plan.encoder_levels)
+        levels = list(self.plan.encoder_levels)
+        for costs in counted.trained_encoders:
+            own, levels = levels[: len(costs.layers)], levels[len(costs.layers) :]
+            costs.part.encoder.set_activation_memory(own)
         if not larger and before is not None and self.plan.levels == before.levels:
             return
-        of_images = f" and {shown.tokens:,} of images" if shown.tokens else ""
-        self.say(f"activation memory for {tokens:,} tokens{of_images}: {self.plan}")
+        of_encoders = f" and {shown.tokens:,} of images" if shown.tokens else ""
+        of_encoders += f" and {heard.tokens:,} of sounds" if heard.tokens else ""
+        self.say(f"activation memory for {tokens:,} tokens{of_encoders}: {self.plan}")
         if not self.plan.fits:
             _log.warning("a step of %d tokens does not fit in memory_budget at any level", tokens)
 

@@ -10,7 +10,7 @@ from liger_models.layers.memory.layer_costs import LayerCosts
 
 def layers_without_gradient(model: Any) -> int:
     """Number of a decoder's first layers that no gradient reaches."""
-    before = [model.embed_tokens, getattr(model, "per_layer_inputs", None), model.vision]
+    before = [model.embed_tokens, getattr(model, "per_layer_inputs", None), *model.encoders]
     before += [getattr(model, "embed_positions", None), getattr(model, "embed_norm", None)]
     if any(p.requires_grad for module in before if module is not None for p in module.parameters()):
         return 0

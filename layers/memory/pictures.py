@@ -178,7 +178,7 @@ def edges_of(
         kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
         kept += shown.tokens * (2 * 8 + 2 * 4)
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
-        made = _kept(linear, shown.read, spec.width, dtype, encoder)
+        made = kept_by(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made, shown.read * hidden_size * size)
     norms = [x for x in (spec.norm_patches, spec.norm_before, spec.norm_after) if x is not None]
     kept += len(norms) * shown.tokens * (width * size + 8)
@@ -198,14 +198,14 @@ def edges_of(
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
         if isinstance(spec.pictures, WindowedPictures):
             others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
-        made += _kept(way, patches, wide, dtype, encoder, *others)
+        made += kept_by(way, patches, wide, dtype, encoder, *others)
     # The input of the encoder's next layer is shared with that layer.
     made -= encoder * len(spec.deep) * patches * width * size
     deep = len(spec.deep) * shown.features * hidden_size * size
     return Edges(encoder * kept, made, deep)
 
 
-def _kept(
+def kept_by(
     module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool, *others: Any
 ) -> int:
     """Bytes that autograd saves for a module's call on [rows, width] and `others`, measured on the meta

@@ -17,9 +17,12 @@ class Planned(Protocol):
     spec: ModelSpec
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
-    vision: Any
     mtp: Any
     gathered_once: bool
+
+    @property
+    def encoders(self) -> list[Any]:
+        """The parts that encode images and sounds."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All parameters, a tied one once."""

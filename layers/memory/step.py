@@ -54,7 +54,7 @@ class Step:
         optimizer_on_host: the optimizer's state is in the host's memory.
         weights_on_host: frozen weights of the layers, the embedding and the head are streamed from the host.
         optimizer_work: bytes that the optimizer's step takes in addition to the state and the gradients.
-        shown: the images of these rows.
+        shown, heard: the images and the sounds of these rows.
         float8_copies: bytes of weights in float8 that are kept from one micro-batch to the next.
     """
 
@@ -75,6 +75,7 @@ class Step:
     optimizer_work: int = 0
     weights_on_host: bool = False
     shown: Shown = NOTHING
+    heard: Shown = NOTHING
     float8_copies: int = 0
 
     @property

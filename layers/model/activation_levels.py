@@ -17,12 +17,12 @@ class _Levels(NamedTuple):
     """Chosen levels, and the function that chooses again for a larger batch."""
 
     layers: tuple[ActivationMemory, ...]
-    encoder: tuple[ActivationMemory, ...]
+    encoders: tuple[tuple[ActivationMemory, ...], ...]
     fit_levels: FittingLevels | None
 
 
 class ActivationLevels(nn.Module):
-    """A module with layers, and possibly an image encoder, whose activation memory can be chosen.
+    """A module with layers, and possibly encoders, whose activation memory can be chosen.
 
     Attributes:
         fit_levels: chooses the levels when a batch arrives; None unless "auto" was requested.
@@ -30,9 +30,15 @@ class ActivationLevels(nn.Module):
 
     layers: Sequence[Block]
     vision: Any
+    audio: Any
     fit_levels: FittingLevels | None = None
     _before_checkpointing: _Levels | None = None  # while a trainer has it enabled
     _disabled_levels: tuple[_Levels, ...] = ()  # one per disabling by a trainer, until enabled
+
+    @property
+    def encoders(self) -> list[Any]:
+        """The parts that encode images and sounds, as far as there are any."""
+        return [part for part in (self.vision, self.audio) if part is not None]
 
     @property
     def activation_memory(self) -> tuple[ActivationMemory, ...]:
@@ -47,7 +53,7 @@ class ActivationLevels(nn.Module):
         say: Callable[[str], object] | None = None,
     ) -> None:
         """Choose what is kept for the backward pass: one level for all layers, or one a layer. A single level
-        also applies to an image encoder; otherwise call the encoder's own `set_activation_memory`.
+        also applies to encoders of images and sounds; otherwise call their own `set_activation_memory`.
 
         "auto" chooses the levels with the least recomputation within a memory budget when a training batch
         arrives: see `FittingLevels` in layers/memory/, which documents the other arguments.
@@ -61,8 +67,8 @@ class ActivationLevels(nn.Module):
             levels = "lean"
         elif memory_budget is not None:
             raise ValueError(f"memory_budget is {memory_budget!r}, but only the level 'auto' has a budget")
-        if self.vision is not None and isinstance(levels, str):
-            self.vision.encoder.set_activation_memory(levels)
+        for part in self.encoders if isinstance(levels, str) else ():
+            part.encoder.set_activation_memory(levels)
         set_levels(self.layers, levels)
         if "offload" not in self.activation_memory:
             drop_unused_buffers()
@@ -108,7 +114,7 @@ class ActivationLevels(nn.Module):
                 for i, level in enumerate(levels)
             )
 
-        self._restore_levels(_Levels(some(before.layers), some(before.encoder), None))
+        self._restore_levels(_Levels(some(before.layers), tuple(map(some, before.encoders)), None))
         self._before_checkpointing, self._disabled_levels = before, ()
 
     def gradient_checkpointing_enable(
@@ -127,14 +133,15 @@ class ActivationLevels(nn.Module):
             self._restore_levels(self._before_checkpointing)
 
     def _chosen_levels(self) -> _Levels:
-        encoder = () if self.vision is None else self.vision.encoder.layers
-        of_encoder = tuple(layer.activation_memory for layer in encoder)
-        return _Levels(self.activation_memory, of_encoder, self.fit_levels)
+        of_encoders = tuple(
+            tuple(layer.activation_memory for layer in part.encoder.layers) for part in self.encoders
+        )
+        return _Levels(self.activation_memory, of_encoders, self.fit_levels)
 
     def _restore_levels(self, chosen: _Levels) -> None:
         set_levels(self.layers, chosen.layers)
-        if self.vision is not None:
-            self.vision.encoder.set_activation_memory(chosen.encoder)
+        for part, levels in zip(self.encoders, chosen.encoders, strict=True):
+            part.encoder.set_activation_memory(levels)
         self.fit_levels = chosen.fit_levels
         if "offload" not in self.activation_memory:
             drop_unused_buffers()

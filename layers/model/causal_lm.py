@@ -134,7 +134,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             indexer_weight: of the loss of the indexers (layers/model/indexer_loss.py), which is added to the
                 loss; requires `train_indexers`.
             return_dict: False returns the output's entries as a tuple.
-            pixel_values and other keywords: outputs of the processor of a family with `vision`.
+            pixel_values, input_features and other keywords: outputs of the processor of a family with
+                encoders.
             others: keywords of other libraries' models are accepted if they request nothing: None and False.
 
         Returns:
@@ -155,7 +156,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             return request.teach(self.lm_head, self.logit_form, hidden)
         groups, own_device = groups_of_step(self), device_of(self)
         with refusing_together(groups, own_device):
-            vision_inputs = None if self.vision is None else self.vision.take(others)
+            media = self.take_media(others)
             refuse_unknown(others)
             width = self.spec.hidden_size
             shape, device = batch_shape(input_ids, inputs_embeds, width, ids_needed=self.needs_ids)
@@ -171,14 +172,14 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
             if indexer_weight is not None:
                 begin_indexer_loss(self, indexer_weight, targets, sequences, request.score is not None)
             sequences = sequences.divided(self.sequence_group)
-            self.prepare_call(sequences, input_ids, vision_inputs)
+            self.prepare_call(sequences, input_ids, media)
             request = request.packed(sequences)
             refusal = routes.begin(self.layers, sequences)
             checks = request.checks(input_ids, targets, self.spec, sequences, groups, own_device)
-        self.begin_checks(checks, vision_inputs, refusal)
+        self.begin_checks(checks, media, refusal)
         inner: list[Tensor] | None = [] if output_hidden_states else None
         embedded = None if further is None else further.embedded
-        hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, vision_inputs, embedded)
+        hidden = self.run_layers(sequences, input_ids, inputs_embeds, inner, media, embedded)
         if inner is not None:
             inner.append(sequences.unpack(hidden))
             hidden = sequences.pack(inner[-1])  # so the returned tensor has the loss's gradient
@@ -221,9 +222,9 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         `train_only`, only those that match one of these. Without any pattern, train all.
 
         A pattern is a glob over a name or any part of it between dots, with ranges of numbers
-        ("embed_tokens", "layers.0-15", "layers.3?.mlp", "q_proj"), or a part of a vision-language model:
-        "vision", "projector", "language"; or "mtp", the modules for multi-token prediction. Create the
-        optimizer afterwards.
+        ("embed_tokens", "layers.0-15", "layers.3?.mlp", "q_proj"), or a part of a multimodal model:
+        "vision", "audio", "projector", "language"; or "mtp", the modules for multi-token prediction. Create
+        the optimizer afterwards.
 
         Raises:
             ValueError: a pattern that matches nothing, with near names; or one that divides the tensors of a

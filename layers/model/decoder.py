@@ -5,7 +5,7 @@ input_ids [batch, seq] -> tokens [T] -> hidden [T, H] -> blocks -> norm -> hidde
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.attention.backends import BACKENDS, AttentionBackend
+from liger_models.layers.audio.audio import Audio
+from liger_models.layers.audio.media import NO_MEDIA, Media, MediaParts
 from liger_models.layers.blocks import (
     BLOCKS,
     EMBEDDINGS,
@@ -28,7 +30,6 @@ from liger_models.layers.blocks import (
 from liger_models.layers.blocks.connections import connect
 from liger_models.layers.blocks.per_layer_input import PerLayerInputs
 from liger_models.layers.blocks.shared_transformer import make_shared
-from liger_models.layers.experts.modal_experts import ModalExperts
 from liger_models.layers.memory import offloaded_bytes
 from liger_models.layers.model.activation_levels import ActivationLevels
 from liger_models.layers.model.call_checks import CallChecks, check_windows
@@ -50,7 +51,7 @@ from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
 
 
-class Decoder(ActivationLevels, WeightsMemory):
+class Decoder(MediaParts, ActivationLevels, WeightsMemory):
     """Embeddings, blocks and a final norm; `make_decoder` adds them to any module.
 
     Attributes:
@@ -111,37 +112,41 @@ class Decoder(ActivationLevels, WeightsMemory):
         if spec.vision is not None:
             self.vision = VISIONS[type(spec.vision)](spec.vision, spec.hidden_size, attention)
             self.image_gradients = ImageGradients()
+        self.audio: Audio | None = None
+        if spec.audio is not None:
+            self.audio = Audio(spec.audio, spec.hidden_size, attention)
+            self.sound_gradients = ImageGradients()
 
     def hidden_states(
         self,
         sequences: Sequences,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        vision_inputs: Any = None,
+        media: Media = NO_MEDIA,
     ) -> Tensor:
         """The normalised output of the last block, [T, H]: `prepare_call`, then `run_layers`."""
-        self.prepare_call(sequences, input_ids, vision_inputs)
-        return self.run_layers(sequences, input_ids, inputs_embeds, vision_inputs=vision_inputs)
+        self.prepare_call(sequences, input_ids, media)
+        return self.run_layers(sequences, input_ids, inputs_embeds, media=media)
 
     @not_compiled
     def prepare_call(
-        self, sequences: Sequences, input_ids: Tensor | None = None, vision_inputs: Any = None
+        self, sequences: Sequences, input_ids: Tensor | None = None, media: Media = NO_MEDIA
     ) -> None:
         """Check shapes and positions of a call and prepare it, before any computation that processes share.
 
         Args:
             input_ids: [batch, seq].
-            vision_inputs: of a model with `vision`. `vision.finish` reports whether images and tokens match.
+            media: of a model with encoders, whose `finish` reports whether images and tokens match.
 
         Raises:
-            DataError: documents, padding, positions or images that this model does not support.
+            DataError: documents, padding, positions, images or sounds that this model does not support.
         """
         if sequences.documents.tree is not None:
-            check_tree(self.spec, vision_inputs)
+            check_tree(self.spec, media.vision)
         if sequences.documents.gapped_extent:
             check_windows(self.spec, sequences.documents.gapped_extent)
-        if self.vision is not None and vision_inputs is not None:
-            self.vision.prepare(vision_inputs, sequences, input_ids)
+        for part, inputs in self.with_inputs(media):
+            part.prepare(inputs, sequences, input_ids)
         if not self.spec.padding_has_positions:
             sequences.count_tokens_alone()
         if self.spec.learned_positions is not None:
@@ -152,14 +157,14 @@ class Decoder(ActivationLevels, WeightsMemory):
         """The factors of learned rotary frequencies, [dim / 2] float32; None if they are not learned."""
         return None if self.rotary_emb is None else self.rotary_emb()
 
-    def begin_checks(self, checks: CallChecks, vision_inputs: Any = None, refusal: Any = None) -> None:
-        """Begin the checks of a prepared call, of its images and of its experts (`Refusal`)."""
+    def begin_checks(self, checks: CallChecks, media: Media = NO_MEDIA, refusal: Any = None) -> None:
+        """Begin the checks of a prepared call, of its images and sounds, and of its experts (`Refusal`)."""
         # Processes that choose levels together wait for each other.
         wait = self.fit_levels is not None and self.fit_levels.plan is None
         wrong, explanations = [], []
-        if vision_inputs is not None:
-            wrong.append(vision_inputs.wrong)
-            explanations.append(partial(self.vision.finish, vision_inputs))
+        for part, inputs in self.with_inputs(media):
+            wrong.append(inputs.wrong)
+            explanations.append(partial(part.finish, inputs))
         if refusal is not None:
             wrong.append(refusal.wrong)
             explanations.append(refusal.finish)
@@ -174,7 +179,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         inputs_of_layers: list[Tensor] | None = None,
-        vision_inputs: Any = None,
+        media: Media = NO_MEDIA,
         embedded: list[Tensor] | None = None,
     ) -> Tensor:
         """The normalised output of the last block, [T, H], from [batch, seq] ids or [batch, seq, H]
@@ -183,21 +188,23 @@ class Decoder(ActivationLevels, WeightsMemory):
         Appends the residual stream before each layer, [batch, seq, H], or several streams [batch, seq, n, H],
         and zero at padding, to a list
         `inputs_of_layers`, without features added there from images. The layers read these tensors, so that
-        gradients flow through them. Appends the embeddings, [T, H] and with features of images, to a list
-        `embedded`.
+        gradients flow through them. Appends the embeddings, [T, H] and with features of images and sounds, to
+        a list `embedded`.
         """
         if self.fit_levels is not None and torch.is_grad_enabled():
-            self.fit_levels(self, sequences, None if vision_inputs is None else vision_inputs.pictures)
+            self.fit_levels(self, sequences, media.pictures, media.sounds)
         # The checks report an id outside the vocabulary; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
         inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
-            inputs_embeds = self.vision.place(vision_inputs, inputs_embeds)
+            inputs_embeds = self.vision.place(media.vision, inputs_embeds)
+        if self.audio is not None:
+            inputs_embeds = self.audio.place(media.audio, inputs_embeds)
         if embedded is not None:
             embedded.append(inputs_embeds)
-        layer_inputs = self._own_inputs(ids, inputs_embeds, vision_inputs)
+        layer_inputs = self._own_inputs(ids, inputs_embeds, media.vision)
         if self.vision is not None:
-            layer_inputs |= self.vision.layer_inputs(vision_inputs, sequences)
+            layer_inputs |= self.vision.layer_inputs(media.vision, sequences)
         if self.spec.input_scale != 1.0:
             inputs_embeds = inputs_embeds * self.spec.input_scale
         if self.embed_positions is not None:
@@ -209,19 +216,20 @@ class Decoder(ActivationLevels, WeightsMemory):
         if self.hc_head is not None:
             inputs_embeds = self.hc_head.spread(inputs_embeds)
         compile_first_step(self, inputs_embeds, sequences)
-        run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=vision_inputs)
+        run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=media.vision)
         first = [inputs_embeds]
         del inputs_embeds  # frozen embeddings are freed after layer 0
         if self.recorded is not None and torch.is_grad_enabled() and sequences.cache is None:
-            if inputs_of_layers is not None or getattr(vision_inputs, "deep", None):
+            if inputs_of_layers is not None or getattr(media.vision, "deep", None):
                 raise ConfigError(_NOT_RECORDED)
             out = self.recorded(first, sequences, layer_inputs, run)
         else:
             out = run(first, sequences, layer_inputs)
         if self.vision is not None and self.training:
-            with_images = vision_inputs is not None and vision_inputs.pictures is not None
-            with_images |= sequences.modality is not None
+            with_images = media.pictures is not None or sequences.modality is not None
             self.image_gradients.watch(out, self.parts_of_images(), with_images)
+        if self.audio is not None and self.training:
+            self.sound_gradients.watch(out, self.parts_of_sounds(), media.sounds is not None)
         return out
 
     def _run_blocks(
@@ -299,7 +307,7 @@ class Decoder(ActivationLevels, WeightsMemory):
         """Class names of the layers, for sharding libraries: only this model's own, since they reject a name
         that no module has.
         """
-        encoder = () if self.vision is None else self.vision.encoder.layers
+        encoder = [layer for part in self.encoders for layer in part.encoder.layers]
         shared = () if self.shared is None else [block.shared_transformer for block in self.shared.values()]
         return {type(layer).__name__ for layer in (*encoder, *self.layers, *shared)}
 
@@ -315,32 +323,18 @@ class Decoder(ActivationLevels, WeightsMemory):
         return {own_input(i): own for i, own in enumerate(inputs)}
 
     def parts(self) -> dict[str, list[nn.Module]]:
-        """The modules of each part: "language"; "mtp", the modules for multi-token prediction; and in a
-        vision-language model "vision" and "projector".
+        """The modules of each part: "language"; "mtp", the modules for multi-token prediction; "vision" and
+        "audio", the encoders; and "projector", all that lies between these and the language model.
         """
         own = (getattr(self, name, None) for name in _OF_LANGUAGE)
         found: dict[str, list[nn.Module]] = {"language": [module for module in own if module is not None]}
         if self.mtp is not None:
             found |= {"mtp": [self.mtp]}
-        if self.vision is not None:
-            found |= {"vision": [self.vision.encoder], "projector": self.vision.ways_out()}
+        named = (("vision", self.vision), ("audio", self.audio))
+        found |= {name: [part.encoder] for name, part in named if part is not None}
+        if self.encoders:
+            found |= {"projector": [module for part in self.encoders for module in part.ways_out()]}
         return found
-
-    def parts_of_images(self) -> list[nn.Module]:
-        """Modules that only images reach: the encoder, the projector, layers that read features, and experts
-        of pictures.
-        """
-        modules: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
-        experts = (getattr(layer, "mlp", None) for layer in self.layers)
-        modules += [mlp.of_images for mlp in experts if isinstance(mlp, ModalExperts)]
-        if self.vision is not None:
-            modules += [self.vision.encoder, *self.vision.ways_out()]
-        return modules
-
-    def vision_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters that only images reach."""
-        parts = self.parts_of_images()
-        yield from {id(p): p for module in parts for p in module.parameters()}.values()
 
     def shared_modules(self) -> set[nn.Module]:
         """Modules that run in more than one layer."""

@@ -29,8 +29,12 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
         if self.float8 is not None:
-            return float8_linear(x, self.weight, self.bias, self.float8)
-        return project(x, self.weight, self.bias)
+            return float8_linear(x, self.weight, self.whole_bias(), self.float8)
+        return project(x, self.weight, self.whole_bias())
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias of each output, [out_features]."""
+        return self.bias
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

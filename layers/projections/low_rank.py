@@ -121,7 +121,7 @@ def projection_of(layer: nn.Module) -> Projection | None:
         rows = attrgetter("rows")
     elif type(weight) is not nn.Parameter:
         return None  # sharded, quantised, parametrized
-    if not (bias is None or type(bias) is nn.Parameter):
+    if not (bias is None or type(bias) is nn.Parameter) or getattr(layer, "unbiased", None):
         return None
     return Projection(weight, bias, float8=getattr(layer, "float8", None), rows=rows)
 

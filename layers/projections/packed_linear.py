@@ -20,13 +20,14 @@ from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref
 from liger_models.convert.checkpoints.layout import plain_path
-from liger_models.convert.checkpoints.rows import is_in_order, rows_in_checkpoint, rows_of
+from liger_models.convert.checkpoints.rows import is_in_order, rows_of
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import WeightMap
 from liger_models.layers.projections.float8 import fits_float8
 from liger_models.layers.projections.in_place import child_table
 from liger_models.layers.projections.linear import Linear, one_below_another
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
+from liger_models.layers.projections.packed_rows import layers_in_checkpoint, rows_in, rows_of_bias
 
 
 class PackedLinear(Linear):
@@ -36,10 +37,23 @@ class PackedLinear(Linear):
         in_features: the width of the input.
         parts: the widths of the projections, by name.
         bias: add biases.
+        unbiased: projections that have none all the same; `bias` holds those of the others.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
+    unbiased: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        in_features: int,
+        parts: Mapping[str, int],
+        bias: bool = False,
+        unbiased: tuple[str, ...] = (),
+    ):
         super().__init__(in_features, sum(parts.values()), bias)
+        if bias and unbiased:
+            self.unbiased = unbiased
+            biased = sum(width for name, width in parts.items() if name not in unbiased)
+            self.bias = nn.Parameter(torch.zeros(biased))
         self._name_parts(parts)
 
     def _name_parts(self, parts: Mapping[str, int]) -> None:
@@ -50,8 +64,17 @@ class PackedLinear(Linear):
     def canonical_form(self, path: str, name: str) -> Expr:
         """Each projection as a tensor of its own, next to the packed one."""
         rest = shape_of(self.get_parameter(name))[1:]
-        names = (f"{_sibling(path, part)}.{name}" for part in self.parts)
-        return Cat(tuple(Ref(n, (rows, *rest)) for n, rows in zip(names, self.parts.values(), strict=True)))
+        missing = self.unbiased if name == "bias" else ()
+        held = {part: rows for part, rows in self.parts.items() if part not in missing}
+        return Cat(tuple(Ref(f"{_sibling(path, part)}.{name}", (n, *rest)) for part, n in held.items()))
+
+    def whole_bias(self) -> Tensor | None:
+        """The bias of each output, [out_features], zeros where there is none."""
+        if not self.unbiased:
+            return self.bias
+        widths = [0 if name in self.unbiased else width for name, width in self.parts.items()]
+        pieces = zip(self.bias.split(widths), self.parts.values(), strict=True)
+        return torch.cat([own if len(own) else own.new_zeros(width) for own, width in pieces])
 
     def extra_repr(self) -> str:
         return (
@@ -69,10 +92,18 @@ class SplitProjections(nn.Module):
         owner: the module that holds the layers.
         parts: the packed projection's parts.
         layers: by name, the rows of the packed projection in each layer (`layers_in_checkpoint`).
+        unbiased: parts without a bias.
     """
 
-    def __init__(self, owner: nn.Module, parts: Mapping[str, int], layers: Mapping[str, Tensor]):
+    def __init__(
+        self,
+        owner: nn.Module,
+        parts: Mapping[str, int],
+        layers: Mapping[str, Tensor],
+        unbiased: tuple[str, ...] = (),
+    ):
         super().__init__()
+        self.unbiased = unbiased
         self._owner = (owner,)  # in a tuple, or it would become a child of its own child
         self.parts, self.layers = dict(parts), dict(layers)
         rows = torch.cat(list(layers.values()))
@@ -117,43 +148,6 @@ class _Reorder(torch.autograd.Function):
         return dy.index_select(-1, ctx.back), None, None
 
 
-def layers_in_checkpoint(packed: PackedLinear, weight: Expr) -> dict[str, Tensor]:
-    """Map the layers in which a checkpoint holds a packed projection, by name, to their rows of the packed
-    one, in the checkpoint's order.
-
-    Parts that share no checkpoint tensor are separate layers. Parts that the checkpoint holds together are
-    one layer, named as in the checkpoint.
-
-    Args:
-        packed: the projection.
-        weight: the expression of its weight.
-    """
-    held: list[tuple[list[str], set[str]]] = []  # parts, and the checkpoint tensors that hold them
-    start, bounds = 0, {}
-    for part, height in packed.parts.items():
-        bounds[part] = start, start + height
-        parts, names = [part], {ref.name for ref in rows_of(weight, *bounds[part]).refs()}
-        for other in [other for other in held if other[1] & names]:
-            held.remove(other)
-            parts, names = [*other[0], *parts], other[1] | names
-        held.append((parts, names))
-        start += height
-    found = {}
-    for parts, names in held:
-        if len(parts) == 1:
-            found[parts[0]] = torch.arange(*bounds[parts[0]], device="cpu")
-            continue
-        (name,) = names
-        try:
-            rows = rows_in_checkpoint(weight)[name]
-        except ValueError:  # the checkpoint has the whole in another form, such as transposed
-            rows = torch.arange(start, device="cpu")
-        if not name.endswith(".weight"):  # not of a layer, whose rows tools could know in its order
-            rows = torch.arange(start, device="cpu")
-        found[name.split(".")[-2]] = rows
-    return found
-
-
 @torch.no_grad()
 def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
     """Replace every packed projection of a model by the checkpoint's linear layers. These share its memory,
@@ -169,7 +163,7 @@ def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
         ValueError: a packed projection is sharded, wrapped or has hooks.
     """
     layers = {
-        id(module): layers_in_checkpoint(module, weight_map[f"{path}.weight"])
+        id(module): layers_in_checkpoint(module.parts, weight_map[f"{path}.weight"])
         for path, module in packed_projections(model).items()
     }
     for owner, name, packed in list(_children(model, PackedLinear)):
@@ -179,17 +173,19 @@ def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
             weight = cast(nn.Parameter, packed.weight)
             _replace(owner, name, {name: _filled(Linear, weight, packed.bias, packed)})
             continue
+        biases = [rows_of_bias(packed.parts, packed.unbiased, own) for own in rows.values()]
         linears = [
             _filled(
                 Linear,
                 _taken(packed.weight, own),
-                None if packed.bias is None else _taken(packed.bias, own),
+                None if packed.bias is None or of_bias is None else _taken(packed.bias, of_bias),
                 packed,
             )
-            for own in rows.values()
+            for own, of_bias in zip(rows.values(), biases, strict=True)
         ]
         made = dict(zip(rows, linears, strict=True))
-        _replace(owner, name, {**made, name: SplitProjections(owner, packed.parts, rows)})
+        split = SplitProjections(owner, packed.parts, rows, packed.unbiased)
+        _replace(owner, name, {**made, name: split})
 
 
 @torch.no_grad()
@@ -208,6 +204,7 @@ def fuse_projections(model: nn.Module) -> None:
         weight = _join([cast(nn.Parameter, linear.weight) for linear in linears], order)
         biases = [linear.bias for linear in linears if linear.bias is not None]
         packed = _filled(PackedLinear, weight, _join(biases, order) if biases else None, *linears)
+        packed.unbiased = split.unbiased
         packed._name_parts(split.parts)
         for layer in split.layers:
             del child_table(owner)[layer]
@@ -226,7 +223,7 @@ def packed_projections(model: nn.Module) -> dict[str, PackedLinear]:
 def packed_here_alone(model: nn.Module, weight_map: WeightMap) -> dict[str, dict[str, Tensor]]:
     """Map paths of packed projections that the checkpoint holds unpacked to the checkpoint's layers."""
     found = {
-        path: layers_in_checkpoint(module, weight_map[f"{path}.weight"])
+        path: layers_in_checkpoint(module.parts, weight_map[f"{path}.weight"])
         for path, module in packed_projections(model).items()
     }
     return {path: layers for path, layers in found.items() if not _is_one_layer(layers)}
@@ -265,7 +262,7 @@ def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
     """Derive the weight map of a model with some split projections from that of the packed model."""
     split = {  # also inside PEFT's wrapper for fully trained copies
-        plain_path(path).replace(".original_module.", "."): module.layers
+        plain_path(path).replace(".original_module.", "."): module
         for path, module in model.named_modules()
         if isinstance(module, SplitProjections)
     }
@@ -275,22 +272,12 @@ def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Ex
         if path not in split:
             expressions[name] = packed
             continue
-        for layer, rows in split[path].items():
-            expressions[f"{_sibling(path, layer)}.{kind}"] = _rows_in(packed, rows)
+        module = split[path]
+        for layer, rows in module.layers.items():
+            unbiased = module.unbiased if kind == "bias" else ()
+            if (own := rows_of_bias(module.parts, unbiased, rows)) is not None:
+                expressions[f"{_sibling(path, layer)}.{kind}"] = rows_in(packed, own)
     return expressions
-
-
-def _rows_in(packed: Expr, rows: Tensor) -> Expr:
-    """The expression of some rows of a packed tensor: a single checkpoint tensor if possible."""
-    if is_in_order(rows):
-        return rows_of(packed, int(rows[0]), int(rows[-1]) + 1)
-    held = rows_in_checkpoint(packed)
-    for ref in packed.refs():
-        if torch.equal(held[ref.name], rows):
-            return Ref(ref.name, ref.shape)
-    ends = [*(rows.diff() != 1).nonzero().flatten().add(1).tolist(), len(rows)]
-    runs = zip([0, *ends[:-1]], ends, strict=True)
-    return Cat(tuple(rows_of(packed, int(rows[a]), int(rows[b - 1]) + 1) for a, b in runs))
 
 
 class _Part(nn.Module):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from liger_models.convert.errors import UnsupportedModelError
 from liger_models.convert.quantised.formats import CODES
 from liger_models.convert.quantised.kept import Kept
 from liger_models.kernels import Float8
@@ -42,6 +43,11 @@ class StoredLinear(nn.Linear):
 
     def __init__(self, like: nn.Linear, kept: Kept):
         nn.Module.__init__(self)
+        if unbiased := getattr(like, "unbiased", ()):
+            raise UnsupportedModelError(
+                f"{', '.join(unbiased)} has no bias, and the projections of the same input have one: their "
+                "quantised weights are not kept in their bits; load the model without keep_quantised"
+            )
         self.out_features, self.in_features = kept.shape
         self.kept_weights, self.decoded_dtype = {"weight": kept}, like.weight.dtype
         hold(self, "weight", kept)

@@ -72,10 +72,11 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
             f"a {type(model).__name__} does not divide its sequences; liger_models.from_hub makes a model "
             "that does"
         )
-    if model.spec.vision is not None:
+    if model.spec.vision is not None or model.spec.audio is not None:
         raise ValueError(
-            "vision-language models cannot divide sequences, since the features of an image lie in one place "
-            "of a batch: shard the parameters instead, or load the language model alone (text_only=True)"
+            "multimodal models cannot divide sequences, since the features of an image or a sound lie in one "
+            "place of a batch: shard the parameters instead, or load the language model alone "
+            "(text_only=True)"
         )
     if model.spec.mtp is not None:
         raise ValueError(

@@ -18,6 +18,7 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
+from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
@@ -84,6 +85,7 @@ __all__ = [
     "AntialiasedTable",
     "AnyresPictures",
     "AttentionSpec",
+    "AudioSpec",
     "AxesTable",
     "BicubicTable",
     "BilinearTable",
@@ -91,6 +93,7 @@ __all__ = [
     "BlockSpec",
     "CappedSwiGLU",
     "ChannelDeltaSpec",
+    "ChunkedSounds",
     "ClampedSwiGLU",
     "ClipTable",
     "CompressedAttentionSpec",
@@ -131,6 +134,7 @@ __all__ = [
     "NormSpec",
     "Normal",
     "PaddedPictures",
+    "PaddedSounds",
     "PatchMergerSpec",
     "PatchSpec",
     "PerLayerInputSpec",

@@ -62,6 +62,7 @@ class AttentionSpec(_Heads):
     `scale` multiplies the scores. `window` is the number of visible tokens, the query's own included (None:
     all preceding); without causality as many after it are visible. `chunk` splits documents into pieces of
     that many tokens, and a query attends only to its own piece. `rope` is None for a layer without positions.
+    Without `k_bias` only queries and values have the bias of `qkv_bias` (Whisper).
     `softcap` bounds the scores: softcap * tanh(score / softcap). With `sinks` each head learns a logit that
     takes a share of the weights and contributes no value. `slopes` are one number per head, times which the
     distance is subtracted from a score (ALiBi). In training weights are dropped with the probability
@@ -85,6 +86,7 @@ class AttentionSpec(_Heads):
     rope: RopeSpec | None = None
     window: int | None = None
     qkv_bias: bool = False
+    k_bias: bool = True
     o_bias: bool = False
     softcap: float | None = None
     sinks: bool = False

@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
+from liger_models.layers.specs.audio import AudioSpec
 from liger_models.layers.specs.block import BlockSpec, StreamsSpec
 from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
@@ -37,8 +38,9 @@ class ModelSpec:
     `logit_scale` multiplies the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap).
     `padding_idx` is the embedding row whose lookup has no gradient, as in the reference, and that is
     initialised with zeros. (A tied head still gives it a gradient.) `per_layer_vocab_size` is the number of
-    ids with per-layer embeddings, if there are any. `vision` is the image encoder. `extra_ids` ids after the
-    vocabulary have embeddings and are never predicted. `mtp` are modules that predict further tokens.
+    ids with per-layer embeddings, if there are any. `vision` is the image encoder, and `audio` the audio
+    encoder. `extra_ids` ids after the vocabulary have embeddings and are never predicted. `mtp` are modules
+    that predict further tokens.
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. Without `padding_has_positions` a row's positions
@@ -63,6 +65,7 @@ class ModelSpec:
     padding_idx: int | None = None
     per_layer_vocab_size: int | None = None
     vision: VisionSpec | TiledVisionSpec | None = None
+    audio: AudioSpec | None = None
     extra_ids: int = 0
     mtp: MTPSpec | None = None
     learned_positions: int | None = None
@@ -77,6 +80,13 @@ class ModelSpec:
     def streams(self) -> StreamsSpec | None:
         """The residual streams between layers; None for one."""
         return self.blocks[-1].streams if self.blocks else None
+
+    @property
+    def placeholders(self) -> dict[str, int]:
+        """Ids of tokens that stand for "image", "video" and "audio" features, as far as there are any."""
+        ids = {kind: getattr(self.vision, f"{kind}_id", None) for kind in ("image", "video")}
+        ids["audio"] = None if self.audio is None else self.audio.audio_id
+        return {kind: number for kind, number in ids.items() if number is not None}
 
     @property
     def num_ids(self) -> int:

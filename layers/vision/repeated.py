@@ -54,7 +54,7 @@ def repeat_pictures(
     counts = pictures.counts(merge)
     images, videos = counts[: pictures.images], counts[pictures.images :]
     if isinstance(form, WindowedPictures):  # with the tokens of images, videos too
-        order = _order((input_ids == spec.image_id).sum(1).tolist(), images, times)
+        order = order_of((input_ids == spec.image_id).sum(1).tolist(), images, times)
         apart = pictures_apart(given, images)
         chosen = renumbered([apart[i] for i in order])
         return {name: torch.cat([own[name] for own in chosen]) for name in given}
@@ -71,7 +71,7 @@ def repeat_pictures(
         token = spec.video_id if of_videos else spec.image_id
         own = videos if of_videos else images
         tokens = torch.eq(input_ids, -1 if token is None else token).sum(1).tolist()
-        order = _order(tokens, own, times)
+        order = order_of(tokens, own, times)
         if isinstance(x, Tensor):
             pieces = x.split(_sizes(spec, name, given, len(own)))
             made[name] = torch.cat([pieces[i] for i in order])
@@ -80,8 +80,12 @@ def repeat_pictures(
     return made
 
 
-def _order(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int]:
-    """The pictures of each row, repeated: `tokens` of the rows, `counts` of the pictures."""
+def order_of(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int]:
+    """The pictures or sounds of each row, repeated: `tokens` of the rows, `counts` of each picture.
+
+    Raises:
+        DataError: the tokens of a row are not whole pictures.
+    """
     order, number = [], 0
     for row, total in enumerate(tokens):
         own = []
@@ -90,10 +94,12 @@ def _order(tokens: Sequence[int], counts: Sequence[int], times: int) -> list[int
             total -= counts[number]
             number += 1
         if total:
-            raise DataError(f"the picture tokens of row {row} are not whole pictures in their order")
+            raise DataError(
+                f"the placeholder tokens of row {row} are not whole pictures or sounds in their order"
+            )
         order += own * times
     if number < len(counts):
-        raise DataError(f"the text has tokens of {number} pictures, and {len(counts)} are given")
+        raise DataError(f"the text has tokens of {number} pictures or sounds, and {len(counts)} are given")
     return order
 
 

@@ -277,8 +277,7 @@ class Vision(nn.Module):
             return embeds if vision_inputs is None else self._blank_images(embeds)
         features, *vision_inputs.deep = self(vision_inputs.pictures)
         seen, number = vision_inputs.places(self.merge)
-        placed = features.to(embeds.dtype)[number]
-        return torch.where(seen, embeds + placed if self.spec.added else placed, embeds)
+        return replaced(embeds, features, seen, number, self.spec.added)
 
     def _blank_images(self, embeds: Tensor) -> Tensor:
         """Run a blank picture through an encoder shared with other processes, if this one has no pictures:
@@ -333,6 +332,14 @@ class Vision(nn.Module):
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "
                 "as long: are the images in the order of the text, with text between them?"
             )
+
+
+def replaced(embeds: Tensor, features: Tensor, seen: Tensor, number: Tensor, added: bool = False) -> Tensor:
+    """Replace embeddings [T, H] by features [F, H]: those of the tokens in the mask `seen` [T, 1], by the
+    feature with the index `number` [T]. If `added` the features are added to the embeddings.
+    """
+    placed = features.to(embeds.dtype)[number]
+    return torch.where(seen, embeds + placed if added else placed, embeds)
 
 
 def _continue_positions(cache: KVCache, axes: Tensor, ahead: int) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from liger_models.cards.results import say
 from liger_models.cards.workshop import STEPS, Workshop
+from liger_models.layers.audio.sounds import FEATURES
 from liger_models.models.verification import (
     TOLERANCE,
     mask_as_family,
@@ -80,6 +81,7 @@ def numbers(shop: Workshop) -> tuple[bool, Values]:
     worst = found.gradients[0]
     values = {
         "images": found.images,
+        **({"sounds": found.sounds} if found.sounds else {}),
         "logits": found.distance["logits"],
         "loss": found.distance["loss"],
         "gradients": len(found.gradients),
@@ -93,7 +95,8 @@ def numbers(shop: Workshop) -> tuple[bool, Values]:
 
 
 def _say_numbers(found: Values) -> str:
-    text = f"with {found['images']} images: " if found.get("images") else ""
+    media = [f"{found[kind]} {kind}" for kind in ("images", "sounds") if found.get(kind)]
+    text = f"with {' and '.join(media)}: " if media else ""
     text += (
         f"relative distance of logits {found['logits']:.1e}, loss {found['loss']:.1e}, at most "
         f"{found['worst']:.1e} of {found['gradients']} gradients (`{found['worst_gradient']}`; "
@@ -112,13 +115,14 @@ def generation(shop: Workshop) -> tuple[bool, Values]:
     found = model.generate(**prompt, max_new_tokens=NEW_TOKENS, eos_token_id=())
     if found.shape != expected.shape:
         return False, {"tokens": PROMPTS * NEW_TOKENS, "same": 0}
-    # No processor produces the token after a placeholder without its image.
+    # No processor produces the token after a placeholder without its image or sound.
     made = expected[:, ids.shape[1] :]
-    named = torch.isin(made, torch.tensor(shop.picture_ids))
+    named = torch.isin(made, torch.tensor([*shop.spec.placeholders.values()], dtype=made.dtype))
     counts = named.cumsum(1) - named.int() == 0
     same = ((found == expected)[:, ids.shape[1] :] & counts).sum().item()
     tokens = counts.sum().item()
-    return same == tokens, {"tokens": tokens, "same": same, "images": "pixel_values" in prompt}
+    values = {"tokens": tokens, "same": same, "images": "pixel_values" in prompt}
+    return same == tokens, values | ({"sounds": True} if FEATURES in prompt else {})
 
 
 def resume(shop: Workshop) -> tuple[bool, Values]:
@@ -164,7 +168,7 @@ CHECKS: Mapping[str, Check] = {
         generation,
         lambda found: (
             f"{found['same']} of {found['tokens']} tokens the same"
-            f"{', after images' if found.get('images') else ''}"
+            + "".join(f", after {kind}" for kind in ("images", "sounds") if found.get(kind))
         ),
     ),
     "resume": Check("resuming a training run", resume, _say_resume),

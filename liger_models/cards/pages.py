@@ -52,7 +52,7 @@ def write_pages(repository: Path, pictures: Collection[str] | None = None) -> li
 
 def make_pages(repository: Path) -> dict[Path, str]:
     """Text of every generated page, by path."""
-    families = [*_by_name(list_architectures()), *_by_name(list_architectures(vision=True))]
+    families = [*_by_name(list_architectures()), *_by_name(list_architectures(vision=True, audio=True))]
     pages = {repository / CARDS / "README.md": overview(families, repository)}
     for family in families:
         if card := read_card(family.model_type, repository):
@@ -77,8 +77,8 @@ def overview(families: Sequence[Architecture], repository: Path) -> str:
         shown = sizes(family, repository), ", ".join(features_of_family(family, repository))
         rows.append([name, *shown, str(len(family.layouts)), *_state(card)])
     header = ["family", "in a few words", "from", "model_type"]
-    language = [row for row, family in zip(words, families, strict=True) if not family.vision]
-    vision = [row for row, family in zip(words, families, strict=True) if family.vision]
+    language = [row for row, family in zip(words, families, strict=True) if not family.multimodal]
+    vision = [row for row, family in zip(words, families, strict=True) if family.multimodal]
     checks = markdown_table(
         ["family", "known sizes", "features", "layouts", "checked", "training step"], rows
     )

@@ -209,6 +209,7 @@ FEATURES: Mapping[str, Any] = {
     "parallel attention and MLP": lambda spec: any(b.topology.startswith("parallel") for b in spec.blocks),
     "tied embeddings": lambda spec: spec.tie_word_embeddings,
     "images": lambda spec: spec.vision is not None,
+    "sounds": lambda spec: spec.audio is not None,
     "videos": lambda spec: getattr(spec.vision, "video_id", None) is not None,
 }
 """Features, each with a predicate on specs."""

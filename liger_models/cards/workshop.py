@@ -20,7 +20,7 @@ import liger_models
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_images
+from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_media
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.verification import config_class, mask_as_family
@@ -93,18 +93,12 @@ class Workshop:
     def spec(self) -> ModelSpec:
         return self.architecture.spec(HFConfig.load(dict(self.architecture.tiny)))
 
-    @property
-    def picture_ids(self) -> list[int]:
-        """Placeholder ids of images and videos."""
-        ids = (getattr(self.spec.vision, name, None) for name in ("image_id", "video_id"))
-        return [number for number in ids if number is not None]
-
     def prompt(self, rows: int, length: int) -> dict[str, Any]:
-        """Random ids, with images among them for vision-language models."""
-        if self.spec.vision is None:
+        """Random ids, with images and sounds among them for multimodal models."""
+        if not self.architecture.multimodal:
             return {"input_ids": self.random_ids(rows, length)}
         scenes = Scenes(self.spec, self.architecture.tiny, torch.Generator().manual_seed(2))
-        call = scenes.make_even((documents_with_images(self.spec) * rows)[:rows])
+        call = scenes.make_even((documents_with_media(self.spec) * rows)[:rows])
         return {name: x for name, x in call.items() if name != "labels"}
 
     @cached_property

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         raise LigerModelsError(
             f"{args.repository} is not a checkout of liger_models; pass one with --repository"
         )
-    every = [*list_architectures(), *list_architectures(vision=True)]
+    every = [*list_architectures(), *list_architectures(vision=True, audio=True)]
     names = every if args.all else args.families
     families = [find_architecture(name) for name in names]
     if families and importlib.util.find_spec("transformers") is None:

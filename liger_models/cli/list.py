@@ -33,13 +33,13 @@ def run(args: argparse.Namespace) -> None:
     rows = [
         (*_names(family), against_peers(read_card(family.model_type, checkout)))
         for family in list_families()
-        if not family.vision
+        if not (family.vision or family.audio)
     ]
     print_table(rows)
     if any(SHARED in speed for *_, speed in rows):
         print(f"  {SHARED_NOTE}")
-    print("Vision-language models:")
-    print_table([_names(family) for family in list_families() if family.vision])
+    print("Multimodal models:")
+    print_table([_names(family) for family in list_families() if family.vision or family.audio])
     print("Presets for new models (`init`, `train`):")
     print_table(
         [

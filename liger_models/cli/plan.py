@@ -10,6 +10,7 @@ import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.shared import arguments
 from liger_models.cli.shared.config_file import add_config
 from liger_models.cli.shared.gpus import GPUS, find_gpu
 from liger_models.cli.shared.train_options import add_train_options
@@ -47,22 +48,26 @@ def add_parser(subparsers) -> None:
     )
     add(
         "--gpus",
-        type=_positive,
+        type=arguments.positive,
         default=1,
         metavar="N",
         help="number of GPUs, which share the parameters as --shard says (default: %(default)s)",
     )
     text = "fraction of the tokens with a label (%(default)s)"
-    add("--labels", type=_share, default=1.0, metavar="SHARE", help=text)
+    add("--labels", type=arguments.share, default=1.0, metavar="SHARE", help=text)
     text = "images per row; their tokens count towards --seq-len"
-    add("--images", type=_count, default=0, metavar="N", help=text)
+    add("--images", type=arguments.count, default=0, metavar="N", help=text)
     add(
         "--image-size",
-        type=_size_of_image,
+        type=arguments.size_of_image,
         default=(1024, 1024),
         metavar="HxW",
         help="image size in pixels, after the model's processor has resized it (default: 1024x1024)",
     )
+    text = "sounds per row; their tokens count towards --seq-len"
+    add("--sounds", type=arguments.count, default=0, metavar="N", help=text)
+    text = "length of a sound in seconds (default: 30)"
+    add("--sound-length", type=arguments.positive, default=30, metavar="SECONDS", help=text)
     text = "with --sequence-parallel: recurrent layers pass states instead of exchanging heads"
     add("--pass-states", action="store_true", help=text)
     add("--host-memory", metavar="SIZE", help="host memory per GPU, such as 256GiB (default: unlimited)")
@@ -76,11 +81,13 @@ def add_parser(subparsers) -> None:
             (group if action.option_strings else parser)._add_action(copy.copy(action))
     add_config(group, train)
     own = {action.dest: action for action in parser._actions}
-    own["seq_len"].type = _tokens
+    own["seq_len"].type = arguments.tokens
     own["seq_len"].help = "tokens per row (default: %(default)s); max: as many as fit"
     own["activation_memory"].help = "auto: the least recomputation that fits (default: auto; `train`: lean)"
     own["activation_memory"].default = "auto"
-    own["batch_size"].type = own["gradient_accumulation"].type = own["sequence_parallel"].type = _positive
+    own["batch_size"].type = own["gradient_accumulation"].type = own["sequence_parallel"].type = (
+        arguments.positive
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,11 +109,11 @@ def run(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Everything the command shows, as JSON-serialisable data."""
     from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory import NOTHING, largest, parse_budget, shown_of_size
+    from liger_models.layers.memory import NOTHING, heard_of_length, largest, parse_budget, shown_of_size
     from liger_models.layers.recompute.activation_memory import LEVELS
 
     model = _model(args)
-    vision = model.spec.vision
+    vision, audio = model.spec.vision, model.spec.audio
     counted = _step_memory(args, model)
     gpu, memory = find_gpu(args.gpu)
     if args.memory_budget is not None and args.activation_memory != "auto":
@@ -123,20 +130,26 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
     def shown(rows: int) -> "Shown":
         return NOTHING if vision is None else shown_of_size(vision, args.images, height, width, rows)
 
+    def heard(rows: int) -> "Shown":
+        return NOTHING if audio is None else heard_of_length(audio, args.sounds, args.sound_length, rows)
+
     def planned(batch: int, seq: int, level: str) -> "Plan":
-        found = counted.resized(batch, seq, shown(batch))
+        found = counted.resized(batch, seq, shown(batch), heard(batch))
         if level == "auto":
             return found.choose_levels(budget, host_budget)
         return found.plan([level] * len(found.stages), budget, host_budget)  # type: ignore[list-item]
 
     def longest(batch: int, level: str) -> int:
-        return largest(lambda n: planned(batch, n, level).fits, max(256, shown(1).features), MOST)
+        return largest(lambda n: planned(batch, n, level).fits, max(256, features), MOST)
 
-    of_images = shown(1).features
-    if args.seq_len is not None and args.seq_len <= of_images:
+    of_images, of_sounds = shown(1).features, heard(1).features
+    features = of_images + of_sounds
+    if args.seq_len is not None and args.seq_len <= features:
+        images = [f"{args.images} images of {height}x{width} pixels"] if of_images else []
+        sounds = [f"{args.sounds} sounds of {args.sound_length} seconds"] if of_sounds else []
         raise ConfigError(
-            f"--seq-len {args.seq_len}: {args.images} images of {height}x{width} pixels "
-            f"take {of_images} tokens of {args.model}; pass a larger --seq-len"
+            f"--seq-len {args.seq_len}: {' and '.join(images + sounds)} take {features} tokens of "
+            f"{args.model}; pass a larger --seq-len"
         )
     counted.plan(["all"] * len(counted.stages))  # caches everything independent of the batch
     seq = args.seq_len or longest(args.batch_size, args.activation_memory) or 256
@@ -158,6 +171,8 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
         "seq_len": seq,
         "images": args.images,
         "image_tokens": of_images,
+        "sounds": args.sounds,
+        "sound_tokens": of_sounds,
         "fits": chosen.fits,
         "levels": list(chosen.levels),
         "encoder_levels": list(chosen.encoder_levels),
@@ -211,6 +226,8 @@ def _model(args: argparse.Namespace) -> "LigerCausalLM":
         raise ConfigError(f"{args.model} is in float16, which `train` refuses; choose --dtype bfloat16")
     if args.images and model.spec.vision is None:
         raise ConfigError(f"--images {args.images}: {args.model} does not accept images; omit it")
+    if args.sounds and model.spec.audio is None:
+        raise ConfigError(f"--sounds {args.sounds}: {args.model} does not accept sounds; omit it")
     if args.keep_quantised:
         keep_quantised(args, model)
     freeze(model, split_patterns(args.freeze), split_patterns(args.train_only))
@@ -338,9 +355,9 @@ def print_report(report: dict[str, Any]) -> None:
         return f"{count / 2**30:.1f} GiB"
 
     gpus = f"each of {report['gpus']} {report['gpu']}" if report["gpus"] > 1 else report["gpu"]
-    images = ""
-    if report["images"]:
-        images = f" with {report['images']} images of {report['image_tokens']} tokens together in each row"
+    shown = [(report["images"], "images", "image_tokens"), (report["sounds"], "sounds", "sound_tokens")]
+    media = [f"{count} {kind} of {report[size]} tokens together" for count, kind, size in shown if count]
+    images = f" with {' and '.join(media)} in each row" if media else ""
     print(
         f"{report['model']}, {report['num_parameters']:,} parameters in {report['dtype']}: "
         f"{report['batch_size']} x {report['seq_len']} tokens{images} on {gpus}; the plan may use "
@@ -368,33 +385,3 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise ConfigError(f"--host-memory is {text!r}; expected a size such as 256GiB") from error
-
-
-def _tokens(text: str) -> int | None:
-    """Parse --seq-len; None means as many as fit."""
-    return None if text == "max" else _positive(text)
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must not be negative, found {text}")
-    return value
-
-
-def _size_of_image(text: str) -> tuple[int, int]:
-    height, by, width = text.partition("x")
-    if not by or not height.isdecimal() or not width.isdecimal() or not int(height) * int(width):
-        raise argparse.ArgumentTypeError(f"expected height and width such as 1024x768, found {text}")
-    return int(height), int(width)
-
-
-def _share(text: str) -> float:
-    if not 0 < (value := float(text)) <= 1:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, found {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return value

@@ -90,7 +90,8 @@ def _print_comparison(found: "Comparison") -> None:
     from liger_models.cli.shared.checkpoints import print_table
     from liger_models.models.verification import ROWS
 
-    images = f" with {found.images} random images" if found.images else ""
+    media = [f"{n} random {kind}" for n, kind in ((found.images, "images"), (found.sounds, "sounds")) if n]
+    images = f" with {' and '.join(media)}" if media else ""
     print(f"against transformers {found.transformers}, float32, {ROWS} x {found.length} random ids{images}:")
     rows = [("", "ours from theirs", "theirs among themselves")]
     for name in ["logits", "loss", *found.gradients[:SHOWN]]:

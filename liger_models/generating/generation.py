@@ -135,15 +135,14 @@ def _begin(
 ) -> tuple[Decoding, Tensor]:
     """Process all tokens [batch, seq]; returns the decoder and the first logits [batch, V]."""
     others = dict(images)
-    vision_inputs = None if model.vision is None else model.vision.take(others)
+    media = model.take_media(others)
     refuse_unknown(others, "generate")
     documents, lengths = _documents(ids, attention_mask)
     cache = model.new_cache(len(ids), room)
     positions = Positions(cache.reserve(lengths, documents.max_seqlen), cache.longest)
     sequences = Sequences(Visibility(documents), positions, cache)
-    hidden = model.hidden_states(sequences, ids, vision_inputs=vision_inputs)
-    if model.vision is not None and vision_inputs is not None:
-        model.vision.finish(vision_inputs)
+    hidden = model.hidden_states(sequences, ids, media=media)
+    model.finish_media(media)
     return Decoding(model, cache, room, recorded), model.logits(hidden[lengths.cumsum(0) - 1])
 
 

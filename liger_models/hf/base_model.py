@@ -30,6 +30,7 @@ from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, 
 from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.kernels import load_balancing_loss
+from liger_models.layers.audio.media import NO_MEDIA, Media
 from liger_models.layers.model.call_checks import (
     CallChecks,
     batch_shape,
@@ -78,7 +79,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self.layouts = self.architecture.layouts
         self.names, self.unread = {name: name for name in self.forms}, {}
         self.initializers = {}
-        theirs = own_skeleton(self.architecture, config) if self.vision is not None else None
+        theirs = own_skeleton(self.architecture, config) if self.encoders else None
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
         weight_map = self.weight_map(self.own_layout)
@@ -133,7 +134,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             output_hidden_states: also return the input of each layer and the last output, [batch, seq, H]
                 each. They are part of the graph, so `retain_grad` works on them.
             output_attentions: not supported.
-            others: `pixel_values` and the other vision inputs of the family's processor;
+            others: `pixel_values`, `input_features` and the other inputs of the family's processor;
                 `cu_seq_lens_q`, or `cu_seqlens`, [n + 1], the bounds of packed documents, and `parents` [n],
                 the documents that these continue (layers/sequences/tree.py); `output_router_logits`, by
                 default the config's: also return the router logits of each MoE layer, [batch * seq, E],
@@ -163,14 +164,14 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
                 sequences, past_key_values = self.begin(
                     shape, attention_mask, position_ids, past_key_values, use_cache, others
                 )
-            vision_inputs = self._vision_inputs(sequences, others)
+            media = self._media(sequences, others)
             _refuse_others(others)
-            ids = input_ids if self.needs_ids or vision_inputs is not None else None
-            self.prepare_call(sequences, ids, vision_inputs)
+            ids = input_ids if self.needs_ids or media != NO_MEDIA else None
+            self.prepare_call(sequences, ids, media)
         sequences.notes.router_logits.asked_for = with_routers
         if checks is None:
             checks = CallChecks(input_ids, None, self.spec.num_ids, groups=groups, device=device)
-        self.begin_checks(checks, vision_inputs)
+        self.begin_checks(checks, media)
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
@@ -179,7 +180,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if output_hidden_states is None:
             output_hidden_states = text.output_hidden_states
         inner: list[Tensor] | None = [] if output_hidden_states else None
-        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, vision_inputs))
+        last = sequences.unpack(self.run_layers(sequences, ids, inputs_embeds, inner, media))
         checks.finish()
         if isinstance(sequences.cache, TransformersCache):
             sequences.cache.keep()
@@ -195,22 +196,23 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         padded = tuple(sequences.unpack(logits).flatten(0, 1) for logits in routers)
         return MoeModelOutputWithPast(**output, router_logits=padded)
 
-    def _vision_inputs(self, sequences: Sequences, others: dict[str, Any]) -> Any:
-        """Take the vision inputs out of a call's keywords.
+    def _media(self, sequences: Sequences, others: dict[str, Any]) -> Media:
+        """Take images and sounds out of a call's keywords.
 
         Raises:
             DataError: an input is missing or does not fit, or the cache holds tokens already.
         """
-        vision_inputs = None if self.vision is None else self.vision.take(others)
+        media = self.take_media(others)
         view = sequences.cache
-        if vision_inputs is None or not (isinstance(view, TransformersCache) and view.seen):
-            return vision_inputs
-        if vision_inputs.pictures is not None:
+        if not self.encoders or not (isinstance(view, TransformersCache) and view.seen):
+            return media
+        if media.pictures is not None or media.sounds is not None:
+            kind = "images" if media.pictures is not None else "sounds"
             raise DataError(
-                f"got images with a cache that already holds {view.seen} tokens a row: give the whole "
-                "conversation, with all of its images, and a new cache"
+                f"got {kind} with a cache that already holds {view.seen} tokens a row: give the whole "
+                f"conversation, with all of its {kind}, and a new cache"
             )
-        return None  # generated tokens are text
+        return NO_MEDIA  # generated tokens are text
 
     def wants_router_logits(self, asked: bool | None) -> bool:
         """Return the argument, or else the config's current value, which TRL's trainers change."""

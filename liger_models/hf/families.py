@@ -55,7 +55,7 @@ def register(projections: Literal["fused", "split"] = "fused") -> None:
         raise ValueError(f"projections must be 'fused' or 'split', found {projections!r}")
     LigerPreTrainedModel.projections = projections
     by_name = {}
-    for model_type in (*list_architectures(), *list_architectures(vision=True)):
+    for model_type in (*list_architectures(), *list_architectures(vision=True, audio=True)):
         if model_type in CONFIG_MAPPING:
             for auto, model in _places(model_type):
                 # In some versions its own `register` ignores the configs of transformers itself.
@@ -147,7 +147,7 @@ def classes_of(model_type: str) -> FamilyClasses:
     family = reference.removesuffix("ForCausalLM").removesuffix("ForConditionalGeneration")
     named = AutoModel._model_mapping._model_mapping.get(model_type)
     named = named if named not in (None, reference) and not architecture.reference_of else f"{family}Model"
-    if architecture.vision:
+    if architecture.multimodal:
         theirs = own_class(CONFIG_MAPPING[model_type], reference)
         their_base = getattr(sys.modules[theirs.__module__], named, theirs)
         base = make(named, LigerModel, **_methods_of(their_base))

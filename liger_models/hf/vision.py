@@ -1,9 +1,9 @@
-"""Vision-language models as transformers' models: `LigerForCausalLM` with a processor's vision inputs.
+"""Multimodal models as transformers' models: `LigerForCausalLM` with a processor's images and sounds.
 
     LigerForConditionalGeneration: ids [batch, seq], pixel_values, ... -> CausalLMOutputWithPast
 
-`LigerModel` runs the computation, through `layers.vision`. This file handles the keywords of generation,
-trainers and sharding, and defines the base model methods that other tools call (METHODS).
+`LigerModel` runs the computation, through `layers.vision` and `layers.audio`. This file handles the keywords
+of generation, trainers and sharding, and defines the base model methods that other tools call (METHODS).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from liger_models.convert.errors import DataError
 from liger_models.hf.cache import CACHE, knows_positions
 from liger_models.hf.checkpoints.module_names import LanguageModel, move_to_the_top
 from liger_models.hf.models import HEAD, LigerForCausalLM
+from liger_models.layers.audio.sounds import KEYWORDS, repeat_sounds, take_sounds
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
@@ -42,6 +43,8 @@ PICTURES = (
     *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
 )
 """Outputs of processors for images and videos."""
+MEDIA = (*PICTURES, *KEYWORDS)
+"""The same, and for sounds."""
 OF_TOKENS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids", "cross_attention_mask")
 """Outputs of processors for tokens, in addition to ids and a mask."""
 
@@ -65,6 +68,17 @@ def get_image_features(self: Any, pixel_values: Tensor, **others: Any) -> BaseMo
 def get_video_features(self: Any, pixel_values_videos: Tensor, **others: Any) -> BaseModelOutputWithPooling:
     """Compute the projected features of videos, as `get_image_features`."""
     return _features(self.base_decoder, {"pixel_values_videos": pixel_values_videos, **others})
+
+
+@can_return_tuple
+def get_audio_features(self: Any, input_features: Tensor, **others: Any) -> BaseModelOutputWithPooling:
+    """Compute the projected features of sounds: `pooler_output` [tokens of all sounds, H]."""
+    decoder, given = self.base_decoder, {"input_features": input_features, **others}
+    sounds = take_sounds(decoder.spec.audio, given)
+    refuse_unknown(given)
+    if sounds is None:
+        raise DataError("no sounds were given; expected the processor's output for them")
+    return BaseModelOutputWithPooling(pooler_output=decoder.audio(sounds))
 
 
 def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling:
@@ -118,13 +132,14 @@ def get_rope_index(
 METHODS = {
     "get_image_features": get_image_features,
     "get_video_features": get_video_features,
+    "get_audio_features": get_audio_features,
     "get_rope_index": get_rope_index,
 }
 """Methods that some of transformers' own models have; ours have them where those do."""
 
 
 class LigerForConditionalGeneration(LigerForCausalLM):
-    """Causal language model with image inputs."""
+    """Causal language model with image or audio inputs."""
 
     def _place_parts(self) -> None:
         if not self.base_decoder.own_layout.root.startswith("model."):
@@ -177,17 +192,19 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         mm_token_type_ids: Tensor | None = None,
         moe_mm_token_type_ids: Tensor | None = None,
         token_type_ids: Tensor | None = None,
+        input_features: Tensor | None = None,
+        feature_attention_mask: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        """Run `LigerForCausalLM.forward` with the vision inputs of the family's processor. Their names are in
-        the signature, where `generate` and trainers look for them.
+        """Run `LigerForCausalLM.forward` with the inputs of the family's processor. Their names are in the
+        signature, where `generate` and trainers look for them.
 
         Raises:
-            TypeError: a vision input that this family does not take.
-            DataError: an input is missing, or images do not match the tokens.
+            TypeError: an input that this family does not take.
+            DataError: an input is missing, or images or sounds do not match the tokens.
         """
         given = locals()
-        others |= {name: given[name] for name in (*PICTURES, *OF_TOKENS) if given[name] is not None}
+        others |= {name: given[name] for name in (*MEDIA, *OF_TOKENS) if given[name] is not None}
         if labels is None and "shift_labels" not in others:
             others |= self._all_prefix(input_ids, others)
         return super().forward(
@@ -213,15 +230,21 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return {spec.kinds: torch.zeros_like(input_ids)}
 
     def _expand_inputs_for_generation(self, expand_size: int = 1, *args: Any, **kwargs: Any) -> Any:
-        """Expand inputs for several sequences per prompt, as transformers does, with each row's own pictures:
-        transformers would repeat each image or patch.
+        """Expand inputs for several sequences per prompt, as transformers does, with each row's own pictures
+        and sounds: transformers would repeat each image, patch or sound.
         """
         whole: Any = super()
-        shown = {name: kwargs.pop(name) for name in PICTURES if kwargs.get(name) is not None}
+        shown, heard = (
+            {name: kwargs.pop(name) for name in names if kwargs.get(name) is not None}
+            for names in (PICTURES, KEYWORDS)
+        )
         ids, expanded = whole._expand_inputs_for_generation(expand_size, *args, **kwargs)
+        spec = self.base_decoder.spec
         if shown and expand_size > 1:
-            shown = repeat_pictures(self.base_decoder.spec.vision, shown, kwargs["input_ids"], expand_size)
-        return ids, expanded | shown
+            shown = repeat_pictures(spec.vision, shown, kwargs["input_ids"], expand_size)
+        if heard and expand_size > 1:
+            heard = repeat_sounds(spec.audio, heard, kwargs["input_ids"], expand_size)
+        return ids, expanded | shown | heard
 
     def _prepare_position_ids_for_generation(self, inputs_tensor: Any, model_kwargs: Any) -> Any:
         """Prepare positions of text as transformers does; None for models with three position axes, whose
@@ -235,17 +258,17 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return whole._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Prepare inputs as transformers does. Images are passed unless the cache holds the prompt already;
-        transformers would drop them in an assistant model's first call.
+        """Prepare inputs as transformers does. Images and sounds are passed unless the cache holds the prompt
+        already; transformers would drop them in an assistant model's first call.
         """
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(  # type: ignore[misc]
             *args, **kwargs
         )
         cache = inputs.get(CACHE)
         if cache is None or not cache.get_seq_length():
-            inputs |= {name: kwargs[name] for name in PICTURES if kwargs.get(name) is not None}
+            inputs |= {name: kwargs[name] for name in MEDIA if kwargs.get(name) is not None}
         elif not kwargs.get("is_first_iteration"):
-            for name in (*PICTURES, *OF_TOKENS):
+            for name in (*MEDIA, *OF_TOKENS):
                 inputs.pop(name, None)
         ids = inputs.get("input_ids")
         for name in OF_TOKENS:  # transformers does not extend these to draft tokens
@@ -257,20 +280,19 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         return inputs
 
     def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return transformers' generator, with drafts cut before any image token. Prompt lookup may copy such
-        tokens from the prompt, and no image belongs to the copies.
+        """Return transformers' generator, with drafts cut before any placeholder. Prompt lookup may copy such
+        tokens from the prompt, and no image or sound belongs to the copies.
         """
         generator: Any = super()._get_candidate_generator(*args, **kwargs)  # type: ignore[misc]
-        draft, spec = generator.get_candidates, self.base_decoder.spec.vision
-        ids = [i for i in (spec.image_id, getattr(spec, "video_id", None)) if i is not None]
+        draft, ids = generator.get_candidates, [*self.base_decoder.spec.placeholders.values()]
 
         def get_candidates(input_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
             candidates, logits = draft(input_ids, *args, **kwargs)
             known = input_ids.shape[1]
-            of_images = torch.isin(candidates[0, known:], candidates.new_tensor(ids)).nonzero()
-            if not len(of_images):
+            placeholders = torch.isin(candidates[0, known:], candidates.new_tensor(ids)).nonzero()
+            if not len(placeholders):
                 return candidates, logits
-            kept = int(of_images[0])
+            kept = int(placeholders[0])
             return candidates[:, : known + kept], None if logits is None else logits[:, :kept]
 
         generator.get_candidates = get_candidates

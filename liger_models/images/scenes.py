@@ -1,12 +1,12 @@
-"""Synthetic conversations with random images and videos, in the form of processor outputs, for tests and
-benchmarks.
+"""Synthetic conversations with random images, videos and sounds, in the form of processor outputs, for tests
+and benchmarks.
 
     scenes = Scenes(model.spec, config)
     call = scenes.make([[5, Image(8, 12), 20], [40]])   # 5 tokens of text, an image, 20 more; text only
     model(**call).loss
 
 A document is a list of pieces: a number is that many text tokens, anything else a picture with its size in
-patches, a multiple of the projector's merge size. Families with a fixed image size use that.
+patches, a multiple of the projector's merge size, or a sound. Families with a fixed image size use that.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_models.images.pieces import Image, Video, crops_of, kept_of, windows_of
+from liger_models.images.sounds import Sound, heard, tokens_of_sound
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
@@ -37,7 +38,7 @@ from liger_models.layers.specs import (
 from liger_models.layers.vision import anyres
 from liger_models.layers.vision.vision import FRAMED
 
-Piece = Any  # int | Image | Video
+Piece = Any  # int | Image | Video | Sound
 Document = Sequence[Piece]
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
@@ -45,19 +46,22 @@ WORD = 14  # a text token in every family
 LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
 
 
-def documents_with_images(spec: ModelSpec) -> list[Document]:
-    """Two documents: one with two images, one with an image of another size. Sides are multiples of the
-    projector's merge size.
+def documents_with_media(spec: ModelSpec) -> list[Document]:
+    """Two documents: one with two images, one with an image of another size, whose sides are multiples of the
+    projector's merge size; or with sounds in their place, or next to them.
     """
+    if spec.vision is None:
+        return [[5, Sound(23), 7, Sound(9), 9], [11, Sound(14), 10]]
+    heard = [] if spec.audio is None else [Sound(23), 3]
     merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
     return [
-        [5, Image(2 * merge, merge), 7, Image(merge, 3 * merge), 9],
+        [5, Image(2 * merge, merge), 7, *heard, Image(merge, 3 * merge), 9],
         [11, Image(3 * merge, 2 * merge), 10],
     ]
 
 
 class Scenes:
-    """Makes inputs for a vision-language model.
+    """Makes inputs for a multimodal model.
 
     Args:
         spec: the model's.
@@ -67,6 +71,7 @@ class Scenes:
 
     def __init__(self, spec: ModelSpec, config: Mapping[str, Any], generator: torch.Generator | None = None):
         self.vision: Any = spec.vision
+        self.audio = spec.audio
         self.vocab_size, self.config, self.generator = spec.vocab_size, config, generator
 
     def make(self, documents: Sequence[Document], padding: str = "right") -> dict[str, Any]:
@@ -85,8 +90,10 @@ class Scenes:
         call: dict[str, Any] = {"input_ids": ids}
         if isinstance(self.vision, TiledVisionSpec):
             call |= self._tiles(documents, ids)
-        else:
+        elif self.vision is not None:
             call |= {**self._pictures(documents), **self._kinds_keyword(ids, mask)}
+        pieces = [piece for document in documents for piece in document]
+        call |= heard(self.audio, [p for p in pieces if isinstance(p, Sound)], self._normal)
         begins = (
             mask.cumsum(1) <= 1
         )  # nothing precedes the first token, although a reference attends to padding
@@ -110,6 +117,8 @@ class Scenes:
         for piece in document:
             if isinstance(piece, int):
                 tokens += self._words(piece)
+            elif isinstance(piece, Sound):
+                tokens += tokens_of_sound(self.audio, piece)
             elif isinstance(self.vision, TiledVisionSpec):
                 tokens.append(self.vision.image_id)
             else:
@@ -147,11 +156,15 @@ class Scenes:
         return self.vision.marker_ids[:before], self.vision.marker_ids[before:]
 
     def kinds(self, ids: Tensor) -> Tensor:
-        """Type of each token: 0 for text, 1 for images, 2 for videos."""
-        video_id = getattr(self.vision, "video_id", None)
+        """Type of each token: 0 for text, 1 for images, 2 for videos, 3 for sounds."""
         if getattr(self.vision, "spans", None) == "marked":  # ids after the vocabulary frame images
             return (ids >= self.vocab_size).int()
-        return (ids == self.vision.image_id).int() + 2 * (ids == (-1 if video_id is None else video_id)).int()
+        own = [getattr(self.vision, f"{kind}_id", None) for kind in ("image", "video")]
+        own.append(None if self.audio is None else self.audio.audio_id)
+        found = torch.zeros_like(ids, dtype=torch.int32)
+        for number, token in enumerate(own, 1):
+            found += number * (ids == (-1 if token is None else token))
+        return found
 
     def _words(self, count: int) -> list[int]:
         """Random ids that are not image placeholders."""
@@ -177,7 +190,7 @@ class Scenes:
         return call
 
     def _pictures(self, documents: Sequence[Document]) -> dict[str, Any]:
-        pieces = [piece for document in documents for piece in document if not isinstance(piece, int)]
+        pieces = [p for document in documents for p in document if isinstance(p, Image | Video)]
         if not pieces:
             return {}
         call = _KINDS[type(self.vision.pictures)](self, pieces)

@@ -143,7 +143,7 @@ def is_base(config: HFConfig, architecture: Architecture, reader: CheckpointRead
     """Whether a config or a checkpoint is of a base model: its tensors have names without the root, or its
     config names a class of base models and there is no head.
     """
-    if architecture.vision:
+    if architecture.multimodal:
         return False
     named = str((config.raw.get("architectures") or [""])[0])
     base = named.endswith("Model") and not named.endswith("LMHeadModel")
@@ -159,9 +159,9 @@ def as_base(architecture: Architecture) -> Architecture:
     """The family without a head. Its own layouts have no root; those of language models are read, too.
 
     Raises:
-        UnsupportedModelError: a vision-language model.
+        UnsupportedModelError: a multimodal model.
     """
-    if architecture.vision:
+    if architecture.multimodal:
         raise UnsupportedModelError(
             f"{architecture.reference} has no base model here; expected a text-only family, or text_only=True"
         )

@@ -267,7 +267,7 @@ def as_classifier(architecture: Architecture) -> Architecture:
         UnsupportedModelError: a vision-language model, or not a causal language model.
     """
     stem, _, rest = architecture.reference.partition("For")
-    if architecture.vision or rest != "CausalLM":
+    if architecture.multimodal or rest != "CausalLM":
         raise UnsupportedModelError(
             f"{architecture.reference} has no sequence classifier here; expected a text-only family"
         )

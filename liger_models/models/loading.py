@@ -331,7 +331,7 @@ def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | N
             read = read.with_raw({**read.raw, "architectures": [architecture.reference]})
     if reader is not None:
         read.most_layers = min(read.most_layers, len(reader.tensors))
-        untied = architecture.vision and has_own_head(architecture, reader)
+        untied = architecture.multimodal and has_own_head(architecture, reader)
     missing, names = ("lm_head.weight",) * fresh, None if reader is None else reader.tensors.keys()
     return _Choice(read, architecture, left_out, missing, untied, kind, beheaded, names)
 
@@ -342,11 +342,9 @@ def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) ->
     spec = architecture.spec(config)
     size = spec.vocab_size
     check_vocabulary(spec, max(size, tokens.stop))
-    of_images = [getattr(spec.vision, f"{kind}_id", None) for kind in ("image", "video")]
-    if taken := [token for token in of_images if token in tokens]:
-        raise ConfigError(
-            f"new_tokens is {tokens}, but images or videos have the id {taken[0]} in this model"
-        )
+    if taken := {kind: token for kind, token in spec.placeholders.items() if token in tokens}:
+        kind, token = next(iter(taken.items()))
+        raise ConfigError(f"new_tokens is {tokens}, but {kind} tokens have the id {token} in this model")
     if tokens.step != 1 or not 0 < tokens.start <= size:
         raise ConfigError(f"new_tokens is {tokens}; expected a range that begins at 1 to {size}")
     if tokens.stop > size:

@@ -23,7 +23,8 @@ from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.convert.quantised.reader import ModelReader
-from liger_models.images.scenes import Image, Scenes, documents_with_images
+from liger_models.images.scenes import Image, Scenes, documents_with_media
+from liger_models.images.sounds import Sound
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
@@ -53,7 +54,7 @@ class Comparison:
     Attributes:
         transformers: its version.
         length: tokens in each of the `ROWS` rows of random ids, the longest.
-        images: number of images among them; 0 for models without vision.
+        images, sounds: numbers of images and sounds among them.
         distance: of ours from theirs, for "logits", "loss" and every gradient by its name in transformers;
             for stacked experts one by one, as `...experts.down_proj[3]`.
         spread: the same between two of their own implementations.
@@ -63,6 +64,7 @@ class Comparison:
     transformers: str
     length: int
     images: int
+    sounds: int
     distance: Mapping[str, float]
     spread: Mapping[str, float]
     lonely: tuple[str, ...]
@@ -83,7 +85,7 @@ class Comparison:
 
 def verify_numbers(folder: Path) -> Comparison:
     """Compare logits, loss and every gradient with those of transformers, in float32 on random ids, with
-    random images for vision-language models.
+    random images and sounds for multimodal models.
 
     Raises:
         UnsupportedModelError: the installed transformers does not have the family.
@@ -93,7 +95,7 @@ def verify_numbers(folder: Path) -> Comparison:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     skeleton = from_config(folder, device="meta", dropout=0.0)
-    call, images = _call_of(skeleton.spec, folder)
+    call, images, sounds = _call_of(skeleton.spec, folder)
     # One model after the other: both at once would need half as much again.
     # By its name: the Auto class does not know every family, and may have been given ours.
     name, borrowed = skeleton.architecture.reference, skeleton.architecture.reference_of
@@ -110,6 +112,7 @@ def verify_numbers(folder: Path) -> Comparison:
         .eval()  # as it is: without dropout
     )
     mask_as_family(skeleton.architecture, reference)
+    _freeze_untrained(reference, skeleton)
     stacks = _names_of_stacks(skeleton)
     expected = _results(reference, call) | _gradients(reference, stacks)
     reference.zero_grad()  # lets go of the gradients, which are kept in `expected`
@@ -127,19 +130,23 @@ def verify_numbers(folder: Path) -> Comparison:
         for name in found.keys() & expected.keys()
     }
     lonely = tuple(sorted(found.keys() ^ expected.keys()))
-    return Comparison(transformers.__version__, call["input_ids"].shape[1], images, distance, spread, lonely)
+    return Comparison(
+        transformers.__version__, call["input_ids"].shape[1], images, sounds, distance, spread, lonely
+    )
 
 
-def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int]:
-    """Random rows of one length, and the number of images in them."""
+def _call_of(spec: ModelSpec, folder: Path) -> tuple[dict[str, Any], int, int]:
+    """Random rows of one length, and the numbers of images and of sounds in them."""
     length = min(LENGTH, spec.position_limit or LENGTH)
     generator = torch.Generator().manual_seed(0)
-    if spec.vision is None:
+    if spec.vision is None and spec.audio is None:
         ids = torch.randint(spec.vocab_size, (ROWS, length), generator=generator)
-        return {"input_ids": ids, "labels": ids}, 0
-    documents = documents_with_images(spec)
+        return {"input_ids": ids, "labels": ids}, 0, 0
+    documents = documents_with_media(spec)
     call = Scenes(spec, HFConfig.load(folder).raw, generator).make_even(documents)
-    return call, sum(isinstance(piece, Image) for document in documents for piece in document)
+    pieces = [piece for document in documents for piece in document]
+    images, sounds = (sum(isinstance(piece, kind) for piece in pieces) for kind in (Image, Sound))
+    return call, images, sounds
 
 
 def _results(model: nn.Module, call: Mapping[str, Any], **options: Any) -> dict[str, Tensor]:
@@ -180,6 +187,18 @@ def mask_as_family(architecture: Architecture, reference: Any) -> None:
         return args, {**kwargs, "attention_mask": made}
 
     reference.model.register_forward_pre_hook(masks, with_kwargs=True)
+
+
+def _freeze_untrained(reference: nn.Module, model: LigerCausalLM) -> None:
+    """Freeze parameters of a reference that are buffers here, such as Whisper's positions: `from_pretrained`
+    would train them, though the class itself does not.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    maps = [model.weight_map(layout) for layout in (model.layout, *model.architecture.layouts)]
+    names = {ref.name for found in maps for name in buffers & found.keys() for ref in found[name].refs()}
+    for name, parameter in reference.named_parameters():
+        if name in names:
+            parameter.requires_grad_(False)
 
 
 def _names_of_stacks(model: LigerCausalLM) -> set[str]:

@@ -26,7 +26,7 @@ def check_vocabulary(spec: ModelSpec, size: int) -> None:
     """
     known = spec.per_layer_vocab_size
     ids = {"the padding token": spec.padding_idx}
-    ids |= {f"{kind} tokens": getattr(spec.vision, f"{kind}_id", None) for kind in ("image", "video")}
+    ids |= {f"{kind} tokens": number for kind, number in spec.placeholders.items()}
     beyond = [(name, token) for name, token in ids.items() if token is not None and token >= size]
     if size < 1:
         raise ConfigError(f"a vocabulary of {size} tokens; expected 1 or more")

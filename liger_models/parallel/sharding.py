@@ -127,6 +127,8 @@ def parallelize(
         model.embed_tokens.set_unshard_in_backward(False)  # the gradient of a lookup does not need the weight
     if model.vision is not None:
         model.image_gradients.note_groups([model.vision])
+    if model.audio is not None:
+        model.sound_gradients.note_groups([model.audio])
     model.gathered_once = not reshard_after_forward
     model.register_forward_hook(_give_back)
     return model
@@ -216,8 +218,9 @@ def _groups(model: LigerCausalLM) -> dict[str, nn.Module]:
     parts: dict[str, nn.Module] = {f"layer {i}": layer for i, layer in enumerate(model.layers)}
     if model.mtp is not None:
         parts |= {f"prediction module {name}": module for name, module in model.mtp.items()}
-    if model.vision is not None:
-        parts |= {f"layer {i} of the encoder": x for i, x in enumerate(model.vision.encoder.layers)}
+    for name, part in (("encoder", model.vision), ("audio encoder", model.audio)):
+        if part is not None:
+            parts |= {f"layer {i} of the {name}": x for i, x in enumerate(part.encoder.layers)}
     if not model.spec.tie_word_embeddings:
         parts |= {"the embedding": model.embed_tokens}
         parts |= {} if model.lm_head is None else {"the head": model.lm_head}

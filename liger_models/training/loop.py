@@ -171,7 +171,7 @@ class Run(RunParts):
         outcome = Outcome(loss, size, stopped > 0, data, metrics)
         if outcome.finite:
             if not data.images:  # a process that only follows others has zeros, not None
-                for parameter in self.vision_parameters:
+                for parameter in self.encoder_parameters:
                     parameter.grad = None
             self._update(rate)
         else:

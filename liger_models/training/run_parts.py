@@ -144,7 +144,7 @@ class RunParts:
         self.model, self.adapters, self.flops, self.size = loaded
         self._note_special_tokens()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
-        self.vision_parameters = list(self.model.vision_parameters())
+        self.encoder_parameters = list(self.model.encoder_parameters())
 
     def _forget_model(self) -> None:
         """Drop the references to the model: one that outlives its process group sometimes waits forever."""

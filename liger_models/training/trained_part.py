@@ -156,8 +156,8 @@ def untrained_rows_warning(
     adapters; None if there are none.
     """
     embedding, head = model.embed_tokens.weight, model.lm_head.weight
-    # Embedding rows of image and video placeholders are unused.
-    replaced = {getattr(model.spec.vision, name, None) for name in ("image_id", "video_id")}
+    # Embedding rows of placeholders are unused.
+    replaced = set(model.spec.placeholders.values())
     new: Any = getattr(model.embed_tokens, "trained_rows", None)
     added = set() if new is None else set(range(new.first, new.first + len(new.weight)))
     tables = [("embedding", embedding, learned.seen - replaced - added)]

@@ -10,10 +10,11 @@ from liger_models.families import About, list_families, parse_about
 
 def test_the_sources_describe_exactly_the_registered_families():
     registered = [
-        find_architecture(name) for name in (*list_architectures(), *list_architectures(vision=True))
+        find_architecture(name)
+        for name in (*list_architectures(), *list_architectures(vision=True, audio=True))
     ]
-    found = {family.model_type: (family.reference, family.vision) for family in list_families()}
-    assert found == {one.model_type: (one.reference, one.vision) for one in registered}
+    found = {f.model_type: (f.reference, f.vision, f.audio) for f in list_families()}
+    assert found == {one.model_type: (one.reference, one.vision, one.audio) for one in registered}
     assert all(all((one.about.name, one.about.source, one.about.traits)) for one in list_families())
 
 
@@ -26,7 +27,7 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True, audio=True)])
 def test_a_family_is_one_short_file(family):
     """Lines that only tests need, below the model, are not counted."""
     source = inspect.getsource(inspect.getmodule(find_architecture(family).build))
@@ -36,11 +37,11 @@ def test_a_family_is_one_short_file(family):
     assert (lines > MOST_LINES) == (family in LONGER), f"{lines} lines"
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
-def test_a_family_has_a_tiny_config_and_states_whether_it_reads_images(family):
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True, audio=True)])
+def test_a_family_has_a_tiny_config_and_states_whether_it_has_encoders(family):
     architecture = find_architecture(family)
     assert architecture.tiny["model_type"] == family
-    assert architecture.vision == ("text_config" in architecture.tiny)
+    assert architecture.multimodal == ("text_config" in architecture.tiny)
 
 
 def test_the_first_sentence_is_parsed():

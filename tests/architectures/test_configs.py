@@ -94,7 +94,7 @@ def test_every_unsupported_value_is_named(family):
 
 
 @pytest.mark.of_layers("settings")
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True, audio=True)])
 def test_a_value_of_another_type_causes_no_internal_error(family):
     """Any value of any key, in nested configs too, gives a spec or an error that names the key."""
     tiny = find_architecture(family).tiny

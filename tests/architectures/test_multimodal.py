@@ -27,7 +27,7 @@ from liger_models.convert.errors import CheckpointError, ConfigError, Unsupporte
 
 
 def test_every_family_in_the_table_is_tested():
-    elsewhere = set(list_architectures(vision=True))  # tested in tests/vision
+    elsewhere = set(list_architectures(vision=True, audio=True))  # tested in tests/vision and tests/audio
     elsewhere |= {kind for kind, family in MULTIMODAL.items() if family.within}  # tested below
     assert {case[1]["model_type"] for case in CASES.values()} | elsewhere == MULTIMODAL.keys() | elsewhere
 
@@ -215,8 +215,9 @@ def test_a_head_in_the_files_overrides_the_config(written, tmp_path):
 
 def test_without_text_only_the_checkpoint_is_refused_with_a_hint(written):
     _, folder = written
-    if json.loads((folder / "config.json").read_text())["model_type"] in list_architectures(vision=True):
-        return  # tested in tests/vision
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if kind in list_architectures(vision=True, audio=True):
+        return  # tested in tests/vision and tests/audio
     with pytest.raises(UnsupportedModelError, match=r"from_hub\(\.\.\., text_only=True\).*rest needs \w+"):
         liger_models.from_hub(folder)
 

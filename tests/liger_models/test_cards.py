@@ -386,7 +386,7 @@ def test_every_topology_can_be_drawn():
 def test_every_card_belongs_to_a_registered_family_is_complete_and_passed():
     files = {path for path in (ROOT / pages.CARDS).iterdir() if path.name != "README.md"}
     families = {path.stem for path in files}
-    assert families <= {*list_architectures(), *list_architectures(vision=True)}
+    assert families <= {*list_architectures(), *list_architectures(vision=True, audio=True)}
     assert files == {
         ROOT / pages.CARDS / f"{name}.{kind}" for name in families for kind in ("json", "md", "svg")
     }

@@ -20,7 +20,13 @@ def test_no_causal_or_image_text_model_of_transformers_is_unaccounted_for():
         pytest.skip(f"the table follows transformers {LOOKED_AT}*")
     auto = pytest.importorskip("transformers.models.auto.modeling_auto")
     theirs = {*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    ours = {*list_architectures(), *list_architectures(vision=True), *ALIASES, *MULTIMODAL, *MISSING}
+    ours = {
+        *list_architectures(),
+        *list_architectures(vision=True, audio=True),
+        *ALIASES,
+        *MULTIMODAL,
+        *MISSING,
+    }
     assert theirs <= ours
 
 

@@ -97,7 +97,7 @@ def test_training_goes_on_after_a_resize(projections, tmp_path):
     assert torch.equal(liger_models.from_hub(tmp_path, device="cpu")(ids).logits, model(ids).logits)
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True, audio=True)])
 def test_configs_of_all_families_say_the_new_size(family):
     config = {k: v for k, v in find_architecture(family).tiny.items() if v is not ...}
     model = liger_models.from_config(config, device="meta")

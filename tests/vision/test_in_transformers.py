@@ -294,7 +294,7 @@ def test_pictures_that_are_not_the_rows_own_are_refused():
     assert repeat_pictures(spec, given, ids, 2)["image_grid_thw"].tolist() == grids[[0, 0, 1, 1]].tolist()
     with pytest.raises(DataError, match="of row 0 are not whole pictures"):
         repeat_pictures(spec, given, ids.flip(0), 2)
-    with pytest.raises(DataError, match="tokens of 1 pictures, and 2 are given"):
+    with pytest.raises(DataError, match="tokens of 1 pictures or sounds, and 2 are"):
         repeat_pictures(spec, given, ids[:1], 2)
 
 

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from liger_models.cli.shared import arguments
 from liger_models.cli.shared.checkpoints import add_base, find_checkpoint
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_to
     add = parser.add_argument_group("sampling").add_argument
     add(
         "--max-new-tokens",
-        type=_positive,
+        type=arguments.positive,
         default=max_new_tokens,
         metavar="N",
         help="maximum number of new tokens (default: %(default)s)",
@@ -181,12 +182,6 @@ def check_text(text: str, name: str) -> str:
 def _seed(text: str) -> int:
     if abs(value := int(text)) >= 2**63:
         raise argparse.ArgumentTypeError(f"must be a 64-bit integer, found {text}")
-    return value
-
-
-def _positive(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
     return value
 
 

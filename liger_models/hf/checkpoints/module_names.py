@@ -125,6 +125,7 @@ class Matrix(nn.Module):
     bias: nn.Parameter | None
     float8 = None
     forward = Linear.forward  # type: ignore[assignment]
+    whole_bias = Linear.whole_bias  # type: ignore[assignment]
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise as `Linear` does."""

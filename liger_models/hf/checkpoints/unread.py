@@ -118,7 +118,7 @@ def unread_in(decoder: Any, layout: Layout) -> dict[str, Ref]:
 
 
 def _name_in(decoder: Any, layout: Layout, name: str) -> str:
-    for part in ("vision.encoder.", "vision."):
+    for part in ("vision.encoder.", "vision.", "audio.encoder.", "audio."):
         here = decoder.own_layout.name(part)
         if name.startswith(here):
             canonical = part + _canonical(dict(decoder.own_layout.parts).get(part), name.removeprefix(here))

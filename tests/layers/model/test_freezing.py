@@ -53,7 +53,7 @@ def test_patterns_are_globs_over_names_and_parts_of_them(patterns, expected, lla
     assert not frozen(llama)
 
 
-@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True)])
+@pytest.mark.parametrize("family", [*list_architectures(), *list_architectures(vision=True, audio=True)])
 def test_names_are_those_of_the_family_s_checkpoints(family):
     model = tiny(family)
     untrained = frozen(model)  # indexers, which no loss reaches

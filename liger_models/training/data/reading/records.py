@@ -227,6 +227,10 @@ def _check_shown(where: str, form: str, fields: dict[str, Any]) -> None:
         )
 
 
+_INSTEAD_OF_SOUNDS = (
+    "and only images and videos are read from data; call a model that takes sounds with its processor's "
+    "outputs, in a loop of your own (docs/audio.md)"
+)
 _INSTEAD_OF_VIDEOS = (
     'and a video is its frames here: give a part {"type": "video", "video": [frames], "fps": ...} where it '
     "stands, or some of its frames as images"
@@ -319,7 +323,7 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
     if other := sorted(kinds & {"audio", "video_url", "input_audio"}):
         raise DataError(
             f"{where}: a message has a part of type {other[0]!r}, "
-            + (_INSTEAD_OF_VIDEOS if "video" in other[0] else "and only images and videos are trained on")
+            + (_INSTEAD_OF_VIDEOS if "video" in other[0] else _INSTEAD_OF_SOUNDS)
         )
     if not column and not kinds & {"image", "image_url", "video"}:
         return Conversation(messages, [])

@@ -1,0 +1,131 @@
+"""The audio part of a language model: an encoder, a projector, and the replacement of audio tokens by
+features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.audio.encoder import ENCODERS
+from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
+from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.specs import AudioSpec
+from liger_models.layers.vision.projectors import PROJECTORS
+from liger_models.layers.vision.vision import is_of_several, replaced
+
+
+class AudioInputs:
+    """Audio inputs of a call: its sounds, if any, and the places of their tokens.
+
+    Attributes:
+        is_audio: mask of the audio tokens, [T].
+        checks: the number of audio tokens, on its way to the host.
+        wrong: sounds and tokens do not match, a bool on the device.
+    """
+
+    def __init__(self, sounds: Sounds | None):
+        self.sounds = sounds
+        self.is_audio: Tensor | None = None
+        self.checks: HostCopy | None = None
+        self.wrong: Tensor | None = None
+
+    @property
+    def expected(self) -> int:
+        """The number of tokens that the sounds need."""
+        return 0 if self.sounds is None else sum(self.sounds.counts())
+
+
+class Audio(nn.Module):
+    """An audio encoder and its projection to a language model.
+
+    Args:
+        spec: the parts.
+        hidden_size: of the language model, H.
+        attention: the attention backend.
+    """
+
+    def __init__(self, spec: AudioSpec, hidden_size: int, attention: AttentionBackend = "auto"):
+        super().__init__()
+        self.spec = spec
+        self.encoder = ENCODERS[type(spec.sounds)](spec, attention)
+        self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
+        # Access by name: transformers orders these modules differently.
+        self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
+
+    def forward(self, sounds: Sounds) -> Tensor:
+        """Return the features of all clips, [F, H]. A frozen encoder saves nothing for backward."""
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
+        with torch.set_grad_enabled(trained):
+            made = self.encoder(sounds)
+        return self.projector(made)
+
+    def ways_out(self) -> list[nn.Module]:
+        """The modules between the encoder and the language model."""
+        return [self.projector, *(getattr(self.projector, name) for name in self._parts_of_projector)]
+
+    def take(self, keywords: dict[str, Any]) -> AudioInputs:
+        """Remove the audio inputs from a call's keywords and return them.
+
+        Raises:
+            DataError: missing or incompatible keywords.
+        """
+        return AudioInputs(take_sounds(self.spec, keywords))
+
+    def prepare(self, inputs: AudioInputs, sequences: Sequences, input_ids: Tensor | None) -> None:
+        """Find the audio tokens, and start the check that sounds and tokens match.
+
+        Args:
+            input_ids: [batch, seq].
+
+        Raises:
+            DataError: sounds without ids.
+        """
+        if input_ids is None:
+            if inputs.sounds is not None:
+                raise DataError("sounds need input_ids, which mark their places; found only embeddings")
+            return
+        inputs.is_audio = sequences.documents.pack(input_ids) == self.spec.audio_id
+        found = inputs.is_audio.sum()
+        inputs.wrong, inputs.checks = found != inputs.expected, HostCopy(found[None])
+
+    def place(self, inputs: AudioInputs | None, embeds: Tensor) -> Tensor:
+        """Replace the embeddings [T, H] of audio tokens by features."""
+        if inputs is None:
+            return embeds
+        if inputs.sounds is None:
+            return self._blank_sounds(embeds)
+        assert inputs.is_audio is not None
+        number = (inputs.is_audio.cumsum(0) - 1).clamp(0, max(0, inputs.expected - 1))
+        features = self(inputs.sounds)
+        return replaced(embeds, features, inputs.is_audio[:, None], number) if len(features) else embeds
+
+    def _blank_sounds(self, embeds: Tensor) -> Tensor:
+        """Run a blank clip through an encoder shared with other processes, if this one has no sounds: they
+        would wait for it otherwise. The embeddings do not change.
+        """
+        if not is_of_several(self.encoder, *self.ways_out()):
+            return embeds
+        features = self(blank_sound(self.spec, embeds))
+        return embeds + 0 * features.sum().to(embeds.dtype) if features.requires_grad else embeds
+
+    def finish(self, inputs: AudioInputs) -> None:
+        """Wait for the check that `prepare` started.
+
+        Raises:
+            DataError: sounds and tokens do not match.
+        """
+        if inputs.checks is None:
+            return
+        (found,) = inputs.checks.tolist()
+        if found != inputs.expected:
+            raise DataError(
+                f"the text has {found} tokens of sounds ({self.spec.audio_id}), and the sounds make "
+                f"{inputs.expected}; was the text cut, a sound left out, or the placeholder of each not "
+                "repeated, as the processor does?"
+            )

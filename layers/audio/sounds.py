@@ -1,0 +1,129 @@
+"""The clips of a batch, as spectrograms, made from the outputs of a processor.
+
+A column of a spectrogram is 10 ms in all supported families. A convolution with stride 2 makes a frame of two
+columns: n columns make (n + 1) // 2 frames.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.convert.errors import DataError
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.vision.grid_inputs import taken, together
+from liger_models.layers.vision.repeated import order_of
+
+FEATURES, MASK = "input_features", "feature_attention_mask"
+KEYWORDS = (FEATURES, MASK)
+"""Outputs of processors for sounds."""
+
+
+class Sounds:
+    """The clips of a batch.
+
+    Attributes:
+        features: [clips, bins, columns], padded.
+        columns: the number of columns of each clip without padding.
+        frames: the number of frames of each clip.
+        seen: numbers of frames that attend to one another: of each clip, or of each of its chunks.
+    """
+
+    def __init__(self, spec: AudioSpec, features: Tensor, columns: Sequence[int]):
+        self.spec, self.features, self.columns = spec, features, list(columns)
+        self.frames = [frames_of(n) for n in self.columns]
+        self.seen = [frames_of(n) for n in itertools.chain(*self.chunks())]
+
+    def chunks(self) -> list[list[int]]:
+        """The number of columns of each chunk of each clip; a clip is one chunk if it is not cut."""
+        if not isinstance(self.spec.sounds, ChunkedSounds):
+            return [[n] for n in self.columns]
+        size = self.spec.sounds.chunk
+        return [[min(size, n - start) for start in range(0, n, size)] for n in self.columns]
+
+    def counts(self) -> list[int]:
+        """The number of tokens of each clip."""
+        return [tokens_of(self.spec, n) for n in self.frames]
+
+
+def frames_of(columns: int) -> int:
+    """The number of frames of a clip, or of a chunk."""
+    return (columns + 1) // 2
+
+
+def tokens_of(spec: AudioSpec, frames: int) -> int:
+    """The number of tokens of a clip of so many frames."""
+    return (frames // 2 if spec.paired else frames) // spec.projector.merge**2
+
+
+def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
+    """Remove the sound keywords from a call's keywords and return them as sounds; None if there are none.
+
+    Raises:
+        DataError: missing keywords, or incompatible shapes, dtypes or counts.
+    """
+    masked = not isinstance(spec.sounds, PaddedSounds) or spec.sounds.masked
+    names = KEYWORDS if masked else (FEATURES,)
+    given = taken(keywords, *names)
+    if not together(given, *names):
+        return None
+    features = given[FEATURES]
+    columns: int | None = None
+    if isinstance(spec.sounds, PaddedSounds):
+        columns = 2 * spec.sounds.frames
+    fits = features.dim() == 3 and features.shape[1] == spec.bins and features.is_floating_point()
+    if not fits or columns not in (None, features.shape[2]):
+        raise DataError(
+            f"{FEATURES} must be floating point of shape [clips, {spec.bins}, {columns or 'columns'}], as "
+            f"the model's processor returns them; found {features.dtype} of shape {tuple(features.shape)}"
+        )
+    if not len(features):
+        return None
+    if not masked:
+        return Sounds(spec, features, [features.shape[2]] * len(features))
+    return Sounds(spec, features, _columns(features, torch.as_tensor(given[MASK])))
+
+
+def _columns(features: Tensor, mask: Tensor) -> list[int]:
+    """The number of columns of each clip without padding. Reads the mask on the host."""
+    expected = features.shape[0], features.shape[2]
+    if tuple(mask.shape) != expected:
+        raise DataError(f"{MASK} must be {list(expected)}, by {FEATURES}; found {list(mask.shape)}")
+    mask = mask.cpu() != 0
+    columns = mask.sum(1).tolist()
+    if not torch.equal(mask, torch.arange(mask.shape[1], device="cpu") < mask.sum(1, keepdim=True)):
+        raise DataError(f"{MASK} must be ones and then zeros in every row, since padding follows the sound")
+    if short := [i for i, n in enumerate(columns) if n < 1]:
+        raise DataError(f"{MASK}[{short[0]}] has no ones: the clip is empty; leave it out")
+    return columns
+
+
+def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, times: int) -> dict[str, Any]:
+    """A processor's outputs for sounds of rows each repeated `times` in place: row 0, row 0, ...
+
+    Args:
+        spec: of the encoder.
+        given: the outputs, for the rows of `input_ids` [batch, seq].
+
+    Raises:
+        DataError: the sounds do not match the tokens.
+    """
+    sounds = take_sounds(spec, dict(given))
+    if sounds is None:
+        return dict(given)
+    order = order_of((input_ids == spec.audio_id).sum(1).tolist(), sounds.counts(), times)
+    return {name: torch.as_tensor(x)[order] for name, x in given.items()}
+
+
+def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
+    """A valid clip of zeros that makes a token, with the dtype and device of a tensor."""
+    columns = 4 * spec.projector.merge**2
+    if isinstance(spec.sounds, PaddedSounds):
+        most = 2 * spec.sounds.frames
+        columns = min(columns, most) if spec.sounds.masked else most
+        return Sounds(spec, like.new_zeros(1, spec.bins, most), [columns])
+    return Sounds(spec, like.new_zeros(1, spec.bins, columns), [columns])

@@ -1,0 +1,62 @@
+"""Sizes of a batch's sounds, and memory kept for them outside of the encoder's layers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from liger_models.layers.audio.sounds import Sounds
+from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, kept_by
+from liger_models.layers.specs import AudioSpec, PaddedSounds
+from liger_models.layers.vision.projectors import PROJECTORS
+
+COLUMNS = 100  # of a spectrogram, a second
+
+
+def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
+    """Sizes of a call's sounds, if any; features count where they are stored."""
+    if spec is None or sounds is None:
+        return NOTHING
+    columns = sum(sounds.columns)
+    if isinstance(spec.sounds, PaddedSounds):  # the convolutions read the padding, too
+        columns = len(sounds.columns) * 2 * max(sounds.frames)
+    return Shown(sum(sounds.frames), max(sounds.seen), 0, columns, sum(sounds.counts()))
+
+
+def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1) -> Shown:
+    """Sizes of `sounds` sounds per row of so many seconds. Where pieces have one length, longer ones are
+    several.
+    """
+    if not sounds:
+        return NOTHING
+    columns, count, most = max(1, math.ceil(seconds * COLUMNS)), rows * sounds, None
+    if isinstance(spec.sounds, PaddedSounds):
+        most = 2 * spec.sounds.frames
+        whole, rest = divmod(columns, most)
+        clips = [most] * whole + ([rest] if rest else [])
+        clips = clips if spec.sounds.masked else [most] * len(clips)
+    else:
+        clips = [columns]
+    nothing = torch.empty(0, device="meta")
+    shown = heard_by(spec, Sounds(spec, nothing, clips * count))
+    numbers = spec.bins * count * (sum(clips) if most is None else most * len(clips))
+    return Shown(shown.tokens, shown.longest, 0, shown.patches, shown.features, pixels=4 * numbers)
+
+
+def edges_of_sounds(
+    spec: AudioSpec, shown: Shown, hidden_size: int, dtype: torch.dtype, trained: tuple[bool, bool]
+) -> Edges:
+    """Memory kept for sounds outside of the encoder's layers: as `edges_of`."""
+    if not any(trained):
+        return Edges()
+    width, size = spec.hidden_size, dtype.itemsize
+    # The columns, the first convolution's output and its activation, and the second's output.
+    kept = shown.patches * (spec.bins + 2 * width) * size + shown.patches // 2 * width * size
+    normed = shown.tokens // 2 if spec.paired else shown.tokens
+    kept += normed * (width * size + 8)
+    with torch.device("meta"):
+        way: Any = PROJECTORS[type(spec.projector)](width, hidden_size, spec.projector).to(dtype)
+    rows = normed // spec.projector.merge**2 * spec.projector.merge**2
+    return Edges(trained[0] * kept, kept_by(way, rows, width, dtype, trained[0]))

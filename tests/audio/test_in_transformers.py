@@ -1,0 +1,67 @@
+"""Families with audio encoders as transformers' models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from clips import DOCUMENTS, sounds_of
+from pairs import beyond_bound, relative_distance
+
+
+def test_the_class_is_registered_and_matches_transformers_own(pair, both):
+    theirs, ours = both
+    assert type(ours).__name__ == f"Liger{type(theirs).__name__}"
+    call = pair.scene(*sounds_of(pair))
+    expected, found = theirs(**call, use_cache=False), ours(**call)
+    for output in (expected, found):
+        output.loss.backward()
+    own = dict(ours.named_parameters())
+    assert {name for name, _ in theirs.named_parameters()} <= set(ours.state_dict()) | set(own)
+    distances = {"loss": relative_distance(found.loss, expected.loss)}
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if name in own and p.grad is not None}
+    assert any("fc1" in name for name in gradients)
+    distances |= {name: relative_distance(own[name].grad, x) for name, x in gradients.items()}
+    assert not beyond_bound(distances)
+
+
+def test_saved_files_equal_transformers_own(both, tmp_path):
+    _, ours = both
+    ours.save_pretrained(tmp_path / "ours")
+    names = [path.name for path in (tmp_path / "theirs").glob("*.safetensors")]
+    assert names
+    for name in names:
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_generate_gives_transformers_own_tokens(copies, pair, both):
+    """Also with several sequences per prompt, each with its own sounds."""
+    theirs, ours = (model.eval() for model in both)
+    call = pair.scene(*DOCUMENTS, padding="left")
+    del call["labels"]
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 9, "eos_token_id": None}
+    expected = theirs.generate(**call, **options).repeat_interleave(copies, 0)
+    options |= {"num_return_sequences": copies, "num_beams": copies} if copies > 1 else {}
+    found = ours.generate(**call, **options)
+    if copies == 1:
+        assert torch.equal(found, expected)
+    assert found.shape == expected.shape
+
+
+def test_lora_trains_the_layers_of_the_encoder_as_in_transformers(pair, both):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "fc1"], init_lora_weights=False)
+    call = pair.scene(*sounds_of(pair))
+    theirs, ours = (peft.get_peft_model(model, config) for model in both)
+    values = {name: p.detach() for name, p in theirs.named_parameters() if "lora" in name}
+    missing = ours.load_state_dict(values, strict=False)
+    assert not missing.unexpected_keys
+    expected, found = theirs(**call, use_cache=False), ours(**call)
+    for output in (expected, found):
+        output.loss.backward()
+    own = {name: p.grad for name, p in ours.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    assert own.keys() == gradients.keys()
+    assert any("audio_tower" in name and "k_proj" in name for name in own)
+    distances = {name: relative_distance(own[name], x) for name, x in gradients.items()}
+    assert not beyond_bound(distances | {"loss": relative_distance(found.loss, expected.loss)})

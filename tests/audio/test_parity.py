@@ -1,0 +1,125 @@
+"""Every family with an audio encoder matches its reference in transformers.
+
+Logits, loss and the gradient of every parameter of encoder, projector and language model are compared, under
+the checkpoint's names.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from clips import DOCUMENTS, sounds_of
+from pairs import beyond_bound
+
+from liger_models.convert.errors import DataError
+from liger_models.generating.generation import generate
+from liger_models.layers.memory import NOTHING, Step, StepMemory, heard_of_length
+from liger_models.layers.recompute.activation_memory import LEVELS
+
+
+@pytest.mark.parametrize("padding", ["right", "left"])
+def test_clips_of_several_lengths_match_the_reference(pair, padding):
+    call = pair.scene(*sounds_of(pair), padding=padding)
+    found, expected = pair.run_ours(**call), pair.run_reference(**call)
+    assert any("audio" in name for name in found.gradients)
+    assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
+
+
+def test_text_alone_trains_the_language_model_only(pair):
+    call = pair.scene([21], [21])
+    ours = pair.run_ours(**call)
+    assert not beyond_bound(ours.distances(pair.run_reference(**call)))
+    assert not any("audio" in name for name in ours.gradients)
+
+
+def test_packed_documents_equal_separate_documents(pair):
+    alone = [pair.scene(document) for document in sounds_of(pair)]
+    labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in alone)
+    pair.ours.zero_grad()
+    logits = []
+    for call in alone:
+        output = pair.ours(**call, num_items_in_batch=labels, return_logits=True)
+        output.loss.backward()
+        logits.append(output.logits[0].detach())
+    expected = pair.gradients_of_ours()
+    bounds = torch.tensor([0, *(call["input_ids"].shape[1] for call in alone)]).cumsum(0)
+    output = pair.run_ours(**pair.pack(alone), cu_seqlens=bounds)
+    torch.testing.assert_close(output.logits[0], torch.cat(logits), rtol=1e-4, atol=1e-4)
+    for name, gradient in expected.items():
+        assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
+
+
+def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
+    call = pair.scene(*sounds_of(pair))
+    expected = pair.run_ours(**call)
+    for level in LEVELS:
+        pair.ours.set_activation_memory(level)
+        assert {layer.activation_memory for layer in pair.ours.audio.encoder.layers} == {level}
+        assert not beyond_bound(pair.run_ours(**call).distances(expected)), level
+    pair.ours.set_activation_memory("lean")
+
+
+def test_generated_tokens_equal_the_references(pair):
+    call = pair.scene(*sounds_of(pair), padding="left")
+    del call["labels"]
+    reference = pair.reference.eval()
+    options = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None}
+    expected = reference.generate(**call, max_new_tokens=6, **options)
+    reference.train()
+    found = generate(pair.ours, **call, max_new_tokens=6)
+    # A generated placeholder without its sound continues from inputs that no processor would produce.
+    before, ids = call["input_ids"].shape[1], torch.tensor([*pair.ours.spec.placeholders.values()])
+    named = torch.isin(expected[:, before:], ids)
+    known = named.cumsum(1) - named.int() == 0
+    assert known.all(1).sum() >= 2
+    assert torch.equal(found[:, before:][known], expected[:, before:][known])
+
+
+def test_a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before(pair):
+    call = pair.scene(*DOCUMENTS)
+    whole = pair.run_ours(**call).gradients
+    pair.ours.freeze("audio")
+    part = pair.run_ours(**call).gradients
+    pair.ours.freeze()
+    assert {name for name in whole.keys() - part.keys() if "audio_tower" in name}
+    assert not beyond_bound(
+        {name: ((part[name] - whole[name]).norm() / whole[name].norm()).item() for name in part}
+    )
+
+
+def bad(pair, message, **changes):
+    call = {**pair.scene(*DOCUMENTS), **changes}
+    with pytest.raises(DataError, match=message):
+        pair.ours(**{name: value for name, value in call.items() if value is not None})
+
+
+def test_sounds_that_do_not_fit_are_errors_that_say_what_was_found(pair):
+    call = pair.scene(*DOCUMENTS)
+    features, audio_id = call["input_features"], pair.ours.spec.audio.audio_id
+    ids = call["input_ids"].where(call["input_ids"] != audio_id, 12)
+    bad(pair, "has 0 tokens of sounds", input_ids=ids)
+    bad(pair, "input_features must be floating point of shape", input_features=features[:, :-1])
+    bad(pair, "make 0", input_features=None, feature_attention_mask=None)
+    if "feature_attention_mask" not in call:
+        return
+    mask = call["feature_attention_mask"]
+    bad(pair, "without feature_attention_mask", feature_attention_mask=None)
+    bad(pair, "ones and then zeros", feature_attention_mask=mask.flip(1))
+    bad(pair, r"feature_attention_mask must be \[3", feature_attention_mask=mask[:2])
+    bad(pair, r"feature_attention_mask\[0\] has no ones", feature_attention_mask=0 * mask)
+
+
+def test_a_plan_counts_the_encoder(pair):
+    """More and longer sounds take more, and a frozen encoder keeps less."""
+    spec, found = pair.ours.spec.audio, {}
+    for name, heard in {"none": NOTHING, "one": heard_of_length(spec, 1, 0.2)}.items():
+        memory = StepMemory(pair.ours, Step(2, 64, heard=heard))
+        found[name] = memory.plan(["all"] * len(memory.stages))
+    assert len(found["one"].encoder_levels) == len(pair.ours.audio.encoder.layers)
+    assert found["one"].peak > found["none"].peak
+    pair.ours.freeze("audio")
+    memory = StepMemory(pair.ours, Step(2, 64, heard=heard_of_length(spec, 1, 0.2)))
+    assert memory.plan(["all"] * len(memory.stages)).peak < found["one"].peak
+    pair.ours.freeze()
+    counts = [heard_of_length(spec, n, 0.2).features for n in (1, 2)]
+    assert counts[1] == 2 * counts[0] > 0
