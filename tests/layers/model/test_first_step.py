@@ -59,7 +59,9 @@ def test_parts_made_from_specs_are_as_the_models_own():
     model = liger_models.from_config(find_architecture("qwen3_next").tiny, dtype=torch.bfloat16)
     model.set_activation_memory("mlp")
     model.layers[0].requires_grad_(False)
+    state = torch.get_rng_state()
     layers, norm, head = first_step._made_anew(model, torch.bfloat16)
+    assert torch.equal(torch.get_rng_state(), state)
     for own, true in zip(
         [*layers, norm, head], [*first_step._kinds(model), model.norm, model.lm_head], strict=True
     ):
