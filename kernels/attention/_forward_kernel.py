@@ -16,6 +16,7 @@ from liger_models.kernels.attention._tiles import (
     nth_tile,
     query_block,
     store_rows,
+    tiles_of_chosen,
     visible,
     visible_by_marks,
 )
@@ -29,6 +30,7 @@ def attention_forward_kernel(
     bounds,
     marked,
     chosen,
+    visits,
     sinks,
     slopes,
     out,
@@ -88,9 +90,16 @@ def attention_forward_kernel(
         tile, before, whole, partial = key_tiles(
             row, firsts, ends, bounds, marked, tokens, window, RANGES, BLOCK_Q, BLOCK_K
         )
-        for WHOLE in tl.static_range(2):
+        if chosen is not None:
+            visits, partial = tiles_of_chosen(
+                visits, head, row // BLOCK_Q, heads, groups, tokens, BLOCK_Q, BLOCK_K
+            )
+        for WHOLE in tl.static_range(2 if chosen is None else 1):
             for i in range(0, whole if WHOLE else partial):
-                column = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                if chosen is None:
+                    column = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                else:
+                    column = tl.load(visits + i) * BLOCK_K
                 k_tile = load_tile(
                     k_rows, kv_head, k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K
                 )

@@ -22,6 +22,7 @@ from liger_models.kernels.attention._tiles import (
     query_block,
     query_tiles,
     store_rows,
+    tiles_of_chosen,
     visible,
     visible_by_marks,
 )
@@ -36,6 +37,7 @@ def attention_query_gradient_kernel(
     marked,
     slopes,
     chosen,
+    visits,
     out,
     dout,
     lse,
@@ -105,9 +107,16 @@ def attention_query_gradient_kernel(
         tile, before, whole, partial = key_tiles(
             row, firsts, ends, bounds, marked, tokens, window, RANGES, BLOCK_Q, BLOCK_K
         )
-        for WHOLE in tl.static_range(2):
+        if chosen is not None:
+            visits, partial = tiles_of_chosen(
+                visits, head, row // BLOCK_Q, heads, groups, tokens, BLOCK_Q, BLOCK_K
+            )
+        for WHOLE in tl.static_range(2 if chosen is None else 1):
             for i in range(0, whole if WHOLE else partial):
-                column = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                if chosen is None:
+                    column = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_K
+                else:
+                    column = tl.load(visits + i) * BLOCK_K
                 k_tile = load_tile(
                     k_rows, kv_head, k, column, k_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_K
                 )
@@ -160,6 +169,7 @@ def attention_key_value_gradient_kernel(
     marked,
     slopes,
     chosen,
+    visits,
     dout,
     lse,
     delta,
@@ -223,9 +233,17 @@ def attention_key_value_gradient_kernel(
         for head in range(kv_head * GROUP, (kv_head + 1) * GROUP):
             q_head = q + head * q_head_stride
             dout_head = dout + head * dout_head_stride
-            for WHOLE in tl.static_range(2):
+            listed = visits
+            if chosen is not None:
+                listed, partial = tiles_of_chosen(
+                    visits, head, column // BLOCK_K, kv_heads * GROUP, groups, tokens, BLOCK_K, BLOCK_Q
+                )
+            for WHOLE in tl.static_range(2 if chosen is None else 1):
                 for i in range(0, whole if WHOLE else partial):
-                    row = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_Q
+                    if chosen is None:
+                        row = (tile + nth_tile(i, before, whole, WHOLE)) * BLOCK_Q
+                    else:
+                        row = tl.load(listed + i) * BLOCK_Q
                     queries = row + tl.arange(0, BLOCK_Q)
                     q_tile = load_tile(
                         q_rows, head, q_head, row, q_stride, tokens, not WHOLE, HEAD_DIM, BLOCK_DIM, BLOCK_Q

@@ -268,6 +268,17 @@ def nth_tile(i, before, whole, WHOLE: tl.constexpr):
 
 
 @jit
+def tiles_of_chosen(visits, head, tile, heads, groups, tokens, BLOCK: tl.constexpr, OTHER: tl.constexpr):
+    """Where the list of the tiles that a head's tile visits begins, after their number, which is returned
+    second: see `_visits.py`. BLOCK is the size of such a tile, and OTHER that of those visited.
+    """
+    group = head // (heads // groups)
+    lists = group * tl.cdiv(tokens, BLOCK) + tile
+    visits += lists.to(tl.int64) * (1 + tl.cdiv(tokens, OTHER))
+    return visits + 1, tl.load(visits)
+
+
+@jit
 def capped_scores(products, scale, softcap, FLOAT32: tl.constexpr):
     """Scaled and capped scores in units of ln(2), and the derivative of the cap."""
     if softcap is None:

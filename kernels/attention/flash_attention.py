@@ -9,7 +9,7 @@ A query attends to the tokens of its own document up to itself, or with a window
 Explicit ranges of keys (visible_keys.py) replace this rule: the whole document, as in an image encoder; the
 tokens of the same image in addition to the preceding ones; or a parent document in addition to its own. Or
 an indexer chooses some of the keys (chosen_keys.py), or blocks of them for each group of heads
-(chosen_blocks.py): whole tiles are computed, and the others masked.
+(chosen_blocks.py): tiles without a chosen key are skipped (_visits.py), and other keys masked.
 
     delta_q = dout_q . out_q,      ds_qk = p_qk (dout_q . v_k - delta_q),      with a cap times 1 - tanh^2
     dq = scale * sum_k ds_qk k,    dk = scale * sum_q ds_qk q,    dv = sum_q p_qk dout_q
@@ -56,6 +56,7 @@ from liger_models.kernels.attention._gradient_kernels import (
     attention_query_gradient_kernel,
 )
 from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, find_tiles
+from liger_models.kernels.attention._visits import tiles_to_visit
 from liger_models.kernels.attention.chosen_blocks import ChosenBlocks, blocks_mask
 from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.kernels.attention.visible_keys import KeyRanges, document_bounds, visible_keys
@@ -225,6 +226,7 @@ class _Attention(torch.autograd.Function):
                         of_queries,
                         marked,
                         chosen,
+                        _visits(chosen, size, of_queries, tiles),
                         sinks,
                         slopes,
                         out,
@@ -268,6 +270,7 @@ class _Attention(torch.autograd.Function):
                     marked,
                     slopes,
                     chosen,
+                    _visits(chosen, size, of_queries, tiles),
                     out,
                     dout,
                     lse,
@@ -293,6 +296,7 @@ class _Attention(torch.autograd.Function):
                     marked,
                     slopes,
                     chosen,
+                    _visits(chosen, size, of_keys, tiles, of_keys=True),
                     dout,
                     lse,
                     delta,
@@ -339,6 +343,12 @@ def _say_no_tiles(arch: str) -> None:
 
 def _parts(bounds: Tensor | None) -> int:
     return 1 if bounds is None else len(bounds) // 2
+
+
+def _visits(
+    chosen: Tensor | None, size: int, bounds: Tensor | None, tiles: Tiles, of_keys: bool = False
+) -> Tensor | None:
+    return None if chosen is None else tiles_to_visit(chosen, size, bounds, tiles, of_keys)
 
 
 def _words_and_groups(chosen: Tensor | None) -> tuple[int, int]:
