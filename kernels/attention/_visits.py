@@ -10,7 +10,7 @@ from torch import Tensor
 
 from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl
 from liger_models.kernels.attention._tile_sizes import Tiles
-from liger_models.kernels.attention._tiles import end_key, first_key, is_chosen, visible
+from liger_models.kernels.attention._tiles import end_key, first_key
 
 _SOME = 32  # tiles of keys that a program tries
 
@@ -75,15 +75,46 @@ def visited_tiles_kernel(
     queries = row * BLOCK_Q + tl.arange(0, BLOCK_Q)
     firsts = first_key(queries, bounds, 0, tokens, None, False)
     ends = end_key(queries, bounds, 0, tokens, False)
-    rows = tl.minimum(queries, tokens - 1)
+    rows = chosen + group * words + tl.minimum(queries, tokens - 1).to(tl.int64) * (groups * words)
     found += (group.to(tl.int64) * tl.num_programs(0) + row) * columns
     start = tl.program_id(1) * SOME
     for tile in range(start, tl.minimum(start + SOME, columns)):
         column = tile * BLOCK_K
-        keys = column + tl.arange(0, BLOCK_K)
-        seen = visible(keys[None, :], firsts[:, None], ends[:, None], bounds, None)
-        seen = seen & (queries[:, None] < tokens)
-        seen = seen & is_chosen(
-            chosen + group * words, words, groups * words, rows, firsts, column, CHOSEN_SIZE, BLOCK_K, False
-        )
-        tl.store(found + tile, tl.max(tl.max(seen.to(tl.int32), 1), 0).to(tl.int8))
+        if CHOSEN_SIZE:
+            seen = _meets_chosen_block(rows, words, firsts, ends, column, CHOSEN_SIZE, BLOCK_K)
+        else:
+            seen = _has_chosen_key(rows, words, firsts, ends, column, BLOCK_K)
+        tl.store(found + tile, tl.max(tl.where(queries < tokens, seen, 0), 0).to(tl.int8))
+
+
+@jit
+def _meets_chosen_block(rows, words, firsts, ends, column, SIZE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """1 for each query with a visible key of a chosen block in a tile."""
+    first_block = tl.maximum(column - firsts, 0) // SIZE
+    seen = firsts * 0
+    for n in tl.static_range((BLOCK_K + SIZE - 2) // SIZE + 1):
+        block = first_block + n
+        bit = (tl.load(rows + block // 32, block < 32 * words, 0) >> (block % 32)) & 1
+        start = firsts + block * SIZE
+        end = tl.minimum(tl.minimum(start + SIZE, ends), column + BLOCK_K)
+        seen = seen | tl.where(tl.maximum(start, column) < end, bit, 0)
+    return seen
+
+
+@jit
+def _has_chosen_key(rows, words, firsts, ends, column, BLOCK_K: tl.constexpr):
+    """1 for each query with a visible chosen key in a tile."""
+    seen = firsts * 0
+    for n in tl.static_range(BLOCK_K // 32):
+        start = column + 32 * n
+        word = start // 32 - firsts // 32
+        bits = tl.load(rows + word, (word >= 0) & (word < words), 0)
+        seen = seen | (bits & _bits_below(ends - start) & ~_bits_below(firsts - start))
+    return (seen != 0).to(tl.int32)
+
+
+@jit
+def _bits_below(count):
+    """A word with its first `count` bits; none if that is negative, and all from 32 on."""
+    count = tl.maximum(count, 0)
+    return tl.where(count >= 32, -1, (1 << tl.minimum(count, 31)) - 1)
