@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from operation_runs import in_float64, run_with_gradients
+from visited_tiles import check_visits
 
 from liger_models.kernels import ChosenBlocks, attention, choose_blocks, document_bounds
 from liger_models.kernels.attention.chosen_blocks import blocks_mask, choose_blocks_plain
@@ -73,16 +74,20 @@ def test_the_kernel_counts_blocks_of_more_keys_than_a_tile(interpreted):
 
 @pytest.mark.parametrize("size", [8, 40], ids=["several in a tile", "larger than a tile"])
 def test_attention_to_chosen_blocks(size, interpreted, monkeypatch):
-    """Each head has blocks of its own, and both have the same keys. Tiles are small, so
-    that few tokens fill several.
+    """Each head has blocks of its own, and both have the same keys. Tiles are small, so that few tokens fill
+    several. With small blocks some tiles have no chosen key, since queries are alike.
     """
     tiles = flash_attention.Tiles(16, 32, 4, 1)
     monkeypatch.setattr(
         flash_attention, "_configuration", lambda q, v: flash_attention.Configuration(*[tiles] * 3)
     )
-    cu_seqlens = (0, 3, 3, 4, 40) if size == 8 else (0, 7, 90)
+    cu_seqlens = (0, 3, 3, 4, 70) if size == 8 else (0, 7, 90)
     tokens, bounds = cu_seqlens[-1], documents(cu_seqlens)
-    chosen = choose_blocks(*operands(tokens), 2, size=size, local=1, longest=tokens, bounds=bounds)
+    index_q, index_k = operands(tokens)
+    index_q = index_q[:1].repeat(tokens, 1, 1) if size == 8 else index_q
+    chosen = choose_blocks(index_q, index_k, 2, size=size, local=1, longest=tokens, bounds=bounds)
+    mask = blocks_mask(chosen, bounds, tokens).tril()
+    check_visits(tiles, mask, chosen.bits, size, bounds, some_skipped=size == 8)
     shapes = (tokens, 2, 8), (tokens, 1, 8), (tokens, 1, 8)
     inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
     run = lambda *x: attention(*x, bounds=bounds, chosen=chosen)  # noqa: E731

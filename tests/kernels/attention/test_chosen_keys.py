@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from operation_runs import in_float64, run_with_gradients
+from visited_tiles import check_visits
 
 from liger_models.kernels import attention, choose_keys, document_bounds, key_ranges
 from liger_models.kernels.attention.chosen_keys import chosen_mask
@@ -101,6 +102,16 @@ def test_attention_to_chosen_keys(cu_seqlens, interpreted, monkeypatch):
     )
     for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_tiles_without_a_chosen_key_are_skipped(interpreted):
+    """Words with few bits, those of other documents and of later keys among them."""
+    torch.manual_seed(0)
+    tokens, bounds = 90, documents((0, 7, 90))
+    chosen = torch.ones(tokens, 4, dtype=torch.int32) << torch.randint(32, (tokens, 4))
+    chosen = chosen.int() * (torch.rand(tokens, 4) < 0.1)
+    mask = chosen_mask(chosen.int(), bounds, tokens).tril()[None]
+    check_visits(flash_attention.Tiles(16, 32, 4, 1), mask, chosen.int(), 0, bounds, some_skipped=True)
 
 
 def test_bad_input_is_refused():
