@@ -109,9 +109,10 @@ def test_tiles_without_a_chosen_key_are_skipped(interpreted):
     torch.manual_seed(0)
     tokens, bounds = 90, documents((0, 7, 90))
     chosen = torch.ones(tokens, 4, dtype=torch.int32) << torch.randint(32, (tokens, 4))
-    chosen = chosen.int() * (torch.rand(tokens, 4) < 0.1)
-    mask = chosen_mask(chosen.int(), bounds, tokens).tril()[None]
-    check_visits(flash_attention.Tiles(16, 32, 4, 1), mask, chosen.int(), 0, bounds, some_skipped=True)
+    chosen = (chosen * (torch.rand(tokens, 4) < 0.1)).int()
+    chosen[16:32] = torch.tensor([1, 0, 0, 0])  # key 0, of the document before
+    mask = chosen_mask(chosen, bounds, tokens).tril()[None]
+    check_visits(flash_attention.Tiles(16, 32, 4, 1), mask, chosen, 0, bounds, some_skipped=True)
 
 
 def test_bad_input_is_refused():
