@@ -38,10 +38,10 @@ class VisionPair(pairs.Pair):
         """The default batch of comparisons: rows without padding."""
         return self.rows_of_one_length(TWO)
 
-    def rows_of_one_length(self, documents: Sequence[Document]) -> dict[str, Any]:
-        """Pad documents with text to rows of one length."""
+    def rows_of_one_length(self, documents: Sequence[Document], near_ties: bool = False) -> dict[str, Any]:
+        """Pad documents with text to rows of one length; with `near_ties` routers may be near a tie."""
         known = [self._known_to_reference(document) for document in documents]
-        return self.clear(lambda: self.scenes.make_even(known))
+        return self.scenes.make_even(known) if near_ties else self.clear(lambda: self.scenes.make_even(known))
 
     def scene(self, *documents: Document, padding: str = "right") -> dict[str, Any]:
         """Call with these documents as rows; videos become images in families that have none."""
