@@ -33,7 +33,7 @@ def tiles_to_visit(
     tokens, words = len(chosen), chosen.shape[-1]
     groups = 1 if chosen.dim() == 2 else chosen.shape[1]
     rows, columns = ceil_div(tokens, tiles.queries), ceil_div(tokens, tiles.keys)
-    found = torch.empty(groups, rows, columns, dtype=torch.int8, device=chosen.device)
+    found = torch.zeros(groups, rows, columns, dtype=torch.int8, device=chosen.device)
     if tokens:
         with on_device_of(chosen):
             visited_tiles_kernel[rows, ceil_div(columns, _SOME), groups](
@@ -78,7 +78,8 @@ def visited_tiles_kernel(
     rows = chosen + group * words + tl.minimum(queries, tokens - 1).to(tl.int64) * (groups * words)
     found += (group.to(tl.int64) * tl.num_programs(0) + row) * columns
     start = tl.program_id(1) * SOME
-    for tile in range(start, tl.minimum(start + SOME, columns)):
+    end = tl.minimum(start + SOME, tl.cdiv(tl.minimum(tl.max(ends, 0), tokens), BLOCK_K))
+    for tile in range(tl.maximum(start, tl.min(firsts, 0) // BLOCK_K), end):
         column = tile * BLOCK_K
         if CHOSEN_SIZE:
             seen = _meets_chosen_block(rows, words, firsts, ends, column, CHOSEN_SIZE, BLOCK_K)
