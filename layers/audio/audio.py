@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.encoder import ENCODERS
+from liger_models.layers.audio.encoder import AudioEncoder
 from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
@@ -53,7 +53,7 @@ class Audio(nn.Module):
     def __init__(self, spec: AudioSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.spec = spec
-        self.encoder = ENCODERS[type(spec.sounds)](spec, attention)
+        self.encoder = AudioEncoder(spec, attention)
         self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())

@@ -1,4 +1,4 @@
-"""Audio encoders: frames of sound, and blocks in which the frames of a clip attend to one another.
+"""The audio encoder: frames of sound, and blocks in which the frames of a clip attend to one another.
 
     x = gelu(conv2(gelu(conv1(features)))) + positions       (Whisper, arXiv:2212.04356, section 2.2)
     [F, D] of all clips of a batch, without padding
@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.frames import Convolution, FrameTable, pieces, sinusoids, unpadded
-from liger_models.layers.audio.sounds import Sounds, frames_of
+from liger_models.layers.audio.frames import Convolution, FrameTable, unpadded
+from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.specs import AudioSpec
 
 
 class AudioEncoder(nn.Module):
@@ -39,7 +39,9 @@ class AudioEncoder(nn.Module):
     def __init__(self, spec: AudioSpec, attention: AttentionBackend = "auto"):
         super().__init__()
         self.spec = spec
-        self.make_frame_parts()
+        self.conv1 = Convolution(spec.bins, spec.hidden_size)
+        self.conv2 = Convolution(spec.hidden_size, spec.hidden_size, stride=2)
+        self.table = FrameTable(spec.sounds.frames, spec.hidden_size)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -50,7 +52,7 @@ class AudioEncoder(nn.Module):
     def forward(self, sounds: Sounds) -> Tensor:
         """Return the projector's input, [F, D], or with `paired` half as many."""
         x, residual, offload = self.frames(sounds), None, Offload()
-        sequences = Sequences.of_lengths(sounds.seen, x.device)
+        sequences = Sequences.of_lengths(sounds.frames, x.device)
         sequences.prepare_rotary(())
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
@@ -59,57 +61,16 @@ class AudioEncoder(nn.Module):
         x = x if residual is None else x + residual
         return cast(Tensor, self.norm_after(means_of_pairs(x, sounds.frames)))
 
-    def make_frame_parts(self) -> None:
-        """Build the modules of `frames`."""
-        self.conv1 = Convolution(self.spec.bins, self.spec.hidden_size)
-        self.conv2 = Convolution(self.spec.hidden_size, self.spec.hidden_size, stride=2)
-
     def frames(self, sounds: Sounds) -> Tensor:
-        """The frames of all clips without padding, [F, D]."""
-        raise NotImplementedError
-
-    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
-        """Call `set_levels` on all layers."""
-        set_levels(self.layers, levels)
-
-
-class PaddedEncoder(AudioEncoder):
-    """Encode spectrograms that are padded to one length, and convolved with their padding."""
-
-    def make_frame_parts(self) -> None:
-        """Build the modules of `frames`."""
-        super().make_frame_parts()
-        assert isinstance(self.spec.sounds, PaddedSounds)
-        self.table = FrameTable(self.spec.sounds.frames, self.spec.hidden_size)
-
-    def frames(self, sounds: Sounds) -> Tensor:
-        """The frames of all clips without padding, [F, D]."""
+        """The frames of all clips without padding, [F, D]. Clips are convolved with their padding."""
         most = max(sounds.frames)
         x = sounds.features[:, :, : 2 * most + 1]  # no frame in use reads later columns
         x = F.gelu(self.conv2(F.gelu(self.conv1(x)))).transpose(1, 2)[:, :most]
         return unpadded(self.table(x), sounds.frames)
 
-
-class ChunkedEncoder(AudioEncoder):
-    """Encode chunks of spectrograms, each convolved by itself."""
-
-    def frames(self, sounds: Sounds) -> Tensor:
-        """The frames of all clips without padding, [F, D]."""
-        chunks = [piece for clip in pieces(sounds) for piece in clip]
-        sizes = [piece.shape[1] for piece in chunks]
-        most = max(sizes)
-        x = torch.stack([F.pad(piece, (0, most - piece.shape[1])) for piece in chunks])
-        x = F.gelu(self.conv1(x))
-        if min(sizes) < most:  # zeros beyond the end of each chunk, as for convolutions of it alone
-            own = torch.tensor(sizes, device="cpu").to(x.device, non_blocking=True)
-            x = x * (torch.arange(most, device=x.device) < own[:, None])[:, None]
-        x = F.gelu(self.conv2(x)).transpose(1, 2)
-        x = x + sinusoids(x.shape[1], x.shape[2], x.device).to(x.dtype)
-        return unpadded(x, [frames_of(size) for size in sizes])
-
-
-ENCODERS: dict[type, type[AudioEncoder]] = {PaddedSounds: PaddedEncoder, ChunkedSounds: ChunkedEncoder}
-"""Encoders, by the form of the processor's output."""
+    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+        """Call `set_levels` on all layers."""
+        set_levels(self.layers, levels)
 
 
 def means_of_pairs(x: Tensor, lengths: Sequence[int]) -> Tensor:

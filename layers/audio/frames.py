@@ -9,8 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.layers.audio.sounds import Sounds
-
 
 class Convolution(nn.Module):
     """A convolution over three columns, with a bias and zeros at the ends.
@@ -64,12 +62,6 @@ def sinusoids(frames: int, width: int, device: torch.device | str) -> Tensor:
     rates = torch.exp(-math.log(10000) / max(1, width // 2 - 1) * steps)
     angles = torch.arange(frames, device=device)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-def pieces(sounds: Sounds) -> list[Sequence[Tensor]]:
-    """The chunks of each clip, [bins, columns] each."""
-    clips = zip(sounds.features, sounds.columns, sounds.chunks(), strict=True)
-    return [features[:, :columns].split(sizes, 1) for features, columns, sizes in clips]
 
 
 def unpadded(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -6,7 +6,6 @@ columns: n columns make (n + 1) // 2 frames.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.specs import AudioSpec
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.repeated import order_of
 
@@ -30,20 +29,11 @@ class Sounds:
         features: [clips, bins, columns], padded.
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
-        seen: numbers of frames that attend to one another: of each clip, or of each of its chunks.
     """
 
     def __init__(self, spec: AudioSpec, features: Tensor, columns: Sequence[int]):
         self.spec, self.features, self.columns = spec, features, list(columns)
         self.frames = [frames_of(n) for n in self.columns]
-        self.seen = [frames_of(n) for n in itertools.chain(*self.chunks())]
-
-    def chunks(self) -> list[list[int]]:
-        """The number of columns of each chunk of each clip; a clip is one chunk if it is not cut."""
-        if not isinstance(self.spec.sounds, ChunkedSounds):
-            return [[n] for n in self.columns]
-        size = self.spec.sounds.chunk
-        return [[min(size, n - start) for start in range(0, n, size)] for n in self.columns]
 
     def counts(self) -> list[int]:
         """The number of tokens of each clip."""
@@ -51,7 +41,7 @@ class Sounds:
 
 
 def frames_of(columns: int) -> int:
-    """The number of frames of a clip, or of a chunk."""
+    """The number of frames of a clip."""
     return (columns + 1) // 2
 
 
@@ -66,19 +56,16 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     Raises:
         DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
-    masked = not isinstance(spec.sounds, PaddedSounds) or spec.sounds.masked
+    masked, columns = spec.sounds.masked, 2 * spec.sounds.frames
     names = KEYWORDS if masked else (FEATURES,)
     given = taken(keywords, *names)
     if not together(given, *names):
         return None
     features = given[FEATURES]
-    columns: int | None = None
-    if isinstance(spec.sounds, PaddedSounds):
-        columns = 2 * spec.sounds.frames
     fits = features.dim() == 3 and features.shape[1] == spec.bins and features.is_floating_point()
-    if not fits or columns not in (None, features.shape[2]):
+    if not fits or features.shape[2] != columns:
         raise DataError(
-            f"{FEATURES} must be floating point of shape [clips, {spec.bins}, {columns or 'columns'}], as "
+            f"{FEATURES} must be floating point of shape [clips, {spec.bins}, {columns}], as "
             f"the model's processor returns them; found {features.dtype} of shape {tuple(features.shape)}"
         )
     if not len(features):
@@ -121,9 +108,6 @@ def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, 
 
 def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
     """A valid clip of zeros that makes a token, with the dtype and device of a tensor."""
-    columns = 4 * spec.projector.merge**2
-    if isinstance(spec.sounds, PaddedSounds):
-        most = 2 * spec.sounds.frames
-        columns = min(columns, most) if spec.sounds.masked else most
-        return Sounds(spec, like.new_zeros(1, spec.bins, most), [columns])
-    return Sounds(spec, like.new_zeros(1, spec.bins, columns), [columns])
+    most = 2 * spec.sounds.frames
+    columns = min(4 * spec.projector.merge**2, most) if spec.sounds.masked else most
+    return Sounds(spec, like.new_zeros(1, spec.bins, most), [columns])

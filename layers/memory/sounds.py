@@ -9,7 +9,7 @@ import torch
 
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, kept_by
-from liger_models.layers.specs import AudioSpec, PaddedSounds
+from liger_models.layers.specs import AudioSpec
 from liger_models.layers.vision.projectors import PROJECTORS
 
 COLUMNS = 100  # of a spectrogram, a second
@@ -19,10 +19,8 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
     """Sizes of a call's sounds, if any; features count where they are stored."""
     if spec is None or sounds is None:
         return NOTHING
-    columns = sum(sounds.columns)
-    if isinstance(spec.sounds, PaddedSounds):  # the convolutions read the padding, too
-        columns = len(sounds.columns) * 2 * max(sounds.frames)
-    return Shown(sum(sounds.frames), max(sounds.seen), 0, columns, sum(sounds.counts()))
+    columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
+    return Shown(sum(sounds.frames), max(sounds.frames), 0, columns, sum(sounds.counts()))
 
 
 def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1) -> Shown:
@@ -31,17 +29,13 @@ def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1)
     """
     if not sounds:
         return NOTHING
-    columns, count, most = max(1, math.ceil(seconds * COLUMNS)), rows * sounds, None
-    if isinstance(spec.sounds, PaddedSounds):
-        most = 2 * spec.sounds.frames
-        whole, rest = divmod(columns, most)
-        clips = [most] * whole + ([rest] if rest else [])
-        clips = clips if spec.sounds.masked else [most] * len(clips)
-    else:
-        clips = [columns]
+    columns, count, most = max(1, math.ceil(seconds * COLUMNS)), rows * sounds, 2 * spec.sounds.frames
+    whole, rest = divmod(columns, most)
+    clips = [most] * whole + ([rest] if rest else [])
+    clips = clips if spec.sounds.masked else [most] * len(clips)
     nothing = torch.empty(0, device="meta")
     shown = heard_by(spec, Sounds(spec, nothing, clips * count))
-    numbers = spec.bins * count * (sum(clips) if most is None else most * len(clips))
+    numbers = spec.bins * count * most * len(clips)
     return Shown(shown.tokens, shown.longest, 0, shown.patches, shown.features, pixels=4 * numbers)
 
 

@@ -18,7 +18,7 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.specs.audio import AudioSpec, PaddedSounds
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
@@ -93,7 +93,6 @@ __all__ = [
     "BlockSpec",
     "CappedSwiGLU",
     "ChannelDeltaSpec",
-    "ChunkedSounds",
     "ClampedSwiGLU",
     "ClipTable",
     "CompressedAttentionSpec",

@@ -22,25 +22,14 @@ class PaddedSounds:
 
 
 @dataclass(frozen=True)
-class ChunkedSounds:
-    """Processor outputs `input_features` [clips, bins, most], spectrograms padded to the longest, and
-    `feature_attention_mask` [clips, most], 0 for padding. They are cut into chunks of `chunk` columns, whose
-    frames attend to one another alone. Positions are sines and cosines, anew in each chunk (Qwen2.5-Omni,
-    arXiv:2503.20215).
-    """
-
-    chunk: int
-
-
-@dataclass(frozen=True)
 class AudioSpec:
     """An audio encoder and its projector into a language model.
 
     Spectrograms of `bins` frequencies pass through two convolutions of three columns, the second with stride
-    2, which make frames of width `hidden_size`. `blocks` are the encoder's; a frame sees its own clip, or its
-    chunk of it. If `paired`, two frames each are averaged, and the last of an odd number is left out. After
-    `norm_after` the `projector` turns frames into features, one for each token with the id `audio_id`.
-    `sounds` is the form of the processor's output.
+    2, which make frames of width `hidden_size`. `blocks` are the encoder's; a frame sees its own clip. If
+    `paired`, two frames each are averaged, and the last of an odd number is left out. After `norm_after` the
+    `projector` turns frames into features, one for each token with the id `audio_id`. `sounds` is the form of
+    the processor's output.
     """
 
     hidden_size: int
@@ -48,6 +37,6 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds | ChunkedSounds
+    sounds: PaddedSounds
     norm_after: NormSpec | LayerNormSpec
     paired: bool = False

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.audio.sounds import FEATURES, MASK, frames_of, tokens_of
-from liger_models.layers.specs import AudioSpec, PaddedSounds
-
-LEAST_COLUMNS = 40  # shorter sounds are padded to this, so that calls can be joined
+from liger_models.layers.specs import AudioSpec
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,15 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     """Processor outputs for these sounds, with noise in their padding, too. `normal` draws numbers."""
     if spec is None or not sounds:
         return {}
-    columns, form = torch.tensor([_columns(spec, sound) for sound in sounds]), spec.sounds
-    most = 2 * form.frames if isinstance(form, PaddedSounds) else max(LEAST_COLUMNS, int(columns.max()))
+    columns = torch.tensor([_columns(spec, sound) for sound in sounds])
+    most = 2 * spec.sounds.frames
     call = {FEATURES: 0.3 * normal(len(sounds), spec.bins, most)}
-    if isinstance(form, PaddedSounds) and not form.masked:
+    if not spec.sounds.masked:
         return call
     return {**call, MASK: (torch.arange(most) < columns[:, None]).long()}
 
 
 def _columns(spec: AudioSpec, sound: Sound) -> int:
-    """The number of columns of a sound in a model whose sounds may be limited or have one length."""
-    if not isinstance(spec.sounds, PaddedSounds):
-        return sound.columns
+    """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked."""
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most

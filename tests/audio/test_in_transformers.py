@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clips import DOCUMENTS, sounds_of
+from clips import DOCUMENTS
 from pairs import beyond_bound, relative_distance
 
 
 def test_the_class_is_registered_and_matches_transformers_own(pair, both):
     theirs, ours = both
     assert type(ours).__name__ == f"Liger{type(theirs).__name__}"
-    call = pair.scene(*sounds_of(pair))
+    call = pair.scene(*DOCUMENTS)
     expected, found = theirs(**call, use_cache=False), ours(**call)
     for output in (expected, found):
         output.loss.backward()
@@ -51,7 +51,7 @@ def test_generate_gives_transformers_own_tokens(copies, pair, both):
 def test_lora_trains_the_layers_of_the_encoder_as_in_transformers(pair, both):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "fc1"], init_lora_weights=False)
-    call = pair.scene(*sounds_of(pair))
+    call = pair.scene(*DOCUMENTS)
     theirs, ours = (peft.get_peft_model(model, config) for model in both)
     values = {name: p.detach() for name, p in theirs.named_parameters() if "lora" in name}
     missing = ours.load_state_dict(values, strict=False)

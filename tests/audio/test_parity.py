@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from clips import DOCUMENTS, sounds_of
+from clips import DOCUMENTS
 from pairs import beyond_bound
 
 from liger_models.convert.errors import DataError
@@ -19,7 +19,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS
 
 @pytest.mark.parametrize("padding", ["right", "left"])
 def test_clips_of_several_lengths_match_the_reference(pair, padding):
-    call = pair.scene(*sounds_of(pair), padding=padding)
+    call = pair.scene(*DOCUMENTS, padding=padding)
     found, expected = pair.run_ours(**call), pair.run_reference(**call)
     assert any("audio" in name for name in found.gradients)
     assert not beyond_bound(found.distances(expected, call["attention_mask"].bool()))
@@ -33,7 +33,7 @@ def test_text_alone_trains_the_language_model_only(pair):
 
 
 def test_packed_documents_equal_separate_documents(pair):
-    alone = [pair.scene(document) for document in sounds_of(pair)]
+    alone = [pair.scene(document) for document in DOCUMENTS]
     labels = sum(int((call["labels"][:, 1:] != -100).sum()) for call in alone)
     pair.ours.zero_grad()
     logits = []
@@ -50,7 +50,7 @@ def test_packed_documents_equal_separate_documents(pair):
 
 
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
-    call = pair.scene(*sounds_of(pair))
+    call = pair.scene(*DOCUMENTS)
     expected = pair.run_ours(**call)
     for level in LEVELS:
         pair.ours.set_activation_memory(level)
@@ -60,7 +60,7 @@ def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
 
 
 def test_generated_tokens_equal_the_references(pair):
-    call = pair.scene(*sounds_of(pair), padding="left")
+    call = pair.scene(*DOCUMENTS, padding="left")
     del call["labels"]
     reference = pair.reference.eval()
     options = {"do_sample": False, "pad_token_id": 9, "eos_token_id": None}
