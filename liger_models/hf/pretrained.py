@@ -32,7 +32,12 @@ from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.dense import dense_tensors, with_dense_config
 from liger_models.hf.checkpoints.merged import merged_tensors
 from liger_models.hf.checkpoints.module_names import by_path, refuse_ambiguous
-from liger_models.hf.checkpoints.quantization import give_layers_to_quantise, is_quantised
+from liger_models.hf.checkpoints.quantization import (
+    QUANTISED_ROUTERS,
+    give_layers_to_quantise,
+    is_quantised,
+    refuse_quantised_routers,
+)
 from liger_models.hf.checkpoints.renaming import CheckpointRenaming
 from liger_models.hf.checkpoints.unread import leave_unread, unread_in
 from liger_models.hf.checkpoints.weights import (
@@ -112,14 +117,13 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         try:
             loaded = super().from_pretrained(*args, **with_dense_config(cls.config_class, args, kwargs))
         except RuntimeError as error:
-            if "ignore_mismatched_sizes" in str(error):
-                error.add_note(
-                    "If these are routers that transformers quantised (Gemma 4, Hunyuan): they are no linear "
-                    "layers here. Load the checkpoint with liger_models.from_hub, or quantise it again with "
-                    "the routers in llm_int8_skip_modules"
-                )
+            if "ignore_mismatched_sizes" in str(error) or "conversion of the weights" in str(error):
+                error.add_note(f"If these are routers: {QUANTISED_ROUTERS}")
             raise
-        leave_unread((loaded[0] if isinstance(loaded, tuple) else loaded).base_decoder)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        if is_quantised(model.config):
+            refuse_quantised_routers(model)
+        leave_unread(model.base_decoder)
         return loaded
 
     @staticmethod

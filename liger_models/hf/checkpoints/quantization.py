@@ -17,6 +17,7 @@ from torch import nn
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.experts.router import Router
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import Linear
@@ -63,6 +64,29 @@ def give_layers_to_quantise(model: Any) -> None:
             goes = type(module) is LMHead and skipped is not None and should_convert_module(path, skipped)
             if goes or type(module) is Linear:
                 change_class(module, nn.Linear)
+
+
+QUANTISED_ROUTERS = (
+    "routers that transformers quantised (Gemma 4, Hunyuan) are no linear layers here. Load the checkpoint "
+    "with liger_models.from_hub, or quantise it again with the routers in llm_int8_skip_modules"
+)
+
+
+def refuse_quantised_routers(model: Any) -> None:
+    """Raise if a loaded router's weight is in the form of a quantised layer, which some releases of
+    transformers read as it is.
+
+    Raises:
+        RuntimeError: it names the router.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Router):
+            weight, rows = module.weight, module.spec.num_choices
+            if len(weight) != rows or not weight.is_floating_point():
+                raise RuntimeError(
+                    f"{path}.weight has the shape {tuple(weight.shape)} and the dtype {weight.dtype}, "
+                    f"expected floating-point numbers in {rows} rows: {QUANTISED_ROUTERS}"
+                )
 
 
 def _setting(settings: Any, name: str) -> Any:
