@@ -213,11 +213,12 @@ def farther_than_reference(
         # either sign, deviates by its standard error, here the reference's.
         luck = 3 * sizes[name].deviation
         # Without positions, a key's bias shifts all scores of a query equally and its gradient is rounding
-        # only, of terms that the weight's gradient sums too, times inputs of order one.
+        # only, of terms that the weight's gradient sums too, times inputs of order one. With positions that
+        # rotate slowly the terms cancel in part.
         weight = name.removesuffix("bias") + "weight"
         if name.endswith(".bias") and weight in sizes:
             terms, norm = sizes[weight].norm / math.sqrt(sizes[weight].width), sizes[name].norm
-            if norm < 2**-16 * terms:
+            if norm < (1 if name.endswith(".k_proj.bias") else 2**-16) * terms:
                 luck = 1.1 * distances[weight][1] * (terms / norm)
         if not own <= max(1.1 * chance * theirs, luck) and (numel > 1 or name == "loss"):
             farther[name] = (own, theirs)
