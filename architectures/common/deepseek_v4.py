@@ -40,8 +40,8 @@ def compressed_attention(c: HFConfig, norm: NormSpec) -> list[CompressedAttentio
     heads, head_dim = c.take_count("num_attention_heads"), head_size(c)
     main, compress = rotary_settings(c, head_dim)
     rates = compress_rates(c)
-    sizes = (c.take_count(f"index_{size}") for size in ("n_heads", "head_dim", "topk"))
-    indexer = IndexerSpec(*sizes, True)
+    index_heads, index_dim = c.take_count("index_n_heads"), c.take_count("index_head_dim")
+    indexer = IndexerSpec(index_heads, index_dim, c.take_count("index_topk"), interleaved=True)
     groups = c.take_count("o_groups")
     if heads % groups or indexer.head_dim < compress.dim:
         raise ConfigError(

@@ -155,7 +155,7 @@ def choose_compressed(
     words = max(1, ceil_div(places.most, 32))
     chosen = torch.zeros(len(q), words, dtype=torch.int32, device=q.device)
     with torch.no_grad(), without_autocast(q):
-        for block in _blocks(places, 2, 1):
+        for block in _blocks(places, 4, 1, len(q)):
             rows, columns = slice(block.first, block.last), slice(*block.compressed)
             column = torch.arange(*block.compressed, device=q.device)
             first, end = places.seen[rows].split(1, dim=1)
@@ -180,11 +180,11 @@ class _Block(NamedTuple):
     compressed: tuple[int, int]
 
 
-def _blocks(places: CompressedKeys, heads: int, window: int) -> Iterator[_Block]:
-    """Blocks of queries, in order."""
+def _blocks(places: CompressedKeys, heads: int, window: int, most: int = _MOST_QUERIES) -> Iterator[_Block]:
+    """Blocks of at most `most` queries, in order."""
     bounds, total = places.bounds, places.bounds[-1]
     width = window + _MOST_QUERIES + places.most
-    rows = max(1, min(_MOST_QUERIES, _SCORES // (heads * width)))
+    rows = max(1, min(most, _SCORES // (heads * width)))
     before, known = 0, 0  # compressed keys of the documents before number `known`
     for first in range(0, total, rows):
         last = min(first + rows, total)

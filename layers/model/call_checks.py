@@ -13,7 +13,7 @@ from liger_models.layers.sequences.agreement import OTHERS_REFUSED, any_process
 from liger_models.layers.sequences.documents import IGNORE_INDEX, Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import BlockIndexerSpec, ModelSpec
+from liger_models.layers.specs import BlockIndexerSpec, CompressedAttentionSpec, ModelSpec
 
 _INTEGERS = (torch.int64, torch.int32)  # accepted by an embedding and the kernels
 
@@ -158,6 +158,12 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
         raise DataError(
             f"attention_mask has zeros between the tokens of a row, over {extent} places, and this "
             "model weighs tokens by their distance (ALiBi), which here counts only the tokens: move all "
+            "padding to the ends of the rows"
+        )
+    if any(isinstance(mixer, CompressedAttentionSpec) and mixer.compressor for mixer in mixers):
+        raise DataError(
+            f"attention_mask has zeros between the tokens of a row, over {extent} places, and layers of this "
+            "model compress keys of consecutive tokens, which here are the tokens without padding: move all "
             "padding to the ends of the rows"
         )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from liger_models.convert.checkpoints.shards import is_sharded, is_zero3
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.invariant.mode import is_batch_invariant
+from liger_models.layers.attention.compressed.attention import CompressedAttention
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.experts.router import SparseMixerRouter
 from liger_models.layers.projections.linear import has_hooks, hooks_everywhere
@@ -103,6 +104,10 @@ def check_layers(model: Any, of: RecordedModules) -> None:
     """
     if getattr(model, "host_weights", None) is not None:
         _refuse("weights in host memory", "use weights_memory='device'")
+    if any(isinstance(module, CompressedAttention) for module in of.modules):
+        _refuse(
+            "attention to compressed keys, whose blocks the host chooses by the documents,", "train without"
+        )
     levels = {layer.activation_memory for layer in model.layers}
     if "offload" in levels:
         _refuse("activation_memory='offload'", "use 'tiled'")

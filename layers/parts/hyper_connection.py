@@ -64,7 +64,9 @@ class HyperConnection(nn.Module):
         n, eps = self.spec.count, self.spec.eps
         sizes = [n, n, n * n]
         z, base = _projected(streams, fn, self.spec.norm_eps), at_least_float32(base)
-        factors = at_least_float32(scale).repeat_interleave(torch.tensor(sizes, device="cpu").to(z.device))
+        factors = torch.cat(
+            [one.expand(size) for one, size in zip(at_least_float32(scale), sizes, strict=True)]
+        )
         pre, post, mix = (z * factors + base).split(sizes, dim=-1)
         mixture = mix.unflatten(-1, (n, n)).softmax(-1) + eps
         mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
