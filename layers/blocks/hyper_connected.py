@@ -61,6 +61,14 @@ class HyperConnectedBlock(Block):
         n = self.spec.streams.count
         return kept + 2 * (self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * n * (n + 2))
 
+    @property
+    def connection_bytes(self) -> int:
+        """Bytes per token of the streams, their gradient and a product of theirs in float32, in the backward
+        pass of a connection.
+        """
+        assert self.spec.streams is not None
+        return 3 * 4 * self.spec.streams.count * self.hidden_size
+
     def norm_outputs(self) -> int:
         """Number of norm outputs [T, H] that only the level `all` keeps."""
         return 2

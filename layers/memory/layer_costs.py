@@ -271,7 +271,8 @@ class _Moments:
             attention=max(
                 _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
             )
-            + max(decoded["mixer"], decoded["output"]),
+            + max(decoded["mixer"], decoded["output"])
+            + tokens * getattr(layer, "connection_bytes", 0),
             tile=tile,
             tile_begun=tile_begun,
             moved=moved,
