@@ -34,6 +34,7 @@ one factor, plus the segment's own.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +46,7 @@ from liger_models.kernels._dispatch import (
     num_sms,
     on_device_of,
     once_differentiable,
+    rows_to_copy,
     shared_memory,
 )
 from liger_models.kernels._gpu import gpu_of
@@ -73,7 +75,9 @@ WIDEST = 256  # maximum of P and N
 LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less
 _HEADS = 32  # heads per program of the first kernel
 _TILE = 64  # rows of a state per tile
-_SETTINGS = {"states": (4, 2), "pass": (8, 3), "group": (8, 3), "head": (4, 1)}  # warps and stages of kernels
+# Warps and stages of kernels.
+_SETTINGS = {"states": (4, 2), "pass": (8, 3), "group": (8, 3), "head": (4, 1)}
+_TOGETHER = 16  # heads per program of the last kernel where it has tiles
 
 
 class _Operands(NamedTuple):
@@ -323,14 +327,27 @@ def _chunk_grads(
         **sizes | {"BLOCK_N": columns},
         **_options("group", own),
     )
+    tiles = _tiles(own.x, own.B, own.C, dy, states.view(-1, 1, N))
     block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
-    head_grads_kernel[(chunks * held,)](
+    together = 1
+    if None not in tiles:
+        block, together = _TILE, math.gcd(shared, _TOGETHER)
+    head_grads_kernel[(chunks * held // together,)](
         *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
-        *(states, dx, dgates, sums),
+        *(states, dx, dgates, sums, *tiles),
         *(*strides, dx.stride(0), *numbers),
-        **sizes | {"BLOCK_N": block, "TENSOR_MEMORY": tensor_memory},
+        **sizes | {"BLOCK_N": block, "SHARED": together, "TENSOR_MEMORY": tensor_memory},
         **_options("head", own),
     )
+
+
+def _tiles(*operands: Tensor) -> list[Any]:
+    """Descriptors with which Hopper's copy engine fetches tiles of operands [T, heads, D] without registers;
+    None for each elsewhere, and where states wider than 128 leave no room.
+    """
+    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128:
+        return [None] * len(operands)
+    return rows_to_copy(CHUNK, *operands, columns=_TILE)
 
 
 def _gate_grads(

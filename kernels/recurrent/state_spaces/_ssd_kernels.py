@@ -25,6 +25,26 @@ def state_of(states, nth, column, channel, P: tl.constexpr, N: tl.constexpr):
 
 
 @jit
+def state_tile(
+    states,
+    tiles,
+    nth,
+    begin,
+    at,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rows from `begin` on and columns from `at` on of the state number `nth`: [BLOCK_P, BLOCK_N]."""
+    if tiles is not None:
+        state = tiles.load([(nth * P + begin).to(tl.int32), at])
+    else:
+        state = state_of(states, nth, begin + tl.arange(0, BLOCK_P), at + tl.arange(0, BLOCK_N), P, N)
+    return state
+
+
+@jit
 def cumulative_of(gates, heads, tokens):
     """G [heads, tokens], which follows d in `gates`."""
     return gates + heads * tokens
@@ -158,10 +178,12 @@ def states_kernel(
         before = ((boundary - 1) * heads + head) * P * N
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
     rounded = state.to(dtype)
-    for nth in range(0, tl.cdiv(end - first, 64)):
+    step, g, last = decays_of(gates, first, end - first, heads, tokens)
+    for nth in tl.range(0, tl.cdiv(end - first, 64), disable_licm=True):
         start = first + nth * 64
         count = end - start
-        step, g, last = decays_of(gates, start, count, heads, tokens)
+        # Nothing fetches these ahead.
+        next_step, next_g, next_last = decays_of(gates, start + 64, count - 64, heads, tokens)
         x_rows = rows_of(x, x_stride, start, count, head, column, P)
         b_rows = rows_of(B, b_stride, start, count, group, channel, N)
         c_rows = rows_of(C, c_stride, start, count, group, channel, N)
@@ -175,6 +197,7 @@ def states_kernel(
         state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
         # Read the state here: a product that nothing waits for in its iteration makes ptxas serialise all.
         rounded = state.to(dtype)
+        step, g, last = next_step, next_g, next_last
         chunk += 1
     tl.store(final + of_document + place, state, inside & (end == ending))
 
