@@ -213,4 +213,5 @@ def _tile(group_size: int, halvings: int) -> tuple[int, int, int]:
     block_width = next_power_of_2(group_size)
     block_rows = max(1, (4096 >> halvings) // block_width)
     elements = block_rows * block_width
-    return block_rows, block_width, min(16, max(4, elements // 512))
+    warps = 8 if halvings == 2 and block_width == 2048 else elements // 512
+    return block_rows, block_width, min(16, max(4, warps))

@@ -75,6 +75,13 @@ def prepare_kernel(
     live = tl.arange(0, 64) < count
     square = chunk.to(tl.int64) * HEADS + head
 
+    # The rows first: the longest loads.
+    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
+    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
+    k_length, q_length = inverse_lengths(k_rows, l2_eps), inverse_lengths(q_rows, l2_eps)
+    if head % (HEADS // KEY_HEADS) == 0:
+        store_numbers_of_chunk(k_lengths, k_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
+        store_numbers_of_chunk(q_lengths, q_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
     speed, _, softplus = _decay_gate(a, A_log, dt_bias, token, head, live, a_stride, a_head)
     step = tl.where(live, -speed * softplus, 0.0)
     g = tl.cumsum(step, 0)
@@ -83,13 +90,6 @@ def prepare_kernel(
     beta = tl.where(live, beta_scale * tl.sigmoid(rate), 0.0)
     store_numbers_of_chunk(decays, g, square)
     store_numbers_of_chunk(betas, beta, square)
-
-    k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
-    q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
-    k_length, q_length = inverse_lengths(k_rows, l2_eps), inverse_lengths(q_rows, l2_eps)
-    if head % (HEADS // KEY_HEADS) == 0:
-        store_numbers_of_chunk(k_lengths, k_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
-        store_numbers_of_chunk(q_lengths, q_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
     faded = tl.exp(g)
     store_numbers_of_chunk(reads, k_length * faded, square)
     store_numbers_of_chunk(writes, k_length * tl.exp(last - g), square)

@@ -63,6 +63,7 @@ from liger_models.kernels.recurrent.state_spaces._ssd_grad_kernels import (
     gate_grads_kernel,
     group_grads_kernel,
     head_grads_kernel,
+    tiled_head_grads_kernel,
 )
 from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
     pass_kernel,
@@ -328,15 +329,25 @@ def _chunk_grads(
         **_options("group", own),
     )
     tiles = _tiles(own.x, own.B, own.C, dy, states.view(-1, 1, N))
+    tiled = None not in tiles
+    if tiled:
+        together = math.gcd(shared, _TOGETHER)
+        tiled_head_grads_kernel[(chunks * held // together,)](
+            *(own.D, own.gates, table.ranges, dx, dgates, sums),
+            *(*tiles, dx.stride(0), *numbers),
+            **sizes | {"BLOCK_N": _TILE, "SHARED": together},
+            num_warps=4,
+        )
     block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
-    together = 1
-    if None not in tiles:
-        block, together = _TILE, math.gcd(shared, _TOGETHER)
-    head_grads_kernel[(chunks * held // together,)](
-        *(own.x, own.B, own.C, own.D, dy, own.gates, table.ranges),
-        *(states, dx, dgates, sums, *tiles),
-        *(*strides, dx.stride(0), *numbers),
-        **sizes | {"BLOCK_N": block, "SHARED": together, "TENSOR_MEMORY": tensor_memory},
+    count = len(table.first_segments) if tiled else chunks
+    head_grads_kernel[(count * held,)](
+        *(own.x, own.B, own.C, own.D, dy, own.gates),
+        *(table.ranges, table.cu_seqlens, table.segments, table.first_segments),
+        *(states, dx, dgates, sums),
+        *(*strides, dx.stride(0), *numbers, table.segments.shape[1]),
+        **sizes | {"BLOCK_N": block, "TENSOR_MEMORY": tensor_memory},
+        LAST=tiled,
+        SEGMENT=table.segment,
         **_options("head", own),
     )
 

@@ -25,26 +25,6 @@ def state_of(states, nth, column, channel, P: tl.constexpr, N: tl.constexpr):
 
 
 @jit
-def state_tile(
-    states,
-    tiles,
-    nth,
-    begin,
-    at,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    """Rows from `begin` on and columns from `at` on of the state number `nth`: [BLOCK_P, BLOCK_N]."""
-    if tiles is not None:
-        state = tiles.load([(nth * P + begin).to(tl.int32), at])
-    else:
-        state = state_of(states, nth, begin + tl.arange(0, BLOCK_P), at + tl.arange(0, BLOCK_N), P, N)
-    return state
-
-
-@jit
 def cumulative_of(gates, heads, tokens):
     """G [heads, tokens], which follows d in `gates`."""
     return gates + heads * tokens

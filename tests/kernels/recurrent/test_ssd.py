@@ -190,7 +190,7 @@ def test_a_document_does_not_affect_the_one_before_it(interpreted):
     truth, _ = with_gradients(in_float64([*first, *by_head]), upstream)
     with torch.no_grad():
         rows[0][66:] = float("nan")
-    y, _ = ssd(*inputs, cu_seqlens=torch.tensor([0, 66, 70]))
+    y, _ = ssd(*inputs, cu_seqlens=torch.tensor([0, 66, 66, 70, 70]))
     rest = torch.full_like(upstream[0][:4], float("nan"))
     found = [y, *torch.autograd.grad(y, rows, torch.cat([upstream[0], rest]))]
     for ours, true in zip(found, [truth[0], *truth[2:6]], strict=True):
