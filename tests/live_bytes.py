@@ -115,7 +115,7 @@ def as_on_a_gpu(device: str = "cpu") -> Iterator[None]:
     modules = [module for name, module in sys.modules.items() if name.startswith("liger_models")]
     stand_ins: list[tuple[Any, str, Any]] = [
         (_dispatch.triton.runtime.jit.KernelInterface, "__getitem__", lambda kernel, grid: _nothing),
-        (backends, "grouped_attention", lambda q, k, v, spec, mask, once=None: _AsCuDNN.apply(q, k, v, once)),
+        (backends, "grouped_attention", lambda q, k, v, spec, mask, once=None: AsCuDNN.apply(q, k, v, once)),
         (backends, "_boundaries_on_host", lambda q, visibility: False),
         (offload._HostMemory, "copy", _nothing),
         # In place on a GPU, with copies on a CPU; meta follows the CPU.
@@ -163,7 +163,7 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
     return left.new_zeros(left.shape[1], right.shape[1], dtype=wide)
 
 
-class _AsCuDNN(torch.autograd.Function):
+class AsCuDNN(torch.autograd.Function):
     """Attention that allocates like cuDNN: the output, and in backward the gradients and workspace."""
 
     @staticmethod

@@ -22,7 +22,7 @@ from liger_models.layers.experts.modal_experts import make_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
-from liger_models.layers.projections.linear import unwrapped
+from liger_models.layers.projections.linear import saved_input_bytes, unwrapped
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
 from liger_models.layers.recompute.offload import Offload, Results
 from liger_models.layers.sequences.sequences import Sequences
@@ -80,6 +80,7 @@ class Block(nn.Module):
         reads: names of the tensors that the layer reads in addition to the residual stream.
         makes: names of the tensors that it returns for later layers: keys and values, if a layer reads them.
         mlp: the MLP or the experts; a layer without them has no such attribute.
+        norms_after_branches: number of norms whose input is the output of a branch.
 
     Raises:
         ValueError: parts that the topology does not support, or needs and does not have.
@@ -90,6 +91,7 @@ class Block(nn.Module):
     mlp: GatedMLP | PlainMLP | MixtureOfExperts
     has_room_for: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("mixer", "mlp")
+    norms_after_branches: int = 0
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__()
@@ -181,7 +183,8 @@ class Block(nn.Module):
         parts: Iterable[Any] = self.children()
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         masks = 0 if self.branch_dropout is None else 2 * self.hidden_size  # of one byte per element
-        return sum(kept) + itemsize * self.hidden_size * self._branch_inputs(level) + masks
+        inputs = itemsize * self.hidden_size * self._branch_inputs("lean")
+        return sum(kept) + inputs + (level == "all") * self.norm_output_bytes(itemsize) + masks
 
     def stream_bytes(self, itemsize: int) -> int:
         """Bytes per token of the residual stream."""
@@ -196,6 +199,15 @@ class Block(nn.Module):
     def norm_outputs(self) -> int:
         """Number of norm outputs [T, H] that only the level `all` keeps."""
         return self._branch_inputs("all") - self._branch_inputs("lean")
+
+    def norm_output_bytes(self, itemsize: int) -> int:
+        """Bytes per token of these, or of their copies in float8 if only products in float8 read them."""
+        linears = (part for part in self.modules() if isinstance(part, nn.Linear))
+        saved = [
+            saved_input_bytes(part, itemsize) for part in linears if part.in_features == self.hidden_size
+        ]
+        each = itemsize * self.hidden_size
+        return self.norm_outputs() * (max(saved, default=each) if hasattr(self, "mlp") else each)
 
     def _noted_bytes(self, itemsize: int) -> int:
         """Bytes of the router's choice, reused by recomputation, and of its logits if the loss reads them."""

@@ -17,6 +17,8 @@ class PostNormBlock(Block):
     3, EXAONE 4.
     """
 
+    norms_after_branches = 2
+
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.post_attention_layernorm = make_norm(hidden_size, spec.norm)

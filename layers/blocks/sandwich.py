@@ -18,6 +18,7 @@ class SandwichBlock(Block):
     """
 
     has_room_for: tuple[str, ...] = ("branch_norm",)
+    norms_after_branches = 2
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

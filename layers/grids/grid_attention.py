@@ -93,16 +93,15 @@ class GridAttention(nn.Module):
         return ()
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per patch on a GPU: queries, keys and values in the order of windows, the first two
-        again with their places, the output in both orders, each head's log-sum-exp in float32, and the input
-        at places beyond the grid.
+        """Bytes kept per patch on a GPU: in the order of windows the input, queries, keys and values, queries
+        and keys again with their places, queries by row and by column for the products with distances, the
+        output and each head's log-sum-exp in float32; and the output in the order of patches.
         """
         spec = self.spec
         heads, wide = spec.num_attention_heads, spec.head_dim + 2 * spec.width
-        within = itemsize * (5 * spec.q_size + 2 * heads * wide) + 4 * heads
-        size, places = spec.side**2, (-(-spec.side // spec.width) * spec.width) ** 2
-        beyond = itemsize * self.qkv_proj.in_features * (places - size)
-        return itemsize * spec.q_size + (within * places + beyond) // size
+        within = itemsize * (self.qkv_proj.in_features + 6 * spec.q_size + 2 * heads * wide) + 4 * heads
+        places = (-(-spec.side // spec.width) * spec.width) ** 2
+        return itemsize * spec.q_size + within * places // spec.side**2
 
     def extra_repr(self) -> str:
         spec = self.spec

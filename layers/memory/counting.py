@@ -142,6 +142,7 @@ class StepMemory:
         self, kept: list[int], levels: Sequence[ActivationMemory]
     ) -> list[tuple[str, dict[str, int]]]:
         found, first, edges = [], len(self.encoder), self._edges
+        deep = getattr(self.model.spec.vision, "deep", ())
         new = 0 if self.step.accumulates else 1
         of_encoder, of_way, of_layers = self._own_gradients
         gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))
@@ -154,10 +155,10 @@ class StepMemory:
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
             if number == -1:
-                left -= edges.language + edges.projector
+                left -= edges.language
+                found.append(("backward of the projector", self._parts(left, edges.backward, gradients)))
+                left += len(deep) * edges.state - edges.projector
                 gradients += new * of_way
-                room = 2 * edges.projector + 3 * costs.stream
-                found.append(("backward of the projector", self._parts(left, room, gradients)))
             gradients += new * (of_layers[number] if number >= 0 else of_encoder[i])
             left += costs.own_gradient
             room = costs.transient[levels[i]]
@@ -168,7 +169,7 @@ class StepMemory:
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
             found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))
-            left -= kept[i] - costs.own_input
+            left -= kept[i] - costs.own_input + (number < 0 and i in deep) * edges.state
         return found
 
     def _embedding(self) -> tuple[str, dict[str, int]]:

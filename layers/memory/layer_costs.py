@@ -152,6 +152,7 @@ class _Moments:
         lean: bytes that the layer keeps at that level.
         mlp: the MLP's part of these.
         norms: of norms' outputs.
+        outer: of the inputs of norms after the branches, which are freed before attention's backward pass.
         scaled: of the gradient of the MLP's contribution to the stream, if it is scaled. (If a norm follows
             the MLP, it takes the place of that norm's input.)
         last, front: of the MLP's last product and of its first ones, or of the experts' activation and input.
@@ -177,6 +178,7 @@ class _Moments:
     lean: int
     mlp: int
     norms: int
+    outer: int
     stream: int
     scaled: int
     last: int
@@ -255,7 +257,8 @@ class _Moments:
         return _Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
-            norms=layer.norm_outputs() * stream,
+            norms=tokens * layer.norm_output_bytes(itemsize),
+            outer=tokens * layer.norms_after_branches * layer.hidden_size * itemsize,
             stream=stream,
             scaled=(layer.spec.residual_scale != 1.0) * stream,
             last=last,
@@ -286,7 +289,8 @@ class _Moments:
         after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
-        attention = self.lean - self.mlp + self.attention + self.one_part * self.stream + all_after - whole
+        attention = self.lean - self.mlp - self.outer + self.attention + self.one_part * self.stream
+        attention += all_after - whole
         attention += min(self.norms, self.stream) * (level == "all")
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:

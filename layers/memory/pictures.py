@@ -6,9 +6,9 @@ from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch import nn
 
+from liger_models.layers.memory.measured import measured
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
@@ -144,11 +144,17 @@ class Edges:
         encoder: before and after its layers.
         projector: including its input.
         language: by layers of the language model, in total.
+        backward: needed by the projector's backward pass in addition to these, including the gradients of its
+            parameters and of its input.
+        state: the gradient of one encoder layer's output that the language model reads; those of earlier
+            layers wait for the layer.
     """
 
     encoder: int = 0
     projector: int = 0
     language: int = 0
+    backward: int = 0
+    state: int = 0
 
 
 def edges_of(
@@ -178,8 +184,8 @@ def edges_of(
         kept += shown.read * width * max(size, 4) + 2 * shown.tokens * (width * size + 8)
         kept += shown.tokens * (2 * 8 + 2 * 4)
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
-        made = kept_by(linear, shown.read, spec.width, dtype, encoder)
-        return Edges(encoder * kept, made, shown.read * hidden_size * size)
+        made = measured(linear, shown.read, spec.width, dtype, encoder)
+        return Edges(encoder * kept, made.saved, shown.read * hidden_size * size, made.backward)
     norms = [x for x in (spec.norm_patches, spec.norm_before, spec.norm_after) if x is not None]
     kept += len(norms) * shown.tokens * (width * size + 8)
     if spec.norm_pixels is not None:
@@ -190,7 +196,7 @@ def edges_of(
     patches = shown.tokens if spec.class_feature else patches
     if isinstance(spec.pictures, PooledGrids):
         patches = shown.features
-    made = 0
+    found = []
     for wide, projector_spec in ways:
         with torch.device("meta"):
             way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
@@ -198,28 +204,15 @@ def edges_of(
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
         if isinstance(spec.pictures, WindowedPictures):
             others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
-        made += kept_by(way, patches, wide, dtype, encoder, *others)
+        gradients = sum(p.nbytes for p in way.parameters())
+        found.append((measured(way, patches, wide, dtype, encoder, *others), gradients))
+    state, features = encoder * patches * width * size, shown.features * hidden_size * size
+    # The last one is the first of the backward pass. By then gradients of the others' outputs exist; those
+    # of its input and its parameters wait for the others.
+    backward = done = 0
+    for waiting, (one, gradients) in reversed(list(enumerate(found))):
+        backward = max(backward, done + one.backward + waiting * features)
+        done += gradients + state - one.saved
+    made = sum(one.saved for one, _ in found)
     # The input of the encoder's next layer is shared with that layer.
-    made -= encoder * len(spec.deep) * patches * width * size
-    deep = len(spec.deep) * shown.features * hidden_size * size
-    return Edges(encoder * kept, made, deep)
-
-
-def kept_by(
-    module: nn.Module, rows: int, width: int, dtype: torch.dtype, needs_input: bool, *others: Any
-) -> int:
-    """Bytes that autograd saves for a module's call on [rows, width] and `others`, measured on the meta
-    device.
-    """
-    saved: dict[int, Tensor] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    x = torch.empty(rows, width, dtype=dtype, device="meta", requires_grad=needs_input)
-    with torch.enable_grad(), saved_tensors_hooks(note, lambda tensor: tensor):
-        made = module(x, *others)
-    own = {p.untyped_storage()._cdata for p in (*module.parameters(), *module.buffers())}
-    del made
-    return sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
+    return Edges(encoder * kept, made - len(spec.deep) * state, len(spec.deep) * features, backward, state)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from liger_models.layers.audio.sounds import Sounds
-from liger_models.layers.memory.pictures import NOTHING, Edges, Shown, kept_by
+from liger_models.layers.memory.measured import measured
+from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.specs import AudioSpec
 from liger_models.layers.vision.projectors import PROJECTORS
 
@@ -53,4 +54,5 @@ def edges_of_sounds(
     with torch.device("meta"):
         way: Any = PROJECTORS[type(spec.projector)](width, hidden_size, spec.projector).to(dtype)
     rows = normed // spec.projector.merge**2 * spec.projector.merge**2
-    return Edges(trained[0] * kept, kept_by(way, rows, width, dtype, trained[0]))
+    made = measured(way, rows, width, dtype, trained[0])
+    return Edges(trained[0] * kept, made.saved, backward=made.backward)

@@ -38,7 +38,14 @@ from liger_models.kernels.float8.eight_bits import (
 from liger_models.layers.parts.activations import XIELU
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.float8 import Float8Settings
-from liger_models.layers.projections.linear import Linear, as_wide_as, float8_of, has_hooks
+from liger_models.layers.projections.linear import (
+    Linear,
+    as_wide_as,
+    float8_of,
+    has_hooks,
+    saved_input_bytes,
+    unwrapped,
+)
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import (
     TILED,
@@ -214,9 +221,8 @@ class GatedMLP(_MLP):
         if kept and self.spec.gate_scale != 1.0:
             kept += 1
         elif kept and float8_of(self.down_proj) is not None:
-            return int((kept - 2) * itemsize * self.spec.intermediate_size) + eight_bits_bytes(
-                self.spec.intermediate_size
-            )
+            product = saved_input_bytes(unwrapped(self.down_proj), itemsize)
+            return int(kept - 2) * product + eight_bits_bytes(self.spec.intermediate_size)
         return int(kept) * itemsize * self.spec.intermediate_size
 
     @property

@@ -74,6 +74,15 @@ def float8_of(module: nn.Module) -> Float8Settings | None:
     return getattr(unwrapped(module), "float8", None)
 
 
+def saved_input_bytes(layer: nn.Linear, itemsize: int) -> int:
+    """Bytes per row that a layer saves of its input for the gradient of its weight: in float8 by rows one for
+    each element, and a scale.
+    """
+    settings = float8_of(layer)
+    in_rows = settings is not None and settings.recipe == "rowwise" and layer.weight.requires_grad
+    return layer.in_features + 4 if in_rows else itemsize * layer.in_features
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return True if a module's forward is replaced, or hooks observe its inputs, outputs or gradients."""
     own = (

@@ -23,11 +23,14 @@ Grid = tuple[int, int, int]
 
 
 def cut_image(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
-    """Patches of an image [channels, H, W], [h * w, channels * size^2]."""
+    """Patches of an image [channels, H, W], [h * w, channels * size^2]; or of each of several images of one
+    size, [images, channels, H, W], one image after the other.
+    """
     _, h, w = grid
-    rows = image[:, : h * size, : w * size].unflatten(2, (w, size)).unflatten(1, (h, size))
+    images = image if image.dim() == 4 else image[None]
+    rows = images[..., : h * size, : w * size].unflatten(3, (w, size)).unflatten(2, (h, size))
     row, column = places_in_picture(*grid, merge).to(image.device, non_blocking=True)
-    return rows.permute(1, 3, 0, 2, 4)[row, column].flatten(1)
+    return rows.permute(0, 2, 4, 1, 3, 5)[:, row, column].flatten(2).flatten(0, 1)
 
 
 def in_blocks(patches: Tensor, grids: Iterable[Grid], spec: PatchSpec, merge: int) -> Tensor:

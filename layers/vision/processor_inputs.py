@@ -205,11 +205,13 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
             f"{tuple(values.shape)}"
         )
     side = size // spec.patches.size
-    patches = [cut_image(image, (1, side, side), merge, spec.patches.size) for image in values]
-    if not patches:
+    if not len(values):
         return None
-    grids = [(1, side, side)] * len(values)
-    return Pictures(torch.cat(patches), grids, len(values), extra=int(spec.class_feature))
+    patches, grids = (
+        cut_image(values, (1, side, side), merge, spec.patches.size),
+        [(1, side, side)] * len(values),
+    )
+    return Pictures(patches, grids, len(values), extra=int(spec.class_feature))
 
 
 def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
@@ -218,7 +220,7 @@ def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
     Args:
         values: [rows, images, channels, height, width].
         mask: [rows, images, height, width], 0 for images that fill up a row. Without it these are the images
-            of zeros, which synchronises the device.
+            of zeros. Their number is read on the host, which synchronises a device that holds the mask.
 
     Raises:
         DataError: another shape, or an image that is hidden in part.
@@ -229,22 +231,28 @@ def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
             f"them; found {tuple(values.shape)}"
         )
     if mask is None:
-        there = (values != 0).flatten(2).any(-1).flatten()
+        there: list[bool] = (values != 0).flatten(2).any(-1).flatten().tolist()
     else:
-        mask = torch.as_tensor(mask).cpu() != 0  # read on the host
+        mask = torch.as_tensor(mask)
         if mask.shape != (*values.shape[:2], *values.shape[3:]):
             raise DataError(
                 f"pixel_attention_mask has the shape {tuple(mask.shape)}; expected "
                 f"{(*values.shape[:2], *values.shape[3:])}, by pixel_values"
             )
-        mask = mask.flatten(2).flatten(0, 1)
-        there = mask.any(-1)
-        if not bool(mask[there].all()):
+        mask = (mask != 0).flatten(2).flatten(0, 1)
+        there, whole = torch.stack([mask.any(-1), mask.all(-1)]).tolist()
+        if there != whole:
             raise DataError(
                 "pixel_attention_mask hides a part of an image; expected whole images, as the processor "
                 "makes them from tiles or by resizing to squares"
             )
-    return values.flatten(0, 1)[there.to(values.device, non_blocking=True)]
+    images = values.flatten(0, 1)
+    if all(there):
+        return images
+    shown = torch.tensor(
+        [number for number, shows in enumerate(there) if shows], dtype=torch.long, device="cpu"
+    )
+    return images[shown.to(values.device, non_blocking=True)]
 
 
 def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:
@@ -275,8 +283,8 @@ def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
         taps += [of_video(side, len(video), pool) for video in tiles[images:]]
     if not tiles:
         return None
-    patches = [cut_image(tile, (1, side, side), merge, spec.patches.size) for tile in torch.cat(tiles)]
-    return TiledPictures(torch.cat(patches), side, taps, [len(tile) for tile in tiles], images, pool)
+    patches = cut_image(torch.cat(tiles), (1, side, side), merge, spec.patches.size)
+    return TiledPictures(patches, side, taps, [len(tile) for tile in tiles], images, pool)
 
 
 def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
