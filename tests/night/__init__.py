@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from night import families, in_transformers, kernels, others, training, vision
+from night import audio, families, in_transformers, kernels, others, training, vision
 from night.kernels import OPTIONS, WITH_ONE_OPTION
 
 ALWAYS = {
     test: cases
-    for part in (families, in_transformers, kernels, others, training, vision)
+    for part in (audio, families, in_transformers, kernels, others, training, vision)
     for test, cases in part.ALWAYS.items()
 }
 
