@@ -87,6 +87,8 @@ class Attention(nn.Module):
         if not spec.values_are_keys:
             parts["v_proj"] = spec.v_size
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
+        if not (spec.k_bias or spec.qkv_bias):
+            raise ValueError("k_bias=False leaves out one of the biases of qkv_bias, which is not set")
         unbiased = {} if spec.k_bias else {"unbiased": ("k_proj",)}
         self.qkv_proj = projections(input_size, parts, spec.qkv_bias, **unbiased)
         if spec.gated and spec.gates:
