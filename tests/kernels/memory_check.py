@@ -50,6 +50,7 @@ def run_everything(device: str) -> None:
         for rows, width in [SHAPE, WIDE_SHAPE] if name in WIDE else [SHAPE]:
             run_with_gradients(op.run, make_inputs(op, rows, width, torch.bfloat16, device))
     pass_a_state(device, 68, 72)
+    pass_a_state(device, 64, 64)  # tiles of the copy engine
     with mock.patch.object(_chunk_table, "SEGMENT", 64):  # so that the last document has two segments
         pass_a_state(device, 12, 20)
     take_a_step(device)

@@ -158,12 +158,10 @@ def states_kernel(
         before = ((boundary - 1) * heads + head) * P * N
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
     rounded = state.to(dtype)
-    step, g, last = decays_of(gates, first, end - first, heads, tokens)
-    for nth in tl.range(0, tl.cdiv(end - first, 64), disable_licm=True):
+    for nth in range(0, tl.cdiv(end - first, 64)):
         start = first + nth * 64
         count = end - start
-        # Nothing fetches these ahead.
-        next_step, next_g, next_last = decays_of(gates, start + 64, count - 64, heads, tokens)
+        step, g, last = decays_of(gates, start, count, heads, tokens)
         x_rows = rows_of(x, x_stride, start, count, head, column, P)
         b_rows = rows_of(B, b_stride, start, count, group, channel, N)
         c_rows = rows_of(C, c_stride, start, count, group, channel, N)
@@ -177,7 +175,6 @@ def states_kernel(
         state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
         # Read the state here: a product that nothing waits for in its iteration makes ptxas serialise all.
         rounded = state.to(dtype)
-        step, g, last = next_step, next_g, next_last
         chunk += 1
     tl.store(final + of_document + place, state, inside & (end == ending))
 
