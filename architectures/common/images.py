@@ -78,7 +78,23 @@ def with_alternating_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]
     return _with_axes(c, model, (1, 2) * sections[0] + (0,) * sections[2])
 
 
-def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...]) -> ModelSpec:
+def with_axes_of_dimensions(c: HFConfig, model: ModelSpec) -> ModelSpec:
+    """The model with positions on four axes (count, column, row, number of the image) that take consecutive
+    dimensions of a head, twice as many as the config's `mrope_section` says (Hunyuan-VL).
+
+    Raises:
+        ConfigError: not four sections, or they do not add up to the pairs.
+    """
+    sections = _sections(c, ())
+    if len(sections) != 4:
+        raise ConfigError(
+            f"{c.name}: {c.model_type} models need four sections in mrope_section, or xdrope_section, of "
+            f"the count, the column, the row and the image; found {abbreviate(sections)}"
+        )
+    return _with_axes(c, model, tuple(i for i, n in enumerate(sections) for _ in range(2 * n)), of_pair=2)
+
+
+def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...], of_pair: int = 1) -> ModelSpec:
     blocks = []
     for block in model.blocks:
         mixer = block.mixer
@@ -87,10 +103,10 @@ def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...]) -> ModelSpe
             continue
         assert isinstance(mixer, AttentionSpec)
         assert mixer.rope is not None
-        if len(axes) != mixer.rope.dim // 2:
+        if len(axes) != of_pair * mixer.rope.dim // 2:
             raise ConfigError(
                 f"{c.name}: mrope_section must share out the {mixer.rope.dim // 2} pairs of dimensions of a "
-                f"head among time, row and column; it gives {len(axes)}"
+                f"head among the axes (time, row and column); it gives {len(axes) // of_pair}"
             )
         blocks.append(replace(block, mixer=replace(mixer, rope=replace(mixer.rope, axes=axes))))
     return replace(model, blocks=tuple(blocks))
@@ -100,8 +116,12 @@ def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
     text: Mapping[str, Any] = c.raw.get("text_config") or c.raw
     for key in ("rope_parameters", "rope_scaling"):
         found = text.get(key)
-        if isinstance(found, Mapping) and "mrope_section" in found:
-            sections = found["mrope_section"]
+        names = () if not isinstance(found, Mapping) else ("mrope_section", "xdrope_section")
+        stated = [found[name] for name in names if found.get(name) is not None]
+        if len(stated) > 1 and stated[0] != stated[1]:
+            raise ConfigError(f"{c.name}: mrope_section and xdrope_section differ: {abbreviate(stated)}")
+        if stated:
+            sections = stated[0]
             if not isinstance(sections, list) or not all(type(n) is int and n >= 0 for n in sections):
                 raise ConfigError(
                     f"{c.name}: mrope_section must be a list of counts, found {abbreviate(sections)}"

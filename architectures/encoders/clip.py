@@ -1,4 +1,6 @@
-"""CLIP's encoder (arXiv:2103.00020) and SigLIP's (arXiv:2303.15343), for square images."""
+"""Encoders of CLIP (arXiv:2103.00020) and SigLIP (arXiv:2303.15343), for square images, and of Hunyuan-VL,
+which has the layers of SigLIP.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +8,24 @@ import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from liger_models.architectures.common import mlp
+from liger_models.architectures.common import activation, mlp
 from liger_models.architectures.common.images import Names, tower_layouts
-from liger_models.architectures.encoders.parts import LINEAR_NAMES, states_read, whole_attention
+from liger_models.architectures.encoders.parts import LINEAR_NAMES, patches, states_read, whole_attention
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import (
     AnyresPictures,
+    BilinearTable,
     BlockSpec,
     FixedTable,
+    GridPictures,
     LayerNormSpec,
+    NormSpec,
     PatchSpec,
+    PlaceSpec,
     ProjectorSpec,
+    RowsProjectorSpec,
     SquarePictures,
     VisionSpec,
 )
@@ -152,3 +159,60 @@ def layouts(projector: Names = (), permuted: Names = ()) -> tuple[Layout, ...]:
     """Layouts of the hub, of transformers' checkpoints, and of its modules; see `tower_layouts`."""
     forms = (tower_layouts(NAMES, projector, permuted, inner) for inner in ("vision_model.", ""))
     return tuple(itertools.chain(*zip(*forms, strict=True)))
+
+
+# -- Hunyuan-VL
+
+_EMBEDDINGS = (
+    ("encoder.patch_embed.", "embeddings.patch_embedding."),
+    *(("encoder.table.", "embeddings.position_embedding."), ("encoder.layers.", "layers.")),
+)
+WITH_ROWS = (
+    *(*_EMBEDDINGS, (".input_layernorm.", ".layer_norm1."), (".post_attention_layernorm.", ".layer_norm2.")),
+    *(*LINEAR_NAMES, ("projector.", "patch_merger.")),
+)
+WITH_ROWS_RELEASED = (
+    *(*_EMBEDDINGS, (".up_proj.", ".dense_h_to_4h."), (".down_proj.", ".dense_4h_to_h.")),
+    *(("projector.", "perceive."), (".proj_conv.", ".proj.0."), (".proj_out.", ".proj.2.")),
+)
+_OF_PROCESSOR = (
+    *("img_max_token_num", "max_vit_seq_len", "min_image_size", "out_hidden_size", "text_hidden_size"),
+    "num_key_value_heads",
+)
+
+
+def vision_with_rows(c: HFConfig, v: HFConfig) -> VisionSpec:
+    """The encoder of Hunyuan-VL: SigLIP's layers for images of any size, each row of which ends with a token.
+
+    Raises:
+        ConfigError: images smaller than a patch.
+    """
+    for key in _OF_PROCESSOR:
+        v.take(key, None)  # or computed from others in the reference
+    v.take_only(interpolate_mode="bilinear", temporal_patch_size=1)
+    v.fill({"hidden_act": "gelu", "intermediate_size": 4304})
+    width, patch = v.take_count("hidden_size", 1152), patches(v, 16, bias=True, frames=1)
+    side, eps = v.take_count("max_image_size", 2048) // patch.size, v.take_number("rms_norm_eps", 1e-5)
+    if not side:
+        raise ConfigError(f"{v.name}: max_image_size is less than one patch of {patch.size} pixels")
+    attention = whole_attention(v, width, v.take_count("num_attention_heads", 16))
+    block = BlockSpec(attention, mlp(v, bias=True, gated=False), LayerNormSpec(eps))
+    merge, act = v.take_count("spatial_merge_size", 2), activation(v, gated=False)
+    return VisionSpec(
+        width,
+        patch,
+        (block,) * v.take_count("num_hidden_layers", 27),
+        RowsProjectorSpec(merge, NormSpec(eps=eps), act),
+        c.take_count("image_token_id", 120120, least=0),
+        positions=PlaceSpec(),
+        position_table=BilinearTable(side, unread=1),
+        pictures=GridPictures(raster=True),
+        kinds="mm_token_type_ids",
+    )
+
+
+TINY_WITH_ROWS = {
+    **{"model_type": "hunyuan_vl_vision", "hidden_size": 32, "intermediate_size": 40},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 3, "max_image_size": 16},
+    **{"rms_norm_eps": 2e-3, "spatial_merge_size": 2},
+}

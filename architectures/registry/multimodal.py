@@ -126,14 +126,17 @@ def _head_dim(text: Mapping[str, Any]) -> int | None:
     return width // heads if whole else None
 
 
+_AXES = ("mrope_section", "mrope_interleaved", "xdrope_section")
+
+
 def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
     """Rotary settings without multi-axis parameters: a text token has the same position on all axes."""
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), Mapping):
-            settings = {k: v for k, v in text[key].items() if k not in ("mrope_section", "mrope_interleaved")}
+            settings = {k: v for k, v in text[key].items() if k not in _AXES}
             kind = settings.pop("type", settings.get("rope_type", "default"))
-            settings["rope_type"] = "default" if kind == "mrope" else kind
+            settings["rope_type"] = {"mrope": "default", "xdrope": "dynamic"}.get(kind, kind)
             found[key] = settings
             if "rope_theta" in settings:
                 found["rope_theta"] = settings["rope_theta"]  # not the default

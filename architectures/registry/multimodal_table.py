@@ -108,6 +108,7 @@ _TOWERS = (
     "vision_encoder.",
     "vision_projection.",
     "aligner.",
+    "vit.",
     "mlp_AR.",
 )
 
@@ -220,6 +221,17 @@ MULTIMODAL: dict[str, Multimodal] = {
             },
             **{"num_attention_heads": 20, "num_key_value_heads": 4, "max_position_embeddings": 131072},
             **{"moe_num_experts": 64, "moe_k": 6, "router_aux_loss_coef": 0.001, "rope_theta": 5e5},
+        },
+    ),
+    "hunyuan_vl": Multimodal(
+        {"hunyuan_vl_text": "hunyuan_v1_dense"},
+        _OWN_ROOT,
+        tied=True,
+        tied_by_text=True,
+        axes=True,
+        defaults={
+            **{"vocab_size": 290943, "hidden_size": 4096, "intermediate_size": 11008},
+            **{"num_hidden_layers": 32, "num_attention_heads": 32},
         },
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),

@@ -54,6 +54,8 @@ class Architecture:
             there is none), for families whose checkpoints may leave out parts that compute the identity.
         masks_of_generation: the reference's forward pass masks images otherwise than its own generation does,
             which the family follows.
+        images_by_document: its positions number the images of each document, where the reference numbers
+            those of all rows of a batch.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
@@ -82,6 +84,7 @@ class Architecture:
     rope_keys: tuple[str, str] = ROPE_KEYS
     says_transposed: bool = False
     masks_of_generation: bool = False
+    images_by_document: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
@@ -160,6 +163,7 @@ def register(
     rope_keys: tuple[str, str] = ROPE_KEYS,
     says_transposed: bool = False,
     masks_of_generation: bool = False,
+    images_by_document: bool = False,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Add the decorated function to the table. The arguments are fields of `Architecture`; test configs
     follow below the function (`for_tests`).
@@ -185,6 +189,7 @@ def register(
             rope_keys,
             says_transposed,
             masks_of_generation,
+            images_by_document,
         )
         return build
 

@@ -69,7 +69,6 @@ MISSING |= {
         "the keys and values of the model that it drafts for; it has none of its own to train",
     ),
     "gemma4_unified_text": "the whole model's config, of the type gemma4_unified, which loads",
-    "hunyuan_vl": "rotary positions whose angles differ in the two halves of a head",
     **dict.fromkeys(("dots3_note", "moshi", "moss_transcribe_diarize", "phi4_multimodal"), _HEARS),
     **dict.fromkeys(("muse_spark",), _HEARS),
     **dict.fromkeys(

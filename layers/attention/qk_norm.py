@@ -90,7 +90,8 @@ def split_norm_rotate(
     """
     assert spec.qk_norm is not None
     norms = spec.qk_norm
-    split = _fused if tables is not None and is_fused(spec) else _step_by_step
+    narrow = tables is not None and spec.rope is not None and tables[0].shape[1] < spec.rope.dim
+    split = _fused if narrow and is_fused(spec) else _step_by_step
 
     def with_q_weight(*of_q: Tensor | None) -> Split:
         def with_k_weight(*of_k: Tensor | None) -> Split:
@@ -161,7 +162,8 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:
-        turn = rotary_by_halves if spec.rope.halves else rotary
+        apart = tables[0].shape[1] == spec.rope.dim and not spec.rope.halves  # an angle for each dimension
+        turn = rotary_of_dimensions if apart else rotary_by_halves if spec.rope.halves else rotary
         queries, keys = turn(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
@@ -177,6 +179,23 @@ def rotary_by_halves(
     turned = [rotary(q, k, cos.contiguous(), sin.contiguous(), interleaved) for q, k, cos, sin in halves]
     queries, keys = zip(*turned, strict=True)
     return torch.cat(queries, -1), torch.cat(keys, -1)
+
+
+def rotary_of_dimensions(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`rotary` with an angle for each dimension, tables [T, D]: the first half of a head of a rotation by the
+    first angles, and the second half of one by the others.
+    """
+    if interleaved or q.shape[-1] != cos.shape[1]:
+        raise ValueError("angles of single dimensions are for whole heads whose pairs are not interleaved")
+    tables = zip(cos.chunk(2, -1), sin.chunk(2, -1), strict=True)
+    first, second = (rotary(q, k, cos.contiguous(), sin.contiguous()) for cos, sin in tables)
+    queries, keys = (
+        torch.cat([one.chunk(2, -1)[0], other.chunk(2, -1)[1]], -1)
+        for one, other in zip(first, second, strict=True)
+    )
+    return queries, keys
 
 
 def _norm(x: Tensor, norms: QKNormSpec, weight: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -114,7 +114,8 @@ def shown_of_size(
             block = size * merge
             grids = [(1, merge * max(1, round(height / block)), merge * max(1, round(width / block)))] * count
     nothing = torch.empty(0, device="meta")
-    shown = shown_by(spec, Pictures(nothing, grids, len(grids), extra=int(spec.class_feature)))
+    forms = {"extra": int(spec.class_feature), "rows_end": spec.rows_end}
+    shown = shown_by(spec, Pictures(nothing, grids, len(grids), **forms))
     return _with_pixels(shown, shown.patches * spec.patches.width)
 
 

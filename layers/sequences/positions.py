@@ -68,9 +68,14 @@ class Positions(Part):
                     f"position_ids came on {len(self.axes)} axes, and the positions of this model "
                     f"have one: expected the shape of the tokens, {shape}"
                 )
-            positions = self.ids if rope.axes is None or self.axes is None else self.axes
+            positions = self.ids if rope.axes is None or self.axes is None else self._on_axes(rope.axes)
             tables[rope] = rotary_tables(rope, positions, self.end, factors)
         return replace(self, rotary=tables)
+
+    def _on_axes(self, axes: tuple[int, ...]) -> Tensor:
+        """The positions on axes, [A, T]; with those that count tokens as the first, if there are too few."""
+        assert self.axes is not None
+        return self.axes if max(axes) < len(self.axes) else torch.cat([self.ids[None], self.axes])
 
     def check_end(self, limit: int, shape: tuple[int, int]) -> None:
         """Check that a table of `limit` learned positions has all of these. `shape` (batch, seq) is for the

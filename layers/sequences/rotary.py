@@ -42,7 +42,8 @@ def rotary_tables(
         factors: [dim / 2] float32, which multiply the frequencies of a spec with `learned`.
 
     Returns:
-        cos, sin: [T, dim / 2] float32, scaled by the type's attention factor.
+        cos, sin: [T, dim / 2] float32, scaled by the type's attention factor; or [T, dim], if `spec.axes`
+            gives an axis to each dimension.
 
     Raises:
         ValueError: `learned` without factors.
@@ -56,7 +57,8 @@ def rotary_tables(
     if position_ids.dim() == 1:
         angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
     else:
-        angles = _by_axis(position_ids.float(), spec) * inv_freq
+        of_axes = _by_axis(position_ids.float(), spec)
+        angles = of_axes * inv_freq.repeat(of_axes.shape[1] // len(inv_freq))
     factor = _attention_factor(spec)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 

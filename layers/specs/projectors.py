@@ -130,6 +130,19 @@ class ResamplerSpec:
 
 
 @dataclass(frozen=True)
+class RowsProjectorSpec:
+    """Projector: `norm` of a patch, a convolution of `merge` times `merge` adjacent patches, which doubles
+    the width, a linear layer, which doubles it again, with an activation between them, a learned feature
+    after each row of an image, one more linear layer, a learned token before and one after the image, and
+    `norm` (Hunyuan-VL).
+    """
+
+    merge: int
+    norm: NormSpec
+    activation: Activation = "gelu"
+
+
+@dataclass(frozen=True)
 class VisualWordsSpec:
     """Projector: a linear layer over `merge` times `merge` adjacent patches, a LayerNorm, and a softmax over
     `size` visual words, whose probabilities weight the rows of a table (Ovis, arXiv:2405.20797, section 3.1).
@@ -199,6 +212,7 @@ ProjectorSpec = (
     | ConvolutionProjectorSpec
     | StridedProjectorSpec
     | ResamplerSpec
+    | RowsProjectorSpec
     | VisualWordsSpec
     | GatedProjectorSpec
     | TwiceProjectedSpec

@@ -15,8 +15,10 @@ class RopeSpec:
     `dim` is the number of rotated dimensions of a head (the rest pass unrotated); `interleaved` pairs the
     dimensions (2i, 2i+1) instead of (i, i + dim/2). Only the first `turning` of these pairs are rotated
     (None: all). For multi-axis positions, `axes` assigns an axis to each pair, and `frequencies` the pair
-    whose frequency it uses, if not its own. With `halves` each half of a head is rotated separately, the
-    first by the first half of the pairs, arranged as in a whole head (Gemma 4's encoder). `clockwise` rotates
+    whose frequency it uses, if not its own. Twice as many `axes` give the first and then the second dimension
+    of each pair an angle of its own, which is no rotation where these differ (Hunyuan-VL). With `halves` each
+    half of a head is rotated separately, the first by the first half of the pairs, arranged as in a whole
+    head (Gemma 4's encoder). `clockwise` rotates
     in the opposite direction (nanochat). With `learned` the frequencies are also multiplied by learned
     factors, which the model stores (layers/parts/frequencies.py). The fields after
     `max_position_embeddings` belong to the rope types documented in `layers/sequences/rotary.py`; they are

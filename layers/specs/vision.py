@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
-from liger_models.layers.specs.projectors import PatchMergerSpec, ProjectorSpec, ResamplerSpec
+from liger_models.layers.specs.projectors import (
+    PatchMergerSpec,
+    ProjectorSpec,
+    ResamplerSpec,
+    RowsProjectorSpec,
+)
 
 
 @dataclass(frozen=True)
@@ -44,9 +49,10 @@ class AntialiasedTable:
 
 @dataclass(frozen=True)
 class BilinearTable:
-    """The same without antialiasing (PaddleOCR-VL)."""
+    """The same without antialiasing (PaddleOCR-VL), after `unread` rows of the table (Hunyuan-VL)."""
 
     side: int
+    unread: int = 0
 
 
 @dataclass(frozen=True)
@@ -238,6 +244,17 @@ class TimeSpec:
 
 
 @dataclass(frozen=True)
+class PlaceSpec:
+    """Positions of image tokens on four axes: the count of tokens, and in an image column, row and the number
+    of the image in its document; the first and the last token of an image, as text, have the count on all
+    of them (Hunyuan-VL).
+    """
+
+    tokens_per_second: ClassVar[None] = None  # of videos, which there are not
+    steps_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """An image encoder and its projector into a language model.
 
@@ -276,7 +293,7 @@ class VisionSpec:
     projector: ProjectorSpec
     image_id: int
     video_id: int | None = None
-    positions: TimeSpec | None = None
+    positions: TimeSpec | PlaceSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
     position_table: (
@@ -321,6 +338,11 @@ class VisionSpec:
     joined_steps: bool = False
     marker_ids: tuple[int, ...] = ()
     framing_ids: tuple[int, int, int, int] | None = None
+
+    @property
+    def rows_end(self) -> bool:
+        """Whether an image has a token after each row, one before and one after all."""
+        return isinstance(self.projector, RowsProjectorSpec)
 
     @property
     def paired(self) -> bool:

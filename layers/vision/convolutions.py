@@ -9,9 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.grids.rows import by_size, in_rows
+from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.specs import ConvolutionProjectorSpec, LayerNormSpec, PatchSpec, StridedProjectorSpec
+from liger_models.layers.specs import (
+    ConvolutionProjectorSpec,
+    LayerNormSpec,
+    PatchSpec,
+    RowsProjectorSpec,
+    StridedProjectorSpec,
+)
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
 
@@ -111,3 +118,49 @@ class StridedProjector(nn.Module):
     def _convolved(self, x: Tensor, height: int, width: int) -> Tensor:
         raster = in_rows(x, height, width, self.merge).permute(0, 3, 1, 2)
         return self.conv2(self.conv1(raster)).flatten(2).transpose(1, 2).flatten(0, 1)
+
+
+class RowsProjector(nn.Module):
+    """`after_rms([begin, mlp([proj_out(act(proj_conv(before_rms(x)))), newline] of each row), end])`
+    (Hunyuan-VL).
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the merge factor, the norm and the activation.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: RowsProjectorSpec):
+        super().__init__()
+        self.merge, self.activation = spec.merge, plain_activation(spec.activation)
+        self.before_rms = make_norm(width, spec.norm)
+        self.proj_conv = PatchEmbedding(PatchSpec(spec.merge, channels=width, bias=True), 2 * width)
+        self.proj_out = PatchEmbedding(PatchSpec(1, channels=2 * width, bias=True), 4 * width)
+        self.mlp = Linear(4 * width, hidden_size)
+        self.image_newline = nn.Parameter(torch.empty(4 * width))
+        self.image_begin = nn.Parameter(torch.empty(hidden_size))
+        self.image_end = nn.Parameter(torch.empty(hidden_size))
+        self.after_rms = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """x [P, D], in blocks of patches to merge of images with these grids -> [tokens, H], of each image of
+        h times w blocks h (w + 1) + 2.
+        """
+        blocks = self.before_rms(x).unflatten(0, (-1, self.merge**2)).transpose(1, 2)
+        x = self.proj_out(self.activation(self.proj_conv(blocks.flatten(1))))
+        sizes = [(h // self.merge, w // self.merge) for _, h, w in grids]
+        images = [
+            torch.cat([own.view(h, w, -1), self.image_newline.to(x.dtype).expand(h, 1, -1)], 1).flatten(0, 1)
+            for own, (h, w) in zip(x.split([h * w for h, w in sizes]), sizes, strict=True)
+        ]
+        lengths = [len(image) for image in images]
+        y = self.mlp(torch.cat(images))
+        begin, end = (one.to(y.dtype)[None] for one in (self.image_begin, self.image_end))
+        framed = [part for image in y.split(lengths) for part in (begin, image, end)]
+        made: Tensor = self.after_rms(torch.cat(framed))
+        return made
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise the learned features like a matrix."""
+        for feature in (self.image_newline, self.image_begin, self.image_end):
+            nn.init.normal_(feature, 0.0, std, generator)

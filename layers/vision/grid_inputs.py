@@ -29,6 +29,11 @@ def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | 
     if not patches:
         return None
     grids, forms = image_grids + video_grids, {"clips": spec.clips, "joined": spec.joined_steps}
+    if spec.rows_end:
+        forms["rows_end"] = True
+        for i, (t, _, _) in enumerate(grids):
+            if t != 1:
+                raise DataError(f"image_grid_thw[{i}] has {t} time steps; expected images, which have 1")
     if spec.paired:
         _check_pairs(image_grids, video_grids)
         forms["paired"] = True

@@ -33,6 +33,7 @@ class Pictures:
         clips: the time steps of a video share their tokens, and attend to one another.
         joined: they attend to one another.
         paired: two consecutive time steps of a video share their tokens.
+        rows_end: an image has a token after each row, one before and one after all.
     """
 
     def __init__(
@@ -45,9 +46,11 @@ class Pictures:
         clips: bool = False,
         joined: bool = False,
         paired: bool = False,
+        rows_end: bool = False,
     ):
         self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
         self.clips, self.joined, self.paired = clips, joined or clips, paired
+        self.rows_end = rows_end
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property
@@ -87,6 +90,8 @@ class Pictures:
     def counts(self, merge: int) -> list[int]:
         """The number of tokens of each picture, one per `merge` times `merge` patches."""
         grids = [(1 if self.clips else t, h // merge, w // merge) for t, h, w in self.token_grids]
+        if self.rows_end:
+            return [h * (w + 1) + 2 for _, h, w in grids]
         return [t * h * w + self.extra for t, h, w in grids]
 
     def features(self, merge: int) -> tuple[int, int]:
@@ -158,4 +163,6 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
     if isinstance(spec.pictures, WindowedPictures):
         return PicturesInWindows(patches, [(1, side, side)], torch.zeros(1, 1, dtype=torch.long), [1])
-    return Pictures(patches, [(1, side, side)], images=1, extra=int(spec.class_feature))
+    return Pictures(
+        patches, [(1, side, side)], images=1, extra=int(spec.class_feature), rows_end=spec.rows_end
+    )

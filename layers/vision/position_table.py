@@ -50,8 +50,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             return StretchedPositions(side**2, spec.hidden_size, side)
         case AntialiasedTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "antialiased")
-        case BilinearTable(side):
-            return ResizedPositions(side**2, spec.hidden_size, side, "bilinear")
+        case BilinearTable(side, unread):
+            return ResizedPositions(side**2, spec.hidden_size, side, "bilinear", unread)
         case BicubicTable(side):
             return ResizedPositions(side**2, spec.hidden_size, side, "bicubic")
         case ClipTable(side):
@@ -139,19 +139,20 @@ class StretchedPositions(PositionTable):
 class ResizedPositions(PositionTable):
     """Resizes the table to each picture's size like an image; in float32, for any table dtype. `mode` is
     "bilinear", "antialiased" for the same with antialiasing, "bicubic", "fading", linear with zeros around
-    the table, or "cropped", "bilinear" to a square from which the picture is cut.
+    the table, or "cropped", "bilinear" to a square from which the picture is cut. `unread` further rows come
+    first.
     """
 
-    def __init__(self, rows: int, width: int, side: int, mode: str):
-        super().__init__(rows, width, side)
-        self.mode = mode
+    def __init__(self, rows: int, width: int, side: int, mode: str, unread: int = 0):
+        super().__init__(rows + unread, width, side)
+        self.mode, self.unread = mode, unread
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         made = {grid: self._of_size(grid, merge) for grid in dict.fromkeys(grids)}
         return torch.cat([made[grid] for grid in grids])
 
     def _of_size(self, grid: Grid, merge: int) -> Tensor:
-        table = at_least_float32(self.weight).unflatten(0, (self.side, self.side))
+        table = at_least_float32(self.weight[self.unread :]).unflatten(0, (self.side, self.side))
         rows, columns = (self._of_axis(n, max(grid[1:])).to(table, non_blocking=True) for n in grid[1:])
         row, column = places_of([grid], merge).to(table.device, non_blocking=True)
         with torch.autocast(table.device.type, enabled=False):

@@ -77,6 +77,32 @@ def axis_positions(
     return AxisPositions(start + torch.where(seen, of_picture, place), wrong)
 
 
+def place_positions(documents: Documents, kinds: Tensor, pictures: Pictures, merge: int) -> AxisPositions:
+    """The positions of tokens [T] of these kinds as `PlaceSpec` describes them, on four axes."""
+    device, total = kinds.device, len(kinds)
+    token = torch.arange(total, device=device)
+    bounds = documents.bounds()
+    document = torch.zeros_like(token) if bounds is None else bounds[0].long()  # its first token
+    seen = kinds == IMAGE
+    begins = (token == document) | (kinds != kinds.roll(1))
+    place = token - torch.where(begins, token, 0).cummax(0).values  # in the token's image
+    starts = (begins & seen).long()
+    so_far = starts.cumsum(0)
+    sizes = [(h // merge, w // merge + 1) for _, h, w in pictures.grids]
+    table = torch.tensor([(h * w + 2, w) for h, w in sizes], device="cpu").to(device, non_blocking=True)
+    size, columns = table[(so_far - 1).clamp(0, len(sizes) - 1)].unbind(1)
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
+    wrong = (so_far[-1] != len(sizes)) | (seen & ((place >= size) | (ends & (place != size - 1)))).any()
+    count, number = token - document, so_far - 1 - (so_far - starts)[document]
+    if documents.tree is not None:
+        beginning, end = documents.tree.continued()
+        sums = F.pad(so_far, (1, 0))
+        count, number = count + end - beginning, number + sums[end] - sums[beginning]
+    cell, inside = place - 1, seen & (place > 0) & (place < size - 1)
+    of_image = torch.stack([cell % columns, cell // columns, number])
+    return AxisPositions(torch.cat([count[None], torch.where(inside, of_image, count)]), wrong)
+
+
 def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | None) -> int:
     """Upper bound of the positions of text with pictures, for tokens that end at `end`. (Pictures take fewer
     positions than tokens, except for slow videos.)

@@ -28,12 +28,13 @@ from liger_models.layers.specs import (
     PoolProjectorSpec,
     ProjectorSpec,
     ResamplerSpec,
+    RowsProjectorSpec,
     StridedProjectorSpec,
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
 from liger_models.layers.vision.attention_projectors import PoolingAttention
-from liger_models.layers.vision.convolutions import ConvolutionProjector, StridedProjector
+from liger_models.layers.vision.convolutions import ConvolutionProjector, RowsProjector, StridedProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
 from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
@@ -364,6 +365,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,
+    RowsProjectorSpec: RowsProjector,
     AdapterSpec: Adapter,
     ConvolutionProjectorSpec: ConvolutionProjector,
     StridedProjectorSpec: StridedProjector,
@@ -375,7 +377,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     LinearProjectorSpec: LinearProjector,
     MLPProjectorSpec: MLPProjector,
 }
-OF_GRIDS = (StridedProjectorSpec, ResamplerSpec)
+OF_GRIDS = (StridedProjectorSpec, ResamplerSpec, RowsProjectorSpec)
 """Projectors that read the pictures' grids, too."""
 
 

@@ -17,17 +17,25 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
+from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import AnyresPictures, GridPictures, VisionSpec
+from liger_models.layers.specs import AnyresPictures, GridPictures, PlaceSpec, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
-from liger_models.layers.vision.positions import IMAGE, TEXT, VIDEO, axis_positions, end_of_positions
+from liger_models.layers.vision.positions import (
+    IMAGE,
+    TEXT,
+    VIDEO,
+    axis_positions,
+    end_of_positions,
+    place_positions,
+)
 from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
@@ -242,11 +250,7 @@ class Vision(nn.Module):
                 ahead = max(0, positions.end - documents.shape[1])
                 _continue_positions(sequences.cache, positions.axes, ahead)
         elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
-            rate, pictures = self.spec.positions.tokens_per_second, vision_inputs.pictures
-            if self.spec.positions.steps_apart:
-                pictures = pictures.steps_apart()
-            axes, misfit = axis_positions(documents, found, pictures, self.merge, rate)
-            end = end_of_positions(positions.end, pictures, rate)
+            axes, misfit, end = self._axes(documents, found, vision_inputs.pictures, positions.end)
             if sequences.cache is not None:
                 _continue_positions(sequences.cache, axes, end - positions.end)
             sequences.positions = replace(positions, axes=axes, end=end)
@@ -255,6 +259,19 @@ class Vision(nn.Module):
         counted = torch.stack(counts)
         vision_inputs.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
         vision_inputs.checks = HostCopy(counted)
+
+    def _axes(
+        self, documents: Documents, kinds: Tensor, pictures: Pictures, end: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Positions of tokens of these kinds, [A, T], whether these do not match, and an upper bound."""
+        if isinstance(self.spec.positions, PlaceSpec):
+            return *place_positions(documents, kinds, pictures, self.merge), end
+        assert self.spec.positions is not None
+        rate = self.spec.positions.tokens_per_second
+        if self.spec.positions.steps_apart:
+            pictures = pictures.steps_apart()
+        axes = axis_positions(documents, kinds, pictures, self.merge, rate)
+        return *axes, end_of_positions(end, pictures, rate)
 
     def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
         """Kinds of tokens ids [T], in which those that frame a picture have its kind."""

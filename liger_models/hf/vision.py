@@ -112,8 +112,9 @@ def get_rope_index(
     ]
     images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
     seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
-    paired = self.vision.spec.paired
-    pictures = Pictures(torch.empty(0), images + videos, len(images), seconds, paired=paired)
+    spec = self.vision.spec
+    forms = {"paired": spec.paired, "rows_end": spec.rows_end}
+    pictures = Pictures(torch.empty(0), images + videos, len(images), seconds, **forms)
     vision_inputs = VisionInputs(pictures if pictures.grids else None, mm_token_type_ids)
     shape = (input_ids.shape[0], input_ids.shape[1])
     sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
@@ -122,7 +123,7 @@ def get_rope_index(
     axes = sequences.positions.axes
     if axes is None:  # text only: count tokens without padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        axes = sequences.pack(mask.cumsum(1) - 1).expand(3, -1)
+        axes = sequences.pack(mask.cumsum(1) - 1).expand(4 if spec.rows_end else 3, -1)
     rows = sequences.pack(torch.arange(shape[0], device=input_ids.device)[:, None].expand(shape))
     last = rows.new_full((shape[0],), -1).scatter_reduce(0, rows, axes.amax(0), "amax")
     deltas = last + 1 - rows.bincount(minlength=shape[0])

@@ -140,7 +140,10 @@ class Scenes:
                     tokens += [self.vision.image_id if of_image else self.vision.video_id] * count
                     continue
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
-                step = [one] * (grid[1] // merge * (grid[2] // merge) + self.vision.class_feature)
+                columns, more = grid[2] // merge, int(self.vision.class_feature)
+                if self.vision.rows_end:
+                    columns, more = columns + 1, 2
+                step = [one] * (grid[1] // merge * columns + more)
                 between = self.vision.positions and self.vision.positions.steps_apart
                 more = 0 if self.vision.clips else grid[0] // (2 if self.vision.paired else 1) - 1
                 before, after = self._frame(piece)
@@ -262,7 +265,9 @@ class Scenes:
 
     def _patch(self) -> tuple[int, ...]:
         spec = self.vision.patches
-        whole = getattr(self.vision.pictures, "raster", False) and spec.frames == 1
+        whole = (
+            getattr(self.vision.pictures, "raster", False) and spec.frames == 1 and not self.vision.rows_end
+        )
         return (spec.channels, spec.size, spec.size) if whole else (spec.width,)
 
     def _padded(self, pieces: list[Piece]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from the distance between two of transformers' own implementations of attention.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,8 +168,11 @@ def config_class(architecture: Architecture) -> Any:
 
 def mask_as_family(architecture: Architecture, reference: Any) -> None:
     """Let every forward pass of a family's reference mask the tokens of images as its `generate` does, if the
-    family follows that (`Architecture.masks_of_generation`).
+    family follows that (`Architecture.masks_of_generation`), and number images by row
+    (`Architecture.images_by_document`).
     """
+    if architecture.images_by_document:
+        reference.model.get_rope_index = functools.partial(_positions_by_row, reference.model.get_rope_index)
     if not architecture.masks_of_generation:
         return
 
@@ -199,6 +203,25 @@ def _freeze_untrained(reference: nn.Module, model: LigerCausalLM) -> None:
     for name, parameter in reference.named_parameters():
         if name in names:
             parameter.requires_grad_(False)
+
+
+def _positions_by_row(
+    positions: Any,
+    input_ids: Tensor,
+    mm_token_type_ids: Tensor,
+    image_grid_thw: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, Tensor]:
+    """The reference's positions and their excess over tokens, of each row as if it were alone."""
+    made, first = [], 0
+    for row, kinds in enumerate(mm_token_type_ids):
+        images = int(((kinds == 1) & (torch.nn.functional.pad(kinds, (1, 0))[:-1] != 1)).sum())
+        own = None if image_grid_thw is None or not images else image_grid_thw[first : first + images]
+        mask = None if attention_mask is None else attention_mask[row : row + 1]
+        made.append(positions(input_ids[row : row + 1], kinds[None], own, mask, **others))
+        first += images
+    return torch.cat([axes for axes, _ in made], 1), torch.cat([excess for _, excess in made])
 
 
 def _names_of_stacks(model: LigerCausalLM) -> set[str]:
