@@ -80,7 +80,8 @@ def split_norm_rotate(
 
     Args:
         qkv: [T, q_size + kv_size + v_size], queries, keys, values; without values if they equal the keys.
-        tables: cosines and sines, [T, dim / 2] each; None for no rotation.
+        tables: cosines and sines, [T, dim / 2] each, or [2, T, dim / 2] of both dimensions of pairs; None for
+            no rotation.
         spec: heads and norms.
         q_scale, k_scale: the norms' weights.
 
@@ -90,8 +91,7 @@ def split_norm_rotate(
     """
     assert spec.qk_norm is not None
     norms = spec.qk_norm
-    narrow = tables is not None and spec.rope is not None and tables[0].shape[1] < spec.rope.dim
-    split = _fused if narrow and is_fused(spec) else _step_by_step
+    split = _fused if tables is not None and tables[0].dim() == 2 and is_fused(spec) else _step_by_step
 
     def with_q_weight(*of_q: Tensor | None) -> Split:
         def with_k_weight(*of_k: Tensor | None) -> Split:
@@ -162,8 +162,9 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     if norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
     if tables is not None:
-        apart = tables[0].shape[1] == spec.rope.dim and not spec.rope.halves  # an angle for each dimension
-        turn = rotary_of_dimensions if apart else rotary_by_halves if spec.rope.halves else rotary
+        turn = rotary_by_halves if spec.rope.halves else rotary
+        if tables[0].dim() == 3:
+            turn = rotary_of_dimensions
         queries, keys = turn(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
         queries, keys = _norm(queries, norms, *q), _norm(keys, norms, *k)
@@ -184,13 +185,12 @@ def rotary_by_halves(
 def rotary_of_dimensions(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`rotary` with an angle for each dimension, tables [T, D]: the first half of a head of a rotation by the
-    first angles, and the second half of one by the others.
+    """`rotary` with an angle for each dimension, tables [2, T, D / 2]: the first half of a head of a rotation
+    by the first angles, and the second half of one by the others.
     """
-    if interleaved or q.shape[-1] != cos.shape[1]:
+    if interleaved or q.shape[-1] != 2 * cos.shape[2]:
         raise ValueError("angles of single dimensions are for whole heads whose pairs are not interleaved")
-    tables = zip(cos.chunk(2, -1), sin.chunk(2, -1), strict=True)
-    first, second = (rotary(q, k, cos.contiguous(), sin.contiguous()) for cos, sin in tables)
+    first, second = (rotary(q, k, cos[i], sin[i]) for i in range(2))
     queries, keys = (
         torch.cat([one.chunk(2, -1)[0], other.chunk(2, -1)[1]], -1)
         for one, other in zip(first, second, strict=True)

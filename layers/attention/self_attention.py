@@ -172,6 +172,8 @@ class Attention(nn.Module):
         tables = None if spec.rope is None else sequences.positions.rotary[spec.rope]
         if self.q_norm is not None and self.k_norm is not None:
             return split_norm_rotate(qkv, tables, spec, self.q_norm, self.k_norm)
+        if tables is not None and tables[0].dim() == 3:
+            raise ValueError("angles of single dimensions need norms of queries and keys")
         if spec.rope is None or tables is None or spec.value_dim != spec.head_dim:
             q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.v_size], dim=-1)
             q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))

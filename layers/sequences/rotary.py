@@ -42,8 +42,8 @@ def rotary_tables(
         factors: [dim / 2] float32, which multiply the frequencies of a spec with `learned`.
 
     Returns:
-        cos, sin: [T, dim / 2] float32, scaled by the type's attention factor; or [T, dim], if `spec.axes`
-            gives an axis to each dimension.
+        cos, sin: [T, dim / 2] float32, scaled by the type's attention factor; [2, T, dim / 2], of the first
+            and of the second dimensions of pairs, if `spec.axes` gives an axis to each dimension.
 
     Raises:
         ValueError: `learned` without factors.
@@ -58,7 +58,9 @@ def rotary_tables(
         angles = position_ids[:, None].float() * inv_freq  # [T, dim / 2]
     else:
         of_axes = _by_axis(position_ids.float(), spec)
-        angles = of_axes * inv_freq.repeat(of_axes.shape[1] // len(inv_freq))
+        if of_axes.shape[1] > len(inv_freq):  # an axis for each dimension
+            of_axes = torch.stack(of_axes.chunk(2, dim=1))  # [2, T, dim / 2]
+        angles = of_axes * inv_freq
     factor = _attention_factor(spec)
     return (angles.cos(), angles.sin()) if factor == 1.0 else (angles.cos() * factor, angles.sin() * factor)
 
