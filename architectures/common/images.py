@@ -116,8 +116,8 @@ def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
     text: Mapping[str, Any] = c.raw.get("text_config") or c.raw
     for key in ("rope_parameters", "rope_scaling"):
         found = text.get(key)
-        names = () if not isinstance(found, Mapping) else ("mrope_section", "xdrope_section")
-        stated = [found[name] for name in names if found.get(name) is not None]
+        names = ("mrope_section", "xdrope_section") if isinstance(found, Mapping) else ()
+        stated = [] if found is None else [found[name] for name in names if found.get(name) is not None]
         if len(stated) > 1 and stated[0] != stated[1]:
             raise ConfigError(f"{c.name}: mrope_section and xdrope_section differ: {abbreviate(stated)}")
         if stated:

@@ -136,7 +136,7 @@ def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(text.get(key), Mapping):
             settings = {k: v for k, v in text[key].items() if k not in _AXES}
             kind = settings.pop("type", settings.get("rope_type", "default"))
-            settings["rope_type"] = {"mrope": "default", "xdrope": "dynamic"}.get(kind, kind)
+            settings["rope_type"] = "default" if kind == "mrope" else "dynamic" if kind == "xdrope" else kind
             found[key] = settings
             if "rope_theta" in settings:
                 found["rope_theta"] = settings["rope_theta"]  # not the default

@@ -164,6 +164,8 @@ def _step_by_step(qkv: Tensor, tables: Any, spec: Any, norms: Any, q: Any, k: An
     if tables is not None:
         turn = rotary_by_halves if spec.rope.halves else rotary
         if tables[0].dim() == 3:
+            if spec.rope.halves:
+                raise ValueError("halves of a head that rotate separately have one axis for each pair")
             turn = rotary_of_dimensions
         queries, keys = turn(queries, keys, tables[0], tables[1], spec.rope.interleaved)
     if not norms.before_rope:
