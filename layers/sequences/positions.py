@@ -24,6 +24,7 @@ class Positions(Part):
         end: one more than the largest position.
         axes: [A, T], positions on several axes, if the tokens have them.
         given: whether the caller chose the positions.
+        counted: whether positions that count tokens came with those on axes.
         mark_documents: whether only restarts of the positions mark the documents.
         rotary: cosines and sines of each rotary setting, added by `with_rotary`.
     """
@@ -32,6 +33,7 @@ class Positions(Part):
     end: int
     axes: Tensor | None = None
     given: bool = False
+    counted: bool = True
     mark_documents: bool = False
     rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
@@ -75,6 +77,11 @@ class Positions(Part):
     def _on_axes(self, axes: tuple[int, ...]) -> Tensor:
         """The positions on axes, [A, T]; with those that count tokens as the first, if there are too few."""
         assert self.axes is not None
+        if max(axes) >= len(self.axes) and not self.counted:
+            raise DataError(
+                f"position_ids came on {len(self.axes)} axes, and this model has {max(axes) + 1}, of which the "
+                "first counts tokens"
+            )
         return self.axes if max(axes) < len(self.axes) else torch.cat([self.ids[None], self.axes])
 
     def check_end(self, limit: int, shape: tuple[int, int]) -> None:

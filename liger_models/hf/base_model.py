@@ -311,7 +311,11 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
             end = int((positions if axes is None else axes).max()) + 1
             sequences = Sequences(
                 Visibility(Documents.of_rows(shape, device)),
-                Positions(positions, end, axes=axes, given=position_ids is not None),
+                Positions(
+                    *(positions, end, axes),
+                    given=position_ids is not None,
+                    counted=given is not None or axes is None,
+                ),
             )
         sequences.cache = view = TransformersCache(past_key_values, sequences.documents, attention_mask)
         if view.shift is not None and not sequences.positions.given:

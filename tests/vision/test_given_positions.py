@@ -49,7 +49,8 @@ def test_given_positions_work_with_padding(family, pair):
 
 
 def test_axes_that_a_model_lacks_are_refused(make_pair, pairs_made):
-    for family, positions in (("gemma3", torch.zeros(3, 1, 8)), ("qwen2_5_vl", torch.zeros(2, 1, 8))):
+    lacking = {"gemma3": 3, "qwen2_5_vl": 2, "hunyuan_vl": 3}
+    for family, positions in ((family, torch.zeros(axes, 1, 8)) for family, axes in lacking.items()):
         pair = pairs_made.get(family) or pairs_made.setdefault(family, make_pair(family))
         with pytest.raises(DataError, match="position_ids"):
             pair.ours(torch.full((1, 8), 20), position_ids=positions.long())
