@@ -79,8 +79,8 @@ class Positions(Part):
         assert self.axes is not None
         if max(axes) >= len(self.axes) and not self.counted:
             raise DataError(
-                f"position_ids came on {len(self.axes)} axes, and this model has {max(axes) + 1}, of which the "
-                "first counts tokens"
+                f"position_ids came on {len(self.axes)} axes, and this model has {max(axes) + 1}, of which "
+                "the first counts tokens"
             )
         return self.axes if max(axes) < len(self.axes) else torch.cat([self.ids[None], self.axes])
 
