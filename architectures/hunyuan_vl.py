@@ -45,7 +45,10 @@ for_tests(
         "text_config": {
             **TEXT,
             "model_type": "hunyuan_vl_text",
-            "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": [2, 1, 3, 2]},
+            "rope_parameters": {
+                **{"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1.0, "alpha": 50.0},
+                "mrope_section": [2, 1, 3, 2],
+            },
         },
         "vision_config": encoder.TINY_WITH_ROWS,
         "image_token_id": 3,

@@ -224,15 +224,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         },
     ),
     "hunyuan_vl": Multimodal(
-        {"hunyuan_vl_text": "hunyuan_v1_dense"},
-        _OWN_ROOT,
-        tied=True,
-        tied_by_text=True,
-        axes=True,
-        defaults={
-            **{"vocab_size": 290943, "hidden_size": 4096, "intermediate_size": 11008},
-            **{"num_hidden_layers": 32, "num_attention_heads": 32},
-        },
+        {"hunyuan_vl_text": "hunyuan_v1_dense"}, _OWN_ROOT, tied=True, tied_by_text=True, axes=True
     ),
     "ovis2": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied=True),
     "step3p7": Multimodal(

@@ -114,8 +114,8 @@ def shown_of_size(
             block = size * merge
             grids = [(1, merge * max(1, round(height / block)), merge * max(1, round(width / block)))] * count
     nothing = torch.empty(0, device="meta")
-    forms = {"extra": int(spec.class_feature), "rows_end": spec.rows_end}
-    shown = shown_by(spec, Pictures(nothing, grids, len(grids), **forms))
+    extra, rows_end = int(spec.class_feature), spec.rows_end
+    shown = shown_by(spec, Pictures(nothing, grids, len(grids), extra=extra, rows_end=rows_end))
     return _with_pixels(shown, shown.patches * spec.patches.width)
 
 

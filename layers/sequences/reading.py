@@ -34,8 +34,8 @@ def read_call(
     if axes is not None:
         axes = axes if documents.kept is None else axes[:, documents.kept]
         end = int(axes.max()) + 1
-    given = {"given": position_ids is not None, "counted": counted is not None or axes is None}
-    return documents, Positions(ids, end, axes=axes, mark_documents=marked, **given)
+    there = counted is not None or axes is None
+    return documents, Positions(ids, end, axes, position_ids is not None, there, marked)
 
 
 def _documents(

@@ -140,10 +140,8 @@ class Scenes:
                     tokens += [self.vision.image_id if of_image else self.vision.video_id] * count
                     continue
                 one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
-                columns, more = grid[2] // merge, int(self.vision.class_feature)
-                if self.vision.rows_end:
-                    columns, more = columns + 1, 2
-                step = [one] * (grid[1] // merge * columns + more)
+                rows, more = int(self.vision.rows_end), int(self.vision.class_feature)
+                step = [one] * (grid[1] // merge * (grid[2] // merge + rows) + 2 * rows + more)
                 between = self.vision.positions and self.vision.positions.steps_apart
                 more = 0 if self.vision.clips else grid[0] // (2 if self.vision.paired else 1) - 1
                 before, after = self._frame(piece)
@@ -383,8 +381,7 @@ class Scenes:
             return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
         more = int(isinstance(self.vision.pictures, PaddedPictures))
         steps = getattr(piece, "steps", 1)
-        if self.vision.paired and isinstance(piece, Video):
-            steps += steps % 2
+        steps += steps % 2 if self.vision.paired and isinstance(piece, Video) else 0
         return steps, piece.height + more, piece.width + more
 
 
