@@ -21,6 +21,7 @@ from liger_models.layers.specs import (
     FixedTable,
     GridPictures,
     LayerNormSpec,
+    MaskedPictures,
     NormSpec,
     PatchSpec,
     PlaceSpec,
@@ -90,7 +91,7 @@ def vision(
     projector: ProjectorSpec,
     image_id: int,
     states: Sequence[int] = (),
-    pictures: SquarePictures | AnyresPictures | None = None,
+    pictures: SquarePictures | AnyresPictures | MaskedPictures | None = None,
     **settings: Any,
 ) -> VisionSpec:
     """An encoder of square images.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -154,3 +155,22 @@ def tiles(
             f"encoder's image_size, {size}; found {abbreviate(pairs)}"
         )
     return AnyresPictures(size, tuple((h, w) for h, w in pairs), most, frame_pool)
+
+
+def tokens_by_patches(c: HFConfig) -> tuple[tuple[int, int], ...]:
+    """The number of tokens of an image for each number of patches of a square.
+
+    Raises:
+        ConfigError: not such numbers.
+    """
+    found: Any = c.take("projector_patch_to_query_dict", {"1225": 128, "4900": 256})
+    good = isinstance(found, dict) and found and all(str(key).isdecimal() for key in found)
+    if not good or any(
+        math.isqrt(int(key)) ** 2 != int(key) or type(count) is not int or count < 1
+        for key, count in found.items()
+    ):
+        raise ConfigError(
+            f"{c.name}: projector_patch_to_query_dict must give a number of tokens for each number of "
+            f"patches of a square, found {abbreviate(found)}"
+        )
+    return tuple((int(key), count) for key, count in found.items())

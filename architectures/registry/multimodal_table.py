@@ -158,7 +158,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         kind.removesuffix("_thinker"): replace(family, within=("thinker_config", "thinker."))
         for kind, family in _THINKERS.items()
     },
-    "aria": Multimodal({"aria_text": "aria_text"}, missing="learned queries that attend to patches"),
+    "aria": Multimodal({"aria_text": "aria_text"}),
     "cohere_compass": Multimodal(
         {"cohere_compass_text": "cohere_compass_text"},
         _OWN_ROOT,

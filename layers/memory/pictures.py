@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from liger_models.layers.memory.measured import measured
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
+    MaskedPictures,
     PaddedPictures,
     PooledGrids,
     SquarePictures,
@@ -108,6 +110,14 @@ def shown_of_size(
             grids = [(1, side, side)] * (count * crops_of_image)
             shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
             return _with_pixels(replace(shown, features=count * tokens), shown.patches * spec.patches.width)
+        case MaskedPictures(by_patches):
+            patches, tokens = max(by_patches)
+            scale = math.isqrt(patches) / max(height, width)
+            h, w = (max(1, math.ceil(x * scale)) for x in (height, width))
+            grids = [(1, h, w)] * count
+            shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
+            pixels = count * patches * spec.patches.width
+            return _with_pixels(replace(shown, features=count * tokens), pixels)
         case PaddedPictures():
             grids = [(1, max(merge, height // size), max(merge, width // size))] * count
         case _:
@@ -203,6 +213,8 @@ def edges_of(
             way = PROJECTORS[type(projector_spec)](wide, hidden_size, projector_spec).to(dtype)
         grid = (1, projector_spec.merge, patches // projector_spec.merge)
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
+        if isinstance(spec.pictures, MaskedPictures):
+            others = [[patches], [shown.features]]
         if isinstance(spec.pictures, WindowedPictures):
             others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
         gradients = sum(p.nbytes for p in way.parameters())

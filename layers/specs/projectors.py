@@ -206,8 +206,25 @@ class PoolingAttentionSpec:
         return 1
 
 
+@dataclass(frozen=True)
+class QueryProjectorSpec:
+    """Projector: the first of `queries` learned vectors, as many as a picture has tokens, attend to its
+    patches in `num_attention_heads` heads, and pass through an MLP of inner width `size` (Aria).
+    """
+
+    queries: int
+    num_attention_heads: int
+    size: int
+
+    @property
+    def merge(self) -> int:
+        """Patches are in raster order."""
+        return 1
+
+
 ProjectorSpec = (
-    PoolingAttentionSpec
+    QueryProjectorSpec
+    | PoolingAttentionSpec
     | PoolProjectorSpec
     | ConvolutionProjectorSpec
     | StridedProjectorSpec

@@ -214,6 +214,16 @@ class WindowedPictures:
 
 
 @dataclass(frozen=True)
+class MaskedPictures:
+    """Processor outputs `pixel_values` [images, channels, size, size] and optionally `pixel_mask` [images,
+    size, size], 1 for the image in the upper left corner. `tokens` pairs numbers of patches of the square
+    with those of an image's tokens (Aria).
+    """
+
+    tokens: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
 class AnyresPictures:
     """Processor outputs `pixel_values` [images, tiles, channels, size, size]: for each image the whole and,
     if it is the only image of its row, tiles of it in the best of `resolutions`, (height, width) in pixels;
@@ -320,6 +330,7 @@ class VisionSpec:
         | SquarePictures
         | CroppedPictures
         | WindowedPictures
+        | MaskedPictures
         | AnyresPictures
     ) = GridPictures()
     norm_pixels: LayerNormSpec | None = None

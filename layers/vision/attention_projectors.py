@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.parts.mlp import plain_activation
-from liger_models.layers.projections.linear import Linear
+from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.linear import Linear, project
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.specs import PoolingAttentionSpec
+from liger_models.layers.specs import LayerNormSpec, PoolingAttentionSpec, QueryProjectorSpec
 
 
 class PoolingAttention(nn.Module):
@@ -46,3 +51,61 @@ class PoolingAttention(nn.Module):
         weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
         y = self.o_proj((weights.to(v.dtype) @ v).flatten(1))
         return self.down_proj(self.activation(self.gate_proj(y)) * self.up_proj(y))
+
+
+class JoinedProjection(nn.Module):
+    """Linear layers of queries, keys and values in one tensor, as torch's multi-head attention has them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3 * width, width))
+        self.bias = nn.Parameter(torch.empty(3 * width))
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values [..., D] -> the same of each."""
+        parts = zip(inputs, self.weight.chunk(3), self.bias.chunk(3), strict=True)
+        return tuple(project(x, weight, bias) for x, weight, bias in parts)
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise like a linear layer."""
+        nn.init.normal_(self.weight, 0.0, std, generator)
+        nn.init.zeros_(self.bias)
+
+
+class QueryProjector(nn.Module):
+    """Learned queries that attend to the patches of a picture (Aria, arXiv:2410.05993, section 2.2):
+
+        q, k, v = in_proj(q_proj(norm_queries(query)), k_proj(p), v_proj(p)),   p = norm_patches(patches)
+        linear_2(gelu(linear_1(norm(linear(out_proj(attention(q, k, v)))))))
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the number of queries, heads, and the inner width.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: QueryProjectorSpec):
+        super().__init__()
+        self.heads = spec.num_attention_heads
+        self.query = nn.Parameter(torch.empty(spec.queries, width))
+        self.norm_queries, self.norm_patches = (make_norm(width, LayerNormSpec(1e-5)) for _ in range(2))
+        self.q_proj, self.k_proj, self.v_proj = (Linear(width, width, bias=False) for _ in range(3))
+        self.in_proj, self.out_proj = JoinedProjection(width), Linear(width, width)
+        self.linear = Linear(width, width)
+        self.norm = make_norm(width, LayerNormSpec(1e-5))
+        self.linear_1 = Linear(width, spec.size, bias=False)
+        self.linear_2 = Linear(spec.size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor, lengths: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """x [P, D], of pictures of these numbers of patches, and the numbers of their tokens -> [F, H]."""
+        query, patches = self.norm_queries(self.query.to(x.dtype)), self.norm_patches(x)
+        made = self.in_proj(self.q_proj(query), self.k_proj(patches), self.v_proj(patches))
+        q, k, v = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in made)  # [heads, ..., dim]
+        keys = zip(sizes, k.split(list(lengths), 1), v.split(list(lengths), 1), strict=True)
+        seen = [F.scaled_dot_product_attention(q[:, :n], own_k, own_v) for n, own_k, own_v in keys]
+        y = self.linear(self.out_proj(torch.cat(seen, 1).transpose(0, 1).flatten(1)))
+        return self.linear_2(F.gelu(self.linear_1(self.norm(y)), approximate="tanh"))
+
+    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
+        """Initialise the queries like a matrix."""
+        nn.init.normal_(self.query, 0.0, std, generator)

@@ -5,6 +5,8 @@ tokens come first.
 
 Molmo 2: the whole image, and overlapping crops of the enlarged image at the same size; or the frames of a
 video. The processor names the patches that make each token.
+
+Aria: images, or crops of them, in the upper left corner of squares.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import CroppedPictures, VisionSpec, WindowedPictures
+from liger_models.layers.specs import CroppedPictures, MaskedPictures, VisionSpec, WindowedPictures
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image
-from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
+from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, QueriedPictures
 
 LARGEST = 3024  # pixels of the longer side, to which larger images are reduced
 
@@ -184,6 +186,45 @@ def _pictures(spec: VisionSpec, given: Mapping[str, Any], crops: Any) -> Picture
         return None
     patches = channels_first(spec.patches, values.flatten(0, 1))
     return PicturesInWindows(patches, [(1, side, side)] * len(values), windows, sizes.tolist())
+
+
+def masked(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """Images in the upper left corner of squares: see `MaskedPictures`."""
+    assert isinstance(spec.pictures, MaskedPictures)
+    given, patch = taken(keywords, "pixel_values", "pixel_mask"), spec.patches.size
+    if "pixel_values" not in given:
+        together(given, "pixel_values", "pixel_mask")
+        return None
+    values, mask = given["pixel_values"], given.get("pixel_mask")
+    size = values.shape[-1]
+    _check("pixel_values", values, (spec.patches.channels, size, size))
+    side, tokens = size // patch, dict(spec.pictures.tokens)
+    if side**2 not in tokens:
+        raise DataError(
+            f"pixel_values are {size} pixels per side, {side**2} patches; expected one of the model's "
+            f"numbers of patches, {', '.join(map(str, tokens))}"
+        )
+    grids: list[Grid] = [(1, side, side)] * len(values)
+    if mask is not None:
+        mask = torch.as_tensor(mask).cpu() != 0
+        if tuple(mask.shape) != (len(values), size, size):
+            raise DataError(
+                f"pixel_mask must be [{len(values)}, {size}, {size}], by pixel_values; found "
+                f"{tuple(mask.shape)}"
+            )
+        whole = mask[:, : side * patch, : side * patch]
+        cells = whole.unflatten(2, (side, patch)).unflatten(1, (side, patch))
+        shown = cells.any(4).any(2)  # [images, side, side]
+        rows, columns = shown.any(2).sum(1), shown.any(1).sum(1)
+        place = torch.arange(side, device="cpu")
+        corner = (place < rows[:, None])[:, :, None] & (place < columns[:, None])[:, None]
+        if not torch.equal(shown, corner) or not bool((rows > 0).all()):
+            raise DataError("pixel_mask must be 1 for an image in the upper left corner, and 0 elsewhere")
+        grids = [(1, h, w) for h, w in zip(rows.tolist(), columns.tolist(), strict=True)]
+    if not grids:
+        return None
+    patches = [cut_image(x, grid, merge, patch) for x, grid in zip(values, grids, strict=True)]
+    return QueriedPictures(torch.cat(patches), grids, [tokens[side**2]] * len(grids))
 
 
 def renumbered(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from liger_models.layers.specs import (
     AnyresPictures,
+    MaskedPictures,
     SquarePictures,
     VisionSpec,
     WindowedPictures,
@@ -151,6 +152,17 @@ class PicturesInWindows(Pictures):
         return self.sizes
 
 
+class QueriedPictures(Pictures):
+    """Images with a number of tokens of their own each."""
+
+    def __init__(self, patches: Tensor, grids: list[Grid], sizes: list[int]):
+        super().__init__(patches, grids, len(grids))
+        self.sizes = sizes
+
+    def counts(self, merge: int) -> list[int]:
+        return self.sizes
+
+
 def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     """The smallest valid picture, of zeros, with the dtype and device of a tensor."""
     side = merge
@@ -161,6 +173,8 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     patches = like.new_zeros(side**2, spec.patches.width)
     if isinstance(spec.pictures, AnyresPictures):
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
+    if isinstance(spec.pictures, MaskedPictures):
+        return QueriedPictures(patches, [(1, side, side)], [1])
     if isinstance(spec.pictures, WindowedPictures):
         return PicturesInWindows(patches, [(1, side, side)], torch.zeros(1, 1, dtype=torch.long), [1])
     return Pictures(

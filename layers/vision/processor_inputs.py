@@ -20,6 +20,7 @@ from liger_models.layers.specs import (
     FlatGrids,
     FractionTable,
     GridPictures,
+    MaskedPictures,
     PaddedPictures,
     PlacedPictures,
     PooledGrids,
@@ -29,7 +30,7 @@ from liger_models.layers.specs import (
     WindowedPictures,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
-from liger_models.layers.vision.crops import cropped, windowed
+from liger_models.layers.vision.crops import cropped, masked, windowed
 from liger_models.layers.vision.grid_inputs import (
     ROUNDED,
     flat_grids,
@@ -366,6 +367,7 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     SquarePictures: _squares,
     CroppedPictures: cropped,
     WindowedPictures: windowed,
+    MaskedPictures: masked,
     PlacedPictures: _placed,
     ShapedPictures: _shaped,
     AnyresPictures: _anyres,

@@ -27,17 +27,18 @@ from liger_models.layers.specs import (
     PoolingAttentionSpec,
     PoolProjectorSpec,
     ProjectorSpec,
+    QueryProjectorSpec,
     ResamplerSpec,
     RowsProjectorSpec,
     StridedProjectorSpec,
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
-from liger_models.layers.vision.attention_projectors import PoolingAttention
+from liger_models.layers.vision.attention_projectors import PoolingAttention, QueryProjector
 from liger_models.layers.vision.convolutions import ConvolutionProjector, RowsProjector, StridedProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
-from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
+from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, QueriedPictures
 
 
 class PatchMerger(nn.Module):
@@ -362,6 +363,7 @@ class Resampler(nn.Module):
 
 PROJECTORS: dict[type, type[nn.Module]] = {
     PoolingAttentionSpec: PoolingAttention,
+    QueryProjectorSpec: QueryProjector,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,
@@ -385,4 +387,6 @@ def further_inputs(spec: ProjectorSpec, pictures: Pictures) -> tuple[Any, ...]:
     """What a projector reads in addition to the encoded patches."""
     if isinstance(pictures, PicturesInWindows):
         return (pictures.windows,)
+    if isinstance(pictures, QueriedPictures):
+        return pictures.lengths, pictures.sizes
     return (pictures.grids,) if isinstance(spec, OF_GRIDS) else ()

@@ -20,7 +20,8 @@ import liger_models
 from liger_models.architectures import Architecture
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.images.scenes import FIRST_OF_TEXT, Scenes, documents_with_media
+from liger_models.images.pieces import documents_with_media
+from liger_models.images.scenes import FIRST_OF_TEXT, Scenes
 from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.verification import config_class, mask_as_family

@@ -40,6 +40,7 @@ PICTURES = (
         "pixel_attention_mask",
     ),
     *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
+    "pixel_mask",
     *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
 )
 """Outputs of processors for images and videos."""
@@ -184,6 +185,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         image_merge_sizes: Tensor | None = None,
         video_merge_sizes: Tensor | None = None,
         video_compression_mask: Tensor | None = None,
+        pixel_mask: Tensor | None = None,
         image_token_pooling: Tensor | None = None,
         image_grids: Tensor | None = None,
         image_num_crops: Tensor | None = None,

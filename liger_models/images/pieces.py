@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from liger_models.images.sounds import Sound
+from liger_models.layers.specs import ModelSpec
+
+Piece = Any  # int | Image | Video | Sound
+Document = Sequence[Piece]
 
 
 @dataclass(frozen=True)
@@ -48,4 +55,18 @@ def windows_of(image: Image, side: int) -> list[Tensor]:
     padded = (F.pad(grid, (0, -grid.shape[1] % 2, 0, -grid.shape[0] % 2), value=-1) for grid in grids)
     return [
         grid.unflatten(1, (-1, 2)).unflatten(0, (-1, 2)).transpose(1, 2).reshape(-1, 4) for grid in padded
+    ]
+
+
+def documents_with_media(spec: ModelSpec) -> list[Document]:
+    """Two documents: one with two images, one with an image of another size, whose sides are multiples of the
+    projector's merge size; or with sounds in their place, or next to them.
+    """
+    if spec.vision is None:
+        return [[5, Sound(23), 7, Sound(9), 9], [11, Sound(14), 10]]
+    heard = [] if spec.audio is None else [Sound(23), 3]
+    merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
+    return [
+        [5, Image(2 * merge, merge), 7, *heard, Image(merge, 3 * merge), 9],
+        [11, Image(3 * merge, 2 * merge), 10],
     ]

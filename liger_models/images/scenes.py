@@ -19,13 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.images.pieces import Image, Video, crops_of, kept_of, windows_of
+from liger_models.images.pieces import Document, Image, Piece, Video, crops_of, kept_of, windows_of
 from liger_models.images.sounds import Sound, heard, tokens_of_sound
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
     FlatGrids,
     GridPictures,
+    MaskedPictures,
     ModelSpec,
     PaddedPictures,
     PlacedPictures,
@@ -38,26 +39,10 @@ from liger_models.layers.specs import (
 from liger_models.layers.vision import anyres
 from liger_models.layers.vision.vision import FRAMED
 
-Piece = Any  # int | Image | Video | Sound
-Document = Sequence[Piece]
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
 WORD = 14  # a text token in every family
 LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
-
-
-def documents_with_media(spec: ModelSpec) -> list[Document]:
-    """Two documents: one with two images, one with an image of another size, whose sides are multiples of the
-    projector's merge size; or with sounds in their place, or next to them.
-    """
-    if spec.vision is None:
-        return [[5, Sound(23), 7, Sound(9), 9], [11, Sound(14), 10]]
-    heard = [] if spec.audio is None else [Sound(23), 3]
-    merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
-    return [
-        [5, Image(2 * merge, merge), 7, *heard, Image(merge, 3 * merge), 9],
-        [11, Image(3 * merge, 2 * merge), 10],
-    ]
 
 
 class Scenes:
@@ -129,6 +114,9 @@ class Scenes:
                 if isinstance(self.vision.pictures, WindowedPictures):
                     for windows in windows_of(piece, self.vision.pictures.side):
                         tokens += [self.vocab_size] + [self.vision.image_id] * len(windows)
+                    continue
+                if isinstance(self.vision.pictures, MaskedPictures):
+                    tokens += [self.vision.image_id] * max(self.vision.pictures.tokens)[1]
                     continue
                 grid, merge = self._grid(piece), self.vision.projector.merge
                 if isinstance(self.vision.pictures, CroppedPictures):
@@ -318,6 +306,15 @@ class Scenes:
         call = {**self._squares(pieces), "num_local_patches": torch.tensor(counts)}
         return call | ({"pixel_values_local": crops} if sum(counts) else {})
 
+    def _masked(self, pieces: list[Piece]) -> dict[str, Any]:
+        """All in the largest square, with contents below and beside them that must not be read."""
+        side, size = math.isqrt(max(self.vision.pictures.tokens)[0]), self.vision.patches.size
+        place = torch.arange(side * size)
+        sides = (min(side, piece.height) for piece in pieces), (min(side, piece.width) for piece in pieces)
+        rows, columns = (place < size * torch.tensor(list(own))[:, None] for own in sides)
+        pixels = 0.1 * self._normal(len(pieces), self.vision.patches.channels, side * size, side * size)
+        return {"pixel_values": pixels, "pixel_mask": (rows[:, :, None] & columns[:, None]).long()}
+
     def _windowed(self, pieces: list[Piece]) -> dict[str, Any]:
         side = self.vision.pictures.side
         counts, windows, grids = [2 + crops_of(piece) for piece in pieces], [], []
@@ -393,6 +390,7 @@ _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     SquarePictures: Scenes._squares,
     CroppedPictures: Scenes._cropped,
     WindowedPictures: Scenes._windowed,
+    MaskedPictures: Scenes._masked,
     PlacedPictures: Scenes._placed,
     ShapedPictures: Scenes._shaped,
     AnyresPictures: Scenes._anyres,

@@ -24,7 +24,8 @@ from liger_models.convert.checkpoints.weight_map import checkpoint_shapes
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
 from liger_models.convert.quantised.reader import ModelReader
-from liger_models.images.scenes import Image, Scenes, documents_with_media
+from liger_models.images.pieces import documents_with_media
+from liger_models.images.scenes import Image, Scenes
 from liger_models.images.sounds import Sound
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.specs import ModelSpec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairs import beyond_bound
 from scenes import Image
 
 from liger_models.convert.errors import DataError
@@ -50,3 +51,34 @@ def test_crops_that_do_not_fit_are_refused(change, message, make_pair, pairs_mad
     call = {name: x for name, x in {**pair.scenes.make([WITH_CROPS]), **change}.items() if x is not None}
     with pytest.raises(DataError, match=message):
         pair.ours(**call)
+
+
+MASKS = {
+    "a hole": (lambda mask: mask.index_fill(2, torch.arange(3, 6), 0), "in the upper left corner"),
+    "nothing": (lambda mask: 0 * mask, "in the upper left corner"),
+    "another size": (lambda mask: mask[:, 1:], r"must be \[2, 18, 18\], by pixel_values"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), MASKS.values(), ids=MASKS)
+def test_masks_that_show_no_image_are_refused(change, message, make_pair, pairs_made):
+    pair = pairs_made.setdefault("aria", make_pair("aria"))
+    call = pair.scenes.make([[2, Image(6, 4), 3, Image(3, 5), 2]])
+    with pytest.raises(DataError, match=message):
+        pair.ours(**call | {"pixel_mask": change(call["pixel_mask"])})
+
+
+def test_squares_of_another_size_have_tokens_of_their_own(make_pair, pairs_made):
+    """Without a mask all patches are seen."""
+    pair = pairs_made.setdefault("aria", make_pair("aria"))
+    ids = torch.tensor([[11, 3, 3, 3, 12, 13, 14]])
+    call = {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids == 3, -100),
+        "pixel_values": torch.randn(1, 3, 12, 12),
+    }
+    mask = torch.ones(1, 12, 12).long()
+    expected = pair.run_reference(**call, pixel_mask=mask)
+    assert not beyond_bound(pair.run_ours(**call).distances(expected))
+    with pytest.raises(DataError, match=r"15 pixels per side, 25 patches; expected .* 16, 36"):
+        pair.ours(**call | {"pixel_values": torch.randn(1, 3, 15, 15)})

@@ -7,7 +7,8 @@ import torch
 from attention_forms import attend, eager_attention, operands
 from operation_runs import in_float64, run_with_gradients
 
-from liger_models.kernels import attention
+from liger_models.kernels import attention, document_bounds, key_ranges, marked_spans
+from liger_models.kernels.attention.flash_attention import attention_plain
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +85,31 @@ def test_at_real_sizes_it_is_as_accurate_as_eager(dim, dtype, kv_heads, name):
         # The gradient of the sinks has only four elements: the ratio of two such errors is mostly chance.
         chance = 4.0 if true.numel() < 100 else 1.1
         assert (ours - true).norm() <= chance * (theirs - true).norm() + few
+
+
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_marked_tokens_are_as_accurate(dtype):
+    """Images of about 150 tokens, with text between them, in documents; compare with the plain twin."""
+    tokens = 1111
+    cu_seqlens = torch.tensor((0, 700, 703, tokens), device="cuda")
+    bounds = document_bounds(cu_seqlens, tokens)
+    marked = (torch.arange(tokens, device="cuda") % 190 < 150).int()
+    ranges = key_ranges(bounds, marked_spans(bounds, marked), marked=marked)
+    inputs = operands(tokens, 4, 2, 128, False, dtype, "cuda")
+
+    def run(q, k, v):
+        return attention(q, k, v, bounds=ranges)
+
+    def plain(q, k, v):
+        return attention_plain(q, k, v, q.shape[2] ** -0.5, ranges)
+
+    found, grads, upstream = run_with_gradients(run, inputs)
+    rounded, rounded_grads, _ = run_with_gradients(plain, inputs, upstream)
+    truth, true_grads, _ = run_with_gradients(plain, in_float64(inputs), in_float64(upstream))
+    results = zip((*found, *grads), (*rounded, *rounded_grads), (*truth, *true_grads), strict=True)
+    for ours, theirs, true in results:
+        few = 4 * torch.finfo(torch.float32).eps * true.norm()
+        assert (ours - true).norm() <= 1.1 * (theirs - true).norm() + few
 
 
 @pytest.mark.parametrize(
