@@ -106,8 +106,6 @@ class StepMemory:
             plans.append(plan)
         return plans
 
-    # -- the moments
-
     def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         room = self.stages[-1].at_end if levels[-1] == "lean" else 0
         gradients, streamed = self.gradients if self.step.accumulates else 0, sum(self._units[-2:])
@@ -122,8 +120,9 @@ class StepMemory:
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
         room = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
         gradients = self.gradients if step.accumulates else 0
-        # The last norm's input and output; the last layer's input is needed first.
-        room += (2 + (levels[-1] == "offload")) * self._stream
+        # The last norm's input and output, rounded; the last layer's input is needed first.
+        wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
+        room += 2 * self._stream * self.itemsize // wide + (levels[-1] == "offload") * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
         streamed = sum(self._units[-2:])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
