@@ -226,6 +226,6 @@ def edges_of(
     for waiting, (one, gradients) in reversed(list(enumerate(found))):
         backward = max(backward, done + one.backward + waiting * features)
         done += gradients + state - one.saved
-    made = sum(one.saved for one, _ in found)
+    saved = sum(one.saved for one, _ in found)
     # The input of the encoder's next layer is shared with that layer.
-    return Edges(encoder * kept, made - len(spec.deep) * state, len(spec.deep) * features, backward, state)
+    return Edges(encoder * kept, saved - len(spec.deep) * state, len(spec.deep) * features, backward, state)
