@@ -29,6 +29,7 @@ from liger_models.layers.memory import Step, StepMemory
 from liger_models.layers.recompute import activation_memory, offload
 from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 from liger_models.layers.specs import (
+    CompressedAttentionSpec,
     CrossAttentionSpec,
     GridAttentionSpec,
     GridConvSpec,
@@ -285,6 +286,7 @@ OTHERS = {
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
+    CompressedAttentionSpec: "plain torch by blocks of queries, whose bytes a plan estimates",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",
 }
 

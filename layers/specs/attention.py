@@ -86,7 +86,6 @@ class AttentionSpec(_Heads):
     rope: RopeSpec | None = None
     window: int | None = None
     qkv_bias: bool = False
-    k_bias: bool = True
     o_bias: bool = False
     softcap: float | None = None
     sinks: bool = False
@@ -106,6 +105,7 @@ class AttentionSpec(_Heads):
     dropout: float = 0.0
     v_head_dim: int | None = None
     indexer: BlockIndexerSpec | None = None
+    k_bias: bool = True
 
     @property
     def is_plain_softmax(self) -> bool:

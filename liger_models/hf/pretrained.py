@@ -53,6 +53,7 @@ from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.parts.fresh_weights import draw_fresh
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
+    packed_here_alone,
     split_projections,
     weight_map_of_parts,
 )
@@ -203,9 +204,15 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     def split_projections(self) -> None:
         """Split packed projections into query, key, value, gate and up layers under the usual names, which
-        PEFT and bitsandbytes look for: `ModelParameters.split_projections`.
+        PEFT and bitsandbytes look for: `ModelParameters.split_projections`. The layers are those of
+        transformers' own model, except that one stays whole which checkpoints have whole and that model in
+        several of another order of rows (Kimi K2.5).
         """
-        split_projections(self, self.weight_map(self.base_decoder.own_layout))
+        weight_map, own = self.weight_map(), self.weight_map(self.base_decoder.own_layout)
+        if packed_here_alone(self, own).keys() != packed_here_alone(self, weight_map).keys():
+            moved = any("_proj." in pattern for pattern, _ in self.layouts[-1].permuted)  # that of modules
+            weight_map = weight_map if moved else own
+        split_projections(self, weight_map)
 
     def fuse_projections(self) -> None:
         """Undo `split_projections`."""

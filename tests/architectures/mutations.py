@@ -118,14 +118,16 @@ def other_values(value: Any, hint: Any) -> list[Any]:
     if value is None:
         parts = [kind for kind in kinds if is_dataclass(kind)]
         if parts:
-            return [kind(*[4] * len(_needed(kind))) for kind in parts]  # type: ignore[operator]
+            return [_made(kind) for kind in parts]
         return [2] if int in kinds else [0.5] if float in kinds else _choices(hint)
     return nothing
 
 
-def _needed(spec: Any) -> list[str]:
-    """The fields of a dataclass without a default."""
-    return [f.name for f in fields(spec) if f.default is MISSING and f.default_factory is MISSING]
+def _made(kind: Any) -> Any:
+    """An object of a dataclass, whose fields without a default are 4 or made in the same way."""
+    hints = _hints(kind)
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+    return kind(*(_made(hints[name]) if is_dataclass(hints[name]) else 4 for name in needed))
 
 
 def _choices(hint: Any) -> list[Any]:

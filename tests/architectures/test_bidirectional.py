@@ -69,7 +69,7 @@ def test_other_mixers_and_images_are_refused():
     images = find_architecture("qwen2_5_vl")
     text = {**images.tiny["text_config"], "is_causal": False}
     for config in ({**images.tiny, "is_causal": False}, {**images.tiny, "text_config": text}):
-        with pytest.raises(ConfigError, match="models with images do not support"):
+        with pytest.raises(ConfigError, match="models with images or sounds do not support"):
             images.spec(HFConfig.load(config))
     with pytest.raises(ConfigError, match="layer 0 is more than attention with or without a window"):
         make_pair("mamba2", {"is_causal": False})

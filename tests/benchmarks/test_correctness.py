@@ -51,6 +51,7 @@ def test_every_public_operation_with_a_kernel_is_measured(benchmarks):
         "multi_axis_tables",
         "document_bounds",
         "key_ranges",
+        "marked_spans",
         "tree_ranges",
         "log_probs",
     }

@@ -24,7 +24,7 @@ PARTS = {
     "tower": r".*(visual\.blocks.*\.(qkv|attn\.proj|up_proj)|vision_tower.*\.(q_proj|out_proj|fc1))",
     "all": "all-linear",
 }
-SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava", "muse_glimmer"]
+SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava", "muse_glimmer", "step3p7", "minimax_m3_vl", "molmo2"]
 
 
 @pytest.fixture
