@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_a_hopper_gpu():
-    run("compile_kernels.py")
+def test_every_kernel_compiles_for_a_hopper_gpu(request):
+    """At night every specialisation, by day one of each kernel."""
+    run("compile_kernels.py", *(["--all"] if request.config.getoption("--all-families") else []))
 
 
 @pytest.mark.slow
@@ -31,14 +32,14 @@ def test_kernels_of_experts_and_of_models_are_compiled_before_they_run():
     assert "AdamW" in found
 
 
-def run(program: str) -> str:
+def run(program: str, *arguments: str) -> str:
     # In a process of its own: in this one Triton runs its interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])  # for `benchmarks`
     # Not the cache of programs that run kernels: code generators that are left out leave no kernel to load.
     environment["TRITON_CACHE_DIR"] = str(Path(tempfile.gettempdir()) / "liger-models-compilation")
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(program)],
+        [sys.executable, Path(__file__).with_name(program), *arguments],
         env=environment,
         capture_output=True,
         text=True,
