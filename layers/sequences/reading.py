@@ -35,7 +35,9 @@ def read_call(
         axes = axes if documents.kept is None else axes[:, documents.kept]
         end = int(axes.max()) + 1
     there = counted is not None or axes is None
-    return documents, Positions(ids, end, axes, position_ids is not None, there, marked)
+    # By keyword: torch 2.11 does not trace six positional arguments of a frozen dataclass.
+    given = position_ids is not None
+    return documents, Positions(ids, end, axes=axes, given=given, counted=there, mark_documents=marked)
 
 
 def _documents(
