@@ -66,6 +66,15 @@ IDS |= {
     "video_start_token_id": 7,
     "video_end_token_id": 8,
 }
+IDS |= {  # Molmo 2
+    "image_patch_id": 3,
+    "image_high_res_id": 3,
+    "image_low_res_id": 9,
+    "image_col_id": 10,
+    "low_res_image_start_token_id": 11,
+    "frame_start_token_id": 12,
+    "frame_end_token_id": 13,
+}
 IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 
 
