@@ -66,7 +66,7 @@ IDS |= {
     "video_start_token_id": 7,
     "video_end_token_id": 8,
 }
-IDS |= {  # Molmo 2
+IDS_OF_MOLMO = {
     "image_patch_id": 3,
     "image_high_res_id": 3,
     "image_low_res_id": 9,
@@ -94,6 +94,7 @@ def wide_config(family: str) -> dict[str, Any]:
     text = cut.get("text_config", cut)
     if images := "vision_config" in cut:
         _cut_encoder(cut)
+    cut |= {key: value for key, value in IDS_OF_MOLMO.items() if key in cut}
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
     text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
