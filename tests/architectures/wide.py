@@ -66,7 +66,10 @@ IDS |= {
     "video_start_token_id": 7,
     "video_end_token_id": 8,
 }
+IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 IDS_OF_MOLMO = {
+    "image_start_token_id": 5,
+    "image_end_token_id": 6,
     "image_patch_id": 3,
     "image_high_res_id": 3,
     "image_low_res_id": 9,
@@ -75,7 +78,6 @@ IDS_OF_MOLMO = {
     "frame_start_token_id": 12,
     "frame_end_token_id": 13,
 }
-IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 
 
 def wide_config(family: str) -> dict[str, Any]:
