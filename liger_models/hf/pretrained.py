@@ -31,7 +31,7 @@ from liger_models.convert.errors import CheckpointError
 from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.dense import dense_tensors, with_dense_config
 from liger_models.hf.checkpoints.merged import merged_tensors
-from liger_models.hf.checkpoints.module_names import by_path, refuse_ambiguous
+from liger_models.hf.checkpoints.module_names import by_path, refuse_ambiguous, to_split
 from liger_models.hf.checkpoints.quantization import (
     QUANTISED_ROUTERS,
     give_layers_to_quantise,
@@ -53,7 +53,6 @@ from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.parts.fresh_weights import draw_fresh
 from liger_models.layers.projections.packed_linear import (
     fuse_projections,
-    packed_here_alone,
     split_projections,
     weight_map_of_parts,
 )
@@ -204,15 +203,9 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
 
     def split_projections(self) -> None:
         """Split packed projections into query, key, value, gate and up layers under the usual names, which
-        PEFT and bitsandbytes look for: `ModelParameters.split_projections`. The layers are those of
-        transformers' own model, except that one stays whole which checkpoints have whole and that model in
-        several of another order of rows (Kimi K2.5).
+        PEFT and bitsandbytes look for: `ModelParameters.split_projections`, into the layers of `to_split`.
         """
-        weight_map, own = self.weight_map(), self.weight_map(self.base_decoder.own_layout)
-        if packed_here_alone(self, own).keys() != packed_here_alone(self, weight_map).keys():
-            moved = any("_proj." in pattern for pattern, _ in self.layouts[-1].permuted)  # that of modules
-            weight_map = weight_map if moved else own
-        split_projections(self, weight_map)
+        split_projections(self, to_split(self))
 
     def fuse_projections(self) -> None:
         """Undo `split_projections`."""

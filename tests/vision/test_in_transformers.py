@@ -136,9 +136,14 @@ def test_modules_have_the_names_of_transformers_own(pair, ours):
     differ = {name.removesuffix(".linear") for name in theirs} ^ {
         name.removesuffix(".linear") for name in found
     }
+    # Kimi K2.5's checkpoints pack what its encoder splits with another order of rows: it stays one layer.
+    packed = tuple(name.removesuffix("qkv_proj") for name in found - theirs if name.endswith(".qkv_proj"))
+    assert not packed or pair.architecture.model_type == "kimi_k25"
     # Transformers' modules of MiniMax-M3 pack what files hold apart.
     differ -= {name.replace("gate_up_proj", "up_proj") for name in theirs - found if "gate_up_proj" in name}
-    assert not {name for name in differ if not any(part in name for part in known)}
+    assert not {
+        name for name in differ if not any(part in name for part in known) and not name.startswith(packed)
+    }
 
 
 @pytest.mark.parametrize("family", ["llama4", "gemma3"])

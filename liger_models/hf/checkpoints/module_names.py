@@ -375,3 +375,15 @@ def _cut(path: str) -> tuple[str, str]:
 
 def _join(parent: str, name: str) -> str:
     return f"{parent}.{name}" if parent else name
+
+
+def to_split(model: Any) -> WeightMap:
+    """The weight map by which projections are split: that of the modules of transformers' own model. Where
+    these are several of another order of rows than one layer in checkpoints (Kimi K2.5), that of the
+    checkpoint, which leaves the layer whole.
+    """
+    weight_map, own = model.weight_map(), model.weight_map(model.base_decoder.own_layout)
+    if packed_here_alone(model, own).keys() == packed_here_alone(model, weight_map).keys():
+        return weight_map
+    moved = any("_proj." in pattern for pattern, _ in model.architecture.layouts[-1].permuted)
+    return weight_map if moved else own
