@@ -20,7 +20,7 @@ sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others i
 
 import interpreter
 from night import leave_to_the_night
-from older import skip_older
+from older import skip_other_releases
 from rewriting import rewrite_for_all
 
 if not torch.cuda.is_available():
@@ -58,7 +58,7 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)  # before `-k` and markers leave out cases
 def pytest_collection_modifyitems(config, items):
     leave_to_the_night(config, items)
-    skip_older(items)
+    skip_other_releases(items)
     if not config.getoption("--real-model"):
         left_out = [item for item in items if item.get_closest_marker("real")]
         config.hook.pytest_deselected(items=left_out)
