@@ -90,11 +90,16 @@ def _with_images(batch: int, seq: int, scenes: Scenes) -> list[Document]:
     small, middle, large = (
         Image(image.height // merge * merge, image.width // merge * merge) for image in (SMALL, MIDDLE, LARGE)
     )
-    half = seq // 2
-    rows: list[Document] = [
-        [small, seq],
-        [middle, seq],
-        [large, seq],
-        [small, half, middle, seq - half],
-    ]
-    return [rows[i % len(rows)] for i in range(batch)]
+    rows = [[small], [middle], [large], [small, middle]]
+    return [_with_text(rows[i % len(rows)], seq, scenes) for i in range(batch)]
+
+
+def _with_text(images: list[Image], seq: int, scenes: Scenes) -> Document:
+    """Images, each with an equal part of `seq` tokens of text after it; of fewer where a row has a limit."""
+    limit = scenes.position_limit
+    if limit is not None:
+        taken = len(scenes.tokens([part for image in images for part in (image, 1)])) - len(images)
+        seq = min(seq, limit - taken)
+    half = seq // len(images)
+    texts = [half] * (len(images) - 1) + [seq - half * (len(images) - 1)]
+    return [part for pair in zip(images, texts, strict=True) for part in pair]

@@ -23,6 +23,7 @@ EXPERTS = {"grouped_mm": "grouped_mm", "batched_mm": "batched_mm", "loop": "eage
 FLOAT8 = ("rowwise", "tensorwise", "rowwise_with_gw_hp")  # of torchao
 # Packages whose kernels transformers' recurrent layers use if installed, with patterns of the kernels' names.
 PACKAGES = {"fla": r"gated_delta_rule", "mamba_ssm": r"_chunk_scan_", "causal_conv1d": r"causal_conv1d"}
+LONG_STEP, FEW_STEPS = 200.0, 3  # milliseconds: the median of so many long steps is within half a percent
 OPTIONS = {"liger", "compile", "regional", "kernels", *ATTENTION, *EXPERTS, *FLOAT8, *PACKAGES}
 
 
@@ -47,12 +48,9 @@ def build_peer(
     if "text_config" in settings:
         settings["text_config"]["use_cache"] = False
     model_type = settings.pop("model_type")
-    found = getattr(transformers, reference, None)
-    if found is None:
-        raise NotImplementedError(f"transformers {transformers.__version__} does not have {model_type}")
-    for package in sorted(options & PACKAGES.keys()):
-        if importlib.util.find_spec(package) is None:
-            raise NotImplementedError(f"{package} is not installed")
+    if lacks := lacking(model_type, reference, options):
+        raise NotImplementedError(lacks)
+    found = getattr(transformers, reference)
     experts = next((EXPERTS[name] for name in EXPERTS if name in options), None)
     if "liger" in options:
         _patch(model_type, with_experts=experts is None)
@@ -87,6 +85,25 @@ def build_peer(
     return torch.compile(model) if "compile" in options else model
 
 
+def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
+    """What a peer lacks for a model, from its imports alone: nothing is built, patched or run."""
+    import transformers
+
+    if not hasattr(transformers, reference):
+        return f"transformers {transformers.__version__} does not have {model_type}"
+    for package in sorted(options & PACKAGES.keys()):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    if "liger" not in options:
+        return None
+    try:
+        import liger_kernel.transformers as liger
+    except ImportError:
+        return "liger-kernel is not installed"
+    has = hasattr(liger, f"apply_liger_kernel_to_{model_type}")
+    return None if has else f"liger-kernel does not have {model_type}"
+
+
 def use_torchao(model: torch.nn.Module, recipe: str, emulate: bool = False) -> None:
     """Replace linear layers by torchao's in float8: those whose widths allow it, but not the head. `emulate`
     computes their products in float32, for CPUs.
@@ -106,13 +123,9 @@ def use_torchao(model: torch.nn.Module, recipe: str, emulate: bool = False) -> N
 
 def _patch(model_type: str, with_experts: bool) -> None:
     """Patch transformers' model with liger-kernel, for the rest of the process's life."""
-    try:
-        import liger_kernel.transformers as liger
-    except ImportError:
-        raise NotImplementedError("liger-kernel is not installed") from None
-    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}", None)
-    if apply is None:
-        raise NotImplementedError(f"liger-kernel does not have {model_type}")
+    import liger_kernel.transformers as liger
+
+    apply = getattr(liger, f"apply_liger_kernel_to_{model_type}")
     has_choice = "swiglu" in inspect.signature(apply).parameters
     try:
         apply(**({} if with_experts or not has_choice else {"swiglu": False}))
@@ -221,16 +234,23 @@ def time_steps(
     turn: Callable[[], None] | None = None,
 ) -> tuple[list[float], list[torch.Tensor]]:
     """Milliseconds of each timed step, and the losses of all steps. `turn` is called before the last untimed
-    step.
+    step: others wait from then on, so that steps of more than `LONG_STEP` are timed `FEW_STEPS` times.
     """
     cuda = device.type == "cuda"
     losses, marks = [], [mark(cuda)]
-    for step in range(warmup + steps):
+    for step in itertools.count():
+        if step == warmup + steps:
+            break
         if turn is not None and step == max(0, warmup - 1):
             turn()
             marks[-1] = mark(cuda)
         losses.append(train_step(model, optimizer, batch))
         marks.append(mark(cuda))
+        if turn is not None and step == warmup - 1:
+            if cuda:
+                torch.cuda.synchronize(device)
+            if milliseconds(*marks[-2:]) > LONG_STEP:
+                steps = min(steps, FEW_STEPS)
     if cuda:
         torch.cuda.synchronize(device)
     return [milliseconds(a, b) for a, b in itertools.pairwise(marks)][warmup:], losses

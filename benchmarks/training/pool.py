@@ -10,40 +10,31 @@ their first steps on a device together, before each is timed in turn. Failed job
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
-import importlib
 import math
 import multiprocessing
 import os
 import queue
-import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.training.peer import in_one_line
+from benchmarks.training.child import BROKEN, PREPARED, THEIRS, UNUSED, work
 from benchmarks.training.step import Job, Result
 
 _MOST_AT_ONCE = 14  # compiling on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # per job
 _SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
-_PATIENT = 300.0  # seconds for all jobs from which on FlexAttention is compiled ahead, too
-_RESERVE = 2  # processes started ahead
-_BROKEN, _STOPPED, _PREPARED, _GO = "failed", "stopped after", "prepared", "go"
+_PATIENT = 120.0  # seconds for all jobs from which on FlexAttention is compiled ahead, too
+_RESERVE = 1  # processes of a worker started ahead
+_STOPPED, _GO = "stopped after", "go"
 NO_MEMORY, LATE = "out of memory", "no time was left for it"
 
 # What processes are forked with, in this order.
 _OURS = ("benchmarks.training.imports", "torch._inductor.compile_fx", "liger_models.models.loading")
-_THEIRS = {
-    "transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils"),
-    "liger_kernel.transformers": ("liger_kernel.transformers",),
-}
 
 _TUNED = {"fla", "mamba_ssm"}  # packages that time settings of their kernels in the first step
 
@@ -103,7 +94,7 @@ def _context(devices: Sequence[str], peers: Sequence[str]) -> Any:
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` makes no context
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_OURS, *(name for peer in peers for name in _THEIRS[peer])])
+    context.set_forkserver_preload([*_OURS, *(name for peer in peers for name in THEIRS[peer])])
     if not devices[0].startswith("cuda"):
         return context
     trial = context.Process(target=_use, args=(devices[0],), daemon=True)
@@ -248,34 +239,43 @@ class Worker:
         used = self._once and bool(self._changed)
         if used or (not job.ours and self._changed.get(model_type, 0) > changes):
             self._begin_anew()
+        self._before = dict(self._changed)
         self._changed[model_type] = max(changes, self._changed.get(model_type, 0))
-        if not self._shared or job.options & _TUNED:
+        if not self._shared:
             with self._turns.alone():
-                result = self._ask((job, ahead, False), time_limit)
-                if self._shared:
-                    self.end()
-                return result
+                return self._ask((job, ahead, False), time_limit)
+        if job.options & _TUNED:
+            return self._do_alone(job, ahead, time_limit)
         with self._turns.prepare():
             result = self._ask((job, ahead, True), time_limit)
-        if result == _PREPARED:
+            self._settle()
+        if result == PREPARED:
             with self._turns.alone():
                 result = self._ask(_GO, time_limit)
                 self.end()  # its memory is free before the next is timed
         elif result.get("note") == NO_MEMORY:  # there may be enough without the others
             self._begin_anew()
-            with self._turns.alone():
-                result = self._ask((job, ahead, False), time_limit)
+            return self._do_alone(job, ahead, time_limit)
+        return result
+
+    def _do_alone(self, job: Job, ahead: bool, time_limit: float) -> Result:
+        """Result of a job that also prepares alone."""
+        with self._turns.prepare():
+            self._settle()
+            self._pipe.poll(_SECONDS_AHEAD)
+        with self._turns.alone():
+            result = self._ask((job, ahead, False), time_limit)
+            if self._changed:
                 self.end()
         return result
 
     def _ask(self, question: Any, time_limit: float) -> Any:
-        """The process's answer, which is a result or `_PREPARED`."""
+        """The process's answer, which is a result or `PREPARED`."""
         try:
             if question is not _GO:
                 self._pipe.recv()  # it has imported
+                self._start_next()
             self._pipe.send(question)
-            while self._once and len(self._next) < _RESERVE:
-                self._next.append(self._start())
             if not self._pipe.poll(time_limit):
                 self._begin_anew()
                 return {"note": f"{_STOPPED} {time_limit:.3g} s"}
@@ -284,10 +284,22 @@ class Worker:
             self._process.join()
             exit_code = self._process.exitcode
             self._begin_anew()
-            return {"note": f"{_BROKEN}: the process ended with exit code {exit_code}"}
-        if answer != _PREPARED and answer.get("note", "").startswith(_BROKEN):
+            return {"note": f"{BROKEN}: the process ended with exit code {exit_code}"}
+        if answer != PREPARED and answer.get("note", "").startswith(BROKEN):
             self._begin_anew()  # an error may leave the GPU context unusable
+        if answer != PREPARED and answer.pop(UNUSED, False):
+            self._changed = self._before
         return answer
+
+    def _start_next(self) -> None:
+        while self._once and len(self._next) < _RESERVE:
+            self._next.append(self._start())
+
+    def _settle(self) -> None:
+        """Wait until its successors are ready, so that none starts while a job is timed."""
+        self._start_next()
+        for _, pipe in self._next:
+            pipe.poll(_SECONDS_AHEAD)
 
     def end(self) -> None:
         self._process.kill()
@@ -301,7 +313,8 @@ class Worker:
 
     def _start(self) -> tuple[Any, Any]:
         pipe, theirs = self._context.Pipe()
-        process = self._context.Process(target=_work, args=(theirs, *self._arguments), daemon=True)
+        arguments = (theirs, *self._arguments, self._shared)
+        process = self._context.Process(target=work, args=arguments, daemon=True)
         process.start()
         theirs.close()
         return process, pipe
@@ -313,53 +326,3 @@ class Worker:
     def _begin_anew(self) -> None:
         self.end()
         self._begin()
-
-
-def _work(pipe: Any, device: str, peers: Sequence[str]) -> None:
-    """Main loop of the process: reports that it is ready, then processes jobs until the pipe is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pipe is closed then
-    import torch
-
-    import liger_models.models.loading  # noqa: F401
-    from benchmarks.training import step
-
-    _import_peers(peers)
-    on = torch.device("cuda:0" if device == "cuda" else device)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            pipe.send("ready")
-            job, ahead, shared = pipe.recv()
-            turn = functools.partial(_wait_for_turn, pipe, on) if shared else None
-            try:
-                if on.type == "cuda":
-                    torch.cuda.set_device(on)
-                result = step.compile_ahead(job, on) if ahead else step.measure(job, on, turn)
-            except Exception as error:
-                if not ahead:  # otherwise it is retried
-                    message = f"{job.model} {job.provider}: {traceback.format_exc()[-6000:]}"
-                    print(message, file=sys.stderr, flush=True)
-                result = {"note": f"{_BROKEN}: {type(error).__name__}: {in_one_line(error)}"}
-            pipe.send(result)
-
-
-def _wait_for_turn(pipe: Any, device: Any) -> None:
-    """Give back memory that is not needed between steps, and wait until no other process uses the device."""
-    import torch
-
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
-    pipe.send(_PREPARED)
-    pipe.recv()
-
-
-def _import_peers(names: Sequence[str]) -> None:
-    """Import the peers, which takes seconds unless the process is a fork; jobs report missing ones."""
-    importlib.import_module("benchmarks.training.imports")
-    for name in names:
-        with contextlib.suppress(ImportError):
-            for module in _THEIRS[name]:
-                importlib.import_module(module)
-            if name == "transformers":
-                importlib.import_module(name).logging.set_verbosity_error()

@@ -37,6 +37,7 @@ from benchmarks.training.peer import (
     document_bounds,
     fused_adamw,
     in_one_line,
+    lacking,
     summary,
     time_steps,
     train_step,
@@ -147,6 +148,14 @@ def measure(job: Job, device: torch.device, turn: Callable[[], None] | None = No
         return {"note": in_one_line(lacking)}
     finally:
         free(device)
+
+
+def lacks(job: Job) -> str | None:
+    """What the job's peer lacks, known before anything runs."""
+    if job.ours:
+        return None
+    model_type = job.config["model_type"]
+    return lacking(model_type, find_architecture(model_type).reference, job.options)
 
 
 def compile_ahead(job: Job, device: torch.device) -> Result:

@@ -14,14 +14,17 @@ same GPU.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,7 @@ MOST_MEMORY, MOST_MEMORY_FOR_EXPERTS = (
 )  # which a larger GPU is taken to have: steps stay short
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "zero_expert_num")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
+FEWEST_TO_SHARE = 8  # families from which on cores share the planning
 FEWEST_LAYERS, MOST_LAYERS_OF_EXPERTS = 4, 12
 # Kernels of recurrent layers, which transformers uses if they are installed.
 PACKAGES = {
@@ -100,13 +104,11 @@ def measure(
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     plans = {}
-    for family in families:
-        try:
-            plans[family.model_type] = plan(family, repository, devices, compiled)
-        except NotRun as reason:
-            yield family, reason
-        except LigerModelsError as error:  # affects one family only
-            yield family, NotRun(f"a config that can be cut to fewer layers: {error}")
+    for family, found in zip(families, _plan_all(families, repository, devices, compiled), strict=True):
+        if isinstance(found, NotRun):
+            yield family, found
+        else:
+            plans[family.model_type] = found
     if not plans:
         return
     results: dict[str, dict[str, Any]] = {name: {} for name in plans}
@@ -117,6 +119,32 @@ def measure(
         if len(results[name]) == len(plans[name]):
             late = LATE in (one.get("note") for one in results[name].values())
             yield by_name[name], NotRun(LATE) if late else outcome(plans[name][0], results[name])
+
+
+def _plan_all(families: Sequence[Architecture], *arguments: Any) -> list[list[dict[str, Any]] | NotRun]:
+    """The jobs of each family, or why it has none. Planning many takes all cores: seconds each."""
+    names = [family.model_type for family in families]
+    if len(names) >= FEWEST_TO_SHARE:
+        with contextlib.suppress(ImportError):
+            import transformers  # noqa: F401  # once, before the forks
+        fork = multiprocessing.get_context("fork")
+        # Raises if this process has used a GPU, whose context does not survive a fork.
+        with (
+            contextlib.suppress(RuntimeError),
+            ProcessPoolExecutor(None, fork, torch.set_num_threads, (1,)) as pool,
+        ):
+            begun = [pool.submit(_try_to_plan, name, *arguments) for name in names]
+            return [one.result() for one in begun]
+    return [_try_to_plan(name, *arguments) for name in names]
+
+
+def _try_to_plan(model_type: str, *arguments: Any) -> list[dict[str, Any]] | NotRun:
+    try:
+        return plan(find_architecture(model_type), *arguments)
+    except NotRun as reason:
+        return reason
+    except LigerModelsError as error:  # affects one family only
+        return NotRun(f"a config that can be cut to fewer layers: {error}")
 
 
 def plan(
@@ -149,7 +177,10 @@ def plan(
     batch, data = TOKENS_OF_A_STEP // tokens, "full"
     if family.vision:
         tokens, data = tokens // 2, "images"  # text tokens; images come on top
-    batch *= more_rows(config, batch * tokens)
+    if family.vision and not sdpa:
+        batch = max(1, batch // 2)  # an encoder's scores of all pairs of patches take most of the memory
+    else:
+        batch *= more_rows(config, batch * tokens)
     job = {"model": name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
     theirs = settings_of_peers(spec, tokens, compiled, sdpa)
@@ -212,10 +243,19 @@ def defaults(family: Architecture) -> list[Published]:
     try:
         values = config_class(family)().to_dict()
         config = {key: value for key, value in values.items() if value is not None}
+        _make_room_for_placeholders(config)
         parameters = liger_models.from_config(config, device="meta").num_parameters()
     except (ImportError, AttributeError, KeyError, LigerModelsError):
         return []
     return [Published(f"{family.model_type}-defaults", parameters, config)]
+
+
+def _make_room_for_placeholders(config: dict[str, Any]) -> None:
+    """Enlarge a vocabulary by the placeholders of images beyond it, as published configs do."""
+    text = config.get("text_config", {})
+    last = max((config.get(key, 0) for key in ("image_token_id", "image_token_index")), default=0)
+    if text.get("vocab_size", math.inf) <= last:
+        text["vocab_size"] = -(-(last + 1) // 64) * 64
 
 
 def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:

@@ -56,6 +56,7 @@ class Scenes:
 
     def __init__(self, spec: ModelSpec, config: Mapping[str, Any], generator: torch.Generator | None = None):
         self.vision: Any = spec.vision
+        self.position_limit = spec.position_limit
         self.audio = spec.audio
         self.vocab_size, self.config, self.generator = spec.vocab_size, config, generator
 
