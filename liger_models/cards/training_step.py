@@ -243,19 +243,23 @@ def defaults(family: Architecture) -> list[Published]:
     try:
         values = config_class(family)().to_dict()
         config = {key: value for key, value in values.items() if value is not None}
-        _make_room_for_placeholders(config)
+        _reconcile(config)
         parameters = liger_models.from_config(config, device="meta").num_parameters()
     except (ImportError, AttributeError, KeyError, LigerModelsError):
         return []
     return [Published(f"{family.model_type}-defaults", parameters, config)]
 
 
-def _make_room_for_placeholders(config: dict[str, Any]) -> None:
-    """Enlarge a vocabulary by the placeholders of images beyond it, as published configs do."""
-    text = config.get("text_config", {})
+def _reconcile(config: dict[str, Any]) -> None:
+    """Change defaults of a vision-language model's parts that do not fit each other, as published configs do:
+    a vocabulary without the placeholders of images, and an encoder whose output has another width.
+    """
+    text, vision = config.get("text_config", {}), config.get("vision_config", {})
     last = max((config.get(key, 0) for key in ("image_token_id", "image_token_index")), default=0)
     if text.get("vocab_size", math.inf) <= last:
         text["vocab_size"] = -(-(last + 1) // 64) * 64
+    if "out_hidden_size" in vision and "hidden_size" in text:
+        vision["out_hidden_size"] = text["hidden_size"]
 
 
 def cut(config: Mapping[str, Any], memory: int) -> dict[str, Any]:
