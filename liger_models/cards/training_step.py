@@ -183,22 +183,25 @@ def plan(
         batch *= more_rows(config, batch * tokens)
     job = {"model": name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
-    theirs = settings_of_peers(spec, tokens, compiled, sdpa)
+    theirs = settings_of_peers(spec, tokens, compiled, sdpa, has_experts_choice(family))
     return [
         job | {"provider": OURS, "memory": "lean"},
         *(job | {"provider": provider, "memory": "none"} for provider in theirs),
     ]
 
 
-def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False, sdpa: bool = True) -> list[str]:
+def settings_of_peers(
+    spec: ModelSpec, tokens: int, compiled: bool = False, sdpa: bool = True, experts: bool = True
+) -> list[str]:
     """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
     mask, which transformers creates only if the tokens exceed the window; experts are grouped products, or
     liger-kernel's own (a loop over them is never the fastest). `compiled` adds the settings that may be
-    fastest under torch.compile; `sdpa` says whether the reference has it (`has_sdpa`).
+    fastest under torch.compile; `sdpa` and `experts` say whether the reference has SDPA (`has_sdpa`) and a
+    choice for its experts (`has_experts_choice`).
     """
     packages = packages_of(spec)
     kinds = [kind + packages for kind in kinds_of_attention(spec, tokens, sdpa)]
-    has_experts = any(block.mixture for block in spec.blocks)
+    has_experts = experts and any(block.mixture for block in spec.blocks)
     grouped = "+grouped_mm" if has_experts else ""
     settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
     if has_experts:
@@ -211,11 +214,21 @@ def settings_of_peers(spec: ModelSpec, tokens: int, compiled: bool = False, sdpa
 
 def has_sdpa(family: Architecture) -> bool:
     """Whether the reference supports SDPA; where transformers lacks it, that is not known here."""
+    return bool(getattr(_reference(family), "_supports_sdpa", True))
+
+
+def has_experts_choice(family: Architecture) -> bool:
+    """Whether the reference can compute its experts as grouped products; the same where it is lacking."""
+    can = getattr(_reference(family), "_can_set_experts_implementation", None)
+    return can is None or bool(can())
+
+
+def _reference(family: Architecture) -> Any:
     try:
         import transformers
     except ImportError:
-        return True
-    return bool(getattr(getattr(transformers, family.reference, None), "_supports_sdpa", True))
+        return None
+    return getattr(transformers, family.reference, None)
 
 
 def kinds_of_attention(spec: ModelSpec, tokens: int, sdpa: bool = True) -> list[str]:
