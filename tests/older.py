@@ -25,6 +25,7 @@ OF_TOWERS = (
     "hidden_states|matches_its_reference|as_accurate)"
 )
 READS_A_TEXT_PART = "(the_|newer_|a_head|an_unknown_tensor)"
+ANOTHER_ROOT = "writes the text part under language_model.model.model"
 OTHERWISE = {
     rf"\[{ROUTED}-(output_router_logits=True|together)\]|router_loss\w*\[{ROUTED}\]": "fails to add the "
     "loss of routers",
@@ -51,8 +52,9 @@ OTHERWISE = {
     r"test_all_vision_language_families_are_registered": "does not have all of them",
     r"test_published_templates\.py.*\[(gptoss|lfm2_2_5)\]": "shows templates no reasoning under another name",
     r"test_beams\w*\[qwen2_5_vl\]": "counts images by the tokens that begin them, which the prompt lacks",
-    rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[(qwen2_audio|voxtral)\]": "writes the text part "
-    "under language_model.model.model",
+    rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
+    r"tests/audio/.*test_(the_text_part|files_of_every)\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
+    r"tests/audio/test_in_transformers\.py.*\[(qwen2_audio|voxtral)[-\]]": ANOTHER_ROOT,
 }
 LATER = {
     r"adapters_that_transformers_loads|transformers_own_add_adapter": "asks for a later PEFT than there is",
