@@ -23,8 +23,15 @@ from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
 from liger_models.layers.projections.linear import saved_input_bytes, unwrapped
-from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, keep_recipes, recompute
+from liger_models.layers.recompute.activation_memory import (
+    ON_HOST,
+    RERUN,
+    ActivationMemory,
+    keep_recipes,
+    recompute,
+)
 from liger_models.layers.recompute.offload import Offload, Results
+from liger_models.layers.recompute.saved_on_host import SavedOnHost
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -170,7 +177,8 @@ class Block(nn.Module):
         parts: Iterable[Any] = self.modules()
         for part in parts:
             if hasattr(part, "activation_memory"):
-                part.activation_memory = level
+                part.activation_memory = "lean" if level == ON_HOST else level
+        self.activation_memory = level
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes per token that the layer keeps for its backward pass on a GPU.
@@ -249,18 +257,29 @@ def run_block(
     belongs to the pass.
     """
     offload.settle()
-    lean = torch.is_grad_enabled()
+    saved = None
+    if not torch.is_grad_enabled():
+        return layer(x, residual, sequences, *read)
     # Recomputing a layer that fills a cache would fill it twice.
-    if layer.activation_memory in RERUN and lean and sequences.cache is None:
+    if layer.activation_memory in RERUN and sequences.cache is None:
         # The sum is taken before the layer, so that one tensor is kept instead of two.
         streams = joined(x, residual, layer.float32_stream)
         if layer.activation_memory != "offload":
-            return recompute(layer, *streams, sequences, *read)
-        results = Results()
-        own = sequences.running(results) if offload.keeps_results else sequences
-        return offload.recompute(layer, *streams, own, *read, results=results)
-    with keep_recipes() if lean and layer.activation_memory != "all" else nullcontext():
-        return layer(x, residual, sequences, *read)
+            out = recompute(layer, *streams, sequences, *read)
+        else:
+            results = Results()
+            own = sequences.running(results) if offload.keeps_results else sequences
+            out = offload.recompute(layer, *streams, own, *read, results=results)
+    elif layer.activation_memory == ON_HOST and not torch.compiler.is_compiling():
+        tables = (table for pair in sequences.positions.rotary.values() for table in pair)
+        saved = SavedOnHost(layer, [*read, *tables])
+        with saved.saving():
+            out = layer(x, residual, sequences, *read)
+    else:
+        with keep_recipes() if layer.activation_memory != "all" else nullcontext():
+            out = layer(x, residual, sequences, *read)
+    offload.ran(out[0], saved)
+    return out
 
 
 def joined(x: Tensor, residual: Tensor | None, float32_stream: bool) -> Streams:

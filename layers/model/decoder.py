@@ -260,6 +260,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
                 x = self._noted(x, inputs_of_layers, sequences)
             if self.vision is not None and vision_inputs is not None:
                 x = self.vision.add(vision_inputs, number, x)
+        offload.finish()
         if self.hc_head is not None:
             x = self.hc_head(x)
         return add_and_norm(self.norm, x, residual)[0]

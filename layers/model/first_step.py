@@ -24,7 +24,7 @@ from liger_models.layers.blocks import BLOCKS, add_and_norm, run_block
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import has_hooks
-from liger_models.layers.recompute.activation_memory import RERUN
+from liger_models.layers.recompute.activation_memory import ON_HOST, RERUN
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -71,7 +71,7 @@ def _step(x: Tensor, model: Any, shape: tuple[int, int], several: bool) -> Tenso
     residual, offload = None, Offload()
     layers, norm, head = _made_anew(model, x.dtype) if several else _copied(model)
     for layer in layers:
-        if layer.activation_memory in RERUN:
+        if layer.activation_memory in (*RERUN, ON_HOST):
             layer.set_activation_memory("lean")
         for _ in range(2):
             x, residual, *_ = run_block(layer, x, residual, sequences, offload=offload)

@@ -17,7 +17,7 @@ from liger_models.layers.attention.compressed.attention import CompressedAttenti
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.experts.router import SparseMixerRouter
 from liger_models.layers.projections.linear import has_hooks, hooks_everywhere
-from liger_models.layers.recompute.activation_memory import RERUN
+from liger_models.layers.recompute.activation_memory import ON_HOST, RERUN
 from liger_models.layers.sequences.agreement import is_of_several_processes
 from liger_models.layers.sequences.sequences import Sequences
 
@@ -109,8 +109,8 @@ def check_layers(model: Any, of: RecordedModules) -> None:
             "attention to compressed keys, whose blocks the host chooses by the documents,", "train without"
         )
     levels = {layer.activation_memory for layer in model.layers}
-    if "offload" in levels:
-        _refuse("activation_memory='offload'", "use 'tiled'")
+    if found := levels & {"offload", ON_HOST}:
+        _refuse(f"activation_memory={min(found)!r}", "use 'tiled'")
     devices = {p.device for p in of.parameters}
     if len(devices) > 1:
         _refuse(f"a model on several devices ({', '.join(sorted(map(str, devices)))})", "place it on one")

@@ -45,15 +45,17 @@ from liger_models.layers.projections.linear import Linear, has_hooks
 from liger_models.layers.projections.low_rank import projection_of
 from liger_models.layers.projections.packed_linear import SplitProjections
 
-ActivationMemory = Literal["all", "lean", "mlp", "checkpoint", "tiled", "offload"]
+ActivationMemory = Literal["all", "lean", "mlp", "checkpoint", "tiled", "offload", "lean@host"]
 LEVELS: tuple[ActivationMemory, ...] = ("all", "lean", "mlp", "checkpoint", "tiled", "offload")
+# For some layers of a model: they save what `lean` does, and it is on the host between the two passes.
+ON_HOST: ActivationMemory = "lean@host"
 # Levels at which the whole layer is recomputed.
 RERUN: tuple[ActivationMemory, ...] = ("checkpoint", "tiled", "offload")
 # Levels at which the MLP runs in tiles.
 TILED: tuple[ActivationMemory, ...] = ("tiled", "offload")
 
 
-class _Kept:
+class Kept:
     """A tensor as autograd would have saved it: detached, and checked for in-place modification."""
 
     __slots__ = ("tensor", "version")
@@ -87,8 +89,12 @@ class Recipe:
         self._output = weakref.ref(output, lambda _: forget(None))
         self._version = output._version
         self._make, self.late = make, late
-        self._inputs = tuple((_pack if deep else _Kept)(tensor) for tensor in inputs)
+        self._inputs = tuple((_pack if deep else Kept)(tensor) for tensor in inputs)
         self._made: weakref.ref[Tensor] | None = None
+
+    def replace_inputs(self, change: Callable[[Kept | Recipe], Any]) -> None:
+        """Replace each kept input."""
+        self._inputs = tuple(map(change, self._inputs))
 
     def makes(self, tensor: Tensor) -> bool:
         """Whether `tensor` is the output, unmodified."""
@@ -188,12 +194,12 @@ def output_is_ours(module: nn.Module) -> bool:
 _LINEAR_FORWARDS = (nn.Linear.forward, Linear.forward, SplitProjections.forward)
 
 
-def _pack(tensor: Tensor) -> _Kept | Recipe:
+def _pack(tensor: Tensor) -> Kept | Recipe:
     recipe = _RECIPES.get(id(tensor))
-    return recipe if recipe is not None and recipe.makes(tensor) else _Kept(tensor)
+    return recipe if recipe is not None and recipe.makes(tensor) else Kept(tensor)
 
 
-def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
+def _would_keep(tensor: Tensor) -> Tensor | Kept | Recipe:
     """Value that autograd saves for a tensor now: its recipe only while recipes are active."""
     return _pack(tensor) if recipes_are_kept() else tensor
 
@@ -201,14 +207,15 @@ def _would_keep(tensor: Tensor) -> Tensor | _Kept | Recipe:
 def recipes_are_kept() -> bool:
     """Whether autograd saves recipes now: within `keep_recipes`, with no other hooks inside of it."""
     hooks = _callers_hooks(False)
-    return hooks is not None and hooks[0] is _pack
+    return hooks is not None and (hooks[0] is _pack or isinstance(hooks[0], _PackAs))
 
 
 _unpack = operator.methodcaller("get")  # without a frame of Python's own, as it runs for every saved tensor
 
 
-def keep_recipes() -> AbstractContextManager[Any]:
-    """While active, autograd saves recipes in place of the tensors that carry one.
+def keep_recipes(change: Callable[[Kept | Recipe], Any] | None = None) -> AbstractContextManager[Any]:
+    """While active, autograd saves recipes in place of the tensors that carry one; or `change(kept)`, whose
+    `get()` returns the tensor.
 
     Hooks set by the caller (`save_on_cpu`, torch's checkpoint) receive all tensors instead: offloaded, a
     recipe's inputs take as much memory as its output.
@@ -216,7 +223,17 @@ def keep_recipes() -> AbstractContextManager[Any]:
     hooks = _callers_hooks(False)
     if torch.compiler.is_compiling() or (hooks is not None and hooks[0] is not as_it_is):
         return nullcontext()
-    return saved_tensors_hooks(_pack, _unpack)
+    return saved_tensors_hooks(_pack if change is None else _PackAs(change), _unpack)
+
+
+class _PackAs:
+    """`_pack`, changed."""
+
+    def __init__(self, change: Callable[[Kept | Recipe], Any]):
+        self.change = change
+
+    def __call__(self, tensor: Tensor) -> Any:
+        return self.change(_pack(tensor))
 
 
 _callers_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -360,9 +377,10 @@ def parse_levels(levels: str | Sequence[str], num_layers: int) -> tuple[Activati
     """
     per_layer = (levels,) * num_layers if isinstance(levels, str) else tuple(levels)
     for level in per_layer:
-        if level not in LEVELS:
+        if level not in (*LEVELS, ON_HOST):
             raise ValueError(
-                f"unknown activation memory level {level!r}; choose one of {', '.join(LEVELS)}, or 'auto'"
+                f"unknown activation memory level {level!r}; choose one of {', '.join(LEVELS)}, or 'auto'; "
+                f"for some layers also {ON_HOST!r}"
             )
     if len(per_layer) != num_layers:
         raise ValueError(

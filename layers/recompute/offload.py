@@ -19,7 +19,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class Offload:
     """
 
     def __init__(self, wanted: int | None = None) -> None:
-        self._last: Callable[[], _OnHost | None] = _nothing
+        self._last: Callable[[], OnHost | None] = _nothing
+        self._away: list[Leaving] = []
         self.keeps_results = wanted is not None and wanted <= SHARE * host_memory_left()
 
     def recompute(
@@ -58,7 +59,7 @@ class Offload:
         Raises:
             RuntimeError: in the backward pass, if x or a result was modified in place during its copy.
         """
-        kept = _OnHost(x, self._last)
+        kept = OnHost(x, self._last)
         self._last = weakref.ref(kept)
         first = [x]  # only the first run may hold it
         results = Results() if results is None else results
@@ -75,17 +76,47 @@ class Offload:
         return run_again(run, x.new_empty(0), *args)
 
     def settle(self) -> None:
-        """Release the GPU copy of the last layer's input once it is on the host."""
+        """Before each layer: release the GPU copy of the last layer's input once it is on the host, and what
+        earlier layers have saved.
+        """
         last = self._last()
         if last is not None:
             last.release()
+        if self._away:
+            self._release([saved for saved in self._away if saved.is_due])
+
+    def ran(self, x: Tensor, saved: Leaving | None = None) -> None:
+        """After each layer: x is its output, and `saved` what leaves the device."""
+        for earlier in self._away:
+            earlier.following_ran(x)
+        if saved is not None:
+            saved.leave()
+            self._away.append(saved)
+
+    def finish(self) -> None:
+        """After all layers: release what they have saved."""
+        self._release(list(self._away))
+
+    def _release(self, due: list[Leaving]) -> None:
+        for saved in due:
+            saved.release()
+            self._away.remove(saved)
+
+
+class Leaving(Protocol):
+    """What a layer has saved, and now leaves the device: layers/recompute/saved_on_host.py."""
+
+    is_due: bool
+    leave: Callable[[], None]
+    following_ran: Callable[[Tensor], None]
+    release: Callable[[], None]
 
 
 class Results:
     """Results of a layer's functions, computed in its first run and kept on the host until it runs again."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[_OnHost | Tensor, ...]] = []
+        self._kept: list[tuple[OnHost | Tensor, ...]] = []
         self._calls: int | None = None  # so far in this run; None outside of runs
         self._is_first = False
 
@@ -97,9 +128,9 @@ class Results:
         self._calls = number + 1
         if self._is_first:
             found = function()
-            self._kept.append(tuple(_OnHost(x, _nothing) if x.nbytes > _SMALL else x for x in found))
+            self._kept.append(tuple(OnHost(x) if x.nbytes > _SMALL else x for x in found))
             return found
-        return tuple(kept.get() if isinstance(kept, _OnHost) else kept for kept in self._kept[number])
+        return tuple(kept.get() if isinstance(kept, OnHost) else kept for kept in self._kept[number])
 
     @contextlib.contextmanager
     def first_run(self) -> Iterator[None]:
@@ -125,20 +156,23 @@ class Results:
         finally:  # the second run may stop early
             self._calls = None
 
-    def _on_host(self) -> list[_OnHost]:
-        return [kept for result in self._kept for kept in result if isinstance(kept, _OnHost)]
+    def _on_host(self) -> list[OnHost]:
+        return [kept for result in self._kept for kept in result if isinstance(kept, OnHost)]
 
 
-class _OnHost:
+class OnHost:
     """A tensor on the host, and at times also on its device.
 
     Args:
         tensor: copied to the host, starting now.
         before: returns the one needed after this one in the backward pass, or None.
+        stays: `get` leaves the tensor on the device, for further calls.
     """
 
-    def __init__(self, tensor: Tensor, before: Callable[[], _OnHost | None]):
-        self._memory, self._before = _memory_of(tensor.device), before
+    def __init__(
+        self, tensor: Tensor, before: Callable[[], OnHost | None] | None = None, stays: bool = False
+    ):
+        self._memory, self._before, self._stays = _memory_of(tensor.device), before or _nothing, stays
         self._requires_grad, self._shape, self._dtype = tensor.requires_grad, tensor.shape, tensor.dtype
         self._given: Tensor | None = tensor.detach()
         self._version, self._edited = tensor._version, tensor._version
@@ -157,15 +191,24 @@ class _OnHost:
 
     def fetch(self) -> None:
         """Start copying back, if it is not on the device."""
-        if self._there is None:
-            self._there = torch.empty(self._shape, dtype=self._dtype, device=self._memory.device)
-            self._copied = self._memory.copy(self._there, self._buffers, to_host=False)
+        if self._there is not None:
+            return
+        self._there = torch.empty(self._shape, dtype=self._dtype, device=self._memory.device)
+        self._copied = self._memory.copy(self._there, self._buffers, to_host=False)
+        if self._stays:
+            check_version(self._shape, self._edited, self._version)
+            self._given, self._version = self._there, self._there._version
 
     def get(self) -> Tensor:
         """The tensor, on its device; also starts fetching the one needed next."""
         self.fetch()
         tensor = self._there
         assert tensor is not None
+        if self._stays:
+            self._memory.wait(self._copied)
+            assert self._given is not None
+            check_version(tensor.shape, self._given._version, self._version)
+            return tensor
         self.release()
         # A modification may have been copied in part.
         check_version(tensor.shape, self._edited, self._version)
