@@ -12,6 +12,7 @@ from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import adapters, frozen
+from liger_models.layers.memory.choosing import back_again, cheapest_plan, not_yet_away
 from liger_models.layers.memory.encoders import EncoderCosts, costs_of, inputs_of, trains
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
@@ -20,8 +21,8 @@ from liger_models.layers.memory.on_host import on_host, streamed_at, streamed_by
 from liger_models.layers.memory.own_parts import largest_part, linear_matrices, own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.memory.planned import Planned
-from liger_models.layers.memory.step import LADDERS, Plan, Step
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.memory.step import Plan, Step
+from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
 
 class StepMemory:
@@ -68,48 +69,21 @@ class StepMemory:
         host, keeps_results = on_host(sizes, host_budget)
         repeated = sum(costs.repeated(level, keeps_results) for costs, level in stages)
         share = repeated / (3 * sum(costs.forward for costs in self.stages) + self._head_work)
+        host += sum(costs.saved_on_host for costs, level in stages if level == ON_HOST)
         host += self._state_on_host + self._weights_on_host
         first, peak = len(self.encoder), sum(parts.values())
         own, of_encoder = tuple(levels[first:]), tuple(levels[:first])
         return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
 
     def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
-        """The levels with the least recomputation among those with which the step fits, copies to the host
-        included; if none fits, those with the lowest peak.
-        """
-        plans: list[Plan] = []
-        for ladder in LADDERS:
-            plans += self._descend(ladder, budget, host_budget)
-            if plans[0].fits:  # which recomputes nothing
-                return plans[0]
-        fitting = [plan for plan in plans if plan.fits]
-        if fitting:
-            return min(fitting, key=lambda plan: plan.repeated)
-        return min(plans, key=lambda plan: plan.peak)
-
-    def _descend(
-        self, ladder: Sequence[ActivationMemory], budget: int, host_budget: int | None
-    ) -> list[Plan]:
-        """One level for all layers, lowered step by step until the step fits."""
-        plans = [self.plan([level] * len(self.stages), budget, host_budget) for level in ladder]
-        plan, levels = plans[0], [ladder[0]] * len(self.stages)
-        while not plan.fits:
-            keeps, stages = host_budget is not None, zip(self.stages, levels, strict=True)
-            found = [costs.next_of(level, ladder, keeps) for costs, level in stages]
-            further = [(price, i, to) for i, (price, to) in enumerate(found) if to is not None]
-            if not further:
-                break
-            # The first of equal layers, since it keeps its tensors the longest.
-            _, i, to = min(further)
-            levels[i] = to
-            plan = self.plan(levels, budget, host_budget)
-            plans.append(plan)
-        return plans
+        """The levels with the least recomputation among those with which the step fits: `cheapest_plan`."""
+        return cheapest_plan(self, budget, host_budget)
 
     def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         room = self.stages[-1].at_end if levels[-1] == "lean" else 0
         gradients, streamed = self.gradients if self.step.accumulates else 0, sum(self._units[-2:])
-        return "the forward pass", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
+        there = self._outside_layers + sum(kept) + not_yet_away(self.stages, levels)
+        return "the forward pass", self._parts(there, room, gradients, streamed)
 
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
@@ -165,6 +139,7 @@ class StepMemory:
                 room += self._gathered.at_layer(i - first - len(self.model.layers))
             if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
                 room += costs.stream
+            room += back_again(self.stages, levels, i)
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
             found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))

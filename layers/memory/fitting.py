@@ -83,7 +83,8 @@ class FittingLevels:
             budget = self._measured(model, device)
         else:
             budget = self.budget - (self._others(model, device) if self._has_state else 0)
-        host_budget = host_memory_left()
+        # Recorded layers copy nothing to the host.
+        host_budget = host_memory_left() if getattr(model, "recorded", None) is None else 0
         if shared:
             numbers = [tokens, -budget, -host_budget, *astuple(shown), *astuple(heard)]
             agreed = torch.tensor(numbers, device=device)

@@ -9,21 +9,22 @@ from typing import Any
 from liger_models.kernels._dispatch import ceil_div
 from liger_models.kernels.experts._expert_passes import slice_columns
 from liger_models.layers.attention.cross_attention import CrossAttention
-from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
-from liger_models.layers.memory.mixing import mixing_operations
-from liger_models.layers.memory.on_host import heads_at_a_time, input_bytes, mixers_of, result_bytes
+from liger_models.layers.memory.mixing import backward_mixing, mixing_operations
+from liger_models.layers.memory.on_host import heads_at_a_time, input_bytes, result_bytes
 from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
 from liger_models.layers.memory.places import matrix_elements, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.recompute import tiles
-from liger_models.layers.recompute.activation_memory import LEVELS, RERUN, TILED, ActivationMemory
+from liger_models.layers.recompute.activation_memory import LEVELS, ON_HOST, RERUN, TILED, ActivationMemory
+from liger_models.layers.recompute.offload import host_bytes
+from liger_models.layers.recompute.saved_on_host import SPACING
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
-from liger_models.layers.specs import AttentionSpec, MoESpec, RecurrentSpec
+from liger_models.layers.specs import AttentionSpec, MoESpec
 
 # Matrix operations in the time in which one byte is written or read: 660 TFLOP/s and 4.2 TB/s on an H200.
 # Only used to decide what is recomputed first.
@@ -31,6 +32,10 @@ OPERATIONS_A_BYTE = 160
 # The same for a byte that is copied to the host or back, mostly hidden by computation: the copies of
 # Llama-3-8B's inputs take 1.6% of a step of 4 x 4,096 tokens on an H200.
 OPERATIONS_A_COPIED_BYTE = 1600
+# Of a byte at the level `lean@host`, whose copies run while other layers compute.
+OPERATIONS_A_HIDDEN_BYTE = 200
+# In the time in which one byte is copied over 16 lanes of PCIe 5, at 50 GB/s.
+OPERATIONS_OF_A_COPY = 13_000
 # Of recomputed elementwise work: its output is written, and about twice as much is read.
 BYTES_MOVED = 3
 
@@ -46,6 +51,8 @@ class LayerCosts:
         own_gradient: bytes of that input's gradient, which waits for the same moment.
         on_host: host memory at the level `offload`: of the layer's input, and of attention's results.
         work_with_results: operations of recomputation at that level, if these results are kept.
+        saved_on_host: host memory at the level `lean@host`.
+        hides_copies: whether so many layers as lie between two of this level take longer than its copies.
         at_end: bytes needed at the end of its forward pass at `lean`, if its backward pass may need less: its
             MLP's product and output, a norm's output and the previous layer's contribution to the stream.
     """
@@ -60,6 +67,8 @@ class LayerCosts:
     on_host: tuple[int, int] = (0, 0)
     work_with_results: int = 0
     at_end: int = 0
+    saved_on_host: int = 0
+    hides_copies: bool = False
 
     @staticmethod
     def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
@@ -71,9 +80,13 @@ class LayerCosts:
             exchanged = tokens * sum(exchange_bytes(spec, *way) for spec in layer.spec.mixers)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
-        extra = _kept_of_images(layer, step, itemsize) + tokens * adapters.columns * itemsize
+        of_images = _kept_of_images(layer, step, itemsize)
+        extra = of_images + tokens * adapters.columns * itemsize
         kept = {level: kept[level] + (level not in RERUN) * extra for level in LEVELS}
         kept["all"] += adapters.kept - tokens * _unkept(layer, adapters, itemsize)
+        masks = 0 if layer.branch_dropout is None else 2 * tokens * layer.hidden_size
+        kept[ON_HOST] = kept["offload"] + masks + of_images
+        leaving = kept["lean"] - kept[ON_HOST]
         inner, last, rest = matrix_elements(layer)
         mixing = mixing_operations(layer, step.longest or step.seq)
         again = OPERATIONS_A_BYTE * BYTES_MOVED * (kept["all"] - kept["lean"])
@@ -86,7 +99,7 @@ class LayerCosts:
         own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
             kept,
-            {level: moments.largest(level) - kept[level] for level in LEVELS},
+            {level: moments.largest("lean" if level == ON_HOST else level) - kept[level] for level in kept},
             {
                 "all": 0,
                 "lean": again,
@@ -94,14 +107,17 @@ class LayerCosts:
                 "checkpoint": whole,
                 "tiled": whole + OPERATIONS_A_BYTE * moments.moved,
                 "offload": offloaded,
+                ON_HOST: again + OPERATIONS_A_HIDDEN_BYTE * 2 * leaving,
             },
-            tokens * (2 * (inner + last + rest) + mixing),
+            forward := tokens * (2 * (inner + last + rest) + mixing),
             stream,
             0 if own is None else tokens * own.activation_bytes("checkpoint", itemsize),
             0 if own is None else tokens * own.spec.size * itemsize,
             (input_bytes(layer, tokens, itemsize), results),
             offloaded - (tokens * mixing if results else 0) + OPERATIONS_A_COPIED_BYTE * 2 * results,
             moments.in_place and moments.in_place + 3 * stream,
+            host_bytes(leaving),
+            OPERATIONS_OF_A_COPY * leaving <= SPACING * forward,
         )
 
     def repeated(self, level: ActivationMemory, keeps_results: bool) -> int:
@@ -143,7 +159,7 @@ class _Moments:
     | the experts' input      | it, its gradient, [R, H], or if frozen a slice of    | those after them      |
     |                         | it, and two times [R, I] as before                   |                       |
     | an MLP in tiles         | it, its gradient, a tile, sums in float32; no P      | all                   |
-    | attention               | see `_attention_work`; nothing of the MLP            | those before it       |
+    | attention               | see `backward_mixing`; nothing of the MLP            | those before it       |
 
     By then, everything that a level does not keep has been recomputed, except for outputs of norms: `all`
     keeps them, and a layer that runs again computes each when a product needs it.
@@ -272,7 +288,7 @@ class _Moments:
             pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(after, of_mlp, whole - gradient_bytes(in_front, step), whole),
             attention=max(
-                _attention_work(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
+                backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
             )
             + max(decoded["mixer"], decoded["output"])
             + tokens * getattr(layer, "connection_bytes", 0),
@@ -329,35 +345,6 @@ def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
         return 0
     sizes = {"last": _inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
     return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
-
-
-def _attention_work(layer: Block, step: Step, itemsize: int) -> int:
-    """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
-    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
-    that exchange heads the output as it came back is done with.
-    """
-    return max((_mixer_work(mixer, step, itemsize) for mixer in mixers_of(layer)), default=0)
-
-
-def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
-    if isinstance(module.spec, RecurrentSpec):
-        ranks = step.sequence_ranks
-        if ranks == 1:
-            return step.tokens * module.backward_bytes(itemsize)
-        return step.tokens * module.divided_backward_bytes(itemsize, ranks)
-    mixer = getattr(module.spec, "attention", module.spec)
-    if not isinstance(mixer, AttentionSpec):
-        return 0
-    output = mixer.o_size if step.sequence_ranks == 1 else 0
-    gradients = itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size + output)
-    if getattr(module, "backend", "auto") == "flash":
-        return step.tokens * (gradients + 4 * (mixer.q_size + mixer.kv_size + mixer.v_size))
-    sums = 0
-    if mixer.window is None and mixer.is_plain_softmax:
-        by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
-        sums = (4 + by_head) * mixer.q_size
-    sums //= heads_at_a_time(module, step.tokens, step.sequence_ranks > 1)
-    return step.tokens * (gradients + max(sums, norm_work(mixer)))
 
 
 def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> int:

@@ -1,10 +1,13 @@
-"""Operations of token mixers."""
+"""Operations of token mixers, and the memory of their backward pass."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
+from liger_models.layers.memory.on_host import heads_at_a_time, mixers_of
+from liger_models.layers.memory.step import Step
 from liger_models.layers.specs import AttentionSpec, RecurrentSpec
 
 
@@ -21,3 +24,32 @@ def _attended(mixer: Any, seq: int) -> int:
         return 0
     width = (mixer.q_size + mixer.o_size) // 2
     return width * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
+
+
+def backward_mixing(layer: Block, step: Step, itemsize: int) -> int:
+    """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
+    sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
+    that exchange heads the output as it came back is done with.
+    """
+    return max((_mixer_work(mixer, step, itemsize) for mixer in mixers_of(layer)), default=0)
+
+
+def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
+    if isinstance(module.spec, RecurrentSpec):
+        ranks = step.sequence_ranks
+        if ranks == 1:
+            return step.tokens * module.backward_bytes(itemsize)
+        return step.tokens * module.divided_backward_bytes(itemsize, ranks)
+    mixer = getattr(module.spec, "attention", module.spec)
+    if not isinstance(mixer, AttentionSpec):
+        return 0
+    output = mixer.o_size if step.sequence_ranks == 1 else 0
+    gradients = itemsize * (mixer.q_size + mixer.kv_size + mixer.v_size + output)
+    if getattr(module, "backend", "auto") == "flash":
+        return step.tokens * (gradients + 4 * (mixer.q_size + mixer.kv_size + mixer.v_size))
+    sums = 0
+    if mixer.window is None and mixer.is_plain_softmax:
+        by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
+        sums = (4 + by_head) * mixer.q_size
+    sums //= heads_at_a_time(module, step.tokens, step.sequence_ranks > 1)
+    return step.tokens * (gradients + max(sums, norm_work(mixer)))

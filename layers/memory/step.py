@@ -8,11 +8,6 @@ Memory peaks at one of these moments:
 | backward of a layer  | activations of it and of earlier layers, recomputed ones, gradients computed so far |
 | the embedding's      | all gradients, and a second one of a weight shared with the head                  |
 | the optimizer's step | all gradients, and the part of a state on the host that is being updated          |
-
-The choice of levels (counting.py) starts by keeping everything. While the peak exceeds the budget, it lowers
-the level of one layer at a time, by the least recomputation per byte saved: down to `checkpoint`, `tiled` or
-`offload`, whichever recomputes the least in total. Copies to the host count as recomputation. For long
-sequences `offload` recomputes less than `checkpoint`, since attention's output is on the host, too.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from liger_models.layers.memory.pictures import NOTHING, Shown
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
 # Candidate levels of a model's layers: the row that recomputes the least is used.
 LADDERS: tuple[tuple[ActivationMemory, ...], ...] = (
@@ -139,7 +134,11 @@ class Plan:
 def _describe_levels(levels: Sequence[ActivationMemory], what: str) -> str:
     runs: list[list[Any]] = []
     for i, level in enumerate(levels):
+        if level == ON_HOST:
+            continue
         if not runs or runs[-1][0] != level:
             runs.append([level, i, i])
         runs[-1][2] = i
-    return ", ".join(f"{level} in {what} {first} to {last}" for level, first, last in runs)
+    on_host = [str(i) for i, level in enumerate(levels) if level == ON_HOST]
+    but = f", but {ON_HOST} in {', '.join(on_host)}" if on_host else ""
+    return ", ".join(f"{level} in {what} {first} to {last}" for level, first, last in runs) + but

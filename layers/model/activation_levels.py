@@ -9,7 +9,7 @@ from torch import nn
 
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory import FittingLevels
-from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, set_levels
+from liger_models.layers.recompute.activation_memory import ON_HOST, RERUN, ActivationMemory, set_levels
 from liger_models.layers.recompute.offload import drop_unused_buffers
 
 
@@ -70,7 +70,7 @@ class ActivationLevels(nn.Module):
         for part in self.encoders if isinstance(levels, str) else ():
             part.encoder.set_activation_memory(levels)
         set_levels(self.layers, levels)
-        if "offload" not in self.activation_memory:
+        if not {"offload", ON_HOST} & set(self.activation_memory):
             drop_unused_buffers()
         self._before_checkpointing, self._disabled_levels = None, ()
 
@@ -143,7 +143,7 @@ class ActivationLevels(nn.Module):
         for part, levels in zip(self.encoders, chosen.encoders, strict=True):
             part.encoder.set_activation_memory(levels)
         self.fit_levels = chosen.fit_levels
-        if "offload" not in self.activation_memory:
+        if not {"offload", ON_HOST} & set(self.activation_memory):
             drop_unused_buffers()
 
     activation_checkpointing_disable = gradient_checkpointing_disable

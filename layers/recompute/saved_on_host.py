@@ -32,7 +32,7 @@ SPACING = 4
 """Layers from one at this level to the next, for copies that are hidden."""
 
 AHEAD = SPACING // 2
-"""Layers whose backward pass runs while tensors are copied back. It takes twice as long as the forward pass."""
+"""Layers whose backward pass, which takes twice as long, runs while tensors are copied back."""
 
 _LEAST = 1 << 12  # smaller tensors stay on the device
 

@@ -14,7 +14,7 @@ from live_bytes import LiveBytes, as_on_a_gpu
 from liger_models.layers.blocks import BLOCKS as TOPOLOGIES
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute import activation_memory
-from liger_models.layers.recompute.activation_memory import _Kept
+from liger_models.layers.recompute.activation_memory import Kept
 from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
@@ -134,15 +134,15 @@ def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
     ids = torch.randint(61, (1, TOKENS))
     saved = weakref.WeakSet()
 
-    class Noted(_Kept):
+    class Noted(Kept):
         def __init__(self, tensor):
             super().__init__(tensor)
             saved.add(self)
 
-    # At these levels the model's own hooks get all tensors that its layers keep, and wrap them in _Kept
+    # At these levels the model's own hooks get all tensors that its layers keep, and wrap them in Kept
     # objects.
     with as_on_a_gpu(), LiveBytes(zero=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_memory, "_Kept", Noted)
+        patch.setattr(activation_memory, "Kept", Noted)
         loss = model(ids, labels=ids).loss
     assert loss.requires_grad
     parameters = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}

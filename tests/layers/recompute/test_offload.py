@@ -83,7 +83,7 @@ def test_two_calls_may_precede_their_backward_passes(device, make_model):
 
 def test_the_backward_pass_of_a_layer_prefetches_the_previous_one(make_model, monkeypatch):
     log = []
-    fetch, get = offload._OnHost.fetch, offload._OnHost.get
+    fetch, get = offload.OnHost.fetch, offload.OnHost.get
 
     def noted(name, function):
         def run(kept):
@@ -94,8 +94,8 @@ def test_the_backward_pass_of_a_layer_prefetches_the_previous_one(make_model, mo
         return run
 
     numbers: dict[int, int] = {}
-    monkeypatch.setattr(offload._OnHost, "fetch", noted("fetch", fetch))
-    monkeypatch.setattr(offload._OnHost, "get", noted("get", get))
+    monkeypatch.setattr(offload.OnHost, "fetch", noted("fetch", fetch))
+    monkeypatch.setattr(offload.OnHost, "get", noted("get", get))
     model = make_model(4, activation_memory=["offload", "lean", "offload", "offload"])
     gradients(model, batch("cpu"))
     # The input of the last layer was not released in between.
