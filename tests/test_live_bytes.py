@@ -191,15 +191,17 @@ class Found:
     planned: int
 
 
-def measure(made: Made, tokens: int, level: str) -> Found:
-    made.decoder.set_activation_memory(level)
+def measure(made: Made, tokens: int, level: str, first: str | None = None) -> Found:
+    """Measure a step at a level, with the first layer at another."""
+    layers = made.decoder.layers
+    levels = [first or level, *[level] * (len(layers) - 1)]
+    made.decoder.set_activation_memory(levels)
     offload.drop_unused_buffers()
     made.model.zero_grad()
-    layers = made.decoder.layers
     promised = sum(layer.activation_bytes(level, DTYPE.itemsize) for layer in layers)
     promised += made.adapter_bytes * len(layers) * (level not in RERUN)
     step = Step(1, tokens, optimizer_bytes=0, **made.step)
-    planned = StepMemory(made.planned or made.decoder, step).plan([level] * len(layers)).peak
+    planned = StepMemory(made.planned or made.decoder, step).plan(levels).peak
     with LiveBytes([*made.model.parameters(), *made.model.buffers()], zero=True) as live:
         loss = made.call(tokens)
         kept = live.now
@@ -277,6 +279,19 @@ def test_a_step_keeps_what_its_level_promises_and_needs_what_is_planned(name, le
     # Under a dispatch mode torch adds gradients out of place: a stream more, of at most 64 in bfloat16. A
     # plan leaves out numbers by token, such as norms' statistics, which at such widths are percents.
     assert found.slope <= 1.03 * found.planned + 64 * 2 + 16
+
+
+def test_what_a_layer_saves_on_the_host_is_away_until_soon_before_its_backward_pass():
+    with surroundings():
+        made = COMPOSITIONS["full, dense"](6)
+        at = {(t, first): measure(made, t, "lean", first) for t in TOKENS for first in (None, "lean@host")}
+    few, many = TOKENS
+    saved = (many - few) * made.decoder.layers[0].activation_bytes("lean", DTYPE.itemsize)
+    for what in ("kept", "peak", "planned"):
+        grown = {first: getattr(at[many, first], what) - getattr(at[few, first], what) for _, first in at}
+        # Numbers by token, such as norms' statistics, stay.
+        assert 0.97 * saved <= grown[None] - grown["lean@host"] <= saved
+    assert at[many, "lean@host"].after <= at[many, None].after
 
 
 # What is tested elsewhere.

@@ -9,7 +9,7 @@ from liger_models.layers.recompute.activation_memory import (
     LEVELS,
 )
 
-MIXED = ["checkpoint", "lean", "mlp"]
+MIXED = ["checkpoint", "lean@host", "mlp"]
 
 
 CHOICES = [*LEVELS, MIXED]

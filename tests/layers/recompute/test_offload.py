@@ -62,11 +62,12 @@ def test_buffers_are_reused_and_released(device, make_model, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_calls_may_precede_their_backward_passes(device, make_model):
-    model = make_model(activation_memory="checkpoint").to(device)
+@pytest.mark.parametrize(("here", "there"), [("checkpoint", "offload"), ("lean", "lean@host")])
+def test_two_calls_may_precede_their_backward_passes(here, there, device, make_model):
+    model = make_model(6, activation_memory=here).to(device)
     batches = batch(device, 1), batch(device, 2, seed=1)
     expected = gradients(model, *batches)
-    model.set_activation_memory("offload")
+    model.set_activation_memory(there)
     assert same(gradients(model, *batches), expected)
     # In the other order, with each graph used twice.
     model.zero_grad()
@@ -110,13 +111,14 @@ def test_without_gradients_nothing_is_copied(make_model):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_modified_input_is_refused(device, make_model):
+@pytest.mark.parametrize(("level", "saved"), [("offload", 0), ("lean@host", 1)])
+def test_a_modified_input_is_refused(level, saved, device, make_model):
     """The copy of it may have been on its way."""
 
     def edit(module, args):
-        args[0].mul_(1.5)
+        args[saved].mul_(1.5)
 
-    model = make_model(activation_memory="offload").to(device)
+    model = make_model(activation_memory=level).to(device)
     model.layers[1].register_forward_pre_hook(edit)
     ids = batch(device)
     loss = model(ids, labels=ids).loss

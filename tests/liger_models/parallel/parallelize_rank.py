@@ -20,7 +20,7 @@ import liger_models
 from liger_models import LigerModelsError, ParallelDims, parallelize
 from liger_models.losses import shared_prompts
 
-LEVELS = ["lean", "checkpoint", "mlp"]  # for the layers, in turn
+LEVELS = ["lean@host", "checkpoint", "mlp"]  # for the layers, in turn
 CASES = {
     "llama": None,
     "gemma2": ParallelDims(),
