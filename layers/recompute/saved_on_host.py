@@ -47,7 +47,7 @@ class SavedOnHost:
 
     def __init__(self, layer: Any, others: Iterable[Tensor]):
         self._modules: list[nn.Module] = [layer, *layer.borrowed]
-        self._others = {_address(tensor) for tensor in others}
+        self._others = {_memory_of(tensor) for tensor in others}
         self._saved: list[weakref.ref[_Saved]] = []
         self._memories: list[weakref.ref[OnHost]] = []
         self._following = 0  # layers that have run since
@@ -61,7 +61,7 @@ class SavedOnHost:
         groups: dict[Any, list[_Saved]] = {}
         for saved in _living(self._saved):
             tensor = saved.kept.get()
-            groups.setdefault((_address(tensor), tensor.dtype), []).append(saved)
+            groups.setdefault((_memory_of(tensor), tensor.dtype), []).append(saved)
         for group in groups.values():
             tensor = group[0].kept.get().detach()
             count = tensor.untyped_storage().nbytes() // tensor.itemsize
@@ -108,8 +108,8 @@ class SavedOnHost:
             return False
         if tensor.untyped_storage().nbytes() < _LEAST:
             return False
-        stay = {_address(p) for module in self._modules for p in (*module.parameters(), *module.buffers())}
-        return _address(tensor) not in stay | self._others
+        stay = {_memory_of(p) for module in self._modules for p in (*module.parameters(), *module.buffers())}
+        return _memory_of(tensor) not in stay | self._others
 
 
 class _Saved(Kept):
@@ -136,8 +136,9 @@ def _living(references: Iterable[weakref.ref[T]]) -> list[T]:
     return [found for reference in references if (found := reference()) is not None]
 
 
-def _address(tensor: Tensor) -> int | None:
+def _memory_of(tensor: Tensor) -> int | None:
+    """Identifies a living tensor's memory."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # a wrapper without memory of its own, such as a DTensor
         return None
