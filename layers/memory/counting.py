@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
 from liger_models.layers.memory import adapters, frozen
-from liger_models.layers.memory.choosing import back_again, cheapest_plan, not_yet_away
+from liger_models.layers.memory.choosing import OPERATIONS_OF_A_COPY, back_again, cheapest_plan, not_yet_away
 from liger_models.layers.memory.encoders import EncoderCosts, costs_of, inputs_of, trains
 from liger_models.layers.memory.further_tokens import ModuleCosts
 from liger_models.layers.memory.gathered import Gathered
@@ -75,9 +75,11 @@ class StepMemory:
         own, of_encoder = tuple(levels[first:]), tuple(levels[:first])
         return Plan(own, peak, moment, parts, share, budget, host, host_budget, of_encoder)
 
-    def choose_levels(self, budget: int, host_budget: int | None = None) -> Plan:
+    def choose_levels(
+        self, budget: int, host_budget: int | None = None, operations_of_a_copy: float = OPERATIONS_OF_A_COPY
+    ) -> Plan:
         """The levels with the least recomputation among those with which the step fits: `cheapest_plan`."""
-        return cheapest_plan(self, budget, host_budget)
+        return cheapest_plan(self, budget, host_budget, operations_of_a_copy)
 
     def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         room = self.stages[-1].at_end if levels[-1] == "lean" else 0

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from liger_models.convert.sizes import parse_size
+from liger_models.layers.memory.choosing import OPERATIONS_OF_A_COPY
 from liger_models.layers.memory.counting import StepMemory
 from liger_models.layers.memory.own_parts import own_bytes, own_elements
 from liger_models.layers.memory.pictures import NOTHING, Shown, shown_by
@@ -85,11 +86,12 @@ class FittingLevels:
             budget = self.budget - (self._others(model, device) if self._has_state else 0)
         # Recorded layers copy nothing to the host.
         host_budget = host_memory_left() if getattr(model, "recorded", None) is None else 0
+        of_a_copy = _operations_of_a_copy(device) if host_budget else OPERATIONS_OF_A_COPY
         if shared:
-            numbers = [tokens, -budget, -host_budget, *astuple(shown), *astuple(heard)]
+            numbers = [tokens, -budget, -host_budget, of_a_copy, *astuple(shown), *astuple(heard)]
             agreed = torch.tensor(numbers, device=device)
             torch.distributed.all_reduce(agreed, torch.distributed.ReduceOp.MAX)
-            tokens, budget, host_budget, *sizes = agreed.tolist()
+            tokens, budget, host_budget, of_a_copy, *sizes = agreed.tolist()
             half = len(sizes) // 2
             budget, host_budget = -budget, -host_budget
             shown, heard = Shown(*sizes[:half]), Shown(*sizes[half:])
@@ -107,7 +109,7 @@ class FittingLevels:
         )
         before, self.tokens, self.shown, self.heard = self.plan, tokens, shown, heard
         counted = StepMemory(model, step)
-        self.plan = counted.choose_levels(budget, host_budget)
+        self.plan = counted.choose_levels(budget, host_budget, of_a_copy)
         for layer, level in zip(model.layers, self.plan.levels, strict=True):
             layer.set_activation_memory(level)
         levels = list(self.plan.encoder_levels)
@@ -150,6 +152,27 @@ class FittingLevels:
             return False
         self._has_state = True
         return True
+
+
+def _operations_of_a_copy(device: torch.device) -> int:
+    """Matrix operations in the time in which this GPU copies a byte to the host, measured."""
+    if device.type != "cuda":
+        return OPERATIONS_OF_A_COPY
+    size, times = 4096, []
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        x = torch.arange(size * size, dtype=torch.float32, device=device).sin().bfloat16().view(size, size)
+        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        for work in (lambda: x @ x, lambda: there.copy_(x, non_blocking=True)):
+            work()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(torch.cuda.current_stream(device))
+            for _ in range(4):
+                work()
+            end.record(torch.cuda.current_stream(device))
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    product, copy = times
+    return int(2 * size**3 / product * copy / x.nbytes)
 
 
 def _versions(model: Planned) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from planned_models import GIB, LLAMA_1B, TINY, shared_on_meta
+from planned_models import GIB, LLAMA_1B, LLAMA_8B, TINY, shared_on_meta
 
 import liger_models
 from liger_models.cli import main
@@ -62,6 +63,20 @@ def test_long_sequences_without_host_memory_go_in_tiles_and_else_to_the_host():
     # A short sequence is a single tile, which costs no less than all tokens at once.
     short = StepMemory(shared_on_meta(LLAMA_1B), Step(1, 4096))
     assert short.plan(["tiled"] * 16).peak == short.plan(["checkpoint"] * 16).peak
+
+
+def test_some_layers_save_on_the_host_where_their_copies_are_hidden():
+    memory = StepMemory(shared_on_meta(LLAMA_8B | {"num_hidden_layers": 12}), Step(4, 4096))
+    budget = memory.plan(["lean"] * 12).peak - GIB
+    chosen, without = memory.choose_levels(budget, 64 * GIB), memory.choose_levels(budget)
+    assert chosen.fits
+    assert [i for i, level in enumerate(chosen.levels) if level == "lean@host"] == [0, 4]
+    assert chosen.repeated < without.repeated
+    assert 1 <= chosen.host / (2 * memory.layers[0].kept["lean"]) < 1.01  # in whole buffers
+    assert "but lean@host in 0, 4; " in str(chosen)
+    # Unless they take more than half of the host's memory, or the bus is slow.
+    assert memory.choose_levels(budget, int(1.9 * chosen.host)).levels.count("lean@host") == 1
+    assert memory.choose_levels(budget, 64 * GIB, 20_000) == replace(without, host_budget=64 * GIB)
 
 
 def test_the_state_of_adapters_is_that_of_their_dtype():
