@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from night import ALWAYS, UNKNOWN
+from night.in_turn import IN_TURN, values_in_turn
 
 
 def test_every_case_that_always_runs_exists(request):
@@ -15,15 +16,26 @@ def test_every_case_that_always_runs_exists(request):
     assert {test: cases for test, cases in unknown.items() if cases} == {}
 
 
-@pytest.mark.parametrize("test", ALWAYS)
+@pytest.mark.parametrize("test", [*ALWAYS, *IN_TURN])
 def test_every_test_of_the_table_exists(test):
     path, _, name = test.partition("::")
     source = (Path(__file__).parents[1] / path).read_text()
     assert f"def {name.split('::')[-1]}(" in source
 
 
+def test_every_value_taken_in_turn_is_taken(request):
+    """Of the files that this run collects."""
+    if request.config.getoption("keyword"):
+        pytest.skip("-k leaves out cases")
+    taken: dict[str, set[tuple[int, ...]]] = {}
+    for item in request.session.items:
+        if (values := values_in_turn(item)) is not None:
+            taken.setdefault(item.nodeid.partition("[")[0], set()).add(values)
+    assert {test: found for test, found in taken.items() if len(found) == 1} == {}
+
+
 MOST = 200  # cases of a test: one for each family, and for each published config
-MORE = {"tests/architectures/test_parity.py::test_every_variant_agrees": 450}  # whatever a family reads
+MORE = {"tests/architectures/test_parity.py::test_every_variant_agrees": 300}  # whatever a family reads
 
 
 def test_no_test_always_has_more_cases_than_there_are_families(request):

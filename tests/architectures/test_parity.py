@@ -52,12 +52,14 @@ def every(table, mark_of=lambda family, name: None):
 
 def mark_of_variant(family, name):
     """The usual variants are compared in one config, and registrations' own of one name, such as "in groups",
-    in the first two families that have it.
+    in the first two families that have it: by day in families that together have every setting.
     """
     if name in OF_LAYERS:
         return of_layers
     in_one = name in usual(family) and together(family)
-    return of_layers("alone") if in_one or family in families_with(name)[2:] else None
+    if in_one or family in families_with(name)[2:]:
+        return of_layers("alone")
+    return None if name == "as_is" else of_layers("settings")
 
 
 @functools.cache
@@ -70,7 +72,7 @@ def families_with(name):
     ("family", "changes"),
     [
         *every(variants, mark_of_variant),
-        *every(lambda family: {"together": together(family)} if together(family) else {}),
+        *every(lambda family: {"together": together(family)} if together(family) else {}, mark_of_variant),
     ],
 )
 def test_every_variant_agrees(family, changes, make_pair, failures, all_families):
@@ -85,10 +87,10 @@ def test_every_variant_agrees(family, changes, make_pair, failures, all_families
 
 
 def mark_of_rope(family, name):
-    """Families read rope types with common code: some have them all, and the others one in turn."""
+    """Families read rope types with common code: some have them all, and others one in turn."""
     in_turn = ROPES_IN_TURN[list_architectures().index(family) % 5]
     own = in_turn if in_turn in rope_types(family) else "default"
-    return of_layers("rotations") if name != own else None
+    return of_layers("rotations" if name != own else "settings")
 
 
 @pytest.mark.parametrize(("family", "spellings"), every(rope_types, mark_of_rope))

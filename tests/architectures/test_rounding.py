@@ -26,6 +26,7 @@ def differing(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found != expected).float().mean().item()
 
 
+@pytest.mark.of_layers("settings")
 @torch.no_grad()
 def test_norms_round_where_the_reference_rounds(family, rounded_pair):
     """Each norm against the reference's module of the same name, and against another order of casts."""

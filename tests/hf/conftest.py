@@ -21,7 +21,7 @@ from liger_models.architectures import find_architecture
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "architectures")]
 
 from hf_pairs import Both
-from pairs import reference_class, skip_groups_normalised_together
+from pairs import reference_class, scan_short_chunks, skip_groups_normalised_together
 from representatives import leave_layers_to, representatives
 
 
@@ -75,6 +75,7 @@ def make_both(hf, tmp_path) -> Callable[..., Both]:
         tiny = {"pad_token_id": None, **find_architecture(family).tiny, **changes}
         config = transformers.AutoConfig.for_model(**tiny)
         # Its other implementations of attention ignore softcap in some versions.
+        scan_short_chunks(config)
         make_theirs = theirs.from_config if theirs is auto else theirs._from_config
         reference = make_theirs(config, attn_implementation="eager")
         skip_groups_normalised_together(reference, config)

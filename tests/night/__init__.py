@@ -1,8 +1,9 @@
 """Cases that `make test` leaves to the nightly run, `make test FAMILIES=all`.
 
 They show again, with another family, setting or size, what a case that stays shows of the same code. Each
-entry names a test and the cases of it that always run; none means that the whole test waits for the night. A
-case that is asked for by its name (`pytest FILE::TEST[CASE]`) always runs.
+entry names a test and the cases of it that always run; none means that the whole test waits for the night. In
+in_turn.py an entry names a parameter whose values are taken in turn. A case that is asked for by its name
+(`pytest FILE::TEST[CASE]`) always runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from night import audio, families, in_transformers, kernels, others, training, vision
+from night.in_turn import out_of_turn
 from night.kernels import OPTIONS, WITH_ONE_OPTION
 
 ALWAYS = {
@@ -30,7 +32,7 @@ def leave_to_the_night(config: pytest.Config, items: list[Any]) -> None:
     if config.getoption("--all-families") or any("[" in argument for argument in config.args):
         return
     found: dict[str, set[str]] = {}
-    left_out = []
+    left_out = out_of_turn(items)
     for item in items:
         test, _, case = item.nodeid.partition("[")
         if test in ALWAYS:

@@ -14,17 +14,14 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "deepseek_v3-r=4,experts",
         "gpt_oss-r=3,targets=q_proj,experts",
     ),
-    f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (
-        "r=4,dropout=0.2-checkpoint",
-    ),
-    f"{TRAINING}/test_lora.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": ("nf4",),
-    f"{TRAINING}/test_commands_of_pages.py::test_every_command_runs": (
-        "README.md",
-        "first_steps.md",
-        "training.md",
-        "quantised.md",
-    ),
-    f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("0-2", "2-15"),
+    # By day a whole model is resumed after signals, and adapters after a run that was too short.
+    f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (),
+    # By day test_host_weights.py takes steps with weights in host memory.
+    f"{TRAINING}/test_lora.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": (),
+    f"{TRAINING}/test_commands_of_pages.py::test_every_command_runs": ("README.md", "training.md"),
+    f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("2-15",),
+    # By day grpo_runs are trained until their rewards rise, too.
+    f"{TRAINING}/test_examples.py::test_the_reward_of_grpo_in_a_loop_rises": (),
     f"{TRAINING}/test_objectives.py::test_a_resumed_run_gives_the_same_bits": ("kto",),
     f"{TRAINING}/test_objectives.py::test_trained_rewards_match_transformers": ("r=4",),
     f"{TRAINING}/test_added_tokens.py::test_a_run_learns_new_tokens_and_exports_them": ("True",),
@@ -37,7 +34,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "training_state/tensors.safetensors",
     ),
     f"{TRAINING}/test_images_in_answers.py::"
-    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": ("dpo", "kto"),
+    "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": ("dpo",),
     f"{MODELS}/parallel/test_sequences.py::test_two_ranks_equal_one_process": (
         "GQA, documents",
         "one head of keys, padding",
@@ -85,7 +82,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{MODELS}/quantised/test_shards.py::test_ranks_read_and_save_the_bytes_of_the_whole_model": ("3",),
     f"{MODELS}/test_cards.py::test_families_are_measured_on_all_devices_by_the_benchmarks": (),
     f"{MODELS}/test_host_weights.py::test_a_step_has_the_same_bits_and_holds_two_layers_at_a_time": (
-        *("all-True", "lean-False", "mlp-True", "checkpoint-False", "tiled-True", "offload-False"),
+        *("all-True", "lean-False", "checkpoint-False", "tiled-True"),
     ),
     f"{MODELS}/quantised/test_transformers.py::test_our_classes_are_loaded_dense_by_transformers": (
         "dtype0-mxfp4",
@@ -112,5 +109,6 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{TRAINING}/test_sharded_runs.py::test_objectives_are_means_over_all_ranks": (
         *("dpo", "reward", "frozen", "adapters"),
     ),
+    f"{MODELS}/test_presets.py::test_a_preset_can_be_resized_for_a_small_tokenizer": ("llama-demo",),
     f"{MODELS}/test_vocabulary.py::test_configs_of_all_families_say_the_new_size": NAMED,
 }

@@ -20,6 +20,18 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         *(f"{family}-counted" for family in ("glm46v", "glm4v_moe", "glm_ocr", "qwen2_vl", "qwen3_5")),
         *(f"{family}-counted" for family in ("qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")),
     ),
+    f"{VISION}/test_given_positions.py::test_given_positions_work_with_padding": (
+        *("ernie4_5_vl_moe", "glm4v", "qwen2_5_vl", "qwen3_5", "qwen3_vl"),
+    ),
+    **{
+        f"{VISION}/test_answers.py::test_{name}": (
+            *("aria", "gemma4", "hunyuan_vl", "llava_next", "mllama", "step3p7"),
+        )
+        for name in (
+            "scores_equal_those_of_separate_sequences",
+            "labelled_answers_are_split_into_separate_calls",
+        )
+    },
     f"{VISION}/test_mistral_large4.py::test_another_value_of_any_field_of_its_text_part_is_noticed": (),
     f"{VISION}/test_parity.py::test_every_level_of_activation_memory_gives_the_same_gradients": (
         *("aya_vision", "gemma4", "lighton_ocr", "llama4", "llava_next", "mllama", "muse_glimmer", "qwen3_5"),
