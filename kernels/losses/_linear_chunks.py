@@ -265,7 +265,9 @@ def part_of(values: Tensor | None, chunk: slice | Tensor) -> Tensor | None:
 
 
 def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: int | None) -> Tensor | None:
-    """Indices of the rows to process; None for all. IndexError for a label outside the vocabulary."""
+    """Indices of the rows to process; None for all, also where so few have no label that their products take
+    less time than copies without them. IndexError for a label outside the vocabulary.
+    """
     if num_valid is None and labels.is_cuda and torch.cuda.is_current_stream_capturing():
         return None
     if num_valid is None or not on_gpu(labels):
@@ -279,7 +281,7 @@ def valid_rows(labels: Tensor, vocab_size: int, ignore_index: int, num_valid: in
         num_valid = counted
     if not 0 <= num_valid <= len(labels):
         raise ValueError(f"num_valid is {num_valid}; expected 0 to {len(labels)}, the number of labels")
-    if num_valid == len(labels):
+    if len(labels) - num_valid <= len(labels) // 128:
         return None
     # A stable sort moves the valid rows to the front in order; unlike nonzero it does not synchronise.
     return torch.sort(labels == ignore_index, stable=True).indices[:num_valid]

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import ROCM, ceil_div, jit, next_power_of_2, on_device_of, tl, use_triton
+from liger_models.kernels.recurrent._chunk_tiles import segment_size
 
 CHUNK = 64
-SEGMENT = 64 * CHUNK  # tokens of a document per pass of the states; independent of the other documents
+SEGMENT = 64 * CHUNK  # the least tokens of a document per pass of the states
 
 
 class ChunkTable(NamedTuple):
@@ -26,7 +27,8 @@ class ChunkTable(NamedTuple):
             would leave most of a GPU idle.
         first_segments: [documents] int32, the number of each document's first segment.
         boundaries: upper bound of the number of segments that follow another of their document.
-        segment: tokens of a segment.
+        segment: tokens of a segment of a document of few segments.
+        most: the number of segments from which on longer documents have longer ones: `tokens_of_segment`.
     """
 
     cu_seqlens: Tensor
@@ -35,14 +37,30 @@ class ChunkTable(NamedTuple):
     first_segments: Tensor
     boundaries: int
     segment: int
+    most: int
 
 
-def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) -> ChunkTable:
-    """Compute the chunks and segments of documents in one kernel, without synchronising with the device."""
+def tokens_of_segment(length: int, most: int) -> int:
+    """Tokens of a segment of a document of this length.
+
+    From `most` segments on, a longer document has longer segments: joining them takes time for each, and all
+    but the last are passed twice. Only the document and the number of heads count, so that it has the same
+    bits alone and packed, on any GPU.
+    """
+    return SEGMENT * max(length // (most * SEGMENT), 1)
+
+
+def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, heads: int) -> ChunkTable:
+    """Compute the chunks and segments of documents in one kernel, without synchronising with the device.
+
+    heads: of the states. Their programs, one or more for each segment, should keep a large GPU busy.
+    """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    documents, boundaries = len(cu_seqlens) - 1, max(tokens - 1, 0) // SEGMENT
+    most = max(ceil_div(_PROGRAMS, max(heads, 1)), 4)
+    documents = len(cu_seqlens) - 1
+    boundaries = max(tokens - 1, 0) // (tokens_of_segment(tokens, most) if documents == 1 else SEGMENT)
     chunks, count = tokens // CHUNK + documents, boundaries + documents
     ranges = torch.empty(2, chunks, dtype=torch.int32, device=device)
     segments = torch.empty(5, count, dtype=torch.int32, device=device)
@@ -58,13 +76,15 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device) ->
                 chunks,
                 count,
                 SEGMENT=SEGMENT,
+                MOST=most,
                 PIECES=_PIECES,
                 DOCUMENTS=64,
                 num_warps=4,
             )
-    return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT)
+    return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT, most)
 
 
+_PROGRAMS = 128  # per document
 _PIECES = 32  # chunks or segments per program
 
 
@@ -78,17 +98,18 @@ def table_kernel(
     chunks,
     count,
     SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
     PIECES: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):
     """Go through all documents and find this program's chunks or segments."""
     piece = tl.program_id(0) * PIECES + tl.arange(0, PIECES)
     of_segments = tl.program_id(1) == 1
-    size = tl.where(of_segments, SEGMENT, 64)
     opening = tl.zeros([PIECES], tl.int32)
     ending = tl.zeros([PIECES], tl.int32)
     nth = tl.zeros([PIECES], tl.int32)  # document + 1, 0 for none
     chunk = tl.zeros([PIECES], tl.int32)
+    size = tl.zeros([PIECES], tl.int32)
     pieces_before = 0
     chunks_before = 0
     for begin in range(0, documents, DOCUMENTS):
@@ -97,7 +118,8 @@ def table_kernel(
         first = tl.load(cu_seqlens + document, exists, 0)
         end = tl.load(cu_seqlens + document + 1, exists, 0)
         chunk_counts = (end - first + 63) // 64
-        segment_counts = tl.where(exists, tl.maximum((end - first + SEGMENT - 1) // SEGMENT, 1), 0)
+        segment = segment_size(end - first, SEGMENT, MOST)
+        segment_counts = tl.where(exists, tl.maximum((end - first + segment - 1) // segment, 1), 0)
         piece_counts = tl.where(of_segments, segment_counts, chunk_counts)
         last_pieces = pieces_before + tl.cumsum(piece_counts, 0)
         first_pieces = last_pieces - piece_counts
@@ -105,20 +127,22 @@ def table_kernel(
         tl.store(first_segments + document, first_pieces, exists & of_segments & (tl.program_id(0) == 0))
         within = piece[:, None] - first_pieces[None, :]
         found = (within >= 0) & (piece[:, None] < last_pieces[None, :])
-        opening += tl.sum(tl.where(found, first[None, :] + within * size, 0), 1)
+        tokens = tl.where(of_segments, segment, 64)[None, :]
+        opening += tl.sum(tl.where(found, first[None, :] + within * tokens, 0), 1)
         ending += tl.sum(tl.where(found, end[None, :], 0), 1)
         nth += tl.sum(tl.where(found, document[None, :] + 1, 0), 1)
-        chunk += tl.sum(tl.where(found, first_chunks[None, :] + within * (SEGMENT // 64), 0), 1)
+        chunk += tl.sum(tl.where(found, first_chunks[None, :] + within * (tokens // 64), 0), 1)
+        size += tl.sum(tl.where(found, tokens, 0), 1)
         pieces_before += tl.sum(piece_counts, 0)
         chunks_before += tl.sum(chunk_counts, 0)
     if of_segments:
         inside = piece < count
         tl.store(segments + piece, nth - 1, inside)
         tl.store(segments + count + piece, opening, inside)
-        tl.store(segments + 2 * count + piece, tl.minimum(opening + SEGMENT, ending), inside)
+        tl.store(segments + 2 * count + piece, tl.minimum(opening + size, ending), inside)
         tl.store(segments + 3 * count + piece, chunk, inside)
-        length = tl.minimum(ending - opening, SEGMENT)
-        longer = _count_before(cu_seqlens, documents, piece, length, SEGMENT, DOCUMENTS)
+        length = tl.minimum(ending - opening, size)
+        longer = _count_before(cu_seqlens, documents, piece, length, SEGMENT, MOST, DOCUMENTS)
         tl.store(segments + 4 * count + tl.where(nth > 0, longer, piece), piece, inside)
     else:
         inside = piece < chunks
@@ -127,7 +151,15 @@ def table_kernel(
 
 
 @jit
-def _count_before(cu_seqlens, documents, piece, length, SEGMENT: tl.constexpr, DOCUMENTS: tl.constexpr):
+def _count_before(
+    cu_seqlens,
+    documents,
+    piece,
+    length,
+    SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):
     """The number of segments that are longer than each of `piece`, or as long and before it."""
     counted = tl.zeros(piece.shape, tl.int32)
     before = 0
@@ -136,11 +168,13 @@ def _count_before(cu_seqlens, documents, piece, length, SEGMENT: tl.constexpr, D
         exists = document < documents
         first = tl.load(cu_seqlens + document, exists, 0)
         size = tl.load(cu_seqlens + document + 1, exists, 0) - first
-        whole = tl.where(exists, tl.maximum((size + SEGMENT - 1) // SEGMENT, 1) - 1, 0)  # all but the last
+        segment = segment_size(size, SEGMENT, MOST)
+        whole = tl.where(exists, tl.maximum((size + segment - 1) // segment, 1) - 1, 0)  # all but the last
         last = before + tl.cumsum(whole + exists.to(tl.int32), 0) - 1  # its number
         earlier = tl.maximum(tl.minimum(piece[:, None] - (last - whole)[None, :], whole[None, :]), 0)
-        counted += tl.sum(tl.where(length[:, None] < SEGMENT, whole[None, :], earlier), 1)
-        rest = (size - whole * SEGMENT)[None, :]
+        longer, as_long = length[:, None] < segment[None, :], length[:, None] == segment[None, :]
+        counted += tl.sum(tl.where(longer, whole[None, :], tl.where(as_long, earlier, 0)), 1)
+        rest = (size - whole * segment)[None, :]
         precedes = (rest > length[:, None]) | ((rest == length[:, None]) & (last[None, :] < piece[:, None]))
         counted += tl.sum((precedes & exists[None, :]).to(tl.int32), 1)
         before += tl.sum(whole + exists.to(tl.int32), 0)

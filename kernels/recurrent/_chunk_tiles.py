@@ -10,6 +10,12 @@ from liger_models.kernels._dispatch import jit, tl
 
 
 @jit
+def segment_size(length, SEGMENT: tl.constexpr, MOST: tl.constexpr):
+    """Tokens of a segment of documents of this length: see `_chunk_table.tokens_of_segment`."""
+    return SEGMENT * tl.maximum(length // (MOST * SEGMENT), 1)
+
+
+@jit
 def segment_of(segments, count, cu_seqlens):
     """A program's segment, the longest first: its document (-1 if there is no such segment), first token, end
     and first chunk; the document's first token and end; the number of the boundary after the segment.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels.recurrent._chunk_tiles import segment_size
 
 
 @jit
@@ -17,6 +18,7 @@ def boundaries_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
     PRECISION: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
@@ -25,7 +27,7 @@ def boundaries_kernel(
     """
     head, document = tl.program_id(1), tl.program_id(2)
     length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)
-    inner = (length - 1) // SEGMENT  # boundaries within the document
+    inner = (length - 1) // segment_size(length, SEGMENT, MOST)  # boundaries within the document
     first = (tl.load(first_segments + document) - document).to(tl.int64)
     key, from_key = tl.arange(0, BLOCK_K)[:, None], tl.arange(0, BLOCK_K)[None, :]
     column = (tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V))[None, :]
@@ -53,6 +55,7 @@ def decayed_boundaries_kernel(
     heads,
     size,
     SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
     BACK: tl.constexpr,
 ):
@@ -61,7 +64,7 @@ def decayed_boundaries_kernel(
     """
     head, document = tl.program_id(1), tl.program_id(2)
     length = tl.load(cu_seqlens + document + 1) - tl.load(cu_seqlens + document)
-    inner = (length - 1) // SEGMENT  # boundaries within the document
+    inner = (length - 1) // segment_size(length, SEGMENT, MOST)  # boundaries within the document
     first = (tl.load(first_segments + document) - document).to(tl.int64)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     state = tl.zeros([BLOCK], tl.float32)

@@ -6,7 +6,8 @@ boundaries between segments then gives the states there, from which all segments
 and M are kept for the backward pass. Gradients take the same path back, through M^T. No chain is longer than
 a segment, for documents of any length.
 
-Segment boundaries depend only on the document, so that packed documents equal separate ones bit for bit.
+Segment boundaries depend only on the document and the number of heads (`_chunk_table.tokens_of_segment`), so
+that packed documents equal separate ones bit for bit.
 """
 
 from __future__ import annotations
@@ -206,6 +207,7 @@ def _join(
         BLOCK_K=block_of_keys(dk),
         BLOCK_V=block,
         SEGMENT=table.segment,
+        MOST=table.most,
         PRECISION=product_precision(dtype),
         REVERSE=reverse,
         num_warps=8,

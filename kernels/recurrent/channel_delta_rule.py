@@ -70,7 +70,7 @@ def channel_delta_rule(
     """
     _check(q, k, v, f, b, A_log, dt_bias, lower_bound, cu_seqlens, state)
     if use_chunks(q, v, k, f, b, A_log, dt_bias, state):
-        table = chunk_table(cu_seqlens, len(q), q.device)
+        table = chunk_table(cu_seqlens, len(q), q.device, v.shape[1])
         return ChannelDeltaRule.apply(
             q, k, v, f, b, A_log, dt_bias, state, table, lower_bound, beta_scale, L2_EPS
         )

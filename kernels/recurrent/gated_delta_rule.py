@@ -64,7 +64,7 @@ def gated_delta_rule(
     """
     _check(q, k, v, a, b, A_log, dt_bias, cu_seqlens, state)
     if use_chunks(q, v, k, a, b, A_log, dt_bias, state):
-        table = chunk_table(cu_seqlens, len(q), q.device)
+        table = chunk_table(cu_seqlens, len(q), q.device, v.shape[1])
         return GatedDeltaRule.apply(q, k, v, a, b, A_log, dt_bias, state, table, beta_scale, L2_EPS)
     return as_once_differentiable(
         *gated_delta_rule_plain(q, k, v, a, b, A_log, dt_bias, beta_scale, cu_seqlens, state)

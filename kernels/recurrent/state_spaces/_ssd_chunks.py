@@ -348,6 +348,7 @@ def _chunk_grads(
         **sizes | {"BLOCK_N": block, "TENSOR_MEMORY": tensor_memory},
         LAST=tiled,
         SEGMENT=table.segment,
+        MOST=table.most,
         **_options("head", own),
     )
 
@@ -434,6 +435,7 @@ def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, back: boo
         heads,
         size,
         SEGMENT=table.segment,
+        MOST=table.most,
         BLOCK=block,
         BACK=back,
         num_warps=4,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
     rows_of,
+    segment_size,
     softplus,
     store_numbers,
     store_strided_rows,
@@ -95,15 +96,24 @@ def group_grads_kernel(
 
 
 @jit
-def _last_chunk(document, cu_seqlens, segments, first_segments, segment_count, SEGMENT: tl.constexpr):
+def _last_chunk(
+    document,
+    cu_seqlens,
+    segments,
+    first_segments,
+    segment_count,
+    SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
+):
     """The first token, the number of tokens and the number of a document's last chunk if it is not full, else
     of no tokens.
     """
     end = tl.load(cu_seqlens + document + 1)
     length = end - tl.load(cu_seqlens + document)
     before = tl.maximum(length - 1, 0)  # tokens before the last
-    segment = tl.load(first_segments + document) + before // SEGMENT
-    chunk = tl.load(segments + 3 * segment_count + segment) + before % SEGMENT // 64
+    size = segment_size(length, SEGMENT, MOST)
+    segment = tl.load(first_segments + document) + before // size
+    chunk = tl.load(segments + 3 * segment_count + segment) + before % size // 64
     return end - length % 64, length % 64, chunk
 
 
@@ -181,6 +191,7 @@ def head_grads_kernel(
     TENSOR_MEMORY: tl.constexpr,
     LAST: tl.constexpr,
     SEGMENT: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """Write a head's dX, dG, dd and the chunk's dD. Tiles of scores are transposed: their rows are keys.
 
@@ -189,7 +200,9 @@ def head_grads_kernel(
     """
     nth, local = tl.program_id(0) // held, tl.program_id(0) % held
     if LAST:
-        start, count, nth = _last_chunk(nth, cu_seqlens, segments, first_segments, segment_count, SEGMENT)
+        start, count, nth = _last_chunk(
+            nth, cu_seqlens, segments, first_segments, segment_count, SEGMENT, MOST
+        )
     else:
         start = tl.load(ranges + nth)
         count = tl.load(ranges + chunks + nth) - start

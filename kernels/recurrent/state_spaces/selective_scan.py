@@ -143,7 +143,7 @@ class _SelectiveScan(torch.autograd.Function):
         ctx.save_for_backward(*operands)
         ctx.table = None
         if use_triton(*tensors):
-            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device)
+            ctx.table = chunk_table(cu_seqlens, len(tensors[0]), tensors[0].device, 1)
             with_table: list[Any] = [*tensors, ctx.table]
             return run(*with_table)
         return selective_scan_plain(*operands)

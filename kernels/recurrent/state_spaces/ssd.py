@@ -71,7 +71,7 @@ def ssd(
     """
     _check(x, dt, B, C, (A_log, D, dt_bias), cu_seqlens, state)
     if max(x.shape[2], B.shape[2]) <= WIDEST and use_chunks(x, B, dt, C, A_log, D, dt_bias, state):
-        table = chunk_table(cu_seqlens, len(x), x.device)
+        table = chunk_table(cu_seqlens, len(x), x.device, x.shape[1])
         return SSD.apply(x, dt, B, C, A_log, D, dt_bias, state, table, dt_limit)
     return _PlainSSD.apply(x, dt, B, C, A_log, D, dt_bias, state, cu_seqlens, dt_limit)
 

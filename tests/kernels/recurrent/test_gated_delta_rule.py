@@ -117,9 +117,10 @@ def test_keys_that_repeat_stay_exact(interpreted):
 
 
 def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):
-    monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
-    inputs = operands(270, 1, 1, 16, 16, documents=4)
-    documents = torch.tensor([0, 1, 1, 261, 270])  # with one segment, none, three and one
+    monkeypatch.setattr(_chunk_table, "SEGMENT", 64)
+    monkeypatch.setattr(_chunk_table, "_PROGRAMS", 2)
+    inputs = operands(702, 1, 1, 16, 16, documents=5)
+    documents = torch.tensor([0, 1, 1, 132, 139, 702])  # with one segment, none, three, one, and five of 128
     found, upstream = with_gradients(inputs, cu_seqlens=documents)
     truth, _ = with_gradients(in_float64(inputs), upstream, cu_seqlens=documents)
     for ours, true in zip(found, truth, strict=True):
@@ -151,16 +152,17 @@ def test_the_plain_form_passes_gradcheck_in_float64():
 
 def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
     monkeypatch.setattr(_chunk_table, "SEGMENT", 128)
-    lengths = [1, 0, 64, 65, 20, 300, *[3] * 70, 129, 128]  # more documents than a program handles at a time
+    lengths = [1, 0, 64, 65, 20, 300, *[3] * 70, 129, 1200, 128, 1023]  # more documents than one pass handles
     bounds = [0, *itertools.accumulate(lengths)]
     chunks, segments, first_segments = [], [], []
     for document, (first, end) in enumerate(itertools.pairwise(bounds)):
         first_segments.append(len(segments))
-        for start in range(first, max(end, first + 1), 128):
-            segment = [document, start, min(start + 128, end), len(chunks) + (start - first) // 64]
+        size = 256 if end - first == 1200 else 128  # of four segments and more
+        for start in range(first, max(end, first + 1), size):
+            segment = [document, start, min(start + size, end), len(chunks) + (start - first) // 64]
             segments.append(segment)
         chunks += [[start, end] for start in range(first, end, 64)]
-    table = chunk_table(torch.tensor(bounds), bounds[-1], torch.device("cpu"))
+    table = chunk_table(torch.tensor(bounds), bounds[-1], torch.device("cpu"), heads=32)
     assert table.ranges.T.tolist()[: len(chunks)] == chunks
     assert not table.ranges[:, len(chunks) :].any()
     assert table.segments[:4].T.tolist()[: len(segments)] == segments
