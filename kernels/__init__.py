@@ -11,6 +11,7 @@ from liger_models.kernels.activations.gated import (
     clamped_swiglu,
     geglu,
     relu2,
+    sigmoid_gated,
     swiglu,
 )
 from liger_models.kernels.activations.softmax import softmax
@@ -119,6 +120,7 @@ __all__ = [
     "selective_scan_step",
     "short_conv",
     "short_conv_step",
+    "sigmoid_gated",
     "softmax",
     "split_norm_rotary_qkv",
     "split_rotary_qkv",

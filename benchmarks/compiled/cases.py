@@ -67,6 +67,8 @@ def gated(width):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
     backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))
     backward(kernels.capped_swiglu(operand(TOKENS, 2 * width)))
+    backward(kernels.sigmoid_gated(operand(TOKENS, width), operand(TOKENS, width)))
+    backward(gated_linear(operand(TOKENS, width), operand(128, width), None, "relu2"))
     backward(kernels.relu2(operand(TOKENS, width)))
     numbers = operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)
     backward(kernels.xielu(operand(TOKENS, width), *numbers))

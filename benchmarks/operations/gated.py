@@ -91,6 +91,24 @@ def _capped_swiglu(shape, dtype, device):
     )
 
 
+@operation("sigmoid_gated", "tokens x channels", ((16384, 4096),), tiny=(64, 256), small=(512, 1280))
+def _sigmoid_gated(shape, dtype, device):
+    gate, up, dy = (
+        normal(shape, dtype, device, 4.0),
+        normal(shape, dtype, device),
+        normal(shape, dtype, device),
+    )
+    return standard_case(
+        (gate, up),
+        (dy,),
+        ours=lambda gate, up: kernels.sigmoid_gated(gate, up),
+        liger=None,
+        eager=lambda gate, up: gate.sigmoid() * up,
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
 @operation("relu2", "tokens x intermediate", **SHAPES)
 def _relu2(shape, dtype, device):
     x, dy = normal(shape, dtype, device), normal(shape, dtype, device)

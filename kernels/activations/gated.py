@@ -5,6 +5,7 @@
     clamped SwiGLU (gpt-oss):                 y = g sigmoid(alpha g) * (clip(up) + 1),   g = min(gate, limit),
                                               clip to -limit .. limit; or without + 1 (DeepSeek-V4)
     capped SwiGLU (Step 3.5):                 y = min(silu(gate), limit) * clip(up)
+    sigmoid gate:                             y = sigmoid(gate) * up
     ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
 
 Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
@@ -110,6 +111,11 @@ def capped_swiglu(
     return _gated(gate_up, up, CappedSwiGLU(limit), reuse_input)
 
 
+def sigmoid_gated(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = False) -> Tensor:
+    """sigmoid(gate) * up. Otherwise as `swiglu`."""
+    return _gated(gate_up, up, "sigmoid", reuse_input)
+
+
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 of x [...] in any floating dtype. The result is contiguous, of x's shape and dtype."""
     return _ReLU2.apply(x) if use_triton(x) else as_once_differentiable(relu2_plain(x))
@@ -143,7 +149,9 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_inp
 
 
 def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu") and the clamped ones."""
+    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu"), `sigmoid_gated` ("sigmoid"), and the
+    clamped ones.
+    """
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
     if isinstance(activation, ClampedSwiGLU):
@@ -155,6 +163,8 @@ def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> T
         wide_up = wide_up.clamp(-activation.limit, activation.limit)
     elif activation == "silu":
         activated = F.silu(gate)
+    elif activation == "sigmoid":
+        activated = torch.sigmoid(gate)
     else:
         activated = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return (activated * wide_up).to(up.dtype)
@@ -211,9 +221,7 @@ class _ReLU2(torch.autograd.Function):
     def forward(ctx, x):
         ctx.save_for_backward(x)
         y = contiguous_like(x)
-        if count := y.numel():
-            with on_device_of(x):
-                _relu2_forward_kernel[_flat_grid(count)](x.contiguous(), y, count, 2048, num_warps=8)
+        launch_relu2_forward(x, y)
         return y
 
     @staticmethod
@@ -221,11 +229,25 @@ class _ReLU2(torch.autograd.Function):
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dx = contiguous_like(x)
-        if count := dx.numel():
-            x, dy = x.contiguous(), dy.contiguous()
-            with on_device_of(x):
-                _relu2_backward_kernel[_flat_grid(count)](dy, x, dx, count, 2048, num_warps=8)
+        launch_relu2_backward(dy, x, dx)
         return dx
+
+
+def launch_relu2_forward(x: Tensor, y: Tensor) -> None:
+    """Write max(x, 0)^2 into y, contiguous."""
+    if count := y.numel():
+        with on_device_of(x):
+            _relu2_forward_kernel[_flat_grid(count)](x.contiguous(), y, count, 2048, num_warps=8)
+
+
+def launch_relu2_backward(dy: Tensor, x: Tensor, dx: Tensor, y: Tensor | None = None) -> None:
+    """Write the gradient of x into dx, contiguous. With `y`, contiguous, which may be dy, also write the
+    forward pass's result again.
+    """
+    if count := dx.numel():
+        x, dy = x.contiguous(), dy.contiguous()
+        with on_device_of(x):
+            _relu2_backward_kernel[_flat_grid(count)](dy, x, dx, y, count, 2048, num_warps=8)
 
 
 def _flat_grid(count: int) -> tuple[int]:
@@ -420,6 +442,10 @@ def gated_factors(g, u, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl
         derivative = tl.where(beyond, 0.0, derivative)
         factor = tl.where(up_beyond, tl.where(u > 0, LIMIT, -LIMIT), u)
         factor_derivative = tl.where(up_beyond, 0.0, 1.0)
+    elif ACTIVATION == "sigmoid":
+        slope = tl.sigmoid(g)
+        derivative = slope * (1 - slope)
+        g = 1.0
     elif ACTIVATION == "relu2":
         g = tl.where(g < 0, 0.0, g)  # nan stays nan, as in torch
         slope = g
@@ -446,9 +472,11 @@ def _relu2_forward_kernel(x, y, count, BLOCK: tl.constexpr):
 
 
 @jit
-def _relu2_backward_kernel(dy, x, dx, count, BLOCK: tl.constexpr):
+def _relu2_backward_kernel(dy, x, dx, y, count, BLOCK: tl.constexpr):
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(x + index, index < count, 0.0).to(tl.float32)
     gradient = tl.load(dy + index, index < count, 0.0).to(tl.float32)
     value = tl.where(value < 0, 0.0, value)
     tl.store(dx + index, (2 * value * gradient).to(dx.dtype.element_ty), index < count)
+    if y is not None:
+        tl.store(y + index, (value * value).to(y.dtype.element_ty), index < count)

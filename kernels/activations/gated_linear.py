@@ -1,12 +1,12 @@
-"""A gated activation and the linear layer after it, as one operation.
+"""A gated activation, or the squared ReLU, and the linear layer after it, as one operation.
 
-    h = act(gate) * up,   y = h W^T + b
+    h = act(gate) * up, or max(x, 0)^2;   y = h W^T + b
     dh = dy W,   dgate, dup from dh,   dW = dy^T h,   db = sum of dy
 
 Only gate and up are kept. The backward pass makes h again in the kernel that computes their gradients, in the
 memory of dh: as two operations, one more kernel would read gate and up, and h and dh would exist at once. For
 I inputs of the linear layer a row, the kernels move 3 I elements in the forward pass and 6 I in the backward
-pass, instead of 8 I.
+pass, instead of 8 I; for the squared ReLU 2 I and 4 I, instead of 5 I.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ from liger_models.kernels._dispatch import as_once_differentiable, once_differen
 from liger_models.kernels.activations.gated import (
     Activation,
     gated_plain,
+    has_gate,
     launch_backward,
     launch_forward,
+    launch_relu2_backward,
+    launch_relu2_forward,
+    relu2_plain,
     room_for_gradient,
 )
 
@@ -38,9 +42,9 @@ def gated_linear(
     """linear(act(gate) * up, weight, bias), with the bits of the two operations one after the other.
 
     Args:
-        gate_up: [T, 2 I], gate first.
+        gate_up: [T, 2 I], gate first; [T, I] if the activation has no gate.
         weight: [H, I]; bias: [H] or None; of gate_up's dtype.
-        activation: as of `gated_plain`.
+        activation: as of `gated_plain`, or "relu2".
         reuse_input: as of `swiglu`.
 
     Returns:
@@ -55,7 +59,8 @@ def gated_linear_plain(
     gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
 ) -> Tensor:
     """Plain twin of `gated_linear`."""
-    return F.linear(as_once_differentiable(gated_plain(gate_up, None, activation)), weight, bias)
+    product = gated_plain(gate_up, None, activation) if has_gate(activation) else relu2_plain(gate_up)
+    return F.linear(as_once_differentiable(product), weight, bias)
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -70,8 +75,8 @@ class _GatedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.activation, ctx.reuse_input = activation, reuse_input
-        product = gate_up.new_empty(len(gate_up), gate_up.shape[1] // 2)
-        launch_forward(gate_up, None, product, activation)
+        product = gate_up.new_empty(len(gate_up), weight.shape[1])
+        _make_product(gate_up, product, activation)
         return F.linear(product, weight, bias)
 
     @staticmethod
@@ -84,9 +89,19 @@ class _GatedLinear(torch.autograd.Function):
         if want_gate_up:  # the gradient of the product, and then the product
             dgate_up = room_for_gradient(gate_up, ctx.reuse_input)
             again = product if want_weight else None
-            launch_backward(product, gate_up, None, dgate_up, None, ctx.activation, again)
+            if has_gate(ctx.activation):
+                launch_backward(product, gate_up, None, dgate_up, None, ctx.activation, again)
+            else:
+                launch_relu2_backward(product, gate_up, dgate_up, again)
         elif want_weight:
-            launch_forward(gate_up, None, product, ctx.activation)
+            _make_product(gate_up, product, ctx.activation)
         if want_weight:
             dweight = dy.t() @ product
         return dgate_up, dweight, dy.sum(0) if want_bias else None, None, None
+
+
+def _make_product(gate_up: Tensor, product: Tensor, activation: Activation) -> None:
+    if has_gate(activation):
+        launch_forward(gate_up, None, product, activation)
+    else:
+        launch_relu2_forward(gate_up, product)

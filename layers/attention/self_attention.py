@@ -24,7 +24,7 @@ from liger_models.layers.attention.backends import (
     attend_by_groups,
 )
 from liger_models.layers.attention.cached import attend_cached
-from liger_models.layers.attention.gates import gated
+from liger_models.layers.attention.gates import gated, split_gate
 from liger_models.layers.attention.indexer import BlockIndexer
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
@@ -163,9 +163,7 @@ class Attention(nn.Module):
         spec = self.spec
         if not spec.gated:
             return qkv, None
-        pairs, rest = qkv.tensor_split([2 * spec.q_size], dim=-1)
-        q, gate = pairs.unflatten(-1, (spec.num_attention_heads, 2, spec.head_dim)).unbind(2)
-        return torch.cat([q.flatten(1), rest], dim=-1), gate.flatten(1)
+        return split_gate(qkv, spec.num_attention_heads, spec.head_dim)
 
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec

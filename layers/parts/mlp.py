@@ -121,6 +121,8 @@ class _MLP(nn.Module):
     """Base of both MLPs: decides whether the input of `down` is saved or recomputed."""
 
     activation_memory: ActivationMemory = "lean"
+    spec: MLPSpec
+    down_proj: nn.Module
 
     def forward(
         self, x: Tensor, sequences: Sequences | None = None, added: nn.Module | None = None
@@ -142,6 +144,28 @@ class _MLP(nn.Module):
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         raise NotImplementedError
+
+    @property
+    def makes_product_in_place(self) -> bool:
+        """Whether the input of `down` is made again in the memory of its gradient, when recipes are kept: if
+        a kernel does so, and down is a plain linear layer with a trained weight.
+        """
+        spec, down = self.spec, self.down_proj
+        plain = type(down) is Linear and down.float8 is None and not has_hooks(down)
+        weight = down._parameters.get("weight") if plain else None
+        with_kernel = (spec.gated and spec.gate_scale == 1.0) or spec.activation == "relu2"
+        return type(weight) is nn.Parameter and weight.requires_grad and with_kernel
+
+    def _down_in_place(self, inputs: Tensor, first: nn.Module) -> Tensor | None:
+        """The activation and `down` as one operation on the output of `first`; None if they cannot be one."""
+        if torch.compiler.is_compiling() or not recipes_are_kept() or not self.makes_product_in_place:
+            return None
+        down = cast(Linear, self.down_proj)
+        alike = inputs.dtype == down.weight.dtype and not autocasts(inputs)
+        if inputs.dim() != 2 or not alike or not use_triton(inputs, down.weight):
+            return None
+        weight, bias, reused = down.weight, as_wide_as(down.weight, down.bias), output_is_ours(first)
+        return gated_linear(inputs, weight, bias, self.spec.activation, reuse_input=reused)
 
 
 class GatedMLP(_MLP):
@@ -170,31 +194,11 @@ class GatedMLP(_MLP):
             return self._forward_in_eight_bits(x, settings)
         gate_up = self.gate_up_proj(x)
         gate_up = gate_up if added is None else gate_up + added(x)
-        reuse_input = output_is_ours(self.gate_up_proj)
-        if not torch.compiler.is_compiling() and recipes_are_kept() and self._runs_as_one(gate_up):
-            down = cast(Linear, self.down_proj)
-            bias = as_wide_as(down.weight, down.bias)
-            return gated_linear(gate_up, down.weight, bias, self.spec.activation, reuse_input=reuse_input)
-        product = self.gated_product(gate_up, reuse_input=reuse_input)
+        down = self._down_in_place(gate_up, self.gate_up_proj)
+        if down is not None:
+            return down
+        product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
-
-    @property
-    def makes_product_in_place(self) -> bool:
-        """Whether the input of `down` is made again in the memory of its gradient, when recipes are kept: if
-        down is a plain linear layer with a trained weight.
-        """
-        down = self.down_proj
-        plain = type(down) is Linear and down.float8 is None and not has_hooks(down)
-        weight = down._parameters.get("weight") if plain else None
-        return type(weight) is nn.Parameter and weight.requires_grad and self.spec.gate_scale == 1.0
-
-    def _runs_as_one(self, gate_up: Tensor) -> bool:
-        """Whether the activation and `down` run as one operation on gate and up."""
-        if not self.makes_product_in_place or gate_up.dim() != 2:
-            return False
-        weight = cast(Linear, self.down_proj).weight
-        alike = gate_up.dtype == weight.dtype and not autocasts(gate_up)
-        return alike and use_triton(gate_up, weight)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
@@ -260,6 +264,9 @@ class PlainMLP(_MLP):
         up = up if added is None else up + added(x)
         if self.spec.activation == "xielu":
             return self.down_proj(self.act_fn(up))
+        down = self._down_in_place(up, self.up_proj)
+        if down is not None:
+            return down
         return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
 
     def _in_tiles(self, x: Tensor) -> Tensor:

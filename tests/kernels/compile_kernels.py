@@ -61,6 +61,7 @@ def run_everything() -> None:
     backward(kernels.clamped_swiglu(operand(8, 256)))
     backward(kernels.clamped_swiglu(operand(8, 256), plus_one=False))
     backward(kernels.capped_swiglu(operand(8, 256)))
+    backward(kernels.sigmoid_gated(operand(8, 128), operand(8, 128)))
     backward(kernels.relu2(operand(8, 128)))
     for one_scale in (False, True):
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)

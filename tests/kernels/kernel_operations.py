@@ -50,6 +50,7 @@ from liger_models.kernels import (
     rotary,
     selective_scan,
     short_conv,
+    sigmoid_gated,
     softmax,
     split_norm_rotary_qkv,
     split_rotary_qkv,
@@ -244,6 +245,9 @@ OPERATIONS = {
         lambda x: clamped_swiglu(x, alpha=1.3, limit=0.8, plus_one=False),
         lambda x: eager_clamped_swiglu(x, 1.3, 0.8, 0),
         lambda rows, width: [(rows, 2 * width)],
+    ),
+    "sigmoid_gated": Operation(
+        sigmoid_gated, lambda g, u: g.sigmoid() * u, lambda rows, width: [(rows, width), (rows, width)]
     ),
     "capped_swiglu": Operation(
         lambda x: capped_swiglu(x, limit=0.8),

@@ -105,17 +105,22 @@ def test_a_reused_input_cannot_be_read_by_another_backward(interpreted):
 
 @pytest.mark.parametrize("trained", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("keeps_graph", [False, True])
-def test_a_gated_linear_layer_has_the_bits_of_its_two_operations(trained, keeps_graph, implementation):
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+def test_a_gated_linear_layer_has_the_bits_of_its_two_operations(
+    trained, keeps_graph, activation, implementation
+):
     """The product is made again in the memory of its gradient, or not at all if the weight is frozen."""
     gate_up, weight, bias = torch.randn(5, 24), torch.randn(7, 12), torch.randn(7)
+    if activation == "relu2":
+        gate_up = gate_up[:, :12].contiguous()
     results = []
     for as_one in (True, False):
         leaf, w = gate_up.clone().requires_grad_(trained[0]), weight.clone().requires_grad_(trained[1])
         b, x = bias.clone().requires_grad_(), leaf * 1
         if as_one:
-            y = gated_linear(x, w, b, "silu", reuse_input=True)
+            y = gated_linear(x, w, b, activation, reuse_input=True)
         else:
-            y = F.linear(swiglu(x, reuse_input=True), w, b)
+            y = F.linear(relu2(x) if activation == "relu2" else swiglu(x, reuse_input=True), w, b)
         upstream = torch.linspace(-1, 2, y.numel()).view_as(y)
         y.backward(upstream, retain_graph=keeps_graph)
         if keeps_graph:
