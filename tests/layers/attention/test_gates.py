@@ -6,9 +6,7 @@ import torch
 from liger_models.layers.attention.gates import split_gate
 
 
-@pytest.mark.parametrize(
-    ("heads", "width", "rest"), [(3, 5, 7), (4, 8, 8)], ids=["odd widths", "whole words"]
-)
+@pytest.mark.parametrize(("heads", "width", "rest"), [(3, 5, 7), (4, 8, 8)], ids=["odd", "words"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_gate_is_split_from_the_queries_next_to_it(heads, width, rest, dtype):
     size = heads * width
