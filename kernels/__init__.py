@@ -27,6 +27,7 @@ from liger_models.kernels.attention.visible_keys import (
     marked_spans,
     tree_ranges,
 )
+from liger_models.kernels.embeddings import embedding
 from liger_models.kernels.experts._expert_operands import StoredMatrices
 from liger_models.kernels.experts._expert_paths import ExpertPath
 from liger_models.kernels.experts.moe_experts import moe_experts
@@ -88,6 +89,7 @@ __all__ = [
     "cross_entropy",
     "decode_codes",
     "document_bounds",
+    "embedding",
     "float8_product",
     "gated_delta_rule",
     "gated_delta_rule_step",

@@ -60,6 +60,12 @@ def qk_norm(heads, kv_heads, head_dim, turned=None, weights=True, per_head=True,
     backward(*kernels.split_norm_rotary_qkv(qkv, *pair, *tables, heads, kv_heads, head_dim, **options))
 
 
+def embedding():
+    ids = torch.zeros(TOKENS, dtype=torch.int64)
+    for dtype in (BF16, F32):
+        backward(kernels.embedding(ids, operand(32768, 4096, dtype=dtype)))
+
+
 def gated(width):
     backward(kernels.swiglu(operand(TOKENS, 2 * width)))
     backward(gated_linear(operand(TOKENS, 2 * width), operand(128, width), None, "silu"))
@@ -310,6 +316,7 @@ CASES: dict[str, Callable[[], None]] = {
     "SSD, Nemotron 3 Nano 4B": lambda: ssd(96, 80, 8, 128),
     "SSD, Falcon H1 34B": lambda: ssd(32, 128, 2, 256),
     "gated activations": lambda: gated(14336),
+    "embedding": embedding,
     "softmax": softmax,
     "cross entropy": cross_entropy,
     "cross entropy, Gemma 2": lambda: cross_entropy(softcap=30.0),

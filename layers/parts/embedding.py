@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import rms_norm
+from liger_models.kernels import embedding, rms_norm
 from liger_models.layers.specs import NormSpec
 
 
@@ -81,7 +81,7 @@ class TokenEmbedding(nn.Embedding):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., H]."""
-        x, scale = super().forward(ids), self.embed_scale
+        x, scale = embedding(ids, self.weight, self.padding_idx), self.embed_scale
         if self.trained_rows is not None:
             x = self.trained_rows.looked_up(ids, x)
         if self.norm is not None:

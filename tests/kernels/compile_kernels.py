@@ -63,6 +63,7 @@ def run_everything() -> None:
     backward(kernels.capped_swiglu(operand(8, 256)))
     backward(kernels.sigmoid_gated(operand(8, 128), operand(8, 128)))
     backward(kernels.relu2(operand(8, 128)))
+    backward(kernels.embedding(torch.arange(8), operand(16, 128)))
     for one_scale in (False, True):
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)
     kernels.quantize(operand(8, 128), by_rows=False, by_columns=True, dtype=torch.float8_e5m2)
