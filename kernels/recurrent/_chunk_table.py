@@ -50,15 +50,20 @@ def tokens_of_segment(length: int, most: int) -> int:
     return SEGMENT * max(length // (most * SEGMENT), 1)
 
 
+def most_segments(heads: int) -> int:
+    """The number of segments from which on longer documents have longer ones: enough for a large GPU."""
+    return max(ceil_div(_PROGRAMS, max(heads, 1)), 4)
+
+
 def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, heads: int) -> ChunkTable:
     """Compute the chunks and segments of documents in one kernel, without synchronising with the device.
 
-    heads: of the states. Their programs, one or more for each segment, should keep a large GPU busy.
+    heads: of the states, each with a program of its own.
     """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
     cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
-    most = max(ceil_div(_PROGRAMS, max(heads, 1)), 4)
+    most = most_segments(heads)
     documents = len(cu_seqlens) - 1
     boundaries = max(tokens - 1, 0) // (tokens_of_segment(tokens, most) if documents == 1 else SEGMENT)
     chunks, count = tokens // CHUNK + documents, boundaries + documents

@@ -13,7 +13,7 @@ from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
-from liger_models.layers.memory.mixing import backward_mixing, mixing_operations
+from liger_models.layers.memory.mixing import backward_mixing, mixing_operations, saved_by_segments
 from liger_models.layers.memory.on_host import heads_at_a_time, input_bytes, result_bytes
 from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
 from liger_models.layers.memory.places import matrix_elements, places_of
@@ -75,6 +75,9 @@ class LayerCosts:
             way = step.sequence_ranks, itemsize, step.pass_states
             exchanged = tokens * sum(exchange_bytes(spec, *way) for spec in layer.spec.mixers)
             kept = {level: kept[level] + (level not in RERUN) * exchanged for level in LEVELS}
+        kept = {
+            level: kept[level] - (level not in RERUN) * saved_by_segments(layer, step) for level in LEVELS
+        }
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
         of_images = _kept_of_images(layer, step, itemsize)
         extra = of_images + tokens * adapters.columns * itemsize

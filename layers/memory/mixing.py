@@ -26,6 +26,21 @@ def _attended(mixer: Any, seq: int) -> int:
     return width * min(mixer.window or mixer.chunk or seq, (seq + 1) // 2 if mixer.causal else seq)
 
 
+def saved_by_segments(layer: Block, step: Step) -> int:
+    """Bytes that the layer's mixers keep less than their `activation_bytes`, as long documents have longer
+    segments.
+    """
+    return step.tokens * sum(_saved_by_segments(mixer, step)[0] for mixer in mixers_of(layer))
+
+
+def _saved_by_segments(module: Any, step: Step) -> tuple[int, int]:
+    """`RecurrentMixer.saved_by_segments`; none where ranks divide a sequence, whose heads are fewer there."""
+    if not isinstance(module.spec, RecurrentSpec) or step.sequence_ranks > 1:
+        return 0, 0
+    saved: tuple[int, int] = module.saved_by_segments(step.longest or step.seq)
+    return saved
+
+
 def backward_mixing(layer: Block, step: Step, itemsize: int) -> int:
     """The gradients of attention's output, queries, keys and values, and what `sdpa` takes to make them:
     sums in float32, and keys' and values' gradients by query head; or `flash`, sums of all three. Of ranks
@@ -36,10 +51,10 @@ def backward_mixing(layer: Block, step: Step, itemsize: int) -> int:
 
 def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     if isinstance(module.spec, RecurrentSpec):
-        ranks = step.sequence_ranks
+        ranks, (_, fewer) = step.sequence_ranks, _saved_by_segments(module, step)
         if ranks == 1:
-            return step.tokens * module.backward_bytes(itemsize)
-        return step.tokens * module.divided_backward_bytes(itemsize, ranks)
+            return step.tokens * (module.backward_bytes(itemsize) - fewer)
+        return step.tokens * (module.divided_backward_bytes(itemsize, ranks) - fewer)
     mixer = getattr(module.spec, "attention", module.spec)
     if not isinstance(mixer, AttentionSpec):
         return 0

@@ -41,6 +41,8 @@ class GatedDelta(RecurrentMixer):
         backend: of attention; ignored here.
     """
 
+    transfers = "matrices"
+
     def __init__(
         self, hidden_size: int, spec: GatedDeltaSpec, layer: int = 0, backend: AttentionBackend = "auto"
     ):

@@ -46,6 +46,8 @@ class LightningAttention(RecurrentMixer):
         backend: of attention; ignored here.
     """
 
+    transfers = "factors"
+
     def __init__(
         self, hidden_size: int, spec: LightningSpec, layer: int = 0, backend: AttentionBackend = "auto"
     ):

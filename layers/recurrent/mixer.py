@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import document_bounds
+from liger_models.kernels.recurrent._chunk_table import SEGMENT, most_segments, tokens_of_segment
 from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.passed import over_ranks
 from liger_models.layers.recurrent.short_conv import WHOLE, Share
@@ -30,6 +31,7 @@ class RecurrentMixer(nn.Module):
     """
 
     conv1d: Any  # a ShortConvolution, or a module with its interface
+    transfers: str | None = None  # how a segment changes a state: by "factors" or "matrices"
     pass_states = False  # from rank to rank, instead of exchanging heads, where sequences are divided
 
     def __init__(self, layer: int):
@@ -75,6 +77,18 @@ class RecurrentMixer(nn.Module):
     def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
         """The same of a sequence that is divided over ranks."""
         return self.backward_bytes(itemsize)
+
+    def saved_by_segments(self, longest: int) -> tuple[int, int]:
+        """Bytes per token, kept and in the backward pass, that documents of `longest` tokens save by segments
+        longer than `SEGMENT`.
+        """
+        if self.state_shape is None or self.transfers is None:
+            return 0, 0
+        heads, rows, columns = self.state_shape
+        share = 1 - SEGMENT / tokens_of_segment(longest, most_segments(heads))
+        numbers, matrices = heads * rows * columns, self.transfers == "matrices"
+        kept, needed = numbers + matrices * heads * rows * rows, numbers * (1 if matrices else 2)
+        return int(4 * kept * share / SEGMENT), int(4 * needed * share / SEGMENT)
 
     def mix(self, channels: Tensor, gates: Sequence[Tensor], sequences: Sequences) -> Tensor:
         """Return the scan's output [T, heads, head_dim].

@@ -41,6 +41,8 @@ class SSD(RecurrentMixer):
         backend: of attention; ignored here.
     """
 
+    transfers = "factors"
+
     def __init__(self, hidden_size: int, spec: SSDSpec, layer: int = 0, backend: AttentionBackend = "auto"):
         super().__init__(layer)
         self.spec, self.hidden_size = spec, hidden_size
