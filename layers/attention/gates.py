@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.kernels import sigmoid_gated
+from liger_models.kernels._copies import copy_in_words
 from liger_models.kernels._dispatch import at_least_float32, once_differentiable
 from liger_models.layers.recompute.activation_memory import carry_recipe
 
@@ -42,7 +43,7 @@ class _SplitGate(torch.autograd.Function):
         qkv = projected.new_empty(tokens, channels - heads * width)
         gate = projected.new_empty(tokens, heads * width)
         for whole, part in _pairs_of_parts(projected, qkv, gate, heads, width):
-            _copy(whole, part)
+            copy_in_words(whole, part)
         return qkv, gate
 
     @staticmethod
@@ -50,7 +51,7 @@ class _SplitGate(torch.autograd.Function):
     def backward(ctx: Any, dqkv: Tensor, dgate: Tensor) -> tuple[Tensor, None, None]:
         whole = dqkv.new_empty(len(dqkv), dqkv.shape[1] + dgate.shape[1])
         for to, part in _pairs_of_parts(whole, dqkv, dgate, ctx.heads, ctx.width):
-            _copy(part, to)
+            copy_in_words(part, to)
         return whole, None, None
 
 
@@ -66,20 +67,6 @@ def _pairs_of_parts(
         (by_head[:, :, 1], gate.unflatten(-1, (heads, width))),
         (rest, others),
     ]
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copy in words of eight bytes, if they fit: strided copies move one element a thread."""
-    per_word = 8 // source.element_size()
-    wide = [
-        x.view(torch.int64)
-        for x in (source, target)
-        if not any(n % per_word for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
-        and x.stride(-1) == 1
-    ]
-    if len(wide) == 2:
-        source, target = wide
-    target.copy_(source)
 
 
 def gated(out: Tensor, gate: Tensor | None, softplus: bool = False) -> Tensor:

@@ -12,7 +12,7 @@ from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import permuted
 from liger_models.kernels import conv_state, gated_short_conv, short_conv, short_conv_step
 from liger_models.layers.recompute.activation_memory import carry_recipe, carry_recipes
-from liger_models.layers.recurrent.parts import split_channels
+from liger_models.layers.recurrent.parts import split_heads
 
 Share = tuple[int, int]
 WHOLE: Share = (0, 1)
@@ -135,8 +135,7 @@ class ShortConvolution(nn.Module):
 
     def _split(self, y: Tensor, ranks: int = 1) -> tuple[Tensor, ...]:
         heads = [(number // ranks, size) for number, size in self.heads]
-        parts = split_channels(y, [number * size for number, size in heads])
-        return tuple(part.unflatten(-1, shape) for part, shape in zip(parts, heads, strict=True))
+        return split_heads(y, heads)
 
     def extra_repr(self) -> str:
         channels, width = shape_of(self.weight)

@@ -1,11 +1,16 @@
-"""Gradients of split channels match torch's split, and adjacent ones are not copied."""
+"""Gradients of split heads match torch's split, and adjacent ones are not copied."""
 
 import pytest
 import torch
 
-from liger_models.layers.recurrent.parts import split_channels
+from liger_models.layers.recurrent.parts import split_heads
 
 WIDTHS = [3, 1, 4]
+HEADS = [(3, 1), (1, 1), (2, 2)]
+
+
+def by_head(parts):
+    return tuple(part.unflatten(1, shape) for part, shape in zip(parts, HEADS, strict=True))
 
 
 class Given(torch.autograd.Function):
@@ -23,9 +28,9 @@ class Given(torch.autograd.Function):
 
 def gradient_of_whole(gradients):
     x = torch.randn(5, 8, requires_grad=True)
-    parts = split_channels(x, WIDTHS)
-    assert all(torch.equal(a, b) for a, b in zip(parts, x.split(WIDTHS, 1), strict=True))
-    return torch.autograd.grad(Given.apply(gradients, *parts), x)[0]
+    parts = split_heads(x, HEADS)
+    assert all(torch.equal(a, b) for a, b in zip(parts, by_head(x.split(WIDTHS, 1)), strict=True))
+    return torch.autograd.grad(Given.apply(by_head(gradients), *parts), x)[0]
 
 
 def test_adjacent_gradients_are_not_copied():
@@ -51,8 +56,16 @@ def test_other_gradients_are_concatenated(case):
     assert torch.equal(gradient_of_whole(tuple(gradients)), torch.cat(list(gradients), 1))
 
 
+def test_gaps_between_heads_are_closed():
+    gradients = torch.randn(5, 2, 8).bfloat16()[:, :, :4], torch.randn(5, 1, 4).bfloat16()
+    x = torch.randn(5, 12).bfloat16().requires_grad_()
+    loss = Given.apply(gradients, *split_heads(x, [(2, 4), (1, 4)]))
+    expected = torch.cat([part.flatten(1) for part in gradients], 1)
+    assert torch.equal(torch.autograd.grad(loss, x)[0], expected)
+
+
 def test_a_part_that_is_not_used_has_a_gradient_of_zero():
     x = torch.randn(5, 8, requires_grad=True)
-    first, _, last = split_channels(x, WIDTHS)
+    first, _, last = split_heads(x, HEADS)
     (first.sum() + 2 * last.sum()).backward()
     assert x.grad.tolist() == [[1.0] * 3 + [0.0] + [2.0] * 4] * 5
