@@ -51,7 +51,7 @@ class _Split(torch.autograd.Function):
 
 
 def _whole(gradients: tuple[Tensor, ...]) -> Tensor | None:
-    """The tensor [T, C] whose adjacent columns are the gradients [T, number, width]; None if there is none."""
+    """The tensor [T, C] whose adjacent columns are the gradients [T, number, width]; None if none is."""
     first = gradients[0]
     tokens, channels = len(first), sum(part.shape[1] * part.shape[2] for part in gradients)
     offset = first.storage_offset()
