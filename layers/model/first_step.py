@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from liger_models.kernels import embedding
 from liger_models.kernels._ahead import compile_ahead
 from liger_models.kernels._dispatch import autocasts
 from liger_models.layers.blocks import BLOCKS, add_and_norm, run_block
@@ -66,6 +67,7 @@ def compile_first_step(model: Any, x: Tensor, sequences: Sequences) -> None:
 
 def _step(x: Tensor, model: Any, shape: tuple[int, int], several: bool) -> Tensor:
     """Run one layer of each kind twice, since the first of all has no residual, then norm and head."""
+    _run_embedding(model, x)
     sequences = Sequences.from_call(shape if shape[0] * shape[1] == len(x) else (1, len(x)), x.device)
     sequences.prepare_rotary(model.spec.ropes, model.rotary_factors())
     residual, offload = None, Offload()
@@ -82,6 +84,15 @@ def _step(x: Tensor, model: Any, shape: tuple[int, int], several: bool) -> Tenso
     options = {"num_valid": len(x) - 1, "num_items": 1, "form": model.logit_form}
     out: Tensor = head(x, labels, **options)
     return out
+
+
+def _run_embedding(model: Any, x: Tensor) -> None:
+    """Look up rows for the tokens of x, forward and backward, if the table is trained."""
+    table = model.embed_tokens.weight
+    if type(table) is nn.Parameter and table.requires_grad:
+        ids = torch.empty(len(x), dtype=torch.int64, device=x.device)
+        rows = embedding(ids, _without_data(table).requires_grad_(), model.embed_tokens.padding_idx)
+        rows.backward(torch.empty_like(rows))
 
 
 def _kinds(model: Any) -> list[Any]:
