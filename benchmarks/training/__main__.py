@@ -13,13 +13,14 @@ import time
 from dataclasses import asdict
 
 from benchmarks.training.check import check_alone
-from benchmarks.training.pool import measure_all
+from benchmarks.training.pool import begin_to_import, measure_all
 from benchmarks.training.step import Job
 
 _SECONDS_TO_CHECK = 16.0
 
 
 def main() -> None:
+    begin_to_import()
     asked = json.load(sys.stdin)
     groups = [[Job(**job) for job in group] for group in asked.pop("groups")]
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import queue
 import sys
@@ -60,10 +61,7 @@ def measure_all(
         together: jobs that may prepare on a device at the same time; their models must fit together.
     """
     end = time.monotonic() + within
-    # Expandable segments avoid fragmentation; the same for every provider.
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    # One tile size for each of liger-kernel's expert products: timing all of them takes minutes.
-    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    _set_environment()
     jobs = [job for group in groups for job in group]
     peers = ["transformers"] * any(not job.ours for job in jobs)
     peers += ["liger_kernel.transformers"] * any("liger" in job.options for job in jobs)
@@ -88,11 +86,26 @@ def measure_all(
     yield from _with_bar(_each(workers, len(jobs), time_limit, end, ahead=False), groups, "measuring")
 
 
+def _set_environment() -> None:
+    # Expandable segments avoid fragmentation; the same for every provider.
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    # One tile size for each of liger-kernel's expert products: timing all of them takes minutes.
+    os.environ.setdefault("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` makes no context
+
+
+def begin_to_import() -> None:
+    """Start the server of forks before the jobs are known: it imports everything meanwhile."""
+    _set_environment()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_OURS, *(name for names in THEIRS.values() for name in names)])
+    multiprocessing.forkserver.ensure_running()
+
+
 def _context(devices: Sequence[str], peers: Sequence[str]) -> Any:
     """A server of forks that has imported everything; "spawn" if one of the imports has used a GPU, whose
     context does not survive a fork.
     """
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # `is_available` makes no context
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_OURS, *(name for peer in peers for name in THEIRS[peer])])
     if not devices[0].startswith("cuda"):

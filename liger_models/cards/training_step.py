@@ -15,7 +15,6 @@ same GPU.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import multiprocessing
@@ -33,6 +32,7 @@ import torch
 
 import liger_models
 from liger_models.architectures import Architecture, find_architecture
+from liger_models.cards.peers import has_experts_choice, has_sdpa, kinds_of_attention, settings_of_peers
 from liger_models.cards.published import (
     Published,
     count_layers,
@@ -40,18 +40,10 @@ from liger_models.cards.published import (
     published,
     with_layers,
 )
-from liger_models.cards.results import OURS, PEERS
+from liger_models.cards.results import OURS
 from liger_models.cards.workshop import NotRun
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import LigerModelsError
-from liger_models.layers.specs import (
-    AttentionSpec,
-    ChannelDeltaSpec,
-    GatedConvSpec,
-    GatedDeltaSpec,
-    ModelSpec,
-    SSDSpec,
-)
 from liger_models.models.verification import config_class
 
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
@@ -71,13 +63,6 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 FEWEST_TO_SHARE = 8  # families from which on cores share the planning
 FEWEST_LAYERS, MOST_LAYERS_OF_EXPERTS = 4, 12
-# Kernels of recurrent layers, which transformers uses if they are installed.
-PACKAGES = {
-    GatedDeltaSpec: ("fla", "causal_conv1d"),
-    ChannelDeltaSpec: ("fla", "causal_conv1d"),
-    SSDSpec: ("mamba_ssm", "causal_conv1d"),
-    GatedConvSpec: ("causal_conv1d",),
-}
 
 LATE = "no time was left for it"  # the benchmarks' note
 
@@ -103,6 +88,24 @@ def measure(
     end = time.monotonic() + within
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if not devices or not (repository / "benchmarks" / "training").is_dir():
+        yield from ((family, _try_to_plan(family.model_type, repository, devices)) for family in families)
+        return
+    with _begin(repository) as process:
+        try:
+            yield from _measure(process, families, repository, devices, compiled, end)
+        finally:
+            process.kill()
+
+
+def _measure(
+    process: subprocess.Popen[str],
+    families: Sequence[Architecture],
+    repository: Path,
+    devices: Sequence[str],
+    compiled: bool,
+    end: float,
+) -> Iterator[tuple[Architecture, Outcome | NotRun]]:
     plans = {}
     for family, found in zip(families, _plan_all(families, repository, devices, compiled), strict=True):
         if isinstance(found, NotRun):
@@ -113,7 +116,7 @@ def measure(
         return
     results: dict[str, dict[str, Any]] = {name: {} for name in plans}
     by_name = {family.model_type: family for family in families}
-    for job, result in _run(list(plans.values()), repository, devices, end - time.monotonic()):
+    for job, result in _run(process, list(plans.values()), devices, end - time.monotonic()):
         name = job["config"]["model_type"]
         results[name][job["provider"]] = _shortened(result)
         if len(results[name]) == len(plans[name]):
@@ -188,67 +191,6 @@ def plan(
         job | {"provider": OURS, "memory": "lean"},
         *(job | {"provider": provider, "memory": "none"} for provider in theirs),
     ]
-
-
-def settings_of_peers(
-    spec: ModelSpec, tokens: int, compiled: bool = False, sdpa: bool = True, experts: bool = True
-) -> list[str]:
-    """Settings that may be a peer's fastest: SDPA has no soft cap and no sinks, and implements windows with a
-    mask, which transformers creates only if the tokens exceed the window; experts are grouped products, or
-    liger-kernel's own (a loop over them is never the fastest). `compiled` adds the settings that may be
-    fastest under torch.compile; `sdpa` and `experts` say whether the reference has SDPA (`has_sdpa`) and a
-    choice for its experts (`has_experts_choice`).
-    """
-    packages = packages_of(spec)
-    kinds = [kind + packages for kind in kinds_of_attention(spec, tokens, sdpa)]
-    has_experts = experts and any(block.mixture for block in spec.blocks)
-    grouped = "+grouped_mm" if has_experts else ""
-    settings = [f"{peer}+{kind}{grouped}" for peer in PEERS for kind in kinds]
-    if has_experts:
-        settings.append(f"{PEERS[0]}+{kinds[0]}")
-    if compiled:
-        fast = [kind for kind in kinds if kind.partition("+")[0] != "eager"]
-        settings += [f"{peer}+{kind}{grouped}+compile" for peer in PEERS for kind in fast]
-    return settings
-
-
-def has_sdpa(family: Architecture) -> bool:
-    """Whether the reference supports SDPA; where transformers lacks it, that is not known here."""
-    return bool(getattr(_reference(family), "_supports_sdpa", True))
-
-
-def has_experts_choice(family: Architecture) -> bool:
-    """Whether the reference can compute its experts as grouped products; the same where it is lacking."""
-    can = getattr(_reference(family), "_can_set_experts_implementation", None)
-    return can is None or bool(can())
-
-
-def _reference(family: Architecture) -> Any:
-    try:
-        import transformers
-    except ImportError:
-        return None
-    return getattr(transformers, family.reference, None)
-
-
-def kinds_of_attention(spec: ModelSpec, tokens: int, sdpa: bool = True) -> list[str]:
-    """Implementations of attention that may be a peer's fastest."""
-    attention = [m for block in spec.blocks for m in block.mixers if isinstance(m, AttentionSpec)]
-    if any(part.slopes for part in attention):  # the families' own code, which is eager
-        return ["eager"]
-    if any(part.softcap or part.sinks for part in attention):
-        return ["flex_attention", "eager"]
-    plain = "sdpa" if sdpa else "eager"
-    if any(part.window is not None and part.window <= tokens for part in attention):
-        return [plain, "flex_attention"]
-    return [plain]
-
-
-def packages_of(spec: ModelSpec) -> str:
-    """Installed packages whose kernels a peer's recurrent layers can use, as options of a provider."""
-    kinds = {type(mixer) for block in spec.blocks for mixer in block.mixers}
-    usable = dict.fromkeys(name for kind in PACKAGES if kind in kinds for name in PACKAGES[kind])
-    return "".join(f"+{name}" for name in usable if importlib.util.find_spec(name) is not None)
 
 
 def defaults(family: Architecture) -> list[Published]:
@@ -369,24 +311,31 @@ def _memory(device: str) -> int:
     return torch.cuda.get_device_properties(on).total_memory if on.type == "cuda" else 1 << 34
 
 
+def _begin(repository: Path) -> subprocess.Popen[str]:
+    """The benchmarks' own process, which imports meanwhile, and waits for jobs."""
+    command = [sys.executable, "-m", "benchmarks.training"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(repository), *filter(None, sys.path)])}
+    return subprocess.Popen(
+        command, cwd=repository, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
 def _run(
-    groups: Sequence[Sequence[Mapping[str, Any]]], repository: Path, devices: Sequence[str], within: float
+    process: subprocess.Popen[str],
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    devices: Sequence[str],
+    within: float,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Run jobs in the benchmarks' own process; yields them with their results as they finish."""
+    """Run jobs in the benchmarks' process; yields them with their results as they finish."""
     asked = {"groups": groups, "devices": list(devices), "time_limit": TIME_LIMIT}
     asked |= {"within": within if math.isfinite(within) else None, "together": TOGETHER}
     asked["ahead"] = all(device.startswith("cuda") for device in devices)
-    command = [sys.executable, "-m", "benchmarks.training"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(repository), *filter(None, sys.path)])}
-    with subprocess.Popen(
-        command, cwd=repository, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        json.dump(asked, process.stdin)
-        process.stdin.close()
-        for line in process.stdout:
-            found = json.loads(line)
-            yield found["job"], found["result"]
-    if process.returncode != 0:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    json.dump(asked, process.stdin)
+    process.stdin.close()
+    for line in process.stdout:
+        found = json.loads(line)
+        yield found["job"], found["result"]
+    if process.wait() != 0:
         raise RuntimeError(f"`python -m benchmarks.training` ended with exit code {process.returncode}")

@@ -10,7 +10,7 @@ import torch
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.cards import card as card_module
-from liger_models.cards import checks, pages, results, training_step
+from liger_models.cards import checks, pages, peers, results, training_step
 from liger_models.cards.card import with_training_step
 from liger_models.cards.checks import CHECKS
 from liger_models.cards.pictures import picture_of_family
@@ -235,8 +235,8 @@ def test_the_note_of_an_unmeasured_family_names_what_is_missing(repository, tiny
 
 def settings_of(family, tokens, compiled=False, **changes):
     config = HFConfig.load({**family.tiny, **changes})
-    sdpa = training_step.has_sdpa(family)
-    return training_step.settings_of_peers(family.spec(config), tokens, compiled, sdpa)
+    sdpa = peers.has_sdpa(family)
+    return peers.settings_of_peers(family.spec(config), tokens, compiled, sdpa)
 
 
 def test_a_vision_language_family_is_measured_with_images():
@@ -280,7 +280,7 @@ def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
 
 def test_recurrent_peers_use_the_packages_that_are_installed(monkeypatch):
     installed = {"fla": True, "causal_conv1d": None, "mamba_ssm": True}
-    monkeypatch.setattr(training_step.importlib.util, "find_spec", installed.get)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", installed.get)
     assert settings_of(find_architecture("qwen3_5_text"), 64)[1:] == ["transformers+sdpa+fla"]
     assert settings_of(find_architecture("bamba"), 64)[1:] == ["transformers+sdpa+mamba_ssm"]
     assert settings_of(LLAMA, 64)[1:] == ["transformers+sdpa"]
