@@ -29,7 +29,7 @@ from benchmarks.training.step import Job, Result
 _MOST_AT_ONCE = 14  # compiling on one GPU: each takes half a GiB of it, and a core
 _SECONDS_AHEAD = 120.0  # per job
 _SECONDS_TO_COMPILE = 90.0  # more per job under torch.compile
-_PATIENT = 120.0  # seconds for all jobs from which on FlexAttention is compiled ahead, too
+_PATIENT = 60.0  # seconds to compile from which on FlexAttention is compiled ahead, too
 _RESERVE = 1  # processes of a worker started ahead
 _STOPPED, _GO = "stopped after", "go"
 NO_MEMORY, LATE = "out of memory", "no time was left for it"
@@ -56,7 +56,7 @@ def measure_all(
         groups: jobs to be compared, which are measured on the same device in order.
         devices: such as cuda:0; each measures one job at a time.
         time_limit: seconds per job; jobs under torch.compile have more.
-        ahead: compile everything before measuring.
+        ahead: compile everything before measuring, in at most a third of the seconds.
         within: seconds for all jobs; unfinished ones get a note.
         together: jobs that may prepare on a device at the same time; their models must fit together.
     """
@@ -67,23 +67,31 @@ def measure_all(
     peers += ["liger_kernel.transformers"] * any("liger" in job.options for job in jobs)
     context = _context(devices, peers)
     if ahead:
-        # FlexAttention takes minutes to compile, which all others would wait for.
-        ready = (job for job in jobs if within >= _PATIENT or "flex_attention" not in job.options)
-        compiling = [[job] for job in ready if job.compiles]
-        compiling.sort(key=lambda group: _longest_first(group[0]))
-        most = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
-        spread = [device for _ in range(most) for device in devices][: len(compiling)]
-        waiting = _queue(compiling)
-        helpers = [(Worker(device, peers, context), _Line(waiting)) for device in spread]
-        work = _each(helpers, len(compiling), _SECONDS_AHEAD, end, ahead=True)
-        for _ in _with_bar(work, compiling, "compiling"):
-            pass
+        compile_all(jobs, devices, peers, context, within / 3)
     waiting, workers = _queue(groups), []
     for device in devices:
         turns, line = Turns(), _Line(waiting)
         for _ in range(together):
             workers.append((Worker(device, peers, context, turns, together > 1), line))
     yield from _with_bar(_each(workers, len(jobs), time_limit, end, ahead=False), groups, "measuring")
+
+
+def compile_all(
+    jobs: Sequence[Job], devices: Sequence[str], peers: Sequence[str], context: Any, within: float
+) -> None:
+    """Compile what these jobs run, on all cores, within so many seconds; the rest compiles when it is run."""
+    end = time.monotonic() + within
+    # FlexAttention takes long to compile, which all others would wait for.
+    ready = (job for job in jobs if within >= _PATIENT or "flex_attention" not in job.options)
+    compiling = [[job] for job in ready if job.compiles]
+    compiling.sort(key=lambda group: _longest_first(group[0]))
+    most = max(1, min(_MOST_AT_ONCE, (len(os.sched_getaffinity(0)) - 1) // len(devices)))
+    spread = [device for _ in range(most) for device in devices][: len(compiling)]
+    waiting = _queue(compiling)
+    helpers = [(Worker(device, peers, context), _Line(waiting)) for device in spread]
+    work = _each(helpers, len(compiling), _SECONDS_AHEAD, end, ahead=True)
+    for _ in _with_bar(work, compiling, "compiling"):
+        pass
 
 
 def _set_environment() -> None:
