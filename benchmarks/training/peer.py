@@ -59,7 +59,7 @@ def build_peer(
     hf_config = found.config_class(**settings)
     hf_config._attn_implementation = next((name for name in ATTENTION if name in options), None)
     if experts is not None:
-        hf_config._experts_implementation = experts
+        hf_config.get_text_config()._experts_implementation = experts  # an encoder may have no choice
     try:
         with device:
             model = found._from_config(hf_config, dtype=torch.bfloat16)
