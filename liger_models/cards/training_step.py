@@ -89,7 +89,10 @@ def measure(
     if devices is None:
         devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
     if not devices or not (repository / "benchmarks" / "training").is_dir():
-        yield from ((family, _try_to_plan(family.model_type, repository, devices)) for family in families)
+        for family in families:
+            reason = _try_to_plan(family.model_type, repository, devices)
+            assert isinstance(reason, NotRun)
+            yield family, reason
         return
     with _begin(repository) as process:
         try:
