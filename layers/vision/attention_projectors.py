@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
-from liger_models.layers.projections.linear import Linear, project
+from liger_models.layers.projections.linear import Linear, project, unwrapped
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.specs import LayerNormSpec, PoolingAttentionSpec, QueryProjectorSpec
 
@@ -72,6 +72,14 @@ class JoinedProjection(nn.Module):
         nn.init.zeros_(self.bias)
 
 
+class PassedAdapters(Linear):
+    """The last layer of torch's multi-head attention, which multiplies by its weight without calling it: a
+    layer around it, such as an adapter, has no effect in transformers, and none here.
+    """
+
+    passes_adapters = True
+
+
 class QueryProjector(nn.Module):
     """Learned queries that attend to the patches of a picture (Aria, arXiv:2410.05993, section 2.2):
 
@@ -90,7 +98,7 @@ class QueryProjector(nn.Module):
         self.query = nn.Parameter(torch.empty(spec.queries, width))
         self.norm_queries, self.norm_patches = (make_norm(width, LayerNormSpec(1e-5)) for _ in range(2))
         self.q_proj, self.k_proj, self.v_proj = (Linear(width, width, bias=False) for _ in range(3))
-        self.in_proj, self.out_proj = JoinedProjection(width), Linear(width, width)
+        self.in_proj, self.out_proj = JoinedProjection(width), PassedAdapters(width, width)
         self.linear = Linear(width, width)
         self.norm = make_norm(width, LayerNormSpec(1e-5))
         self.linear_1 = Linear(width, spec.size, bias=False)
@@ -103,7 +111,7 @@ class QueryProjector(nn.Module):
         q, k, v = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in made)  # [heads, ..., dim]
         keys = zip(sizes, k.split(list(lengths), 1), v.split(list(lengths), 1), strict=True)
         seen = [F.scaled_dot_product_attention(q[:, :n], own_k, own_v) for n, own_k, own_v in keys]
-        y = self.linear(self.out_proj(torch.cat(seen, 1).transpose(0, 1).flatten(1)))
+        y = self.linear(unwrapped(self.out_proj)(torch.cat(seen, 1).transpose(0, 1).flatten(1)))
         return self.linear_2(F.gelu(self.linear_1(self.norm(y)), approximate="tanh"))
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:

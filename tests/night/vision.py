@@ -9,6 +9,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "mllama-all",
         "muse_glimmer-all",
     ),
+    f"{VISION}/test_adapters_in_transformers.py::test_an_adapter_of_patch_embeddings_is_refused": (),
     f"{VISION}/test_trainers_in_transformers.py::test_trl_trains_with_images": (
         "DPO-gemma3",
         "SFT-qwen2_5_vl",

@@ -24,7 +24,7 @@ PARTS = {
     "tower": r".*(visual\.blocks.*\.(qkv|attn\.proj|up_proj)|vision_tower.*\.(q_proj|out_proj|fc1))",
     "all": "all-linear",
 }
-SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "llava", "muse_glimmer", "step3p7", "minimax_m3_vl", "molmo2"]
+SEVERAL = ["qwen2_5_vl", "gemma3", "mllama", "aria", "muse_glimmer", "step3p7", "minimax_m3_vl", "molmo2"]
 
 
 @pytest.fixture
@@ -66,6 +66,15 @@ def test_adapters_match_transformers_own_model(family, part, pair, both, tmp_pat
     ours.save_pretrained(tmp_path / "again")
     for name in ("adapter_model.safetensors",):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "adapter" / name).read_bytes()
+
+
+@pytest.mark.parametrize("family", ["molmo2"])
+def test_an_adapter_of_patch_embeddings_is_refused(family, both, hf, tmp_path):
+    """They are linear layers in transformers, whose `all-linear` includes them."""
+    theirs, ours = both
+    peft.get_peft_model(theirs, peft.LoraConfig(r=3, target_modules="all-linear")).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"patch_embedding: .* takes no adapter here: merge"):
+        hf.load_adapter(ours, tmp_path)
 
 
 @pytest.mark.parametrize("family", ["kimi_k25"])

@@ -30,8 +30,10 @@ from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.json_file import read_json
+from liger_models.hf.checkpoints.module_names import by_path
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.packed_linear import packed_here_alone
+from liger_models.layers.vision.encoder import PatchEmbedding
 
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -153,6 +155,12 @@ def _convert(model: Any, config: dict[str, Any], tensors: dict[str, Tensor], is_
         if targets & set(paths.values()):
             targets = targets - set(paths.values()) | {path}
             _pack(path, {paths[part]: rows for part, rows in parts.items()}, config, tensors)
+    for path in sorted(targets):
+        if isinstance(by_path(model, path), PatchEmbedding):
+            raise CheckpointError(
+                f"{path}: the adapter has it, but the embedding of patches takes no adapter here: merge the "
+                "adapter with transformers' own model, and load that"
+            )
     # Dense layers and shared experts whose names PEFT would take for stacked experts.
     by_name = stacks_by_names(model, {path.rpartition(".")[2] for path in targets})[0]
     mistaken = {path for path in targets if path.rpartition(".")[2] in by_name}

@@ -19,10 +19,10 @@ def find_targets(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return (native name -> checkpoint name of the layers to adapt, the subset to pass as parameters).
 
-    A tied head is excluded, since an adapter would untie it, and so are frozen parts, and modules with
-    `untrained`, which no loss reaches. Prediction modules are adapted only by targets that fit nothing else.
-    The subset are dense MLPs and shared experts whose names PEFT would take for stacked experts among its
-    target modules.
+    A tied head is excluded, since an adapter would untie it, and so are frozen parts, modules with
+    `untrained`, which no loss reaches, and layers with `passes_adapters`. Prediction modules are adapted only
+    by targets that fit nothing else. The subset are dense MLPs and shared experts whose names PEFT would take
+    for stacked experts among its target modules.
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
@@ -31,7 +31,8 @@ def find_targets(
         if getattr(module, "untrained", False):
             untrained += (f"{path}.",)
         expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
-        if isinstance(expr, Ref) and not path.startswith(untrained):
+        passed = getattr(module, "passes_adapters", False)
+        if isinstance(expr, Ref) and not path.startswith(untrained) and not passed:
             named[path] = expr.name.removesuffix(".weight")
     named = {path: name for path, name in named.items() if path not in frozen}
     decoder = {path: name for path, name in named.items() if not path.startswith("mtp.")}
