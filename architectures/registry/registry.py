@@ -141,7 +141,11 @@ TINY: Mapping[str, Any] = {
 """Settings shared by the tiny configs of most families."""
 
 # Names that some checkpoints use for exactly a family's models; exports keep them.
-ALIASES: Mapping[str, str] = {"kimi_k2": "deepseek_v3"}
+ALIASES: Mapping[str, str] = {
+    "kimi_k2": "deepseek_v3",
+    # Whole models, whose other parts are carried through.
+    **{f"{name}": f"{name}_thinker" for name in ("qwen2_5_omni", "qwen3_omni_moe")},
+}
 
 _ARCHITECTURES: dict[str, Architecture] = {}
 

@@ -188,14 +188,15 @@ def rotary_of_dimensions(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
     """`rotary` with an angle for each dimension, tables [2, T, D / 2]: the first half of a head of a rotation
-    by the first angles, and the second half of one by the others.
+    by the first angles, and the second half of one by the others. Both are in float32, so that their
+    gradients are added before they are rounded.
     """
     if interleaved or q.shape[-1] != 2 * cos.shape[2]:
         raise ValueError("angles of single dimensions are for whole heads whose pairs are not interleaved")
-    first, second = (rotary(q, k, cos[i], sin[i]) for i in range(2))
+    first, second = (rotary(at_least_float32(q), at_least_float32(k), cos[i], sin[i]) for i in range(2))
     queries, keys = (
-        torch.cat([one.chunk(2, -1)[0], other.chunk(2, -1)[1]], -1)
-        for one, other in zip(first, second, strict=True)
+        torch.cat([one.chunk(2, -1)[0], other.chunk(2, -1)[1]], -1).to(x.dtype)
+        for one, other, x in zip(first, second, (q, k), strict=True)
     )
     return queries, keys
 

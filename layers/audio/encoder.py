@@ -5,7 +5,8 @@
     blocks as in a language model, with bidirectional attention
     means of two frames each, in some families, and a norm
 
-Both convolutions read three columns with zeros around a clip; the second has stride 2.
+Both convolutions read three columns with zeros around a clip; the second has stride 2. Some families cut
+clips into chunks, each with zeros around it, or convolve over frequencies, too.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.frames import Convolution, FrameTable, unpadded
-from liger_models.layers.audio.sounds import Sounds
+from liger_models.layers.audio.chunks import Chunk, chunks_of
+from liger_models.layers.audio.frames import Convolution, FrameTable, cached_sinusoids, unpadded
+from liger_models.layers.audio.sounds import Sounds, frames_of
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec
+from liger_models.layers.specs import AudioSpec, PaddedSounds
 
 
 class AudioEncoder(nn.Module):
@@ -38,10 +41,15 @@ class AudioEncoder(nn.Module):
 
     def __init__(self, spec: AudioSpec, attention: AttentionBackend = "auto"):
         super().__init__()
-        self.spec = spec
-        self.conv1 = Convolution(spec.bins, spec.hidden_size)
-        self.conv2 = Convolution(spec.hidden_size, spec.hidden_size, stride=2)
-        self.table = FrameTable(spec.sounds.frames, spec.hidden_size)
+        self.spec, width = spec, spec.hidden_size
+        if spec.channels is None:
+            self.conv1 = Convolution(spec.bins, width)
+            self.conv2 = Convolution(width, width, stride=2)
+        else:
+            self.conv1 = Convolution(1, spec.channels, stride=2, axes=2)
+            self.conv2, self.conv3 = (Convolution(spec.channels, spec.channels, 2, axes=2) for _ in range(2))
+            self.conv_out = Linear(spec.channels * -(-spec.bins // 8), width, bias=False)
+        self.table = FrameTable(spec.sounds.frames, width) if isinstance(spec.sounds, PaddedSounds) else None
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
@@ -52,7 +60,7 @@ class AudioEncoder(nn.Module):
     def forward(self, sounds: Sounds) -> Tensor:
         """Return the projector's input, [F, D], or with `paired` half as many."""
         x, residual, offload = self.frames(sounds), None, Offload()
-        sequences = Sequences.of_lengths(sounds.frames, x.device)
+        sequences = Sequences.of_lengths(sounds.lengths, x.device)
         sequences.prepare_rotary(())
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
@@ -62,11 +70,34 @@ class AudioEncoder(nn.Module):
         return cast(Tensor, self.norm_after(means_of_pairs(x, sounds.frames)))
 
     def frames(self, sounds: Sounds) -> Tensor:
-        """The frames of all clips without padding, [F, D]. Clips are convolved with their padding."""
-        most = max(sounds.frames)
+        """The frames of all clips without padding, [F, D]."""
+        if self.table is None:
+            return self._frames_of_chunks(sounds)
+        most = max(sounds.frames)  # clips are convolved with their padding
         x = sounds.features[:, :, : 2 * most + 1]  # no frame in use reads later columns
-        x = F.gelu(self.conv2(F.gelu(self.conv1(x)))).transpose(1, 2)[:, :most]
-        return unpadded(self.table(x), sounds.frames)
+        return unpadded(self.table(self._convolved(x)[:, :most]), sounds.frames)
+
+    def _frames_of_chunks(self, sounds: Sounds) -> Tensor:
+        """The same of clips whose chunks are convolved one by one: together where they are as long."""
+        chunks = chunks_of(self.spec, sounds.columns)
+        made: dict[Chunk, Tensor] = {}
+        for width in dict.fromkeys(chunk.width for chunk in chunks):
+            own = [chunk for chunk in chunks if chunk.width == width]
+            x = self._convolved(torch.stack([chunk.cut(sounds.features) for chunk in own]))
+            x = (x + cached_sinusoids(*x.shape[1:], x.device)).to(x.dtype)
+            made |= {
+                chunk: row[: frames_of(self.spec, chunk.columns)] for chunk, row in zip(own, x, strict=True)
+            }
+        return torch.cat([made[chunk] for chunk in chunks])
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        """x [n, bins, columns] -> [n, frames, D]."""
+        if self.spec.channels is None:
+            return F.gelu(self.conv2(F.gelu(self.conv1(x)))).transpose(1, 2)
+        x = x[:, None]
+        for convolution in (self.conv1, self.conv2, self.conv3):
+            x = F.gelu(convolution(x))  # [n, channels, frequencies, columns]
+        return cast(Tensor, self.conv_out(x.permute(0, 3, 1, 2).flatten(2)))
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.kernels._constants import cached_tensors
+
 
 class Convolution(nn.Module):
     """A convolution over three columns, with a bias and zeros at the ends.
@@ -16,18 +18,20 @@ class Convolution(nn.Module):
     Args:
         inputs, outputs: numbers of channels.
         stride: distance of neighbouring windows.
+        axes: 2: over three frequencies, too.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, axes: int = 1):
         super().__init__()
         self.stride = stride
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, 3))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, *(3,) * axes))
         self.bias = nn.Parameter(torch.empty(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [clips, channels, columns] -> the same of `outputs`, in the weight's dtype."""
+        """x [clips, channels, (frequencies,) columns] -> the same of `outputs`, in the weight's dtype."""
         weight = self.weight
-        return F.conv1d(x.to(weight.dtype), weight, self.bias.to(weight.dtype), self.stride, padding=1)
+        convolve = F.conv1d if weight.dim() == 3 else F.conv2d
+        return convolve(x.to(weight.dtype), weight, self.bias.to(weight.dtype), self.stride, padding=1)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise like a matrix."""
@@ -62,6 +66,12 @@ def sinusoids(frames: int, width: int, device: torch.device | str) -> Tensor:
     rates = torch.exp(-math.log(10000) / max(1, width // 2 - 1) * steps)
     angles = torch.arange(frames, device=device)[:, None] * rates
     return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+@cached_tensors(8)
+def cached_sinusoids(frames: int, width: int, device: torch.device) -> Tensor:
+    """The same, computed on the CPU, so that every device has the same bits."""
+    return sinusoids(frames, width, "cpu").to(device)
 
 
 def unpadded(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -1,7 +1,7 @@
 """The clips of a batch, as spectrograms, made from the outputs of a processor.
 
-A column of a spectrogram is 10 ms in all supported families. A convolution with stride 2 makes a frame of two
-columns: n columns make (n + 1) // 2 frames.
+A column of a spectrogram is 10 ms in all supported families. A convolution with stride 2 makes (n + 1) // 2
+columns of n. Those that the last convolution makes are frames.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import AudioSpec
+from liger_models.layers.specs import AudioSpec, ChunkedSounds
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.repeated import order_of
 
@@ -29,20 +29,30 @@ class Sounds:
         features: [clips, bins, columns], padded.
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
+        lengths: the numbers of frames that attend to one another, in order.
     """
 
     def __init__(self, spec: AudioSpec, features: Tensor, columns: Sequence[int]):
         self.spec, self.features, self.columns = spec, features, list(columns)
-        self.frames = [frames_of(n) for n in self.columns]
+        self.frames = [frames_of(spec, n) for n in self.columns]
+        self.lengths = self.frames
+        if isinstance(spec.sounds, ChunkedSounds):
+            most = spec.sounds.window * frames_of(spec, spec.sounds.chunk)
+            self.lengths = [min(most, n - first) for n in self.frames for first in range(0, n, most)]
 
     def counts(self) -> list[int]:
         """The number of tokens of each clip."""
         return [tokens_of(self.spec, n) for n in self.frames]
 
 
-def frames_of(columns: int) -> int:
+def frames_of(spec: AudioSpec, columns: int) -> int:
     """The number of frames of a clip."""
-    return (columns + 1) // 2
+    if isinstance(spec.sounds, ChunkedSounds) and columns > spec.sounds.chunk:
+        whole, rest = divmod(columns, spec.sounds.chunk)
+        return whole * frames_of(spec, spec.sounds.chunk) + frames_of(spec, rest)
+    for _ in range(1 if spec.channels is None else 3):
+        columns = (columns + 1) // 2
+    return columns
 
 
 def tokens_of(spec: AudioSpec, frames: int) -> int:
@@ -56,14 +66,15 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     Raises:
         DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
-    masked, columns = spec.sounds.masked, 2 * spec.sounds.frames
+    masked = spec.sounds.masked
     names = KEYWORDS if masked else (FEATURES,)
     given = taken(keywords, *names)
     if not together(given, *names):
         return None
     features = given[FEATURES]
     fits = features.dim() == 3 and features.shape[1] == spec.bins and features.is_floating_point()
-    if not fits or features.shape[2] != columns:
+    columns = "columns" if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
+    if not fits or columns not in ("columns", features.shape[2]):
         raise DataError(
             f"{FEATURES} must be floating point of shape [clips, {spec.bins}, {columns}], as "
             f"the model's processor returns them; found {features.dtype} of shape {tuple(features.shape)}"
@@ -108,6 +119,7 @@ def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, 
 
 def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
     """A valid clip of zeros that makes a token, with the dtype and device of a tensor."""
-    most = 2 * spec.sounds.frames
-    columns = min(4 * spec.projector.merge**2, most) if spec.sounds.masked else most
+    least = 4 * spec.projector.merge**2
+    most = least if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
+    columns = min(least, most) if spec.sounds.masked else most
     return Sounds(spec, like.new_zeros(1, spec.bins, most), [columns])

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from liger_models.layers.audio.chunks import chunks_of
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory.measured import measured
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
-from liger_models.layers.specs import AudioSpec
+from liger_models.layers.specs import AudioSpec, ChunkedSounds
 from liger_models.layers.vision.projectors import PROJECTORS
 
 COLUMNS = 100  # of a spectrogram, a second
@@ -20,8 +21,11 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
     """Sizes of a call's sounds, if any; features count where they are stored."""
     if spec is None or sounds is None:
         return NOTHING
-    columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
-    return Shown(sum(sounds.frames), max(sounds.frames), 0, columns, sum(sounds.counts()))
+    if isinstance(spec.sounds, ChunkedSounds):
+        columns = sum(chunk.width for chunk in chunks_of(spec, sounds.columns))
+    else:
+        columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
+    return Shown(sum(sounds.frames), max(sounds.lengths), 0, columns, sum(sounds.counts()))
 
 
 def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1) -> Shown:
@@ -30,7 +34,8 @@ def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1)
     """
     if not sounds:
         return NOTHING
-    columns, count, most = max(1, math.ceil(seconds * COLUMNS)), rows * sounds, 2 * spec.sounds.frames
+    columns, count = max(1, math.ceil(seconds * COLUMNS)), rows * sounds
+    most = columns if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
     whole, rest = divmod(columns, most)
     clips = [most] * whole + ([rest] if rest else [])
     clips = clips if spec.sounds.masked else [most] * len(clips)
@@ -47,8 +52,12 @@ def edges_of_sounds(
     if not any(trained):
         return Edges()
     width, size = spec.hidden_size, dtype.itemsize
-    # The columns, the first convolution's output and its activation, and the second's output.
-    kept = shown.patches * (spec.bins + 2 * width) * size + shown.patches // 2 * width * size
+    if spec.channels is None:
+        # The columns, the first convolution's output and its activation, and the second's output.
+        kept = shown.patches * (spec.bins + 2 * width) * size + shown.patches // 2 * width * size
+    else:  # the columns, and the output of each convolution and its activation
+        outputs = sum((shown.patches >> k) * -(-spec.bins >> k) for k in (1, 2, 3)) * spec.channels
+        kept = (shown.patches * spec.bins + 2 * outputs) * size
     normed = shown.tokens // 2 if spec.paired else shown.tokens
     kept += normed * (width * size + 8)
     with torch.device("meta"):

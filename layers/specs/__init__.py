@@ -18,12 +18,13 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.audio import AudioSpec, PaddedSounds
+from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs.positions import ClockSpec, PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
     AdapterSpec,
     ConvolutionProjectorSpec,
@@ -72,13 +73,11 @@ from liger_models.layers.specs.vision import (
     PaddedPictures,
     PatchSpec,
     PlacedPictures,
-    PlaceSpec,
     PooledGrids,
     ShapedPictures,
     SquarePictures,
     StretchedTable,
     TiledVisionSpec,
-    TimeSpec,
     VisionSpec,
     WindowedPictures,
 )
@@ -97,8 +96,10 @@ __all__ = [
     "BlockSpec",
     "CappedSwiGLU",
     "ChannelDeltaSpec",
+    "ChunkedSounds",
     "ClampedSwiGLU",
     "ClipTable",
+    "ClockSpec",
     "CompressedAttentionSpec",
     "CompressorSpec",
     "Constant",

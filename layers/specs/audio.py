@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -22,14 +23,28 @@ class PaddedSounds:
 
 
 @dataclass(frozen=True)
+class ChunkedSounds:
+    """The same for clips of any length, `input_features` [clips, bins, columns] and `feature_attention_mask`.
+    A clip is cut into chunks of `chunk` columns, which are convolved one by one and whose frames attend to
+    those of up to `window` chunks together, counted from the clip's beginning. Positions within a chunk are
+    sines and cosines, which are not stored (Qwen2.5-Omni, arXiv:2503.20215, section 2.2).
+    """
+
+    chunk: int
+    window: int = 1
+    masked: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
 class AudioSpec:
     """An audio encoder and its projector into a language model.
 
     Spectrograms of `bins` frequencies pass through two convolutions of three columns, the second with stride
-    2, which make frames of width `hidden_size`. `blocks` are the encoder's; a frame sees its own clip. If
-    `paired`, two frames each are averaged, and the last of an odd number is left out. After `norm_after` the
-    `projector` turns frames into features, one for each token with the id `audio_id`. `sounds` is the form of
-    the processor's output.
+    2, which make frames of width `hidden_size`; or, with `channels`, through three convolutions of three
+    columns and three frequencies to so many channels, all with stride 2, and one linear layer (Qwen3-Omni).
+    `blocks` are the encoder's; a frame sees its own clip. If `paired`, two frames each are averaged, and the
+    last of an odd number is left out. After `norm_after` the `projector` turns frames into features, one for
+    each token with the id `audio_id`. `sounds` is the form of the processor's output.
     """
 
     hidden_size: int
@@ -37,6 +52,7 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds
+    sounds: PaddedSounds | ChunkedSounds
     norm_after: NormSpec | LayerNormSpec
     paired: bool = False
+    channels: int | None = None

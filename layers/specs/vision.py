@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+from liger_models.layers.specs.positions import PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
     PatchMergerSpec,
     ProjectorSpec,
@@ -239,29 +240,6 @@ class AnyresPictures:
     resolutions: tuple[tuple[int, int], ...]
     most: int | None
     frame_pool: int | None = None
-
-
-@dataclass(frozen=True)
-class TimeSpec:
-    """Positions of image tokens on three axes, time, row and column (M-RoPE, arXiv:2409.12191, section 2.1):
-    see layers/vision/positions.py. A second of video is `tokens_per_second` positions long; None: one
-    position per time step. `steps_apart`: text separates the time steps of a video, so that each is an image
-    of its own (Qwen3-VL).
-    """
-
-    tokens_per_second: float | None = None
-    steps_apart: bool = False
-
-
-@dataclass(frozen=True)
-class PlaceSpec:
-    """Positions of image tokens on four axes: the count of tokens, and in an image column, row and the number
-    of the image in its document; the first and the last token of an image, as text, have the count on all
-    of them (Hunyuan-VL).
-    """
-
-    tokens_per_second: ClassVar[None] = None  # of videos, which there are not
-    steps_apart: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

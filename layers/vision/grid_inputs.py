@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import ClipTable, FlatGrids, GridPictures, VisionSpec
+from liger_models.layers.specs import ClipTable, ClockSpec, FlatGrids, GridPictures, TimeSpec, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, in_blocks
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.pooled import PooledPictures
@@ -19,12 +19,12 @@ ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of video
 
 def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     """Pictures as patches with the grid of each."""
-    timed = spec.positions is not None and spec.positions.tokens_per_second is not None
+    timed = isinstance(spec.positions, TimeSpec) and spec.positions.tokens_per_second is not None
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    given = taken(keywords, *names, *(["second_per_grid_ts"] if timed else []))  # elsewhere ignored
+    given = taken(keywords, *names, *([spec.positions.seconds] if timed else []))  # elsewhere ignored
     images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
     videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
-    seconds = _seconds(given.get("second_per_grid_ts"), len(video_grids))
+    seconds = _seconds(spec.positions, given, video_grids) if timed else None
     patches = [values for values in (images, videos) if values is not None]
     if not patches:
         return None
@@ -95,17 +95,30 @@ def _of_kind(
     return in_blocks(values, shapes, spec.patches, merge) if raster else values, shapes
 
 
-def _seconds(given: Any, videos: int) -> list[float] | None:
+def _seconds(positions: TimeSpec, keywords: Mapping[str, Any], videos: list[Grid]) -> list[float] | None:
+    name, clock = positions.seconds, isinstance(positions, ClockSpec)
+    given = keywords.get(name)
     if given is None:
+        if clock and videos:
+            raise DataError(f"got videos without {name}, by which they get their positions: give it, too")
         return None
     if isinstance(given, Tensor) and given.dtype in ROUNDED:
         raise DataError(
-            f"second_per_grid_ts came as {given.dtype}, in which the videos' positions would be others; give "
+            f"{name} came as {given.dtype}, in which the videos' positions would be others; give "
             "a list (mixed precision casts floating point tensors)"
         )
     seconds = given.tolist() if isinstance(given, Tensor) else list(given)
-    if len(seconds) != videos:
-        raise DataError(f"second_per_grid_ts has {len(seconds)} values for {videos} videos; expected as many")
+    if len(seconds) != len(videos):
+        raise DataError(f"{name} has {len(seconds)} values for {len(videos)} videos; expected as many")
+    if isinstance(positions, ClockSpec) and positions.whole:
+        rate = positions.tokens_per_second or 1
+        for i, (second, (steps, _, _)) in enumerate(zip(seconds, videos, strict=True)):
+            if steps > 1 and (rate * second) % 1:
+                raise DataError(
+                    f"{name}[{i}] is {second}, {rate * second} positions; positions that are not whole "
+                    f"numbers are not supported: sample frames so that a time step is a multiple of 1/{rate} "
+                    "seconds"
+                )
     return seconds
 
 

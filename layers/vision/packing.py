@@ -23,6 +23,7 @@ ON_HOST = frozenset(
             "image_grid_hw",
             "video_grid_thw",
             "second_per_grid_ts",
+            "video_second_per_grid",
             "image_sizes",
             "batch_num_images",
         ),

@@ -6,7 +6,8 @@ there too, at s:
     time = s + trunc(k * step),    row = s + i,    column = s + j
 
 for the token of time step k, row i and column j of merged patches; `step` is 1 for an image. The token after
-a picture is at s + max(rows, columns). A document starts at 0, or after the document that it continues.
+a picture is at s + max(rows, columns), or with `past_time` one after the largest of all three. A document
+starts at 0, or after the document that it continues.
 
 Everything is computed on the device without synchronisation: the kinds of tokens are known only there.
 """
@@ -35,7 +36,12 @@ class AxisPositions(NamedTuple):
 
 
 def axis_positions(
-    documents: Documents, kinds: Tensor, pictures: Pictures, merge: int, tokens_per_second: float | None
+    documents: Documents,
+    kinds: Tensor,
+    pictures: Pictures,
+    merge: int,
+    tokens_per_second: float | None,
+    past_time: bool = False,
 ) -> AxisPositions:
     """The positions of tokens [T] of these kinds."""
     device, total = kinds.device, len(kinds)
@@ -44,7 +50,7 @@ def axis_positions(
     document = torch.zeros_like(token) if bounds is None else bounds[0].long()  # its first token
     begins = (token == document) | (kinds != kinds.roll(1))
     first = torch.where(begins, token, 0).cummax(0).values  # of the token's group: text, or one picture
-    table, times = _tables(pictures, merge, tokens_per_second)
+    table, times = _tables(pictures, merge, tokens_per_second, past_time)
     table, times = (x.to(device, non_blocking=True) for x in (table, times))
 
     number, wrong = torch.zeros_like(token), torch.zeros((), dtype=torch.bool, device=device)
@@ -56,14 +62,14 @@ def axis_positions(
         ordinal = (begins & of_kind).cumsum(0)
         number = torch.where(of_kind, ordinal - 1 + before, number)
         wrong = wrong | (ordinal[-1] != count)
-    size, rows, columns, first_time = table[number.clamp(0, len(table) - 1)].unbind(1)
+    size, rows, columns, taken, first_time = table[number.clamp(0, len(table) - 1)].unbind(1)
     seen = kinds != TEXT
     place = token - first
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     wrong = wrong | (seen & ((place >= size) | (ends & (place != size - 1)))).any()
 
     # Number of tokens minus positions of each picture, at its first token, and the running sum.
-    saved = torch.where(begins & seen, size - torch.maximum(rows, columns), 0)
+    saved = torch.where(begins & seen, size - taken, 0)
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
     start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
@@ -113,8 +119,12 @@ def end_of_positions(end: int, pictures: Pictures, tokens_per_second: float | No
     )
 
 
-def _tables(pictures: Pictures, merge: int, tokens_per_second: float | None) -> tuple[Tensor, Tensor]:
-    """Per picture the tokens, rows, columns and the start of its times, [pictures, 4]; and the times."""
+def _tables(
+    pictures: Pictures, merge: int, tokens_per_second: float | None, past_time: bool
+) -> tuple[Tensor, Tensor]:
+    """Per picture the tokens, rows, columns, positions and the start of its times, [pictures, 5]; and the
+    times.
+    """
     steps: list[float] = [1.0] * pictures.images
     steps += [1.0 if tokens_per_second is None else tokens_per_second * s for s in pictures.seconds]
     times = [
@@ -122,8 +132,12 @@ def _tables(pictures: Pictures, merge: int, tokens_per_second: float | None) -> 
         for grid, step in zip(pictures.token_grids, steps, strict=True)
     ]
     begin = itertools.accumulate((grid[0] for grid in pictures.token_grids), initial=0)
+    taken = [
+        max(h // merge, w // merge, 1 + int(own[-1]) if past_time else 0)
+        for (_, h, w), own in zip(pictures.token_grids, times, strict=True)
+    ]
     rows = [
-        (t * h * w // merge**2, h // merge, w // merge, first)
-        for (t, h, w), first in zip(pictures.token_grids, begin, strict=False)
+        (t * h * w // merge**2, h // merge, w // merge, count, first)
+        for (t, h, w), count, first in zip(pictures.token_grids, taken, begin, strict=False)
     ]
     return torch.tensor(rows, device="cpu"), torch.cat(times)

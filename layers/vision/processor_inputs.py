@@ -15,6 +15,7 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
+    ClockSpec,
     CroppedPictures,
     CubicTable,
     FlatGrids,
@@ -26,6 +27,7 @@ from liger_models.layers.specs import (
     PooledGrids,
     ShapedPictures,
     SquarePictures,
+    TimeSpec,
     VisionSpec,
     WindowedPictures,
 )
@@ -57,9 +59,10 @@ def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
     floating point tensors in the arguments of a sharded module, and seconds in bfloat16 would shift the
     videos' positions.
     """
-    seconds = keywords.get("second_per_grid_ts")
-    if isinstance(seconds, Tensor) and seconds.dtype not in ROUNDED:
-        return keywords | {"second_per_grid_ts": seconds.tolist()}
+    for name in (TimeSpec.seconds, ClockSpec.seconds):
+        seconds = keywords.get(name)
+        if isinstance(seconds, Tensor) and seconds.dtype not in ROUNDED:
+            keywords = keywords | {name: seconds.tolist()}
     return keywords
 
 

@@ -24,7 +24,7 @@ from liger_models.layers.vision.processor_inputs import take_pictures
 
 _OF_VIDEOS = (
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
-    *("second_per_grid_ts", "video_merge_sizes", "video_compression_mask"),
+    *("second_per_grid_ts", "video_second_per_grid", "video_merge_sizes", "video_compression_mask"),
 )
 
 

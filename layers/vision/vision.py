@@ -23,7 +23,7 @@ from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import AnyresPictures, GridPictures, PlaceSpec, VisionSpec
+from liger_models.layers.specs import AnyresPictures, ClockSpec, GridPictures, PlaceSpec, VisionSpec
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
@@ -40,6 +40,12 @@ from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
 Part = Literal["vision", "projector", "language"]
+SOUND_OF_VIDEO = "use_audio_in_video"
+OF_VIDEO = (
+    "the sound of a video, whose tokens alternate with the video's in time, is not supported, since their "
+    "positions are not: give it as a sound of its own, before or after the video "
+    "(load_audio_from_video=False in the processor)"
+)
 FRAMED = "moe_mm_token_type_ids"
 """Keyword with the kinds of tokens that choose experts: tokens that frame a picture are of its kind."""
 
@@ -163,6 +169,8 @@ class Vision(nn.Module):
         name = self.spec.kinds  # ignored otherwise
         kinds = None if name is None else keywords.pop(name, None)
         framed = None if self.spec.framing_ids is None else keywords.pop(FRAMED, None)
+        if isinstance(self.spec.positions, ClockSpec) and keywords.pop(SOUND_OF_VIDEO, None):
+            raise DataError(f"{SOUND_OF_VIDEO} is set; {OF_VIDEO}")
         pictures = take_pictures(self.spec, self.merge, keywords)
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
@@ -205,6 +213,10 @@ class Vision(nn.Module):
         if self.spec.video_id is not None:
             found = torch.where(ids == self.spec.video_id, VIDEO, found)
         counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
+        if isinstance(self.spec.positions, ClockSpec):
+            counts.append(
+                4 * ((found == VIDEO)[:-1] & (ids == self.spec.positions.audio_id)[1:]).any().long()
+            )
         for name, given in ((self.spec.kinds, vision_inputs.kinds), (FRAMED, vision_inputs.framed)):
             if given is not None and given.shape != input_ids.shape:
                 raise DataError(
@@ -270,7 +282,8 @@ class Vision(nn.Module):
         rate = self.spec.positions.tokens_per_second
         if self.spec.positions.steps_apart:
             pictures = pictures.steps_apart()
-        axes = axis_positions(documents, kinds, pictures, self.merge, rate)
+        past_time = self.spec.positions.past_time
+        axes = axis_positions(documents, kinds, pictures, self.merge, rate, past_time)
         return *axes, end_of_positions(end, pictures, rate)
 
     def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
@@ -344,6 +357,8 @@ class Vision(nn.Module):
                 f"{FRAMED} must be {self._meaning}, but as for pictures where input_ids are the tokens "
                 f"before or after one, {self.spec.framing_ids}"
             )
+        if 4 in faults:
+            raise DataError(f"a sound follows the tokens of a video directly; {OF_VIDEO}")
         if 2 in faults:
             raise DataError(
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "

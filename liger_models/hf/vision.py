@@ -34,6 +34,7 @@ PICTURES = (
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
     *(
         "second_per_grid_ts",
+        "video_second_per_grid",
         "aspect_ratio_ids",
         "aspect_ratio_mask",
         "spatial_shapes",
@@ -178,6 +179,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         video_position_ids: Tensor | None = None,
         num_frames_per_video: Tensor | None = None,
         second_per_grid_ts: Tensor | None = None,
+        video_second_per_grid: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
         aspect_ratio_mask: Tensor | None = None,
         spatial_shapes: Tensor | None = None,

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from liger_models.images.pieces import Document, Image, Piece, Video, crops_of, kept_of, windows_of
-from liger_models.images.sounds import Sound, heard, tokens_of_sound
+from liger_models.images.sounds import WORD, Sound, framed_sound, heard
 from liger_models.layers.specs import (
     AnyresPictures,
+    ClockSpec,
     CroppedPictures,
     FlatGrids,
     GridPictures,
@@ -41,7 +42,6 @@ from liger_models.layers.vision.vision import FRAMED
 
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
-WORD = 14  # a text token in every family
 LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
 
 
@@ -84,7 +84,8 @@ class Scenes:
             mask.cumsum(1) <= 1
         )  # nothing precedes the first token, although a reference attends to padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self.kinds(ids) != 0), -100)
-        return call | ({} if bool(mask.all()) else {"attention_mask": mask})
+        needed = isinstance(getattr(self.vision, "positions", None), ClockSpec)  # else counted as text there
+        return call | ({} if bool(mask.all()) and not needed else {"attention_mask": mask})
 
     def make_even(self, documents: Sequence[Document]) -> dict[str, Any]:
         """The same without padding: rows are filled with text."""
@@ -104,7 +105,7 @@ class Scenes:
             if isinstance(piece, int):
                 tokens += self._words(piece)
             elif isinstance(piece, Sound):
-                tokens += tokens_of_sound(self.audio, piece)
+                tokens += framed_sound(self.audio, piece, self.config)
             elif isinstance(self.vision, TiledVisionSpec):
                 tokens.append(self.vision.image_id)
             else:
@@ -142,6 +143,8 @@ class Scenes:
         if self.vision.framing_ids is not None:
             first, last = self.vision.framing_ids[2 * isinstance(piece, Video) :][:2]
             return [first], [last]
+        if isinstance(self.vision.positions, ClockSpec):
+            return [self.config["vision_start_token_id"]], [WORD]
         before = len(self.vision.marker_ids) // 2
         return self.vision.marker_ids[:before], self.vision.marker_ids[before:]
 
@@ -231,7 +234,7 @@ class Scenes:
                 call[pixels] = 0.1 * self._normal(patches, *self._patch())
         videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
         timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
-        return call | ({"second_per_grid_ts": torch.tensor(videos)} if videos and timed else {})
+        return call | ({self.vision.positions.seconds: torch.tensor(videos)} if videos and timed else {})
 
     def _flat_grids(self, pieces: list[Piece]) -> dict[str, Any]:
         grids = torch.tensor([self._grid(piece)[1:] for piece in pieces])

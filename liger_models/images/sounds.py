@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.audio.sounds import FEATURES, MASK, frames_of, tokens_of
-from liger_models.layers.specs import AudioSpec
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
+
+WORD = 14  # a text token in every family
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,13 @@ class Sound:
 def tokens_of_sound(spec: AudioSpec | None, sound: Sound) -> list[int]:
     """Placeholder tokens of a sound."""
     assert spec is not None
-    return [spec.audio_id] * tokens_of(spec, frames_of(_columns(spec, sound)))
+    return [spec.audio_id] * tokens_of(spec, frames_of(spec, _columns(spec, sound)))
+
+
+def framed_sound(spec: AudioSpec | None, sound: Sound, config: Mapping[str, Any]) -> list[int]:
+    """The same with a token before and one after them, where the reference counts positions by these."""
+    first, tokens = config.get("audio_start_token_id"), tokens_of_sound(spec, sound)
+    return tokens if first is None else [first, *tokens, WORD]
 
 
 def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[..., Tensor]) -> dict[str, Any]:
@@ -31,7 +39,11 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if spec is None or not sounds:
         return {}
     columns = torch.tensor([_columns(spec, sound) for sound in sounds])
-    most = 2 * spec.sounds.frames
+    most = (
+        2 * spec.sounds.frames
+        if isinstance(spec.sounds, PaddedSounds)
+        else max(32 * _factor(spec.sounds), int(columns.max()))
+    )
     call = {FEATURES: 0.3 * normal(len(sounds), spec.bins, most)}
     if not spec.sounds.masked:
         return call
@@ -39,6 +51,15 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
 
 
 def _columns(spec: AudioSpec, sound: Sound) -> int:
-    """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked."""
+    """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked; or
+    many times as many, if chunks are long.
+    """
+    if isinstance(spec.sounds, ChunkedSounds):
+        return sound.columns * _factor(spec.sounds)
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most
+
+
+def _factor(sounds: ChunkedSounds) -> int:
+    """Factor of the columns of sounds, so that these have several chunks."""
+    return max(1, sounds.chunk // 8)

@@ -90,7 +90,7 @@ class VisionPair(pairs.Pair):
                 [call[name] for call in calls if name in call],
                 1 if tiled or by_row or name in OF_TOKENS else 0,
             )
-            for name in {name for call in calls for name in call} - {"cross_attention_mask"}
+            for name in {name for call in calls for name in call} - {"cross_attention_mask", "attention_mask"}
         }
         if tiled:
             seen = [
