@@ -39,6 +39,10 @@ PACKED = ("vision.encoder.layers.*.qkv_proj.*",)
 )
 def qwen3_omni_moe(c: HFConfig) -> ModelSpec:
     c = qwen_omni.thinker(c)
+    v = c.part("vision_config")
+    v.take_only(apply_vit_abs_pos_embed=True)
+    for key in ("image_size", "tokens_per_second"):
+        v.take(key, None)  # of released files; the reference reads neither
     model = qwen3_vl(c)
     assert model.vision is not None
     audio_id = c.take_count("audio_token_id", 151646, least=0)

@@ -24,14 +24,17 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 
+_SPEAKS = """
+    talker_config token2wav_config code2wav_config enable_audio_output enable_talker im_start_token_id
+    im_end_token_id tts_pad_token_id tts_bos_token_id tts_eos_token_id system_token_id assistant_token_id
+"""
 UNREAD = {
-    **dict.fromkeys(
-        ("user_token_id", "audio_end_token_id", "seconds_per_chunk"), "of processors, or of sounds of videos"
-    ),
+    **dict.fromkeys(("audio_end_token_id", "seconds_per_chunk"), "of processors, or of sounds of videos"),
+    "user_token_id": "of no effect in the thinker",
     "audio_start_token_id": "the token before a sound is text like any other",
-    **dict.fromkeys(("talker_config", "enable_audio_output", "enable_talker"), "of the part that speaks"),
-    **dict.fromkeys(("token2wav_config", "code2wav_config"), "of the part that speaks"),
+    **dict.fromkeys(_SPEAKS.split(), "of the part that speaks"),
 }
+"""Keys of thinkers and of whole models."""
 OTHER_PARTS = ("talker.*", "token2wav.*", "code2wav.*")
 """Tensors of whole models that the thinker does not read."""
 TINY_IDS = {
@@ -45,7 +48,12 @@ _WHOLE = "thinker_config"
 
 def thinker(c: HFConfig) -> HFConfig:
     """The config of the thinker, the part that hears, sees and writes, in that of a whole model."""
-    return c.part(_WHOLE) if _WHOLE in c.raw else c
+    if _WHOLE not in c.raw:
+        return c
+    part = c.part(_WHOLE)
+    for key in UNREAD:
+        part.take(key, None)
+    return part
 
 
 def layouts(audio: Names, vision: Names, *texts: Layout) -> tuple[Layout, ...]:

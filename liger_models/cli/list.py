@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _list_missing() -> None:
     from liger_models.architectures.registry.multimodal import MULTIMODAL
+    from liger_models.architectures.registry.registry import ALIASES
     from liger_models.architectures.registry.unsupported import MISSING
     from liger_models.cli.shared.checkpoints import print_table
     from liger_models.families import list_families
@@ -59,7 +60,9 @@ def _list_missing() -> None:
     print_table(sorted(MISSING.items()))
     names = {family.model_type for family in list_families()}
     print("Supported without images and sound (text_only=True, or --text-only), and what these need:")
-    print_table([(name, MULTIMODAL[name].missing) for name in sorted(MULTIMODAL.keys() - names)])
+    print_table(
+        [(name, MULTIMODAL[name].missing) for name in sorted(MULTIMODAL.keys() - names - ALIASES.keys())]
+    )
 
 
 def _names(family: "Family") -> tuple[str, str, str]:
