@@ -134,7 +134,8 @@ def _one_axis(text: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         if isinstance(text.get(key), Mapping):
-            settings = {k: v for k, v in text[key].items() if k not in _AXES}
+            unread = (*_AXES, *(["interleaved"] if "mrope_interleaved" in text[key] else []))  # the same
+            settings = {k: v for k, v in text[key].items() if k not in unread}
             kind = settings.pop("type", settings.get("rope_type", "default"))
             settings["rope_type"] = "default" if kind == "mrope" else "dynamic" if kind == "xdrope" else kind
             found[key] = settings

@@ -67,6 +67,7 @@ IDS |= {
     "video_end_token_id": 8,
 }
 IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
+IDS |= {"audio_token_id": 2, "audio_token_index": 2, "audio_start_token_id": 5, "vision_start_token_id": 6}
 IDS_OF_MOLMO = {
     "image_start_token_id": 5,
     "image_end_token_id": 6,
@@ -128,6 +129,8 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
+    if "audio_config" in config:
+        config["audio_config"] = {**config["audio_config"], "encoder_layers": 3}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
 

@@ -46,6 +46,8 @@ def test_files_of_every_layout_come_back_byte_for_byte_and_the_reference_reads_t
 def test_fresh_positions_are_whispers_sines_and_cosines(pair):
     model = liger_models.from_config(pair.config, dtype=torch.float32)
     table = model.audio.encoder.table
+    if table is None:
+        pytest.skip("the positions are not stored")
     assert torch.equal(
         table.weight[0], torch.tensor([0.0, 1.0]).repeat_interleave(table.weight.shape[1] // 2)
     )

@@ -20,6 +20,10 @@ def test_the_class_is_registered_and_matches_transformers_own(pair, both):
     distances = {"loss": relative_distance(found.loss, expected.loss)}
     gradients = {name: p.grad for name, p in theirs.named_parameters() if name in own and p.grad is not None}
     assert any("fc1" in name for name in gradients)
+    # Without positions a key's bias shifts all scores of a query equally: its gradient is rounding only.
+    gradients = {
+        name: x for name, x in gradients.items() if "audio_tower" not in name or "k_proj.bias" not in name
+    }
     distances |= {name: relative_distance(own[name].grad, x) for name, x in gradients.items()}
     assert not beyond_bound(distances)
 

@@ -16,6 +16,7 @@ from wide import (  # noqa: F401  (fixtures among them)
 )
 
 from liger_models.images.scenes import Image, Video
+from liger_models.images.sounds import Sound
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +33,9 @@ def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied
     def batches(pair):
         torch.manual_seed(0)
         count = batches_of(pair.ours.spec)
-        return [pair.rows_of_one_length(DOCUMENTS, near_ties=True) for _ in range(count)]
+        heard = [] if pair.ours.spec.audio is None else [Sound(40), 20]
+        documents = [[*document, *heard] for document in DOCUMENTS]
+        return [pair.rows_of_one_length(documents, near_ties=True) for _ in range(count)]
 
     config = wide_config(family)
     if family == "paligemma" and older_transformers():  # does not cap PaliGemma 2's logits
