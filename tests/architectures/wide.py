@@ -92,11 +92,11 @@ def wide_config(family: str) -> dict[str, Any]:
         pytest.skip(f"tests/architectures/published has no config of {family}")
     config = min(own, key=lambda config: abs(_spec(config).hidden_size - 4096))
     cut = with_layers(config, max(2, layers_of_every_kind(config)))
-    if _parameters(cut) > MOST:  # layers that differ by decays of their own (MiniMax)
-        cut = with_layers(config, 2)
-    text = cut.get("text_config", cut)
     if images := "vision_config" in cut:
         _cut_encoder(cut)
+    if _parameters(cut) > MOST:  # layers that differ by decays of their own (MiniMax)
+        cut = with_layers(cut, 2)
+    text = cut.get("text_config", cut)
     cut |= {key: value for key, value in IDS_OF_MOLMO.items() if key in cut}
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
