@@ -26,7 +26,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
 from liger_models.layers.vision.repeated import repeat_pictures
-from liger_models.layers.vision.vision import VisionInputs
+from liger_models.layers.vision.vision import OF_VIDEO, SOUND_OF_VIDEO, VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
@@ -101,14 +101,19 @@ def get_rope_index(
     video_grid_thw: Tensor | None = None,
     second_per_grid_ts: Any = None,
     attention_mask: Tensor | None = None,
+    second_per_grids: Any = None,
+    use_audio_in_video: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (positions [3, batch, seq], 0 at padding; next position minus the row's number of tokens,
     [batch, 1]) for text with images, as `forward` computes them.
 
     Raises:
-        DataError: the grids do not match the tokens.
+        DataError: the grids do not match the tokens, or the sound of a video.
     """
+    if use_audio_in_video:
+        raise DataError(f"{SOUND_OF_VIDEO} is set; {OF_VIDEO}")
+    second_per_grid_ts = second_per_grids if second_per_grid_ts is None else second_per_grid_ts
     given = [
         () if grid is None else torch.as_tensor(grid).tolist() for grid in (image_grid_thw, video_grid_thw)
     ]

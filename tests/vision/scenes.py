@@ -56,6 +56,10 @@ class VisionPair(pairs.Pair):
         """
         if getattr(self.vision, "clips", False):
             document = [replace(p, steps=1) if isinstance(p, Video) else p for p in document]
+        if getattr(getattr(self.vision, "positions", None), "whole", False):  # positions are whole numbers
+            document = [
+                replace(p, seconds=math.ceil(p.seconds)) if isinstance(p, Video) else p for p in document
+            ]
         if not older_transformers():
             return document
         if isinstance(getattr(self.vision, "pictures", None), PlacedPictures):
@@ -79,7 +83,8 @@ class VisionPair(pairs.Pair):
     def images(self, call: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The images of a `VisionConversation`, from a call of one row."""
         kept = {self.vision.kinds} if "pixel_values" in call and marks_tokens(self.vision) else set()
-        return {name: x for name, x in call.items() if name not in OF_TOKENS or name in kept}
+        given = (*OF_TOKENS, "attention_mask")
+        return {name: x for name, x in call.items() if name not in given or name in kept}
 
     def pack(self, calls: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Combine calls of one row each into a call with all documents in one row."""
