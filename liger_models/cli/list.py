@@ -59,6 +59,14 @@ def _list_missing() -> None:
     print("Not supported: model_type in config.json, and what is missing:")
     print_table(sorted(MISSING.items()))
     names = {family.model_type for family in list_families()}
+    print("Supported in part, and what the rest needs:")
+    print_table(
+        [
+            (name, MULTIMODAL[name].missing)
+            for name in sorted(MULTIMODAL.keys() & names)
+            if MULTIMODAL[name].missing
+        ]
+    )
     print("Supported without images and sound (text_only=True, or --text-only), and what these need:")
     print_table(
         [(name, MULTIMODAL[name].missing) for name in sorted(MULTIMODAL.keys() - names - ALIASES.keys())]

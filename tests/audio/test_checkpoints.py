@@ -4,10 +4,12 @@ layout.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from pairs import beyond_bound, randomise, reference_class, relative_distance
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.convert.errors import ConfigError
@@ -53,6 +55,25 @@ def test_fresh_positions_are_whispers_sines_and_cosines(pair):
     )
     assert torch.allclose(table.weight[1, 0].sin(), torch.tensor(1.0).sin().sin())
     assert not any("table" in name for name, _ in model.named_parameters())
+
+
+def test_whole_models_come_back_with_the_parts_that_speak(pair, tmp_path):
+    if pair.ours.spec.vision is None:
+        pytest.skip("not part of a model that speaks")
+    pair.reference.save_pretrained(tmp_path / "thinker")
+    tensors = load_file(tmp_path / "thinker/model.safetensors")
+    tensors = {f"thinker.{name}": x for name, x in tensors.items()} | {
+        "talker.model.norm.weight": torch.rand(3)
+    }
+    (tmp_path / "whole").mkdir()
+    save_file(tensors, tmp_path / "whole/model.safetensors", {"format": "pt"})
+    whole = pair.architecture.model_type.removesuffix("_thinker")
+    config = {"model_type": whole, "thinker_config": pair.config, "talker_config": {"hidden_size": 3}}
+    (tmp_path / "whole/config.json").write_text(json.dumps(config))
+    model = liger_models.from_hub(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "out")
+    name = "model.safetensors"
+    assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize("key", ["dropout", "activation_dropout", "attention_dropout"])

@@ -9,10 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 from clips import DOCUMENTS
-from pairs import beyond_bound
+from pairs import BOUND, beyond_bound, relative_distance
 
 from liger_models.convert.errors import DataError
 from liger_models.generating.generation import generate
+from liger_models.images.pieces import Video
+from liger_models.images.sounds import Sound
+from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory import NOTHING, Step, StepMemory, heard_of_length
 from liger_models.layers.recompute.activation_memory import LEVELS
 
@@ -47,6 +50,21 @@ def test_packed_documents_equal_separate_documents(pair):
     torch.testing.assert_close(output.logits[0], torch.cat(logits), rtol=1e-4, atol=1e-4)
     for name, gradient in expected.items():
         assert (output.gradients[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1.0), name
+
+
+def test_short_clips_are_encoded_as_if_they_were_alone(pair):
+    """Of several clips the reference pads short ones, which is exact for Whisper's convolutions alone."""
+    spec = pair.ours.spec.audio
+    if spec.channels is None:
+        pytest.skip("convolutions over columns alone")
+    features, columns = torch.randn(3, spec.bins, 130), [93, 130, 3]
+    with torch.no_grad():
+        found = pair.ours.audio(Sounds(spec, features, columns))
+        for clip, own, n in zip(
+            features, found.split(Sounds(spec, features, columns).counts()), columns, strict=True
+        ):
+            alone = pair.reference.model.audio_tower(clip[:, :n], feature_lens=torch.tensor([n]))
+            assert relative_distance(own, alone.last_hidden_state) <= BOUND
 
 
 def test_every_level_of_activation_memory_gives_the_same_gradients(pair):
@@ -100,6 +118,15 @@ def test_sounds_that_do_not_fit_are_errors_that_say_what_was_found(pair):
     bad(pair, "has 0 tokens of sounds", input_ids=ids)
     bad(pair, "input_features must be floating point of shape", input_features=features[:, :-1])
     bad(pair, "make 0", input_features=None, feature_attention_mask=None)
+    if pair.ours.spec.vision is not None:
+        bad(pair, "use_audio_in_video is set; the sound of a video", use_audio_in_video=True)
+        with_video = pair.scene([2, Video(2, 4, 4), 3])
+        assert with_video.pop("video_second_per_grid").tolist() == [1.0]
+        bad(pair, "got videos without video_second_per_grid", **with_video)
+        joined = pair.scene([2, Video(2, 4, 4), 3, Sound(8)])
+        after = (joined["input_ids"] == pair.ours.spec.vision.video_id).nonzero()[-1, 1] + 1
+        joined["input_ids"] = joined["input_ids"].index_fill(1, after, audio_id)
+        bad(pair, "a sound follows the tokens of a video directly", **joined)
     if "feature_attention_mask" not in call:
         return
     mask = call["feature_attention_mask"]

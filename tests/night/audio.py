@@ -5,16 +5,20 @@ PARITY, CHECKPOINTS, HF = (
 )
 
 ALWAYS: dict[str, tuple[str, ...]] = {
-    f"{PARITY}clips_of_several_lengths_match_the_reference": ("qwen2_audio-right", "voxtral-left"),
+    f"{PARITY}clips_of_several_lengths_match_the_reference": (
+        *("qwen2_audio-right", "voxtral-left", "qwen2_5_omni_thinker-right", "qwen3_omni_moe_thinker-left"),
+    ),
+    f"{PARITY}short_clips_are_encoded_as_if_they_were_alone": ("qwen3_omni_moe_thinker",),
     f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral",),
     f"{PARITY}packed_documents_equal_separate_documents": ("qwen2_audio",),
     f"{PARITY}every_level_of_activation_memory_gives_the_same_gradients": ("qwen2_audio",),
     f"{PARITY}generated_tokens_equal_the_references": ("voxtral",),
     f"{PARITY}a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before": ("voxtral",),
-    f"{PARITY}sounds_that_do_not_fit_are_errors_that_say_what_was_found": ("qwen2_audio",),
-    f"{PARITY}a_plan_counts_the_encoder": ("qwen2_audio",),
+    f"{PARITY}sounds_that_do_not_fit_are_errors_that_say_what_was_found": ("qwen2_5_omni_thinker",),
+    f"{PARITY}a_plan_counts_the_encoder": ("qwen3_omni_moe_thinker",),
     f"{CHECKPOINTS}files_of_every_layout_come_back_byte_for_byte_and_the_reference_reads_them": ("voxtral",),
     f"{CHECKPOINTS}fresh_positions_are_whispers_sines_and_cosines": ("voxtral",),
+    f"{CHECKPOINTS}whole_models_come_back_with_the_parts_that_speak": ("qwen2_5_omni_thinker",),
     f"{CHECKPOINTS}the_text_part_loads_alone": ("qwen2_audio",),
     f"{HF}the_class_is_registered_and_matches_transformers_own": ("qwen2_audio",),
     f"{HF}saved_files_equal_transformers_own": ("voxtral",),
