@@ -10,7 +10,7 @@ from liger_models.architectures.encoders.qwen import NAMES_3, TINY_3
 from liger_models.architectures.qwen3_vl import TINY, TINY_ROPE, qwen3_vl
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import ModelSpec, VisionSpec
 
 SEES = (
     *(name for name in NAMES_3 if name[0] not in ("deep.", ".linear_1.", ".linear_2.")),
@@ -44,7 +44,7 @@ def qwen3_omni_moe(c: HFConfig) -> ModelSpec:
     for key in ("image_size", "tokens_per_second"):
         v.take(key, None)  # of released files; the reference reads neither
     model = qwen3_vl(c)
-    assert model.vision is not None
+    assert isinstance(model.vision, VisionSpec)
     audio_id = c.take_count("audio_token_id", 151646, least=0)
     audio = qwen_omni.convolved_audio(c.part("audio_config"), audio_id, model.hidden_size)
     return qwen_omni.with_encoders(c, model, model.vision, audio, whole=True)

@@ -84,7 +84,7 @@ class AudioEncoder(nn.Module):
         for width in dict.fromkeys(chunk.width for chunk in chunks):
             own = [chunk for chunk in chunks if chunk.width == width]
             x = self._convolved(torch.stack([chunk.cut(sounds.features) for chunk in own]))
-            x = (x + cached_sinusoids(*x.shape[1:], x.device)).to(x.dtype)
+            x = (x + cached_sinusoids(x.shape[1], x.shape[2], x.device)).to(x.dtype)
             made |= {
                 chunk: row[: frames_of(self.spec, chunk.columns)] for chunk, row in zip(own, x, strict=True)
             }

@@ -19,12 +19,14 @@ ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of video
 
 def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     """Pictures as patches with the grid of each."""
-    timed = isinstance(spec.positions, TimeSpec) and spec.positions.tokens_per_second is not None
+    timed: TimeSpec | None = None
+    if isinstance(spec.positions, TimeSpec) and spec.positions.tokens_per_second is not None:
+        timed = spec.positions
     names = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
-    given = taken(keywords, *names, *([spec.positions.seconds] if timed else []))  # elsewhere ignored
+    given = taken(keywords, *names, *([timed.seconds] if timed else []))  # elsewhere ignored
     images, image_grids = _of_kind(spec, merge, given, "pixel_values", "image_grid_thw")
     videos, video_grids = _of_kind(spec, merge, given, "pixel_values_videos", "video_grid_thw")
-    seconds = _seconds(spec.positions, given, video_grids) if timed else None
+    seconds = _seconds(timed, given, video_grids) if timed else None
     patches = [values for values in (images, videos) if values is not None]
     if not patches:
         return None
