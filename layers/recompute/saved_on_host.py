@@ -46,7 +46,7 @@ class SavedOnHost:
     """
 
     def __init__(self, layer: Any, others: Iterable[Tensor]):
-        self._modules: list[nn.Module] = [layer, *layer.borrowed]
+        self._owners: list[nn.Module] = [layer, *layer.borrowed]
         self._others = {_memory_of(tensor) for tensor in others}
         self._saved: list[weakref.ref[_Saved]] = []
         self._memories: list[weakref.ref[OnHost]] = []
@@ -70,7 +70,7 @@ class SavedOnHost:
             for saved in group:
                 saved.leave(memory)
         self._saved.clear()
-        self._modules.clear()
+        self._owners.clear()
 
     def following_ran(self, x: Tensor) -> None:
         """Note that a following layer has run, with the output x."""
@@ -108,7 +108,7 @@ class SavedOnHost:
             return False
         if tensor.untyped_storage().nbytes() < _LEAST:
             return False
-        stay = {_memory_of(p) for module in self._modules for p in (*module.parameters(), *module.buffers())}
+        stay = {_memory_of(p) for module in self._owners for p in (*module.parameters(), *module.buffers())}
         return _memory_of(tensor) not in stay | self._others
 
 
