@@ -77,4 +77,5 @@ for_tests(
         **TINY,
         **qwen_omni.TINY_IDS,
     },
+    skip=qwen_omni.SKIP,
 )

@@ -43,6 +43,10 @@ TINY_IDS = {
     "position_id_per_seconds": 3,
     "tie_word_embeddings": False,
 }
+SKIP = {
+    "field:ClockSpec.audio_id": "by it calls are refused; the encoder's own counts",
+    "field:ClockSpec.whole": "whole numbers are the same rounded down",
+}
 _WHOLE = "thinker_config"
 
 

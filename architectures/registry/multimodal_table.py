@@ -31,8 +31,7 @@ class Multimodal:
     extra_ids: embedding rows after the vocabulary, unused by text.
     within: where the language model lies in a model with others: the key of its config, and the prefix of its
         tensors' names. Tensors without it belong to the others.
-    missing: the parts that its images and sounds need and liger_models lacks, for errors and lists; of a
-        registered family those of some images or sounds.
+    missing: the parts that its images and sounds, or some of these, need and liger_models lacks, for errors.
     """
 
     texts: Mapping[str, str]
@@ -127,8 +126,6 @@ _QWEN2: dict[str, Any] = {
     },
 }
 
-_OF_VIDEOS = "positions of the sound of a video whose tokens alternate with it (use_audio_in_video)"
-
 _THINKERS: dict[str, Multimodal] = {
     "qwen2_5_omni_thinker": Multimodal(
         {"qwen2_5_omni_text": "qwen2"},
@@ -139,7 +136,7 @@ _THINKERS: dict[str, Multimodal] = {
             **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
             **{"rope_theta": 1e6, "max_window_layers": 28},
         },
-        missing=_OF_VIDEOS,
+        missing="positions of sounds that alternate with their video (use_audio_in_video)",
     ),
     "qwen3_omni_moe_thinker": Multimodal(
         {"qwen3_omni_moe_text": "qwen3_moe"},
@@ -150,7 +147,7 @@ _THINKERS: dict[str, Multimodal] = {
             **{"vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944},
             **{"num_hidden_layers": 28, "num_attention_heads": 28, "rope_theta": 1e6, "norm_topk_prob": True},
         },
-        missing=_OF_VIDEOS,
+        missing="positions of sounds that alternate with their video (use_audio_in_video)",
     ),
 }
 
@@ -282,9 +279,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         },
     ),
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
-    "gemma4": Multimodal(
-        {"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True, missing="an encoder of its sounds (a conformer)"
-    ),
+    "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True, missing="a conformer"),
     "gemma4_unified": Multimodal(
         {"gemma4_unified_text": "gemma4_text"},
         _OWN_ROOT,
@@ -353,9 +348,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
         },
     ),
-    "nemotron_h_omni": Multimodal(
-        {"nemotron_h": "nemotron_h"}, missing="an encoder of its sounds, and frames of its videos two by two"
-    ),
+    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}, missing="an encoder of sounds, and videos"),
     "paddleocr_vl": Multimodal(
         {"paddleocr_vl_text": "llama"},
         (("model.language_model.", "model."),),

@@ -57,7 +57,7 @@ class Scenes:
     def __init__(self, spec: ModelSpec, config: Mapping[str, Any], generator: torch.Generator | None = None):
         self.vision: Any = spec.vision
         self.position_limit = spec.position_limit
-        self.audio = spec.audio
+        self.audio, self.clocked = spec.audio, isinstance(getattr(spec.vision, "positions", None), ClockSpec)
         self.vocab_size, self.config, self.generator = spec.vocab_size, config, generator
 
     def make(self, documents: Sequence[Document], padding: str = "right") -> dict[str, Any]:
@@ -78,14 +78,12 @@ class Scenes:
             call |= self._tiles(documents, ids)
         elif self.vision is not None:
             call |= {**self._pictures(documents), **self._kinds_keyword(ids, mask)}
-        pieces = [piece for document in documents for piece in document]
-        call |= heard(self.audio, [p for p in pieces if isinstance(p, Sound)], self._normal)
+        call |= heard(self.audio, [p for d in documents for p in d if isinstance(p, Sound)], self._normal)
         begins = (
             mask.cumsum(1) <= 1
         )  # nothing precedes the first token, although a reference attends to padding
         call["labels"] = ids.masked_fill(begins | (mask == 0) | (self.kinds(ids) != 0), -100)
-        needed = isinstance(getattr(self.vision, "positions", None), ClockSpec)  # else counted as text there
-        return call | ({} if bool(mask.all()) and not needed else {"attention_mask": mask})
+        return call | ({} if bool(mask.all()) and not self.clocked else {"attention_mask": mask})
 
     def make_even(self, documents: Sequence[Document]) -> dict[str, Any]:
         """The same without padding: rows are filled with text."""
@@ -143,7 +141,7 @@ class Scenes:
         if self.vision.framing_ids is not None:
             first, last = self.vision.framing_ids[2 * isinstance(piece, Video) :][:2]
             return [first], [last]
-        if isinstance(self.vision.positions, ClockSpec):
+        if self.clocked:
             return [self.config["vision_start_token_id"]], [WORD]
         before = len(self.vision.marker_ids) // 2
         return self.vision.marker_ids[:before], self.vision.marker_ids[before:]
