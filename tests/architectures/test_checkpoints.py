@@ -47,6 +47,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.of_layers("settings")
 def test_a_checkpoint_of_the_reference_gives_its_logits_and_is_saved_again_byte_for_byte(
     family, pair, written_by_reference, failures, tmp_path
 ):

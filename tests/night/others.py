@@ -23,9 +23,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "LoRA of experts-lean",
         "DoRA-lean",
         "QLoRA-checkpoint",
-        "LoRA on 8 bits-lean",
         "LoRA on torchao's 8 bits-lean",
-        "IA3-lean",
     ),
     "tests/test_live_bytes.py::test_however_a_step_ends_it_gives_everything_back_at_once": (
         "full, experts-lean",

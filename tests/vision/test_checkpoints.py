@@ -38,6 +38,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.of_layers
 def test_a_checkpoint_of_the_reference_is_saved_byte_for_byte_and_gives_its_logits(pair, written, tmp_path):
     folder = written(pair)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -50,7 +51,7 @@ def test_a_checkpoint_of_the_reference_is_saved_byte_for_byte_and_gives_its_logi
     assert not beyond_bound({"logits": relative_distance(found, logits)})
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     """The model is trained first, so that values differ from the loaded ones."""
     model = liger_models.from_hub(written(pair))
@@ -65,7 +66,7 @@ def test_the_reference_reads_what_we_write(pair, written, tmp_path):
     assert not beyond_bound({"logits": relative_distance(found, expected)})
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 @pytest.mark.parametrize(
     ("family", "number"),
     [

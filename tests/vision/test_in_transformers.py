@@ -73,7 +73,7 @@ def run(model, **call) -> Run:
 
 
 @pytest.mark.supports("vision-language models", "loss and gradients")
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_logits_loss_and_every_gradient_match_the_reference(pair, ours):
     """The batch has images of several sizes, videos, padding, and another divisor of the loss."""
     assert type(ours).__name__ == f"Liger{pair.architecture.reference}"
@@ -116,6 +116,7 @@ def test_generated_tokens_equal_the_references(pair, ours):
     gc.collect()
 
 
+@pytest.mark.of_layers
 def test_modules_have_the_names_of_transformers_own(pair, ours):
     """Tools look up layers by name; packed projections are split."""
     split = copy.deepcopy(ours)

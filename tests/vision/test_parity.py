@@ -27,13 +27,13 @@ def compare(pair, call, positions=None):
     return beyond_bound(ours.distances(expected, positions))
 
 
-@pytest.mark.parametrize("padding", [pytest.param("right", marks=pytest.mark.of_layers), "left"])
+@pytest.mark.parametrize("padding", [pytest.param("right", marks=pytest.mark.of_layers("tokens")), "left"])
 def test_a_batch_may_mix_images_of_several_sizes_videos_and_text(pair, padding):
     call = pair.scene(*DOCUMENTS.values(), padding=padding)
     assert not compare(pair, call, call["attention_mask"].bool())
 
 
-@pytest.mark.of_layers
+@pytest.mark.of_layers("tokens")
 def test_rows_without_padding_match_the_reference(pair):
     assert not compare(pair, pair.batch())
 
