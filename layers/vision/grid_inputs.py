@@ -30,7 +30,8 @@ def grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | 
     patches = [values for values in (images, videos) if values is not None]
     if not patches:
         return None
-    grids, forms = image_grids + video_grids, {"clips": spec.clips, "joined": spec.joined_steps}
+    grids = image_grids + video_grids
+    forms: dict[str, Any] = {"clips": spec.clips, "joined": spec.joined_steps}
     if spec.rows_end:
         forms["rows_end"] = True
         for i, (t, _, _) in enumerate(grids):

@@ -35,6 +35,8 @@ class Pictures:
         joined: they attend to one another.
         paired: two consecutive time steps of a video share their tokens.
         rows_end: an image has a token after each row, one before and one after all.
+        shown: for each image whether it has tokens, [images] on the device; None: all have. Images without
+            are encoded for nothing, but their number is not known on the host.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Pictures:
         joined: bool = False,
         paired: bool = False,
         rows_end: bool = False,
+        shown: Tensor | None = None,
     ):
         self.patches, self.grids, self.images, self.extra = patches, grids, images, extra
         self.clips, self.joined, self.paired = clips, joined or clips, paired
-        self.rows_end = rows_end
+        self.rows_end, self.shown = rows_end, shown
         self.seconds = seconds or [1.0] * (len(grids) - images)
 
     @property

@@ -44,13 +44,24 @@ from liger_models.layers.vision.grid_inputs import (
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
+HIDDEN_IN_PART = (
+    "pixel_attention_mask hides a part of an image; expected whole images, as the processor makes them from "
+    "tiles or by resizing to squares"
+)
 
-def take_pictures(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+
+def take_pictures(
+    spec: VisionSpec, merge: int, keywords: dict[str, Any], all_shown: bool = False
+) -> Pictures | None:
     """Remove the picture keywords from a call's keywords and return them as pictures; None if there are none.
+
+    `all_shown` expects that no images fill up rows: those that do are encoded, too, and have no tokens.
 
     Raises:
         DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
+    if all_shown and isinstance(spec.pictures, SquarePictures):
+        return _squares(spec, merge, keywords, all_shown)
     return READERS[type(spec.pictures)](spec, merge, keywords)
 
 
@@ -192,14 +203,16 @@ def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     return Pictures(channels_first(spec.patches, torch.cat(patches)), grids, len(grids))
 
 
-def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+def _squares(
+    spec: VisionSpec, merge: int, keywords: dict[str, Any], all_shown: bool = False
+) -> Pictures | None:
     assert isinstance(spec.pictures, SquarePictures)
     given = taken(keywords, "pixel_values", *(["pixel_attention_mask"] if spec.pictures.by_row else []))
     if "pixel_values" not in given:
         return None
-    values = given["pixel_values"]
+    values, shown = given["pixel_values"], None
     if spec.pictures.by_row:
-        values = _images_of_rows(values, given.get("pixel_attention_mask"))
+        values, shown = _images_of_rows(values, given.get("pixel_attention_mask"), all_shown)
     size = _side_of_squares(spec, merge, values)
     expected = spec.patches.channels, size, size
     if values.dim() != 4 or tuple(values.shape[1:]) != expected or not values.is_floating_point():
@@ -215,16 +228,18 @@ def _squares(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
         cut_image(values, (1, side, side), merge, spec.patches.size),
         [(1, side, side)] * len(values),
     )
-    return Pictures(patches, grids, len(values), extra=int(spec.class_feature))
+    return Pictures(patches, grids, len(values), extra=int(spec.class_feature), shown=shown)
 
 
-def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
-    """The images of all rows, [images, channels, height, width], without those that fill up a row.
+def _images_of_rows(values: Tensor, mask: Any, all_shown: bool) -> tuple[Tensor, Tensor | None]:
+    """The images of all rows, [images, channels, height, width], without those that fill up a row; or all on
+    a device, with `shown` of `Pictures`: 1 for images with tokens, 0 for others, 2 for a faulty mask.
 
     Args:
         values: [rows, images, channels, height, width].
         mask: [rows, images, height, width], 0 for images that fill up a row. Without it these are the images
-            of zeros. Their number is read on the host, which synchronises a device that holds the mask.
+            of zeros.
+        all_shown: do not read their number on the host, which synchronises a device that holds the mask.
 
     Raises:
         DataError: another shape, or an image that is hidden in part.
@@ -235,7 +250,10 @@ def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
             f"them; found {tuple(values.shape)}"
         )
     if mask is None:
-        there: list[bool] = (values != 0).flatten(2).any(-1).flatten().tolist()
+        found = (values != 0).flatten(2).any(-1).flatten()
+        if all_shown and _waits(found):
+            return values.flatten(0, 1), found.long()
+        there: list[bool] = found.tolist()
     else:
         mask = torch.as_tensor(mask)
         if mask.shape != (*values.shape[:2], *values.shape[3:]):
@@ -244,19 +262,24 @@ def _images_of_rows(values: Tensor, mask: Any) -> Tensor:
                 f"{(*values.shape[:2], *values.shape[3:])}, by pixel_values"
             )
         mask = (mask != 0).flatten(2).flatten(0, 1)
-        there, whole = torch.stack([mask.any(-1), mask.all(-1)]).tolist()
+        both = torch.stack([mask.any(-1), mask.all(-1)])
+        if all_shown and _waits(both):
+            return values.flatten(0, 1), torch.where(both[0] == both[1], both[0].long(), 2)
+        there, whole = both.tolist()
         if there != whole:
-            raise DataError(
-                "pixel_attention_mask hides a part of an image; expected whole images, as the processor "
-                "makes them from tiles or by resizing to squares"
-            )
+            raise DataError(HIDDEN_IN_PART)
     images = values.flatten(0, 1)
     if all(there):
-        return images
+        return images, None
     shown = torch.tensor(
         [number for number, shows in enumerate(there) if shows], dtype=torch.long, device="cpu"
     )
-    return images[shown.to(values.device, non_blocking=True)]
+    return images[shown.to(values.device, non_blocking=True)], None
+
+
+def _waits(x: Tensor) -> bool:
+    """Whether reading x on the host waits for a device."""
+    return not x.is_cpu
 
 
 def _side_of_squares(spec: VisionSpec, merge: int, values: Tensor) -> int:

@@ -36,7 +36,7 @@ from liger_models.layers.vision.positions import (
     end_of_positions,
     place_positions,
 )
-from liger_models.layers.vision.processor_inputs import take_pictures
+from liger_models.layers.vision.processor_inputs import HIDDEN_IN_PART, take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
 Part = Literal["vision", "projector", "language"]
@@ -84,6 +84,10 @@ class VisionInputs:
             images = self.pictures.features(merge)[0]
             number = torch.where(is_image, is_image.cumsum(0), images + is_video.cumsum(0)) - 1
             seen, number = is_image | is_video, number.clamp(0, count - 1)
+            if self.pictures.shown is not None:  # the features of those with tokens, in their order
+                each = count // len(self.pictures.grids)
+                order = (self.pictures.shown == 0).to(torch.uint8).argsort(stable=True)
+                number = order[number // each] * each + number % each
             if self.markers is not None:  # their features follow the pictures'
                 marked = self.markers >= 0
                 seen, number = seen | marked, torch.where(marked, count + self.markers, number)
@@ -121,6 +125,7 @@ class Vision(nn.Module):
         if spec.clips and not isinstance(spec.pictures, GridPictures):
             raise ValueError("clips are videos with a grid, but pictures is not a GridPictures")
         self.spec, self.merge = spec, spec.projector.merge
+        self.all_shown = False  # in the last call no images filled up rows: the next need not wait for that
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
@@ -171,7 +176,10 @@ class Vision(nn.Module):
         framed = None if self.spec.framing_ids is None else keywords.pop(FRAMED, None)
         if isinstance(self.spec.positions, ClockSpec) and keywords.pop(SOUND_OF_VIDEO, None):
             raise DataError(f"{SOUND_OF_VIDEO} is set; {OF_VIDEO}")
-        pictures = take_pictures(self.spec, self.merge, keywords)
+        values = keywords.get("pixel_values")
+        pictures = take_pictures(self.spec, self.merge, keywords, self.all_shown)
+        if pictures is not None and pictures.shown is None and isinstance(values, Tensor):
+            self.all_shown = values.dim() == 5 and pictures.images == values.shape[:2].numel()
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
                 f"got images without {name}, by which tokens get their positions or attend to one another: "
@@ -267,9 +275,17 @@ class Vision(nn.Module):
                 _continue_positions(sequences.cache, axes, end - positions.end)
             sequences.positions = replace(positions, axes=axes, end=end)
             counts.append(2 * misfit.long())
+        images: Any
         images, videos = vision_inputs.expected(self.merge)
+        shown, hidden = None if vision_inputs.pictures is None else vision_inputs.pictures.shown, None
+        if shown is not None:
+            hidden = (shown == 0).sum()
+            images = images - hidden * (images // len(shown))
+            counts.append(4 * (shown == 2).any().long())
         counted = torch.stack(counts)
         vision_inputs.wrong = (counted[0] != images) | (counted[1] != videos) | counted[2:].any()
+        if hidden is not None:
+            counted = torch.cat([counted, hidden[None]])
         vision_inputs.checks = HostCopy(counted)
 
     def _axes(
@@ -345,6 +361,12 @@ class Vision(nn.Module):
             return
         images, videos, *faults = vision_inputs.checks.tolist()
         expected = vision_inputs.expected(self.merge)
+        if vision_inputs.pictures is not None and vision_inputs.pictures.shown is not None:
+            hidden, count = faults.pop(), len(vision_inputs.pictures.shown)
+            self.all_shown = hidden == 0
+            expected = expected[0] - hidden * (expected[0] // count), expected[1]
+        if 4 in faults:
+            raise DataError(HIDDEN_IN_PART)
         if (images, videos) != expected:
             raise DataError(
                 f"the text has {images} tokens of images and {videos} of videos, and the pixels make "

@@ -8,6 +8,7 @@ from pairs import beyond_bound
 from scenes import Image
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.vision import processor_inputs
 from liger_models.layers.vision.position_table import FractionPositions
 
 
@@ -39,6 +40,25 @@ def test_all_images_may_have_another_size(pair):
     ids = torch.tensor([[20, *[token] * 16, 21, 22], [23, 24, *[token] * 16, 25]])
     labels = ids.masked_fill(ids == token, -100)
     assert not beyond_bound(pair.distances(input_ids=ids, labels=labels, pixel_values=images))
+
+
+def test_images_that_fill_up_rows_are_not_waited_for(pair, call, monkeypatch):
+    """After a call without such images, a device is not waited for to learn their number: they are encoded,
+    too, and have no tokens.
+    """
+    monkeypatch.setattr(processor_inputs, "_waits", lambda x: True)
+    vision, pixels, mask = pair.ours.vision, call["pixel_values"], call["pixel_attention_mask"]
+    vision.all_shown = True
+    assert not beyond_bound(pair.distances(**call))
+    assert not vision.all_shown  # the next call waits, and encodes fewer
+    one = {**{name: x[:1] for name, x in call.items()}, "pixel_values": pixels[:1, :1]}
+    loss(pair, one | {"pixel_attention_mask": mask[:1, :1]})
+    assert vision.all_shown
+    with pytest.raises(DataError, match="hides a part of an image"):
+        loss(pair, call | {"pixel_attention_mask": mask.index_fill(3, torch.tensor([0]), 0)})
+    vision.all_shown = True
+    with pytest.raises(DataError, match=r"the text has 12 tokens of images .* and the pixels make 8"):
+        loss(pair, call | {"pixel_attention_mask": mask.index_fill(0, torch.tensor([0]), 0)})
 
 
 @pytest.mark.parametrize("side", [4, 26, 27, 32])
