@@ -16,8 +16,9 @@ from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AudioSpec
+from liger_models.layers.vision.pictures import replaced
 from liger_models.layers.vision.projectors import PROJECTORS
-from liger_models.layers.vision.vision import is_of_several, replaced
+from liger_models.layers.vision.vision import is_of_several
 
 
 class AudioInputs:

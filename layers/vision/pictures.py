@@ -183,3 +183,11 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
     return Pictures(
         patches, [(1, side, side)], images=1, extra=int(spec.class_feature), rows_end=spec.rows_end
     )
+
+
+def replaced(embeds: Tensor, features: Tensor, seen: Tensor, number: Tensor, added: bool = False) -> Tensor:
+    """Replace embeddings [T, H] by features [F, H]: those of the tokens in the mask `seen` [T, 1], by the
+    feature with the index `number` [T]. If `added` the features are added to the embeddings.
+    """
+    placed = features.to(embeds.dtype)[number]
+    return torch.where(seen, embeds + placed if added else placed, embeds)

@@ -27,7 +27,7 @@ from liger_models.layers.specs import AnyresPictures, ClockSpec, GridPictures, P
 from liger_models.layers.vision.anyres import Newline
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
-from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture
+from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
 from liger_models.layers.vision.positions import (
     IMAGE,
     TEXT,
@@ -386,14 +386,6 @@ class Vision(nn.Module):
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "
                 "as long: are the images in the order of the text, with text between them?"
             )
-
-
-def replaced(embeds: Tensor, features: Tensor, seen: Tensor, number: Tensor, added: bool = False) -> Tensor:
-    """Replace embeddings [T, H] by features [F, H]: those of the tokens in the mask `seen` [T, 1], by the
-    feature with the index `number` [T]. If `added` the features are added to the embeddings.
-    """
-    placed = features.to(embeds.dtype)[number]
-    return torch.where(seen, embeds + placed if added else placed, embeds)
 
 
 def _continue_positions(cache: KVCache, axes: Tensor, ahead: int) -> None:
