@@ -140,7 +140,7 @@ class StepMemory:
             if self._gathered is not None:
                 room += self._gathered.at_layer(i - first - len(self.model.layers))
             if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
-                room += costs.stream
+                room += self.stages[i - 1].stream
             room += back_again(self.stages, levels, i)
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
@@ -217,6 +217,8 @@ class StepMemory:
             if layer.spec not in known:
                 known[layer.spec] = LayerCosts.of(layer, self.step, self.itemsize)
         every = [known[layer.spec] for layer in self.model.layers]
+        if self.model.layers[0].float32_stream:  # its first sum is made within layer 0
+            every[0] = every[0].with_input(self.step.tokens * self.model.spec.hidden_size * self.itemsize)
         return [*map(frozen.without_gradient, every[: self._idle]), *every[self._idle :]]
 
     @cached_property

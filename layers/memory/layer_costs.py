@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from liger_models.kernels._dispatch import ceil_div
@@ -95,10 +95,13 @@ class LayerCosts:
         divided = step.sequence_ranks > 1
         results = result_bytes(layer, tokens, step.longest or step.seq, itemsize, divided)
         offloaded = whole + OPERATIONS_A_BYTE * moments.moved + OPERATIONS_A_COPIED_BYTE * 2 * stream
+        largest = {level: moments.largest("lean" if level == ON_HOST else level) for level in kept}
+        if layer.float32_stream and itemsize < 4:  # `lean` saves it rounded, so this one is in addition
+            largest |= {level: largest[level] + stream for level in ("checkpoint", "tiled")}
         own: PerLayerInput | None = getattr(layer, "per_layer_input", None)
         return LayerCosts(
             kept,
-            {level: moments.largest("lean" if level == ON_HOST else level) - kept[level] for level in kept},
+            {level: largest[level] - kept[level] for level in kept},
             {
                 "all": 0,
                 "lean": again,
@@ -117,6 +120,12 @@ class LayerCosts:
             moments.in_place and moments.in_place + 3 * stream,
             host_bytes(leaving),
         )
+
+    def with_input(self, size: int) -> LayerCosts:
+        """Costs with an input of other bytes."""
+        levels: tuple[ActivationMemory, ...] = ("checkpoint", "tiled")
+        kept = self.kept | {level: self.kept[level] + size - self.stream for level in levels}
+        return replace(self, kept=kept, stream=size)
 
     def repeated(self, level: ActivationMemory, keeps_results: bool) -> int:
         """Operations of recomputation, with attention's results on the host if they are kept."""
