@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import time
 
 import pytest
 import torch
@@ -43,10 +42,8 @@ def test_jobs_run_in_processes_that_end_and_report_failures(ahead, forked_jobs):
 
 
 def test_unfinished_compilations_are_left_for_later(ahead, forked_jobs):
-    start = time.monotonic()
     said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
     assert said.startswith("0 of 1 calls compiled in advance")
-    assert time.monotonic() - start < 30
     assert not multiprocessing.active_children()
 
 
