@@ -112,6 +112,13 @@ def read_spec(config: TrainConfig, tokenizer: TextTokenizer, checkpoint: Path | 
     Raises:
         ConfigError, UnsupportedModelError: its config.json is unusable.
     """
+    if config.lora is not None:
+        if _is_preset(config.model):
+            raise ConfigError(
+                f"lora adapts a trained model, but the preset {config.model} has random weights, which are "
+                "not part of an adapter"
+            )
+        import_peft()  # fail before the data are read
     source = _source(config, checkpoint)
     if _is_preset(source) and OBJECTIVES[config.objective].needs_reference:
         raise ConfigError(
@@ -165,12 +172,6 @@ def load_model(
         **_options_of_shape(config),
     }
     if config.lora is not None:
-        if _is_preset(config.model):
-            raise ConfigError(
-                f"lora adapts a trained model, but the preset {config.model} has random weights, which are "
-                "not part of an adapter"
-            )
-        import_peft()  # fail before minutes of loading
         options["projections"] = "split"
     on_host = config.weights_memory == "host"
     if on_host and world.size > 1:

@@ -295,10 +295,10 @@ class RunParts:
         if self.config.add_tokens:
             ids = ((token, self.tokenizer.backend.token_to_id(token)) for token in self.config.add_tokens)
             self.world.say(f"added tokens: {', '.join(f'{token} ({index})' for token, index in ids)}")
+        rows = f"{self.rows_per_step} row{'' if self.rows_per_step == 1 else 's'}"
         self.world.say(
             f"model: {self.size:,} parameters, {self.config.quantize or dtype} on "
-            f"{self.world.device}; {self.total:,} steps of {self.rows_per_step} rows of "
-            f"{self.config.seq_len} tokens"
+            f"{self.world.device}; {self.total:,} steps of {rows} of {self.config.seq_len} tokens"
         )
         if self.config.float8:
             copies = copied_bytes(self.model) if self.keeps_float8_weights else 0

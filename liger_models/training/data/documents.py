@@ -276,5 +276,7 @@ def _count_within(part: Part, fraction: float) -> int:
 
 def describe(counts: Counter[str]) -> str:
     """Describe the data that was read, beginning with the part that is trained on."""
-    listed = sorted(counts.items(), key=lambda item: item[0] not in ("documents", "tokens", "labels"))
-    return ", ".join(f"{number:,} {what}" for what, number in listed) or "no records"
+    main = "documents", "tokens", "labels"
+    listed = sorted(counts.items(), key=lambda item: item[0] not in main)
+    named = ((number, what[:-1] if number == 1 and what in main else what) for what, number in listed)
+    return ", ".join(f"{number:,} {what}" for number, what in named) or "no records"

@@ -21,6 +21,7 @@ from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.layers.recompute import host_weights
 from liger_models.training import TrainingInterrupted
 from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.adapters.lora_targets import find_targets
 from liger_models.training.data import Documents
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
@@ -181,6 +182,14 @@ def test_indexers_which_no_loss_reaches_get_no_adapter(checkpoints, settings):
     assert not any(".indexer." in name for name in run.adapters.names)
     with pytest.raises(ConfigError, match="no linear layer is called 'weights_proj'"):
         Run(settings(model=folder, lora="r=4,targets=weights_proj"), World("cpu"))
+
+
+def test_layers_whose_adapters_transformers_passes_over_get_none():
+    model = liger_models.from_config(find_architecture("aria").tiny, device="meta")
+    model.split_projections()
+    named, _ = find_targets(model, LoraSettings.parse(""), ())
+    assert "vision.projector.linear" in named
+    assert "vision.projector.out_proj" not in named
 
 
 @pytest.mark.parametrize(
@@ -423,5 +432,5 @@ def test_impossible_settings_are_reported_before_training(settings, run, monkeyp
     with pytest.raises(ConfigError, match=r"pip install 'liger_models\[quantize\]'"):
         run(settings(lora="", quantize="nf4"))
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'liger_models\[lora\]'"):
-        run(settings(lora=""))
+    with pytest.raises(ConfigError, match=r"pip install 'liger_models\[lora\]'"):  # before data are read
+        run(settings(lora="", data=("nowhere.jsonl",)))
