@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, get_args
+from typing import Any
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute import activation_memory
 from liger_models.layers.specs import ModelSpec, MoESpec
 
-LEVELS = tuple(level for level in get_args(ActivationMemory) if level != "offload")  # which needs a GPU
+LEVELS = tuple(level for level in activation_memory.LEVELS if level != "offload")  # which needs a GPU
 LAYOUTS = ("rows", "padded", "packed", "positions")
 WRAPPERS = ("none", "fsdp", "ddp")
 OPTIMIZERS = ("adamw", "sgd")
