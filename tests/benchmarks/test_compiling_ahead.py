@@ -41,7 +41,8 @@ def test_jobs_run_in_processes_that_end_and_report_failures(ahead, forked_jobs):
     assert not multiprocessing.active_children()
 
 
-def test_unfinished_compilations_are_left_for_later(ahead, forked_jobs):
+def test_unfinished_compilations_are_left_for_later(ahead, forked_jobs, monkeypatch):
+    monkeypatch.setattr(ahead, "_import_peers", lambda: None)  # meanwhile the call might be compiled
     said = ahead.compile_ahead([("relu2", (4, 8), "ours")], torch.float32, CPU, seconds=0.0)
     assert said.startswith("0 of 1 calls compiled in advance")
     assert not multiprocessing.active_children()
