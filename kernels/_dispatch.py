@@ -27,6 +27,7 @@ from liger_models.kernels._gpu import gpu, gpu_of, imagined, on_gpu
 _VARYING = {
     *("tokens", "rows", "num_rows", "slots", "chunks", "segment_count", "documents", "boundary_count"),
     *("first_row", "table_rows", "most", "programs", "q_tile_count", "k_tile_count"),
+    *("number_of_keys", "first_tile"),
 }
 
 triton: Any = None

@@ -13,11 +13,15 @@ from torch import Tensor
 
 import liger_models.kernels as kernels
 from liger_models.kernels.activations.gated_linear import gated_linear
+from liger_models.kernels.attention.choose_compressed import choose_compressed
+from liger_models.kernels.attention.compressed_keys import CompressedKeys
+from liger_models.kernels.attention.compressed_keys import compressed_attention as attend_compressed
 from liger_models.kernels.attention.visible_keys import KeyRanges
 from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import casts_to_float8, quantize_columns, turned
+from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS, VOCAB = 4096, 128256
@@ -266,6 +270,30 @@ def chosen_keys(heads, head_dim, top_k):
     kernels.choose_keys(q, k, weights, top_k, scale=1.0, longest=TOKENS)
 
 
+def streams(width, count, iterations, dtype=BF16):
+    """A connection to residual streams, and their sum at the end of a model."""
+    for rows, factors in ((count * (count + 2), 3), (count, 1)):
+        shapes = (TOKENS, count * width), (rows, count * width), (rows,), (factors,)
+        x, *weights = (operand(*shape, dtype=dtype) for shape in shapes)
+        found = weighted_streams(x, *weights, count=count, iterations=iterations, eps=1e-6, norm_eps=1e-6)
+        backward(found[0] if factors == 1 else mixed_streams(x, *found))
+
+
+def compressed_attention(heads, head_dim, window, rate, top_k=None, dtype=BF16):
+    """Attention to a window and to compressed keys of one document, of which `top_k` are chosen, or all."""
+    count = TOKENS // rate if rate else 0
+    numbers, seen = torch.empty(count, dtype=torch.int64), torch.empty(TOKENS, 2, dtype=torch.int64)
+    places = CompressedKeys([0, TOKENS], rate, numbers, numbers, numbers, seen[:, :1].contiguous(), seen)
+    chosen = None
+    if top_k is not None:
+        index = operand(TOKENS, 64, 128), operand(count, 128), torch.empty(TOKENS, 64)
+        chosen = choose_compressed(*index, places, top_k, scale=1.0)
+    q, keys = operand(TOKENS, heads, head_dim, dtype=dtype), operand(TOKENS, head_dim, dtype=dtype)
+    compressed, sinks = operand(count, head_dim, dtype=dtype), operand(heads)
+    options = {"scale": 1.0, "window": window, "chosen": chosen}
+    backward(attend_compressed(q, keys, compressed, sinks, places, **options))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "float8, 4096": lambda: float8(4096),
     "decoding, gpt-oss": lambda: decoding(5760, 2880),
@@ -338,6 +366,10 @@ CASES: dict[str, Callable[[], None]] = {
         operand(TOKENS, 4, 128), operand(TOKENS, 128), 16, size=128, local=1, longest=TOKENS
     ),
     "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
+    "streams, DeepSeek V4": lambda: streams(4096, 4, 20),
+    "attention to chosen compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 4, 512),
+    "attention to compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 128),
+    "attention to compressed keys in float32": lambda: compressed_attention(64, 512, 128, 128, dtype=F32),
     "attention, Gemma 4": lambda: attention(8, 2, 512),
     "attention, heads of 64": lambda: attention(32, 8, 64),
     "attention, heads of 80": lambda: attention(32, 32, 80),

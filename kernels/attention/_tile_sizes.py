@@ -86,3 +86,22 @@ def find_tiles(q: Tensor, v: Tensor) -> Configuration | None:
     table = _FLOAT32_OF_FAMILY.get(family, _FLOAT32) if wide else _OF_FAMILY[family]
     sizes = (tiles for (keys, values), tiles in table.items() if q.shape[2] <= keys and v.shape[2] <= values)
     return next(sizes, None)
+
+
+# Of `_compressed_kernels.py`, with heads of up to 512: `queries` is a number of heads.
+_COMPRESSED: dict[Family, Configuration] = {
+    "hopper": Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
+    "a100": Configuration(Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)),
+    "desktop": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1)),
+    "cdna": Configuration(*[Tiles(16, 32, 8, 1)] * 3),
+}
+
+
+def find_compressed_tiles(q: Tensor) -> Configuration | None:
+    """Tiles for attention to compressed keys on q's GPU; None if there are none, for heads above 512 and on
+    AMD's RDNA.
+    """
+    if q.shape[2] > 512:
+        return None
+    found = _COMPRESSED.get(gpu_of(q).family)
+    return Configuration(*[Tiles(16, 32, 8, 1)] * 3) if found and q.dtype == torch.float32 else found

@@ -70,8 +70,12 @@ def choose_keys(
         rows = max(1, min(queries, _SLICE // (longest + 1) or 1))
         for start in range(0, queries, rows):
             part = slice(start, start + rows)
-            _choose_in_slice(
-                q[part], k, weights[part], top_k, scale, longest, bounds, first_query + start, chosen[part]
+            # No query sees a key before this one, and the slice's last query is the last key of all.
+            query = first_query + start
+            base = max(0, query - longest + 1)
+            width = min(query + rows, first_query + queries) - base
+            choose_in_slice(
+                q[part], k, weights[part], top_k, scale, longest, bounds, query, chosen[part], base, width
             )
         return chosen
 
@@ -144,7 +148,7 @@ def pack_bits(mask: Tensor, words: int) -> Tensor:
     return bits.sum(-1).to(torch.int32)
 
 
-def _choose_in_slice(
+def choose_in_slice(
     q: Tensor,
     k: Tensor,
     weights: Tensor,
@@ -154,11 +158,15 @@ def _choose_in_slice(
     bounds: Tensor | None,
     first_query: int,
     chosen: Tensor,
+    base: int,
+    width: int,
+    ends: Tensor | None = None,
 ) -> None:
+    """Write the bits of the keys that a slice of queries chooses, of which none sees others than `base` to
+    `base + width`. With `ends` [T], where each query's keys end, `bounds` has only their first ones, and
+    lists are written in place of bits (`choose_compressed`).
+    """
     queries, heads, dim = q.shape
-    # No query sees a key before this one, and the slice's last query is the last key of all.
-    base = max(0, first_query - longest + 1)
-    width = first_query + queries - base
     scores = torch.empty(queries, width, dtype=torch.float32, device=q.device)
     block_q, block_k = (32, 32) if q.dtype == torch.float32 else (128, 128)
     with on_device_of(q):
@@ -167,6 +175,7 @@ def _choose_in_slice(
             k,
             weights,
             bounds,
+            ends,
             scores,
             first_query,
             base,
@@ -182,18 +191,21 @@ def _choose_in_slice(
             num_warps=8,
             num_stages=2,
         )
-        block = min(_IN_REGISTERS, next_power_of_2(32 * chosen.shape[1]))
+        most = 32 * chosen.shape[1] if ends is None else longest
+        block = max(32, min(_IN_REGISTERS, next_power_of_2(most)))
         highest_scores_kernel[(queries,)](
             scores,
             bounds,
+            ends,
             chosen,
+            len(k),
             first_query,
             base,
             width,
             chosen.shape[1],
             top_k,
             BLOCK=block,
-            WHOLE=block >= 32 * chosen.shape[1],
+            WHOLE=block >= most,
             num_warps=max(1, min(16, block // 1024)),
         )
 
@@ -204,6 +216,7 @@ def index_scores_kernel(
     k,
     weights,
     bounds,
+    ends,
     scores,
     first_query,
     base,
@@ -222,13 +235,16 @@ def index_scores_kernel(
     column = tl.program_id(1) * BLOCK_K
     last_row = tl.minimum(row + BLOCK_Q, queries) - 1
     first_key, last_first = 0, 0  # of the first and of the last query: they never fall
+    end = first_query + last_row + 1
+    if ends is not None:
+        end = tl.load(ends + first_query + last_row)
     if bounds is not None:
         first_key = tl.load(bounds + first_query + row)
         last_first = tl.load(bounds + first_query + last_row)
-    seen = (base + column <= first_query + last_row) & (base + column + BLOCK_K > first_key)
+    seen = (base + column < end) & (base + column + BLOCK_K > first_key)
     # In one document the last query has the most keys.
     if first_key == last_first:
-        seen = seen & (first_query + last_row + 1 - first_key > top_k)
+        seen = seen & (end - first_key > top_k)
     if seen:
         rows, columns = row + tl.arange(0, BLOCK_Q), column + tl.arange(0, BLOCK_K)
         inner = tl.arange(0, BLOCK_DIM)
@@ -253,7 +269,9 @@ def index_scores_kernel(
 def highest_scores_kernel(
     scores,
     bounds,
+    ends,
     chosen,
+    none,
     first_query,
     base,
     width,
@@ -262,21 +280,30 @@ def highest_scores_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """Set the bits of the top_k highest scores of one query."""
+    """Set the bits of the top_k highest scores of one query; with `ends`, list their keys, then `none`."""
     row = tl.program_id(0).to(tl.int64)
     query = first_query + tl.program_id(0)
     first = 0
     if bounds is not None:
         first = tl.load(bounds + query)
-    lead = first % 32  # bits before the first key in its word
-    count = query + 1 - first
+    if ends is None:
+        lead = first % 32  # bits before the first key in its word
+        count = query + 1 - first
+    else:
+        lead = 0
+        count = tl.load(ends + query) - first
     scores += row * width + (first - lead - base)
     chosen += row * words
     place = tl.arange(0, BLOCK)
     word = tl.arange(0, BLOCK // 32)
     if count <= top_k:
-        for start in range(0, words, BLOCK // 32):
-            tl.store(chosen + start + word, tl.full([BLOCK // 32], -1, tl.int32), start + word < words)
+        if ends is None:
+            for start in range(0, words, BLOCK // 32):
+                tl.store(chosen + start + word, tl.full([BLOCK // 32], -1, tl.int32), start + word < words)
+        else:
+            for start in range(0, words, BLOCK):
+                nth = start + place
+                tl.store(chosen + nth, tl.where(nth < count, first + nth, none), nth < words)
     else:
         end = lead + count
         keys = _ordered(scores, place, lead, end)
@@ -288,16 +315,21 @@ def highest_scores_kernel(
             least = tl.where(enough, candidate, least)
         # No score is the highest number, so this one more is none.
         room = top_k - _reach(scores, keys, least + 1, lead, end, BLOCK, WHOLE)
-        before = 0
-        for start in range(0, words * 32, BLOCK):
+        before, written = 0, 0
+        for start in range(0, words * 32 if ends is None else count, BLOCK):
             if not WHOLE:
                 keys = _ordered(scores, start + place, lead, end)
             there = (start + place >= lead) & (start + place < end)
             equal = ((keys == least) & there).to(tl.int32)
             rank = before + tl.cumsum(equal, 0)
             best = ((keys > least) & there) | ((equal != 0) & (rank <= room))
-            bits = tl.sum(tl.reshape(best.to(tl.int32) << (place % 32), [BLOCK // 32, 32]), 1)
-            tl.store(chosen + start // 32 + word, bits, start // 32 + word < words)
+            if ends is None:
+                bits = tl.sum(tl.reshape(best.to(tl.int32) << (place % 32), [BLOCK // 32, 32]), 1)
+                tl.store(chosen + start // 32 + word, bits, start // 32 + word < words)
+            else:
+                nth = written + tl.cumsum(best.to(tl.int32), 0) - 1
+                tl.store(chosen + nth, first + start + place, best)
+                written += tl.sum(best.to(tl.int32), 0)
             before += tl.sum(equal, 0)
 
 

@@ -11,10 +11,13 @@ With the gradient g of the output, D_q = g_q . o_q, and dz_qj = p_qj (g_q . k_j 
 
     dq_q = scale sum_j dz_qj k_j,   dk_j = sum_q (scale dz_qj q_q + p_qj g_q),   dsink = -sum_q p_q,sink D_q
 
-There is no kernel of Triton's yet: blocks of queries run one after the other as products of torch's, so no
-more than a block's scores exist, forward and backward, and the backward pass keeps only the operands, the
-output and the log-sum-exp. Scores, sums and gradients of keys are in float32. A document costs
-2 T heads D (window + T / rate) operations, twice in the forward pass and five times in the backward pass.
+Scores never leave the chip, and the backward pass keeps only the operands, the output and the log-sum-exp.
+A query costs 2 heads D operations per key that it sees or has chosen, twice in the forward pass and thrice
+for its own gradient. The gradients of keys cost four times as much, and are computed for tiles of keys, by
+all queries that see, or have chosen, any of a tile. They are summed in float32 in a fixed order. Memory
+grows with the number of tokens: chosen keys are lists, from which the bits of each tile are made for a part
+of the keys at a time. The kernels are in `_compressed_kernels.py`; on a CPU blocks of queries run one after
+the other as products of torch's.
 """
 
 from __future__ import annotations
@@ -31,13 +34,24 @@ from liger_models.kernels._dispatch import (
     at_least_float32,
     autocasts,
     ceil_div,
+    next_power_of_2,
+    num_sms,
+    on_device_of,
     once_differentiable,
+    use_triton,
     without_autocast,
 )
-from liger_models.kernels.attention.chosen_keys import highest, index_scores, pack_bits
+from liger_models.kernels.attention._compressed_kernels import (
+    compressed_forward_kernel,
+    compressed_key_gradient_kernel,
+    compressed_query_gradient_kernel,
+)
+from liger_models.kernels.attention._tile_sizes import Configuration, Tiles, find_compressed_tiles
 
 _SCORES = 1 << 25  # elements of a block: 128 MiB in float32
 _MOST_QUERIES = 256  # of a block
+_BITS = 1 << 26  # bytes of the chosen keys' bits that exist at once
+_LOG2_E = 1.4426950408889634  # the kernels' lse is in units of ln(2)
 
 
 class CompressedKeys(NamedTuple):
@@ -48,6 +62,7 @@ class CompressedKeys(NamedTuple):
         rate: tokens of a compressed key; 0: there are none.
         first: [W] int64, the first token of each key.
         number: [W] int64, its number within its document.
+        end: [W] int64, the end of its document.
         start: [T, 1] int64, the first token of each token's document.
         seen: [T, 2] int64, the range of compressed keys that each token sees.
     """
@@ -56,6 +71,7 @@ class CompressedKeys(NamedTuple):
     rate: int
     first: Tensor
     number: Tensor
+    end: Tensor
     start: Tensor
     seen: Tensor
 
@@ -75,7 +91,7 @@ def compressed_keys(bounds: Sequence[int], rate: int, device: torch.device) -> C
     start = torch.repeat_interleave(table[:-1], lengths, output_size=total)
     if not rate:
         none = table.new_zeros(0)
-        return CompressedKeys(bounds, 0, none, none, start[:, None], table.new_zeros(total, 2))
+        return CompressedKeys(bounds, 0, none, none, none, start[:, None], table.new_zeros(total, 2))
     counts = lengths // rate
     number_of_keys = sum((b - a) // rate for a, b in itertools.pairwise(bounds))
     before = counts.cumsum(0) - counts
@@ -86,7 +102,8 @@ def compressed_keys(bounds: Sequence[int], rate: int, device: torch.device) -> C
     own = torch.repeat_interleave(before, lengths, output_size=total)
     ends = own + (torch.arange(total, device=device) - start + 1) // rate
     first = table[document] + number * rate
-    return CompressedKeys(bounds, rate, first, number, start[:, None], torch.stack([own, ends], 1))
+    seen = torch.stack([own, ends], 1)
+    return CompressedKeys(bounds, rate, first, number, table[document + 1], start[:, None], seen)
 
 
 def compressed_attention(
@@ -99,6 +116,7 @@ def compressed_attention(
     scale: float,
     window: int,
     chosen: Tensor | None = None,
+    plain: bool = False,
 ) -> Tensor:
     """Attend to a window of keys and to compressed ones, which are the values, too.
 
@@ -110,7 +128,8 @@ def compressed_attention(
         places: of the compressed keys, and the documents.
         scale: of the products.
         window: number of tokens that a query sees, its own included.
-        chosen: [T, words] int32 from `choose_compressed`; None: all that a query sees.
+        chosen: [T, n] int32 from `choose_compressed`; None: all that a query sees.
+        plain: run the plain twin even where the kernels could.
 
     Returns:
         [T, heads, D] in q's dtype.
@@ -130,45 +149,16 @@ def compressed_attention(
     if autocasts(q):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, keys, compressed = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, keys, compressed))
+    tiles = None
+    if not plain and use_triton(q, keys, compressed, sinks, chosen, places.seen):
+        tiles = find_compressed_tiles(q) if q.dtype == keys.dtype == compressed.dtype else None
     with without_autocast(q):
-        out: Tensor = _Attention.apply(q, keys, compressed, sinks, chosen, places, scale, window)
+        if tiles is None:
+            out: Tensor = _Attention.apply(q, keys, compressed, sinks, chosen, places, scale, window)
+            return out
+        operands = (x.contiguous() for x in (q, keys, compressed, sinks))
+        out = _KernelAttention.apply(*operands, chosen, places, scale, window, tiles)
     return out
-
-
-def choose_compressed(
-    q: Tensor, keys: Tensor, weights: Tensor, places: CompressedKeys, top_k: int, *, scale: float
-) -> Tensor:
-    """Choose at most `top_k` of the compressed keys that each query sees, with the highest scores
-
-        s_qw = sum_h weights_qh relu(scale q_qh . k_w);      of equal ones the earlier key.
-
-    Args:
-        q: [T, heads, D]; keys: [W, D]; weights: [T, heads].
-        places: of the keys, and the documents.
-        top_k: number of keys, at least 1.
-        scale: of the products.
-
-    Returns:
-        [T, words] int32: bit i % 32 of word i // 32 is set if key i of the query's document is chosen. Bits
-        of keys that it does not see have no meaning.
-    """
-    words = max(1, ceil_div(places.most, 32))
-    chosen = torch.zeros(len(q), words, dtype=torch.int32, device=q.device)
-    with torch.no_grad(), without_autocast(q):
-        for block in _blocks(places, 4, 1, len(q)):
-            rows, columns = slice(block.first, block.last), slice(*block.compressed)
-            column = torch.arange(*block.compressed, device=q.device)
-            first, end = places.seen[rows].split(1, dim=1)
-            seen = (column >= first) & (column < end)
-            if not len(column):
-                continue
-            scores = index_scores(q[rows], keys[columns], weights[rows], scale)
-            best = highest(scores.masked_fill(~seen, float("-inf")), top_k) & seen
-            # Move each query's keys to the start of its words.
-            place = first - block.compressed[0] + torch.arange(32 * words, device=q.device)
-            own = best.gather(1, place.clamp(0, len(column) - 1)) & (place < len(column))
-            chosen[rows] = pack_bits(own, words)
-    return chosen
 
 
 class _Block(NamedTuple):
@@ -180,7 +170,9 @@ class _Block(NamedTuple):
     compressed: tuple[int, int]
 
 
-def _blocks(places: CompressedKeys, heads: int, window: int, most: int = _MOST_QUERIES) -> Iterator[_Block]:
+def blocks_of_queries(
+    places: CompressedKeys, heads: int, window: int, most: int = _MOST_QUERIES
+) -> Iterator[_Block]:
     """Blocks of at most `most` queries, in order."""
     bounds, total = places.bounds, places.bounds[-1]
     width = window + _MOST_QUERIES + places.most
@@ -215,7 +207,7 @@ class _Attention(torch.autograd.Function):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(q.shape[:2], dtype=at_least_float32(q[:0]).dtype, device=q.device)
         sink = sinks.to(lse.dtype)
-        for block in _blocks(places, q.shape[1], window):
+        for block in blocks_of_queries(places, q.shape[1], window):
             rows = slice(block.first, block.last)
             k = _keys_of(block, keys, compressed)
             scores = _scores(q[rows], k, block, places, scale, window, chosen)  # [queries, heads, keys]
@@ -237,7 +229,7 @@ class _Attention(torch.autograd.Function):
         dq = torch.empty_like(q, memory_format=torch.contiguous_format)
         dkeys, dcompressed = (torch.zeros_like(x, dtype=lse.dtype) for x in (keys, compressed))
         dsinks, sink = torch.zeros_like(sinks, dtype=lse.dtype), sinks.to(lse.dtype)
-        for block in _blocks(places, q.shape[1], window):
+        for block in blocks_of_queries(places, q.shape[1], window):
             rows = slice(block.first, block.last)
             k = _keys_of(block, keys, compressed)
             own_q, own_grad = q[rows].flatten(0, 1), grad[rows].to(q.dtype).reshape(-1, q.shape[-1])
@@ -253,6 +245,168 @@ class _Attention(torch.autograd.Function):
             dsinks -= ((sink - lse[rows]).exp() * mean).sum(0)
         found = dkeys.to(keys.dtype), dcompressed.to(compressed.dtype), dsinks.to(sinks.dtype)
         return dq, *found, None, None, None, None
+
+
+class _KernelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        keys: Tensor,
+        compressed: Tensor,
+        sinks: Tensor,
+        chosen: Tensor | None,
+        places: CompressedKeys,
+        scale: float,
+        window: int,
+        tiles: Configuration,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        if len(q):
+            with on_device_of(q):
+                compressed_forward_kernel[_programs(q, tiles.forward)](
+                    q,
+                    keys,
+                    compressed,
+                    sinks,
+                    places.start,
+                    places.seen,
+                    chosen,
+                    out,
+                    lse,
+                    window,
+                    scale,
+                    _width(chosen),
+                    **_constants(q, tiles.forward),
+                )
+        ctx.save_for_backward(q, keys, compressed, sinks, chosen, out, lse)
+        ctx.options = places, scale, window, tiles
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        q, keys, compressed, sinks, chosen, out, lse = ctx.saved_tensors
+        places, scale, window, tiles = ctx.options
+        dout, dq, delta = dout.contiguous(), torch.empty_like(q), torch.empty_like(lse)
+        if not len(q):
+            return dq, *map(torch.zeros_like, (keys, compressed, sinks)), *[None] * 5
+        with on_device_of(q):
+            compressed_query_gradient_kernel[_programs(q, tiles.query_gradient)](
+                q,
+                keys,
+                compressed,
+                places.start,
+                places.seen,
+                chosen,
+                out,
+                dout,
+                lse,
+                delta,
+                dq,
+                window,
+                scale,
+                _width(chosen),
+                **_constants(q, tiles.query_gradient),
+            )
+            operands = q, dout, lse, delta, places, scale, tiles.key_value_gradient
+            dkeys = _key_gradients(*operands, keys, window, None)
+            dcompressed = _key_gradients(*operands, compressed, None, chosen)
+        shares = torch.exp2(sinks.float() * _LOG2_E - lse)
+        return dq, dkeys, dcompressed, -(shares * delta).sum(0).to(sinks.dtype), *[None] * 5
+
+
+def _key_gradients(
+    q: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    places: CompressedKeys,
+    scale: float,
+    tiles: Tiles,
+    keys: Tensor,
+    window: int | None,
+    chosen: Tensor | None,
+) -> Tensor:
+    """Gradients of the tokens' keys if there is a window, else of compressed keys."""
+    count, pieces, visitors = len(keys), 1, None
+    if not count:
+        return torch.zeros_like(keys)
+    number_of_tiles = ceil_div(count, tiles.keys)
+    if window is None:
+        first, last = places.first[:: tiles.keys], places.end[tiles.keys - 1 :: tiles.keys]
+        last = last if len(last) == len(first) else torch.cat([last, places.end[-1:]])
+        visitors = torch.stack([first + places.rate - 1, last], 1)
+        pieces = max(1, min(4 * num_sms(q) // number_of_tiles, ceil_div(len(q), 16)))
+    sums = torch.empty(
+        pieces, *keys.shape, dtype=keys.dtype if pieces == 1 else torch.float32, device=keys.device
+    )
+    some, bits, listed = number_of_tiles, None, None
+    if chosen is not None:  # as many tiles at once as their bits and lists allow
+        some = max(1, min(some, _BITS // (4 * len(q) * (tiles.keys // 32))))
+    for first_tile in range(0, number_of_tiles, some):
+        together = min(some, number_of_tiles - first_tile)
+        if chosen is not None:
+            bits = _bits(chosen, first_tile * tiles.keys, together * tiles.keys)
+            visits = bits.unflatten(1, (together, -1)).ne(0).any(-1).T.contiguous().to(torch.int8)
+            listed = visits.argsort(dim=1, descending=True, stable=True).int()
+            counts = visits.sum(1, dtype=torch.int64)
+            assert visitors is not None
+            visitors[first_tile : first_tile + together] = torch.stack([torch.zeros_like(counts), counts], 1)
+        compressed_key_gradient_kernel[(together * pieces,)](
+            q,
+            dout,
+            keys,
+            places.start,
+            places.seen,
+            visitors,
+            listed,
+            bits,
+            lse,
+            delta,
+            sums,
+            len(q),
+            count,
+            first_tile,
+            window,
+            scale,
+            _width(bits),
+            pieces,
+            WINDOWED=window is not None,
+            **_constants(q, tiles),
+        )
+    return sums[0] if pieces == 1 else sums.sum(0).to(keys.dtype)
+
+
+def _bits(chosen: Tensor, first: int, count: int) -> Tensor:
+    """Lists of keys [T, n] as bits [T, words], of `count` keys from number `first` on."""
+    place = chosen - first
+    inside = (place >= 0) & (place < count)
+    bits = torch.zeros(len(chosen), ceil_div(count, 32), dtype=torch.int32, device=chosen.device)
+    values = (torch.ones_like(place) << (place & 31)).masked_fill_(~inside, 0)
+    # Each bit is added once, so that sums are the words.
+    return bits.scatter_add_(1, (place >> 5).clamp_(0, bits.shape[1] - 1).long(), values)
+
+
+def _programs(q: Tensor, tiles: Tiles) -> tuple[int]:
+    return (len(q) * ceil_div(q.shape[1], tiles.queries),)
+
+
+def _constants(q: Tensor, tiles: Tiles) -> dict[str, int]:
+    return {
+        "HEADS": q.shape[1],
+        "DIM": q.shape[2],
+        "BLOCK_DIM": max(16, next_power_of_2(q.shape[2])),
+        "BLOCK_H": tiles.queries,
+        "BLOCK_K": tiles.keys,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+
+
+def _width(x: Tensor | None) -> int:
+    return 0 if x is None else x.shape[1]
 
 
 def _keys_of(block: _Block, keys: Tensor, compressed: Tensor) -> Tensor:
@@ -282,8 +436,10 @@ def _scores(
         first, end = places.seen[rows].split(1, dim=1)
         among = (column >= first) & (column < end)
         if chosen is not None:
-            place = (column - first).clamp(0, 32 * chosen.shape[1] - 1)
-            among = among & ((chosen[rows].gather(1, place // 32) >> (place % 32)) & 1).bool()
+            # One more column for what is no key.
+            place = (chosen[rows].long() - block.compressed[0]).clamp_(max=len(column))
+            listed = torch.zeros(len(place), len(column) + 1, dtype=torch.bool, device=q.device)
+            among = among & listed.scatter_(1, place, True)[:, :-1]
         seen = torch.cat([seen, among], 1)
     return scores.masked_fill_(~seen[:, None], float("-inf"))
 

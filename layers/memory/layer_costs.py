@@ -203,6 +203,8 @@ class _Moments:
     norms: int
     outer: int
     stream: int
+    normed: int  # a norm's output, or its gradient
+    twice: int  # of the layer's input, if it is among what a layer that runs again keeps
     scaled: int
     last: int
     front: int
@@ -231,6 +233,8 @@ class _Moments:
     ) -> _Moments:
         tokens, mlp = step.tokens, getattr(layer, "mlp", None)
         stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
+        connection: Any = getattr(layer, "connection_bytes", None)  # to several streams
+        normed = stream if connection is None else tokens * itemsize * layer.hidden_size
         places = places_of(layer)
         in_mlp = [] if mlp is None else list(mlp.parameters())
         after = gradient_bytes((p for p in in_mlp if places[id(p)] == "last"), step)
@@ -253,7 +257,7 @@ class _Moments:
             last, after = product + first + (0 if frozen else rows), 0
             if frozen and own.float8 is None and own.exchange is None:
                 rows = min(rows, each * slice_columns(mlp.spec.intermediate_size))
-            front, front_norm = rows + first + 2 * stream, stream
+            front, front_norm = rows + first + stream + normed, normed
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
             elements = 0 if step.lora_rank or adapters.adapted & {"last", "front"} else trained
@@ -277,6 +281,11 @@ class _Moments:
         else:
             last, front = last + decoded["last"], front + decoded["front"]
         tile = None if tile is None else tile + max(decoded["last"], decoded["front"])
+        attention = max(
+            backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
+        ) + max(decoded["mixer"], decoded["output"])
+        if connection is not None:  # the streams' gradient waits for attention's, then goes through it
+            attention = max(attention + stream, tokens * connection(itemsize))
         return _Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
@@ -294,11 +303,9 @@ class _Moments:
             peft=PeftMoments.of(kept, adapters, product, stream) if adapters.peft else None,
             pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(after, of_mlp, whole - gradient_bytes(in_front, step), whole),
-            attention=max(
-                backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
-            )
-            + max(decoded["mixer"], decoded["output"])
-            + tokens * getattr(layer, "connection_bytes", 0),
+            attention=attention,
+            normed=normed,
+            twice=0 if connection is None else stream,
             tile=tile,
             tile_begun=tile_begun,
             moved=moved,
@@ -308,11 +315,13 @@ class _Moments:
 
     def largest(self, level: ActivationMemory) -> int:
         """Peak bytes, minus gradients not computed yet."""
-        there, norm = self.lean + self.stream, self.stream
+        there, norm = self.lean + self.stream, self.normed
+        there -= self.twice * (level in RERUN)
         after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
         attention = self.lean - self.mlp - self.outer + self.attention + self.one_part * self.stream
+        attention -= self.twice * (level in RERUN)
         attention += all_after - whole
         attention += min(self.norms, self.stream) * (level == "all")
         without_mlp = self.lean - self.mlp + norm

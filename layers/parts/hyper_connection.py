@@ -13,10 +13,14 @@ of the same form as `pre`. Weights are computed in float32; they are the same fo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels._dispatch import at_least_float32, without_autocast
+from liger_models.kernels._dispatch import use_triton
+from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 from liger_models.layers.recompute.activation_memory import recompute
 from liger_models.layers.specs import StreamsSpec
 
@@ -47,33 +51,12 @@ class HyperConnection(nn.Module):
         """streams [T, n H] -> the branch's input [T, H], and `post` [T, n] and M [T, n, n] for `add`, in at
         least float32.
         """
-        pre, post, mixture = recompute(self._weights, streams, self.fn, self.base, self.scale)
-        return _weighted(streams, pre), post, mixture
+        summed, post, mixture = _weighted(streams, self.fn, self.base, self.scale, self.spec)
+        return summed, post, mixture
 
     def add(self, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
         """The streams after the branch, [T, n H], from its output [T, H]."""
-        dtype = streams.dtype
-        apart = streams.unflatten(-1, (self.spec.count, -1))
-        mixed = torch.bmm(mixture.to(dtype).mT, apart)
-        return (post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed).flatten(1)
-
-    def _weights(
-        self, streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """pre [T, n], post [T, n] and M [T, n, n]."""
-        n, eps = self.spec.count, self.spec.eps
-        sizes = [n, n, n * n]
-        z, base = _projected(streams, fn, self.spec.norm_eps), at_least_float32(base)
-        factors = torch.cat(
-            [one.expand(size) for one, size in zip(at_least_float32(scale), sizes, strict=True)]
-        )
-        pre, post, mix = (z * factors + base).split(sizes, dim=-1)
-        mixture = mix.unflatten(-1, (n, n)).softmax(-1) + eps
-        mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
-        for _ in range(self.spec.iterations - 1):
-            mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
-            mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
-        return pre.sigmoid() + eps, 2 * post.sigmoid(), mixture
+        return mixed_streams(streams, branch, post, mixture)
 
     def extra_repr(self) -> str:
         return f"streams={self.spec.count}, iterations={self.spec.iterations}"
@@ -107,9 +90,7 @@ class StreamsHead(nn.Module):
 
     def forward(self, streams: Tensor) -> Tensor:
         """streams [T, n H] -> [T, H]."""
-        z = recompute(_projected, streams, self.fn, self.spec.norm_eps)
-        pre = (z * at_least_float32(self.scale) + at_least_float32(self.base)).sigmoid() + self.spec.eps
-        return _weighted(streams, pre)
+        return _weighted(streams, self.fn, self.base, self.scale, self.spec)[0]
 
     def extra_repr(self) -> str:
         return f"streams={self.spec.count}"
@@ -121,14 +102,20 @@ def _reset(fn: Tensor, base: Tensor, scale: Tensor, std: float, generator: torch
     nn.init.ones_(scale)
 
 
-def _projected(streams: Tensor, fn: Tensor, eps: float) -> Tensor:
-    """fn [m, n H] times the normalised streams [T, n H], in at least float32."""
-    wide = at_least_float32(streams)
-    with without_autocast(wide):
-        z = wide @ at_least_float32(fn).mT
-    return z * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-
-
-def _weighted(streams: Tensor, weights: Tensor) -> Tensor:
-    """The sum of streams [T, n H] by weights [T, n], [T, H]."""
-    return (streams.unflatten(-1, (weights.shape[-1], -1)) * weights[..., None]).sum(1).to(streams.dtype)
+def _weighted(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, spec: StreamsSpec
+) -> tuple[Tensor, ...]:
+    """The streams' sum, and the ways back to them. What the plain twin computes is made again in the backward
+    pass, as the kernels do.
+    """
+    function: Callable[..., tuple[Tensor, ...]] = functools.partial(
+        weighted_streams,
+        count=spec.count,
+        iterations=spec.iterations,
+        eps=spec.eps,
+        norm_eps=spec.norm_eps,
+    )
+    if use_triton(streams, fn, base, scale):
+        return function(streams, fn, base, scale)
+    found: tuple[Tensor, ...] = recompute(function, streams, fn, base, scale)
+    return found

@@ -32,6 +32,7 @@ class KVCache:
         ahead: the largest value that `shift` may have.
         images: image features, and the tiles that the last token attends to, if layers read image features.
         of_images: the keys and values that each layer has made from these features.
+        of_compressed: the compressed keys that each layer has made from its tokens, by name.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class KVCache:
         self.ahead = 0
         self.images: Any = None
         self.of_images: dict[int, tuple[Tensor, ...]] = {}
+        self.of_compressed: dict[int, dict[str, Tensor | None]] = {}
         self._all_rows = torch.arange(batch, device=device)
         self._masks: dict[tuple[int | None, ...], Tensor] = {}
 
@@ -85,6 +87,10 @@ class KVCache:
     def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
         """`append` of keys [T, D] that are the values, too, and of what compressors read, [T, ...]."""
         return self.append(layer, keys, *projected)
+
+    def compressed_room(self, layer: int) -> dict[str, Tensor | None]:
+        """The compressed keys of a layer by name, [batch, W or more, dim], to which it adds."""
+        return self.of_compressed.setdefault(layer, {})
 
     def places(self) -> tuple[Tensor, Tensor]:
         """The number of each new token in its sequence [batch, new], and the slot of each sequence's first

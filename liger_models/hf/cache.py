@@ -172,6 +172,12 @@ class TransformersCache(KVCache):
             kept.append(held.buffer_kv[name])
         return tuple(kept)
 
+    def compressed_room(self, layer: int) -> dict[str, Tensor | None]:
+        """Return `KVCache.compressed_room`, which is the cache's own."""
+        cache: Any = self.cache
+        room: dict[str, Tensor | None] = cache.layers[layer].compressed_kv
+        return room
+
     def places(self) -> tuple[Tensor, Tensor]:
         """Return `KVCache.places`."""
         first = torch.zeros_like(self.lengths)

@@ -6,12 +6,13 @@
 
 The last dimensions of a head are rotated. Values are rotated with the keys, so the output is rotated back at
 the query's position: a value then counts as rotated by its distance. Compressed keys: compressor.py; the
-product: kernels/attention/compressed_keys.py. Generation caches the keys, and what the compressors read of
-every token, from which each step makes the compressed keys again.
+product: kernels/attention/compressed_keys.py. Generation caches the keys, what the compressors read of every
+token, and compressed keys, of which each step makes only those that its tokens complete.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from liger_models.layers.attention.compressed.compressor import (
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.sequences.rotary import rotary_tables
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import CompressedAttentionSpec
@@ -102,7 +103,8 @@ class CompressedAttention(nn.Module):
         latent, kv = self.latent_proj(x).split([spec.q_lora_rank, spec.head_dim], dim=-1)
         q_latent = self.q_a_norm(latent)
         q = self.q_b_proj(q_latent).unflatten(-1, (spec.num_attention_heads, -1))
-        q = rotate_last(rms_norm(q, None, spec.norm.eps), tables)
+        make = functools.partial(_normed_and_rotated, spec.norm.eps)
+        q = carry_recipe(make(q, *tables), make, q, *tables, late=True)
         keys = rotate_last(self.kv_norm(kv)[:, None], tables)[:, 0]
         projected = () if self.compressor is None else (self.compressor.kv_gate_proj(x),)
         out = None
@@ -155,28 +157,59 @@ class CompressedAttention(nn.Module):
         mask = cache.mask(self.layer, self.spec.window)
         if mask is None:
             return None
-        if self.spec.compressor is not None and self.compressor is not None:
-            rate, (batch, new, _) = self.spec.compressor.rate, mask.shape
-            count, extent = read[0].shape[1] // rate, read[0].shape[1]
-            number = torch.arange(count, device=x.device)
-            # Positions rise by one from token to token, so the first new token's tells those of the keys.
+        if self.compressor is not None:
             place, start = cache.places()
-            shift = sequences.positions.ids.unflatten(0, (batch, new))[:, 0] - place[:, 0]
-            of_keys = rotary_tables(self.spec.rope, (shift[:, None] + number * rate).flatten())
-            # Keys of slots after a sequence's last token are not seen.
-            own = (start[:, None] + number * rate).clamp(max=extent - rate)
-            first = (torch.arange(batch, device=x.device)[:, None] * extent + own).flatten()
-            numbers = number.repeat(batch)
-            seen = number < ((place + 1) // rate)[..., None]
+            # Positions rise by one from token to token, so the first new token's tells those of the keys.
+            shift = sequences.positions.ids.unflatten(0, place.shape)[:, 0] - place[:, 0]
+            slots = place, start, shift
+            number = torch.arange(read[0].shape[1] // self.compressor.rate, device=x.device)
+            seen = number < ((place + 1) // self.compressor.rate)[..., None]
             if self.indexer is not None:
-                index_keys = self.indexer.compressor(read[1].flatten(0, 1), first, numbers, of_keys)
-                index_keys = index_keys.unflatten(0, (batch, count))
+                with torch.no_grad():
+                    index_keys = self._keep(self.indexer.compressor, "indexer", read[1], cache, slots)
                 seen = self.indexer.of_cached(x, q_latent, index_keys, seen, tables)
-            compressed = self.compressor(read[0].flatten(0, 1), first, numbers, of_keys)
-            held = torch.cat([held, compressed.unflatten(0, (batch, count)).to(held.dtype)], 1)
-            mask = torch.cat([mask, seen], -1)
+            compressed = self._keep(self.compressor, "compressor", read[0], cache, slots)
+            held, mask = torch.cat([held, compressed.to(held.dtype)], 1), torch.cat([mask, seen], -1)
         held = held[:, :, None].to(q.dtype)
         return attend_cached(q, held, held, self.spec.attention, mask, self.sinks)
+
+    def _keep(
+        self,
+        compressor: Compressor,
+        name: str,
+        rows: Tensor,
+        cache: Any,
+        slots: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """Add the keys that new tokens may have completed to those in the cache, and return all, [batch, W,
+        dim]. Keys of slots after a sequence's last token are not seen, and are made again once whole.
+
+        Args:
+            compressor: what makes the keys.
+            name: of the keys in the cache.
+            rows: [batch, extent, 2 width], what the compressor reads.
+            cache: of the call.
+            slots: of the new tokens [batch, new] and of each sequence's first token [batch], and how far
+                positions are ahead of the former [batch].
+        """
+        (place, start, shift), rate, (batch, extent, _) = slots, compressor.rate, rows.shape
+        room = cache.compressed_room(self.layer)
+        kept, count = room.get(name), extent // rate
+        if kept is None:
+            kept = rows.new_zeros(batch, 0, compressor.dim)
+            number = torch.arange(count, device=rows.device).expand(batch, -1)
+        else:
+            number = place[:, :1] // rate + torch.arange(-(-place.shape[1] // rate), device=rows.device)
+        if count:
+            own = (start[:, None] + number * rate).clamp(max=extent - rate)
+            first = (torch.arange(batch, device=rows.device)[:, None] * extent + own).flatten()
+            of_keys = rotary_tables(self.spec.rope, (shift[:, None] + number * rate).flatten())
+            values = compressor(rows.flatten(0, 1), first, number.flatten(), of_keys)
+            if kept.shape[1] < count + 2:  # a last one or two may not be whole
+                kept = torch.cat([kept, kept.new_zeros(batch, count + 64 - kept.shape[1], compressor.dim)], 1)
+            index = number[..., None].expand(-1, -1, compressor.dim)
+            kept = room[name] = kept.scatter(1, index, values.unflatten(0, number.shape).to(kept.dtype))
+        return kept[:, :count]
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
@@ -192,17 +225,20 @@ class CompressedAttention(nn.Module):
         return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per token: the latents, queries before and after their norm, the output before and after
-        its rotation and the projection of its groups, the log-sum-exp of each head and the norms' statistics
-        in float32; of compressors also the tokens' gathered values and, in float32, weights. Bits of chosen
-        keys are not counted.
+        """Bytes kept per token: the latents, queries before their norm and at the level `all` after it, the
+        output before and after its rotation and the projection of its groups, the log-sum-exp of each head
+        and the norms' statistics in float32; of compressors also the tokens' gathered values and, in float32,
+        weights; and the numbers of chosen keys, if `top_k` are fewer than there are.
         """
         spec, itself = self.spec, self.compressor
         latents = spec.q_lora_rank * (2 if level == "all" else 1) + 2 * spec.head_dim
-        kept = itemsize * (latents + 4 * spec.q_size + spec.o_groups * spec.o_lora_rank)
+        queries = spec.q_size * (2 if level == "all" else 1)
+        kept = itemsize * (latents + queries + 2 * spec.q_size + spec.o_groups * spec.o_lora_rank)
         kept += 4 * (2 * spec.num_attention_heads + 2)
         if itself is not None:
             kept += (itemsize + 4) * itself.width + 3 * itemsize * spec.head_dim // itself.rate
+        if spec.indexer is not None:
+            kept += 4 * spec.indexer.top_k
         return kept
 
     def extra_repr(self) -> str:
@@ -238,6 +274,10 @@ class GroupedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"groups={self.groups}"
+
+
+def _normed_and_rotated(eps: float, q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate_last(rms_norm(q, None, eps), (cos, sin))
 
 
 def _places(sequences: Sequences, spec: CompressedAttentionSpec) -> CompressedKeys:

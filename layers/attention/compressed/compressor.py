@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rotary
+from liger_models.kernels.attention.choose_compressed import choose_compressed
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
-from liger_models.kernels.attention.compressed_keys import CompressedKeys, choose_compressed
+from liger_models.kernels.attention.compressed_keys import CompressedKeys
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -122,7 +123,7 @@ class CompressedIndexer(nn.Module):
             tables: cosines and sines of the tokens; of_keys: those of the keys.
 
         Returns:
-            [T, words] int32, from `choose_compressed`; None if no token sees more than `top_k` keys.
+            [T, n] int32, from `choose_compressed`; None if no token sees more than `top_k` keys.
         """
         if places.most <= self.spec.top_k:
             return None

@@ -6,11 +6,8 @@ import itertools
 import pytest
 import torch
 
-from liger_models.kernels.attention.compressed_keys import (
-    choose_compressed,
-    compressed_attention,
-    compressed_keys,
-)
+from liger_models.kernels.attention.choose_compressed import choose_compressed, choose_compressed_plain
+from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 
 module = importlib.import_module("liger_models.kernels.attention.compressed_keys")
 
@@ -39,11 +36,10 @@ def by_hand(q, keys, compressed, sinks, mask, scale):
     return torch.einsum("hqk,kd->qhd", weights, every)
 
 
-def chosen_of(bits, places):
+def chosen_of(lists, places):
     """The chosen keys as a mask [T, W]."""
-    column = torch.arange(len(places.first))
-    place = (column - places.seen[:, :1]).clamp(min=0)
-    return ((bits.gather(1, (place // 32).clamp(max=bits.shape[1] - 1)) >> (place % 32)) & 1).bool()
+    count = len(places.first)
+    return torch.zeros(len(lists), count + 1).scatter_(1, lists.long(), 1.0)[:, :count].bool()
 
 
 @pytest.fixture(params=[1 << 25, 200], ids=["one block", "blocks of few queries"])
@@ -108,3 +104,20 @@ def test_operands_that_do_not_fit_are_refused():
         compressed_attention(q, keys, None, sinks, places, scale=1.0, window=WINDOW)
     with pytest.raises(ValueError, match="a window of 1 or more"):
         compressed_attention(q, keys, torch.randn(2, DIM), sinks, places, scale=1.0, window=0)
+
+
+def test_kernels_give_the_twins_results_and_gradients(interpreted, assert_near):
+    places = compressed_keys((0, 2, 2, 36), 1, torch.device("cpu"))  # two tiles of keys
+    shapes = (36, HEADS, DIM), (36, DIM), (36, DIM), (HEADS,)
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    index = [torch.randint(-2, 3, shape).float() for shape in ((36, 3, 4), (36, 4), (36, 3))]
+    chosen = choose_compressed(*index, places, TOP_K, scale=0.5)
+    assert torch.equal(chosen, choose_compressed_plain(*index, places, TOP_K, 0.5))
+    upstream, results = torch.randn(shapes[0]), []
+    for dtype in (torch.float32, torch.float64):  # the kernels, and the twin
+        inputs = [x.to(dtype) for x in operands]
+        out = compressed_attention(*inputs, places, scale=0.3, window=WINDOW, chosen=chosen)
+        results.append([out, *torch.autograd.grad(out, operands, upstream.to(dtype))])
+    # Sums of up to 36 terms, each of which is rounded a few times.
+    for found, truth in zip(*results, strict=True):
+        assert_near(found, truth, 40)

@@ -1,0 +1,270 @@
+"""Several residual streams X_i of a token: their weights, weighted sum, and mixtures (manifold-constrained
+hyper-connections: Xie et al., 2025, arXiv:2512.24880).
+
+    y = W [X_1 .. X_n],   z = y / rms([X_1 .. X_n])
+    pre | post | mix = split(scale * z + base)                                      n | n | n x n
+    h = sum_i (sigmoid(pre_i) + eps) X_i,   X'_j = 2 sigmoid(post_j) f + sum_i M_ij X_i
+
+M is softmax(mix) + eps over its rows, whose columns, then rows and columns in turn, are divided by their sums
+plus eps (Sinkhorn and Knopp, 1967). Everything is in float32, and results are rounded once.
+
+Traffic of a token with streams of b bytes in all: 2 b and the sum forward, 5 b and the sum's gradient
+backward, as y and its gradients are products of torch's; of the mixtures 2 b and 4 b, and the branch's. Saved
+are streams and branch, y and 1 / rms; the iterations are made again in the backward pass. With W in float32
+and streams in bfloat16, W is the sum of three matrices in bfloat16, so that products are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from liger_models.kernels._dispatch import (
+    as_once_differentiable,
+    at_least_float32,
+    next_power_of_2,
+    on_device_of,
+    once_differentiable,
+    use_triton,
+    without_autocast,
+)
+from liger_models.kernels.streams._stream_kernels import (
+    mixed_backward_kernel,
+    mixed_forward_kernel,
+    weighted_backward_kernel,
+    weighted_forward_kernel,
+)
+
+
+def weighted_streams(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    count: int,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, ...]:
+    """Sum streams by weights that depend on them.
+
+    Args:
+        streams: [T, n H], any floating dtype.
+        fn: [n (n + 2), n H], or [n, n H] for the sum alone; base: [n (n + 2)] or [n]; scale: [3] or [1].
+        count: the number of streams n.
+        iterations: of the mixture's normalisation.
+        eps: of weights and sums; norm_eps: of the mean square.
+
+    Returns:
+        The sum [T, H] in the streams' dtype; except for the sum alone also `post` [T, n] and M [T, n, n] in
+        at least float32.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    ways = len(scale) == 3
+    rows = count * (count + 2) if ways else count
+    if fn.shape != (rows, streams.shape[1]) or len(base) != rows or streams.shape[1] % count:
+        raise ValueError(
+            f"found streams {tuple(streams.shape)}, fn {tuple(fn.shape)} and base {tuple(base.shape)}; "
+            f"expected [T, {count} H], [{rows}, {count} H] and [{rows}]"
+        )
+    options = count, iterations, eps, norm_eps
+    if use_triton(streams, fn, base, scale):
+        with without_autocast(streams):
+            found = _Weighted.apply(streams.contiguous(), fn, base, scale, *options)
+        return tuple(found) if ways else (found,)
+    return weighted_streams_plain(streams, fn, base, scale, *options)
+
+
+def weighted_streams_plain(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    count: int,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+) -> tuple[Tensor, ...]:
+    """Plain twin of `weighted_streams`."""
+    wide, base, scale = (at_least_float32(x) for x in (streams, base, scale))
+    with without_autocast(wide):
+        z = wide @ at_least_float32(fn).mT
+    z = z * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm_eps)
+    pre, *rest = (z * _factors(scale, count) + base).split(_sizes(scale, count), dim=-1)
+    parts = streams.unflatten(-1, (count, -1))
+    summed = (parts * (pre.sigmoid() + eps)[..., None]).sum(1).to(streams.dtype)
+    if not rest:
+        return (summed,)
+    post, mix = rest
+    mixture = mix.unflatten(-1, (count, count)).softmax(-1) + eps
+    mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
+        mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+    return summed, 2 * post.sigmoid(), mixture
+
+
+def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+    """Add a branch's output to mixtures of streams.
+
+    Args:
+        streams: [T, n H]; branch: [T, H].
+        post: [T, n], mixture: [T, n, n], as `weighted_streams` returns them.
+
+    Returns:
+        [T, n H] in the streams' dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    tokens, count = post.shape
+    fits = branch.shape[0] == tokens and streams.shape == (tokens, count * branch.shape[1])
+    if not fits or mixture.shape != (tokens, count, count):
+        raise ValueError(
+            f"found streams {tuple(streams.shape)}, branch {tuple(branch.shape)}, post {tuple(post.shape)} "
+            f"and mixture {tuple(mixture.shape)}; expected [T, n H], [T, H], [T, n] and [T, n, n]"
+        )
+    if use_triton(streams, branch, post, mixture):
+        operands = streams, branch.to(streams.dtype), post, mixture
+        out: Tensor = _Mixed.apply(*(x.contiguous() for x in operands))
+        return out
+    result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture))
+    return result
+
+
+def mixed_streams_plain(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+    """Plain twin of `mixed_streams`."""
+    dtype = streams.dtype
+    mixed = torch.bmm(mixture.to(dtype).mT, streams.unflatten(-1, (post.shape[1], -1)))
+    return (post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed).flatten(1)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        streams: Tensor,
+        fn: Tensor,
+        base: Tensor,
+        scale: Tensor,
+        count: int,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+    ) -> Any:
+        tokens, ways = len(streams), len(scale) == 3
+        y = _product(streams, fn.mT)
+        base, scale = base.float().contiguous(), scale.float().contiguous()
+        summed = streams.new_empty(tokens, streams.shape[1] // count)
+        rstd = torch.empty(tokens, dtype=torch.float32, device=streams.device)
+        shapes = (tokens, count), (tokens, count, count)
+        others = [torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in shapes if ways]
+        if tokens:
+            with on_device_of(streams):
+                weighted_forward_kernel[(tokens,)](
+                    *(streams, y, base, scale, rstd, summed, *(others or (None, None))),
+                    *(summed.shape[1], iterations, eps, norm_eps),
+                    WAYS=ways,
+                    **_constants(count, summed.shape[1]),
+                )
+        ctx.save_for_backward(streams, fn, base, scale, y, rstd)
+        ctx.options = count, iterations, eps
+        return (summed, *others) if ways else summed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dsummed: Tensor, *dothers: Tensor) -> Any:
+        streams, fn, base, scale, y, rstd = ctx.saved_tensors
+        count, iterations, eps = ctx.options
+        tokens, width = dsummed.shape
+        dstreams, dlogits = torch.empty_like(streams), torch.empty_like(y)
+        if tokens:
+            with on_device_of(streams):
+                weighted_backward_kernel[(tokens,)](
+                    *(streams, y, base, scale, rstd, dsummed.contiguous()),
+                    *([x.contiguous() for x in dothers] or (None, None)),
+                    *(dstreams, dlogits, width, iterations, eps),
+                    WAYS=bool(dothers),
+                    **_constants(count, width),
+                )
+        of_scale = (dlogits * y * rstd[:, None]).sum(0).split(_sizes(scale, count))
+        dscale = torch.stack([part.sum() for part in of_scale])
+        dy = dlogits * _factors(scale, count) * rstd[:, None]
+        dfn = _product(streams.mT, dy).mT.to(fn.dtype) if ctx.needs_input_grad[1] else None
+        _add_product(dstreams, dy, fn)
+        return dstreams, dfn, dlogits.sum(0), dscale, None, None, None, None
+
+
+class _Mixed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+        out, (tokens, width) = torch.empty_like(streams), branch.shape
+        if tokens:
+            with on_device_of(streams):
+                mixed_forward_kernel[(tokens,)](
+                    streams, branch, post, mixture, out, width, **_constants(post.shape[1], width)
+                )
+        ctx.save_for_backward(streams, branch, post, mixture)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        saved = ctx.saved_tensors
+        tokens, width = saved[1].shape
+        found = [torch.empty_like(x) for x in saved]
+        if tokens:
+            with on_device_of(dout):
+                mixed_backward_kernel[(tokens,)](
+                    *saved, dout.contiguous(), *found, width, **_constants(saved[2].shape[1], width)
+                )
+        return tuple(found)
+
+
+def _sizes(scale: Tensor, count: int) -> list[int]:
+    return [count, count, count * count][: len(scale)]
+
+
+def _factors(scale: Tensor, count: int) -> Tensor:
+    """The factor of each logit."""
+    return torch.cat([one.expand(n) for one, n in zip(scale, _sizes(scale, count), strict=True)])
+
+
+def _constants(count: int, width: int) -> dict[str, int]:
+    block = min(1024, max(16, next_power_of_2(width)))
+    return {"N": count, "NS": next_power_of_2(count), "BLOCK": block, "num_warps": 4}
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32; b may be wider than a."""
+    if not a.is_cpu and a.dtype == torch.bfloat16:
+        parts = [b] if b.dtype == torch.bfloat16 else _in_bfloat16(b, 3)
+        found = torch.mm(a, torch.cat(parts, 1), out_dtype=torch.float32)
+        return found.unflatten(1, (len(parts), -1)).sum(1)
+    return a.float() @ b.float()
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b, of a in float32, to x. If x is in bfloat16, the product has 16 bits or more."""
+    if x.is_cpu or x.dtype != torch.bfloat16:
+        x.add_(a @ b.float())
+        return
+    high, low = _in_bfloat16(a, 2)
+    own = _in_bfloat16(b, 2) if b.dtype != torch.bfloat16 else [b]
+    left, right = ([high, low, high], [own[0], own[0], own[1]]) if len(own) == 2 else ([high, low], own * 2)
+    x.addmm_(torch.cat(left, 1), torch.cat(right, 0))
+
+
+def _in_bfloat16(x: Tensor, count: int) -> list[Tensor]:
+    """So many tensors whose sum is x, or near it: each rounds what the ones before left."""
+    parts: list[Tensor] = []
+    rest = x.float()
+    for _ in range(count):
+        parts.append(rest.bfloat16())
+        rest = rest - parts[-1].float()
+    return parts

@@ -1,0 +1,50 @@
+"""Weights, sums and mixtures of residual streams: the kernels and the twin, compared with the twin in
+float64.
+"""
+
+import pytest
+import torch
+
+from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
+
+TOKENS, COUNT, WIDTH, ITERATIONS = 5, 3, 20, 4
+
+
+def operands(ways, device="cpu", dtype=torch.float32, tokens=TOKENS, count=COUNT, width=WIDTH):
+    rows = count * (count + 2) if ways else count
+    shapes = (tokens, count * width), (rows, count * width), (rows,), (3,) if ways else (1,)
+    found = [torch.randn(shape, device=device) for shape in shapes]
+    return [found[0].to(dtype), found[1] * width**-0.5, *found[2:]]
+
+
+def run(inputs, dtypes, iterations=ITERATIONS, count=COUNT):
+    """The streams after a branch that doubles its input, or their sum, and all gradients."""
+    leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
+    found = weighted_streams(*leaves, count=count, iterations=iterations, eps=1e-2, norm_eps=1e-3)
+    out = found[0] if len(found) == 1 else mixed_streams(leaves[0], 2 * found[0], *found[1:])
+    torch.manual_seed(1)
+    upstream = torch.randn(out.shape, device=out.device)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+@pytest.mark.parametrize("ways", [True, False], ids=["a connection", "the head"])
+def test_sums_mixtures_and_gradients_follow_the_formula(ways, implementation, assert_near):
+    inputs = operands(ways)
+    found = run(inputs, [torch.float32] * 4)
+    # Sums of 60 products, and iterations of which each rounds what goes into the next.
+    for a, b in zip(found, run(inputs, [torch.float64] * 4), strict=True):
+        assert_near(a, b, 60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ways", [True, False], ids=["a connection", "the head"])
+def test_kernels_are_as_accurate_as_the_twin_in_bfloat16(ways):
+    """At DeepSeek-V4's sizes, weights in float32; the twin runs on the CPU."""
+    inputs = operands(ways, dtype=torch.bfloat16, tokens=64, count=4, width=4096)
+    dtypes = torch.bfloat16, torch.float32, torch.float32, torch.float32
+    truth = run(inputs, [torch.float64] * 4, 20, 4)
+    twin = run(inputs, dtypes, 20, 4)
+    found = [x.cpu() for x in run([x.cuda() for x in inputs], dtypes, 20, 4)]
+    for own, bound, exact in zip(found, twin, truth, strict=True):
+        far, limit = (((x.double() - exact).norm() / exact.norm()).item() for x in (own, bound))
+        assert far <= 1.1 * limit
