@@ -146,6 +146,14 @@ _FASTER = "tiles that do not spill are slower"
 KNOWN_SPILLS: tuple[tuple[str, str, str, int, str], ...] = (
     ("sm_*", "_backward_kernel", "norms, 16384", 256, "rows of 16384 wait in the cache, once a row"),
     ("*", "_backward_kernel", "layer norm in float32, 5", 512, "rows of five numbers, which no model has"),
+    ("sm_*", "compressed_*_gradient_kernel", "*compressed keys*V4", 1024, _FASTER),
+    (
+        "*",
+        "compressed_*_kernel",
+        "*compressed keys in float32",
+        16384,
+        "operands of its products fill the registers",
+    ),
     ("*", "*", "gated delta rule*", 1024, _FULL),
     ("*", "*", "channel delta rule*", 1024, _FULL),
     ("*", "*", "SSD*", 1024, _FULL),

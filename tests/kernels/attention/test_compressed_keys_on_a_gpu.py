@@ -32,7 +32,8 @@ def distances(found, expected):
 )
 def test_the_kernels_are_as_accurate_as_the_twin(rate, top_k, dtype, dim):
     """The truth is the twin in float64; the kernel is at most 1.1 times as far from it as the twin, and the
-    gradient of sinks, of few elements with errors of their own, at most twice.
+    gradient of sinks, of few elements with errors of their own, at most twice. In float32 the kernel adds the
+    products of 128 queries and 64 heads one after the other, which rounds as often.
     """
     torch.manual_seed(0)
     places = compressed_keys(PACKED, rate, torch.device("cuda"))
@@ -58,7 +59,8 @@ def test_the_kernels_are_as_accurate_as_the_twin(rate, top_k, dtype, dim):
     truth = run(torch.float64)
     found, bound = distances(run(dtype), truth), distances(run(dtype, plain=True), truth)
     factors = [1.1] * (len(bound) - 1) + [2.0]
-    near = [a <= f * b + 1e-7 for a, b, f in zip(found, bound, factors, strict=True)]
+    rounding = 2**-24 * (WINDOW * HEADS) ** 0.5 if dtype == torch.float32 else 0.0
+    near = [a <= max(f * b, rounding) for a, b, f in zip(found, bound, factors, strict=True)]
     assert all(near), (found, bound)
 
 
@@ -78,7 +80,7 @@ def test_memory_grows_with_the_number_of_tokens():
     peaks = []
     for tokens in (8192, 16384):
         places = compressed_keys((0, tokens), 4, torch.device("cuda"))
-        shapes = (tokens, 4, 64), (tokens, 64), (tokens // 4, 64), (4,)
+        shapes = (tokens, 64, 128), (tokens, 128), (tokens // 4, 128), (64,)
         inputs = [torch.randn(s, device="cuda", dtype=torch.bfloat16).requires_grad_() for s in shapes]
         index = [torch.randn(s, device="cuda") for s in ((tokens, 2, 32), (tokens // 4, 32), (tokens, 2))]
         chosen = choose_compressed(*index, places, 64, scale=0.1)

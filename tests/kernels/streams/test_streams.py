@@ -23,8 +23,8 @@ def run(inputs, dtypes, iterations=ITERATIONS, count=COUNT):
     found = weighted_streams(*leaves, count=count, iterations=iterations, eps=1e-2, norm_eps=1e-3)
     out = found[0] if len(found) == 1 else mixed_streams(leaves[0], 2 * found[0], *found[1:])
     torch.manual_seed(1)
-    upstream = torch.randn(out.shape, device=out.device)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+    upstream = torch.randn(out.shape).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
 @pytest.mark.parametrize("ways", [True, False], ids=["a connection", "the head"])
