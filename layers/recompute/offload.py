@@ -106,10 +106,11 @@ class Offload:
 class Leaving(Protocol):
     """What a layer has saved, and now leaves the device: layers/recompute/saved_on_host.py."""
 
-    is_due: bool
-    leave: Callable[[], None]
-    following_ran: Callable[[Tensor], None]
-    release: Callable[[], None]
+    @property
+    def is_due(self) -> bool: ...
+    def leave(self) -> None: ...
+    def following_ran(self, x: Tensor) -> None: ...
+    def release(self) -> None: ...
 
 
 class Results:

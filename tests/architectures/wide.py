@@ -126,7 +126,7 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
-    if "audio_config" in config:
+    if config.get("audio_config"):
         config["audio_config"] = {**config["audio_config"], "encoder_layers": 3}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
