@@ -27,9 +27,9 @@ endif
 
 BIN := $(VENV)/bin
 # Four test processes for two cores, since tests of several processes wait for one another, and one thread in each:
-# more threads than cores make small matrices slower. On Linux without a GPU they are forked after the tests have been
-# collected (tests/forked.py). Compiled modules are kept, whatever the environment says: each of the many processes
-# would compile them again.
+# more threads than cores make small matrices slower. Each has a quarter of the tests in their order, since neighbours
+# use the same models and libraries, and takes over from others in the end. Compiled modules are kept, whatever the
+# environment says: each of the many processes would compile them again.
 PYTEST_FLAGS := -q -n 4 --dist worksteal --timeout 600 $(if $(FAMILIES),--all-families)
 
 .PHONY: help demo test cases family real matrix lint types docs notebooks package clean

@@ -19,7 +19,6 @@ import torch
 sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others in this folder
 
 import interpreter
-from forked import fork_in_place_of_xdist
 from night import leave_to_the_night
 from older import skip_other_releases
 from rewriting import rewrite_for_all
@@ -47,18 +46,13 @@ def pytest_addoption(parser):
     parser.addoption("--real-model", metavar="FOLDER", help="run the tests marked `real` with this model")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist makes its processes
-def pytest_cmdline_main(config):
-    if getattr(config.option, "numprocesses", None):
-        rewrite_for_all(config)
-    fork_in_place_of_xdist(config)
-
-
 def pytest_configure(config):
     if config.getoption("--write-support-table") and not hasattr(config, "workerinput"):
         from support_table import TableWriter
 
         config.pluginmanager.register(TableWriter())
+    if getattr(config.option, "numprocesses", None):
+        rewrite_for_all(config)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and markers leave out cases
@@ -69,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("real")]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
-    if hasattr(config, "workerinput") or config.pluginmanager.has_plugin("forks"):
+    if hasattr(config, "workerinput"):
         put_forks_first(items)
     for item in items:
         # xdist workers return a test's properties, but not its markers.
