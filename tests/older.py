@@ -57,6 +57,7 @@ OTHERWISE = {
     r"tests/audio/test_in_transformers\.py.*\[(qwen2_audio|voxtral)[-\]]": ANOTHER_ROOT,
 }
 LATER = {
+    r"test_peers_are_measured_in_each_setting": "has SDPA in GPT-J",
     r"adapters_that_transformers_loads|transformers_own_add_adapter": "asks for a later PEFT than there is",
     r"test_multimodal\.py.*gives_the_references_logits\[llama4\]": "fails without images",
 }
