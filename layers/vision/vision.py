@@ -223,7 +223,7 @@ class Vision(nn.Module):
         counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
         if isinstance(self.spec.positions, ClockSpec):
             counts.append(
-                4 * ((found == VIDEO)[:-1] & (ids == self.spec.positions.audio_id)[1:]).any().long()
+                5 * ((found == VIDEO)[:-1] & (ids == self.spec.positions.audio_id)[1:]).any().long()
             )
         for name, given in ((self.spec.kinds, vision_inputs.kinds), (FRAMED, vision_inputs.framed)):
             if given is not None and given.shape != input_ids.shape:
@@ -379,7 +379,7 @@ class Vision(nn.Module):
                 f"{FRAMED} must be {self._meaning}, but as for pictures where input_ids are the tokens "
                 f"before or after one, {self.spec.framing_ids}"
             )
-        if 4 in faults:
+        if 5 in faults:
             raise DataError(f"a sound follows the tokens of a video directly; {OF_VIDEO}")
         if 2 in faults:
             raise DataError(

@@ -21,12 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import liger_models.kernels as kernels
+from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import quantize_columns
 from liger_models.kernels.float8.quantize import turned as transposed
+from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 BF16 = torch.bfloat16
 
@@ -89,6 +91,7 @@ def run_everything() -> None:
     backward(kernels.softmax(operand(2, 70_000)))
     losses()
     attention()
+    streams()
     corrected = [{"score": s, "correction_bias": torch.randn(128)} for s in ("sigmoid", "sqrt_softplus")]
     for choice in ({}, {"renormalize": False}, *corrected):
         backward(kernels.route(operand(64, 128), 8, **choice)[0])
@@ -249,6 +252,19 @@ def attention() -> None:
         indexer = operand(16, 2, 64, dtype=dtype), operand(16, 64, dtype=dtype)
         blocks = kernels.choose_blocks(*indexer, 2, size=4, local=1, longest=16, bounds=bounds)
     backward(kernels.attention(*(operand(16, heads, 64) for heads in (4, 2, 2)), chosen=blocks))
+
+    places = compressed_keys((0, 3, 16), 4, torch.device("cpu"))
+    for number in (None, torch.zeros(16, 2, dtype=torch.int32)):
+        operands = operand(16, 16, 512), operand(16, 512), operand(len(places.first), 512), operand(16)
+        backward(compressed_attention(*operands, places, scale=1.0, window=5, chosen=number))
+
+
+def streams() -> None:
+    x, fn, base, scale = (operand(*shape) for shape in ((8, 512), (24, 512), (24,), (3,)))
+    options = {"count": 4, "iterations": 2, "eps": 1e-2, "norm_eps": 1e-3}
+    summed, *mixing = weighted_streams(x, fn, base, scale, **options)
+    backward(mixed_streams(x, summed, *mixing))
+    backward(*weighted_streams(x, operand(4, 512), operand(4), operand(1), **options))
 
 
 def optimizer() -> None:

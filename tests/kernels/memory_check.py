@@ -25,6 +25,7 @@ from liger_models.kernels import (
     choose_keys,
     decode_codes,
     document_bounds,
+    embedding,
     gated_delta_rule,
     gated_rms_norm,
     moe_experts,
@@ -32,10 +33,12 @@ from liger_models.kernels import (
     ssd,
     sum_of_squares,
 )
+from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 from liger_models.kernels.experts._expert_float8 import stack_by_columns
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import turned
 from liger_models.kernels.recurrent import _chunk_table
+from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 # Rows that do not fill a tile, with a width that no block size divides.
 SHAPE = (5, 37)
@@ -57,6 +60,10 @@ def run_everything(device: str) -> None:
     quantize(torch.randn(SHAPE, device=device), by_columns=True)
     keep_eight_bits(device)
     attend_to_chosen_keys(device)
+    attend_to_compressed_keys(device)
+    mix_streams(device)
+    weight = torch.randn(9, 37, device=device).requires_grad_()
+    embedding(torch.randint(9, (67,), device=device), weight).sum().backward()
     normalise_wide_groups(device)
     decode_bits(device)
     exchange_rows(device)
@@ -105,6 +112,24 @@ def attend_to_chosen_keys(device: str) -> None:
     attention(q, k, v, bounds=bounds, chosen=chosen).sum().backward()
     blocks = choose_blocks(q, k[:, 0], 3, size=7, local=1, longest=66, bounds=bounds)
     attention(q, k, v, bounds=bounds, chosen=blocks).sum().backward()
+
+
+def attend_to_compressed_keys(device: str) -> None:
+    """Attend to a window and to chosen compressed keys, in documents that fill no tile."""
+    places = compressed_keys((0, 1, 67), 4, torch.device(device))
+    shapes = (67, 3, 20), (67, 20), (len(places.first), 20), (3,)
+    operands = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
+    chosen = torch.full((67, 5), -1, dtype=torch.int32, device=device)
+    chosen[40:, 1] = 3
+    compressed_attention(*operands, places, scale=1.0, window=9, chosen=chosen).sum().backward()
+
+
+def mix_streams(device: str) -> None:
+    """Weigh, sum and mix three residual streams of a width that fills no tile."""
+    shapes = (5, 3 * 37), (15, 3 * 37), (15,), (3,)
+    streams, *weights = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
+    summed, *mixing = weighted_streams(streams, *weights, count=3, iterations=2, eps=1e-2, norm_eps=1e-3)
+    mixed_streams(streams, summed, *mixing).sum().backward()
 
 
 def normalise_wide_groups(device: str) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from liger_models.layers.attention import flash
 from liger_models.layers.attention.backends import attend, attend_plain
-from liger_models.layers.memory import layer_costs
+from liger_models.layers.memory import mixing
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
@@ -249,6 +249,8 @@ def test_the_plan_counts_its_float32_sums():
     of them for three rows of statistics per query head.
     """
     spec = AttentionSpec(32, 8, 128, 128**-0.5)
-    layer = SimpleNamespace(mixers=[SimpleNamespace(spec=spec, backend="flash")], borrowed=())
-    step = SimpleNamespace(tokens=32768, sequence_ranks=1)
-    assert layer_costs._attention_work(layer, step, 2) == (1420 - 12) << 20  # type: ignore[arg-type]
+    module, step = (
+        SimpleNamespace(spec=spec, backend="flash"),
+        SimpleNamespace(tokens=32768, sequence_ranks=1),
+    )
+    assert mixing._mixer_work(module, step, 2) == (1420 - 12) << 20  # type: ignore[arg-type]
