@@ -35,7 +35,7 @@ def test_every_value_taken_in_turn_is_taken(request):
 
 
 MOST = 200  # cases of a test: one for each family, and for each published config
-MORE = {"tests/architectures/test_parity.py::test_every_variant_agrees": 300}  # whatever a family reads
+MORE = {"tests/architectures/test_parity.py::test_every_variant_agrees": 310}  # whatever a family reads
 
 
 def test_no_test_always_has_more_cases_than_there_are_families(request):

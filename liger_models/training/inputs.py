@@ -53,9 +53,8 @@ from liger_models.training.trained_part import (
 
 
 class LoadedModel(NamedTuple):
-    """A model, its adapters if any, and the operations of its steps.
-
-    `size` counts the parameters, before adapters and quantisation.
+    """A model, its adapters if any, and the operations of its steps; `size` is the number of parameters
+    before adapters and quantisation.
     """
 
     model: LigerCausalLM
