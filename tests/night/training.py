@@ -6,6 +6,9 @@ TRAINING = "tests/liger_models/training"
 MODELS = "tests/liger_models"
 
 ALWAYS: dict[str, tuple[str, ...]] = {
+    # A run that loses a rank, and resumes, is in test_faults.py.
+    "tests/liger_models/training/test_sharded_runs.py::"
+    "test_a_run_stopped_on_one_rank_resumes_with_the_same_bits": (),
     # Adapters of fused projections, with a magnitude, of experts with and without biases, and with options.
     f"{TRAINING}/test_lora.py::test_a_run_matches_transformers_and_peft": (
         "llama-r=3,dora",

@@ -3,6 +3,7 @@
 VISION = "tests/vision"
 
 ALWAYS: dict[str, tuple[str, ...]] = {
+    "tests/vision/test_memory_plan.py::test_the_command_counts_images_and_frozen_parts_keep_nothing": (),
     f"{VISION}/test_adapters_in_transformers.py::test_adapters_match_transformers_own_model": (
         "qwen2_5_vl-tower",
         "gemma3-all",
