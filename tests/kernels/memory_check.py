@@ -33,6 +33,7 @@ from liger_models.kernels import (
     ssd,
     sum_of_squares,
 )
+from liger_models.kernels.attention.choose_compressed import choose_compressed
 from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 from liger_models.kernels.experts._expert_float8 import stack_by_columns
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
@@ -119,8 +120,8 @@ def attend_to_compressed_keys(device: str) -> None:
     places = compressed_keys((0, 1, 67), 4, torch.device(device))
     shapes = (67, 3, 20), (67, 20), (len(places.first), 20), (3,)
     operands = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
-    chosen = torch.full((67, 5), -1, dtype=torch.int32, device=device)
-    chosen[40:, 1] = 3
+    index = (torch.randn(shape, device=device) for shape in ((67, 2, 16), (len(places.first), 16), (67, 2)))
+    chosen = choose_compressed(*index, places, 5, scale=1.0)
     compressed_attention(*operands, places, scale=1.0, window=9, chosen=chosen).sum().backward()
 
 
