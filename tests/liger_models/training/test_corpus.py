@@ -425,7 +425,7 @@ def held():  # bytes that are ours alone: RssAnon counts no page of a mapped fil
 def peak(name):
     values = []
     building.CorpusBuilder.add = lambda self, records: (add(self, records), values.append(held()))
-    documents = load_documents([name], tokenizer, seq_len=512, vocab_size=320, cache=sys.argv[4])
+    documents = load_documents([name], tokenizer, seq_len=512, vocab_size=320, cache=sys.argv[5])
     stream = Stream(documents, 512, 0)
     for _ in range(stream.count_rows(1) // 10):
         documents.batch(stream.take(10))
@@ -434,7 +434,7 @@ def peak(name):
 add = building.CorpusBuilder.add
 encoding.BATCH_CHARACTERS = 1 << 18
 tokenizer = TextTokenizer(sys.argv[1])
-small, large = peak(sys.argv[2]), peak(sys.argv[3])
+_, small, large = (peak(name) for name in sys.argv[2:5])  # the first: pages shared with the fork's parent
 print(large[0] - small[0], large[1])
 """
 
@@ -444,7 +444,8 @@ def test_memory_does_not_grow_with_the_data(tmp_path, tokenizer_folder, jsonl):
     """Reading, tokenizing and iterating over rows needs the same memory for six times the data."""
     rng = random.Random(0)
     records = [{"text": "ab cd ef gh " * rng.randint(1, 100)} for _ in range(1000)]
-    files = [jsonl(tmp_path / f"{k}.jsonl", records * k) for k in (1, 6)]
+    parts = records[::-1], records, records * 6
+    files = [jsonl(tmp_path / f"{k}.jsonl", part) for k, part in enumerate(parts)]
     given = [str(tokenizer_folder), *files, str(tmp_path / "cache")]
     process = Fork("code", MEASURED, *given, output=tmp_path / "said")
     assert process.wait() == 0, process.output.read_text()
