@@ -107,7 +107,7 @@ def sums_kernel(
     partial,
     stride,
     tokens,
-    chunks,
+    pieces,
     width,
     padding,
     PIECE: tl.constexpr,
@@ -133,7 +133,7 @@ def sums_kernel(
         # A row that began in an earlier piece is this one's first; one that only goes on is its last.
         first = (own == before) & (ends | last)
         goes_on = (own != before) & last & (ends == 0)
-        place = partial + (tl.where(first, 0, chunks) + piece).to(tl.int64) * width + column
+        place = partial + (tl.where(first, 0, pieces) + piece).to(tl.int64) * width + column
         tl.store(place, total, inside & (first | goes_on))
         total = tl.where(ends, 0.0, total)
 
@@ -144,7 +144,7 @@ def joined_kernel(
     dweight,
     partial,
     tokens,
-    chunks,
+    pieces,
     width,
     padding,
     PIECE: tl.constexpr,
@@ -161,7 +161,7 @@ def joined_kernel(
         return
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    total = tl.load(partial + (chunks + piece).to(tl.int64) * width + column, inside, 0.0)
+    total = tl.load(partial + (pieces + piece).to(tl.int64) * width + column, inside, 0.0)
     piece += 1
     more = tl.load(ordered + end) == own
     while more:

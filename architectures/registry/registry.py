@@ -144,7 +144,8 @@ TINY: Mapping[str, Any] = {
 ALIASES: Mapping[str, str] = {
     "kimi_k2": "deepseek_v3",
     # Whole models, whose other parts are carried through.
-    **{f"{name}": f"{name}_thinker" for name in ("qwen2_5_omni", "qwen3_omni_moe")},
+    "qwen2_5_omni": "qwen2_5_omni_thinker",
+    "qwen3_omni_moe": "qwen3_omni_moe_thinker",
 }
 
 _ARCHITECTURES: dict[str, Architecture] = {}

@@ -116,7 +116,6 @@ def compressed_attention(
     scale: float,
     window: int,
     chosen: Tensor | None = None,
-    plain: bool = False,
 ) -> Tensor:
     """Attend to a window of keys and to compressed ones, which are the values, too.
 
@@ -129,7 +128,6 @@ def compressed_attention(
         scale: of the products.
         window: number of tokens that a query sees, its own included.
         chosen: [T, n] int32 from `choose_compressed`; None: all that a query sees.
-        plain: run the plain twin even where the kernels could.
 
     Returns:
         [T, heads, D] in q's dtype.
@@ -150,14 +148,32 @@ def compressed_attention(
         dtype = torch.get_autocast_dtype(q.device.type)
         q, keys, compressed = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, keys, compressed))
     tiles = None
-    if not plain and use_triton(q, keys, compressed, sinks, chosen, places.seen):
+    if use_triton(q, keys, compressed, sinks, chosen, places.seen):
         tiles = find_compressed_tiles(q) if q.dtype == keys.dtype == compressed.dtype else None
+    if tiles is None:
+        return compressed_attention_plain(
+            q, keys, compressed, sinks, places, scale=scale, window=window, chosen=chosen
+        )
+    operands = (x.contiguous() for x in (q, keys, compressed, sinks))
     with without_autocast(q):
-        if tiles is None:
-            out: Tensor = _Attention.apply(q, keys, compressed, sinks, chosen, places, scale, window)
-            return out
-        operands = (x.contiguous() for x in (q, keys, compressed, sinks))
-        out = _KernelAttention.apply(*operands, chosen, places, scale, window, tiles)
+        out: Tensor = _KernelAttention.apply(*operands, chosen, places, scale, window, tiles)
+    return out
+
+
+def compressed_attention_plain(
+    q: Tensor,
+    keys: Tensor,
+    compressed: Tensor,
+    sinks: Tensor,
+    places: CompressedKeys,
+    *,
+    scale: float,
+    window: int,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """Plain twin of `compressed_attention`."""
+    with without_autocast(q):
+        out: Tensor = _Attention.apply(q, keys, compressed, sinks, chosen, places, scale, window)
     return out
 
 

@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from liger_models.kernels.attention.choose_compressed import choose_compressed, choose_compressed_plain
-from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
+from liger_models.kernels.attention.compressed_keys import (
+    compressed_attention,
+    compressed_attention_plain,
+    compressed_keys,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -49,15 +53,15 @@ def test_the_kernels_are_as_accurate_as_the_twin(rate, top_k, dtype, dim):
     inputs = [operand(tokens, HEADS, dim), operand(tokens, dim), operand(count, dim), operand(HEADS)]
     upstream = operand(tokens, HEADS, dim)
 
-    def run(wide, **options):
+    def run(wide, attend=compressed_attention):
         leaves = [x.to(wide).requires_grad_() for x in inputs]
         shared = {"scale": dim**-0.5, "window": WINDOW, "chosen": chosen}
-        out = compressed_attention(*leaves, places, **shared, **options)
+        out = attend(*leaves, places, **shared)
         kept = [x for x in leaves if len(x)]
         return out.detach(), *torch.autograd.grad(out, kept, upstream.to(wide))
 
     truth = run(torch.float64)
-    found, bound = distances(run(dtype), truth), distances(run(dtype, plain=True), truth)
+    found, bound = distances(run(dtype), truth), distances(run(dtype, compressed_attention_plain), truth)
     factors = [1.1] * (len(bound) - 1) + [2.0]
     rounding = 2**-24 * (WINDOW * HEADS) ** 0.5 if dtype == torch.float32 else 0.0
     near = [a <= max(f * b, rounding) for a, b, f in zip(found, bound, factors, strict=True)]
