@@ -225,8 +225,9 @@ class _Attention(torch.autograd.Function):
         sink = sinks.to(lse.dtype)
         for block in blocks_of_queries(places, q.shape[1], window):
             rows = slice(block.first, block.last)
-            k = _keys_of(block, keys, compressed)
-            scores = _scores(q[rows], k, block, places, scale, window, chosen)  # [queries, heads, keys]
+            k = keys_of(block, keys, compressed)
+            seen = seen_keys(block, places, window, chosen, q.device)
+            scores = scaled_products(q[rows], k, scale, seen)  # [queries, heads, keys]
             largest = torch.maximum(scores.amax(-1), sink)
             weights = scores.sub_(largest[..., None]).exp_()
             total = weights.sum(-1) + (sink - largest).exp()
@@ -247,10 +248,11 @@ class _Attention(torch.autograd.Function):
         dsinks, sink = torch.zeros_like(sinks, dtype=lse.dtype), sinks.to(lse.dtype)
         for block in blocks_of_queries(places, q.shape[1], window):
             rows = slice(block.first, block.last)
-            k = _keys_of(block, keys, compressed)
+            k = keys_of(block, keys, compressed)
             own_q, own_grad = q[rows].flatten(0, 1), grad[rows].to(q.dtype).reshape(-1, q.shape[-1])
             mean = (out[rows].to(lse.dtype) * grad[rows].to(lse.dtype)).sum(-1)  # [queries, heads]
-            weights = _scores(q[rows], k, block, places, scale, window, chosen)
+            seen = seen_keys(block, places, window, chosen, q.device)
+            weights = scaled_products(q[rows], k, scale, seen)
             weights = weights.sub_(lse[rows][..., None]).exp_()
             dscores = _product(own_grad, k.T).view_as(weights).sub_(mean[..., None]).mul_(weights).mul_(scale)
             small = dscores.flatten(0, 1).to(q.dtype)
@@ -425,38 +427,37 @@ def _width(x: Tensor | None) -> int:
     return 0 if x is None else x.shape[1]
 
 
-def _keys_of(block: _Block, keys: Tensor, compressed: Tensor) -> Tensor:
+def keys_of(block: _Block, keys: Tensor, compressed: Tensor) -> Tensor:
     """The keys of a block, [n, D]: tokens, then compressed ones."""
     return torch.cat([keys[block.key : block.last], compressed[slice(*block.compressed)]])
 
 
-def _scores(
-    q: Tensor,
-    k: Tensor,
-    block: _Block,
-    places: CompressedKeys,
-    scale: float,
-    window: int,
-    chosen: Tensor | None,
+def seen_keys(
+    block: _Block, places: CompressedKeys, window: int, chosen: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Scaled products of the queries of a block [queries, heads, D] with its keys [n, D], in at least
-    float32; -inf for keys that a query does not see.
-    """
+    """Mask of the keys of a block, in the order of `keys_of`, that its queries attend to, [queries, n]."""
     rows = slice(block.first, block.last)
-    scores = _product(q.flatten(0, 1), k.T).mul_(scale).view(*q.shape[:2], len(k))
-    query = torch.arange(block.first, block.last, device=q.device)[:, None]
-    token = torch.arange(block.key, block.last, device=q.device)
+    query = torch.arange(block.first, block.last, device=device)[:, None]
+    token = torch.arange(block.key, block.last, device=device)
     seen = (token <= query) & (token > query - window) & (token >= places.start[rows])
     if block.compressed[1] > block.compressed[0]:
-        column = torch.arange(*block.compressed, device=q.device)
+        column = torch.arange(*block.compressed, device=device)
         first, end = places.seen[rows].split(1, dim=1)
         among = (column >= first) & (column < end)
         if chosen is not None:
             # One more column for what is no key.
             place = (chosen[rows].long() - block.compressed[0]).clamp_(max=len(column))
-            listed = torch.zeros(len(place), len(column) + 1, dtype=torch.bool, device=q.device)
+            listed = torch.zeros(len(place), len(column) + 1, dtype=torch.bool, device=device)
             among = among & listed.scatter_(1, place, True)[:, :-1]
         seen = torch.cat([seen, among], 1)
+    return seen
+
+
+def scaled_products(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """Scaled products of queries [queries, heads, D] with keys [n, D], [queries, heads, n] in at least
+    float32; -inf for keys that a query does not see.
+    """
+    scores = _product(q.flatten(0, 1), k.T).mul_(scale).view(*q.shape[:2], len(k))
     return scores.masked_fill_(~seen[:, None], float("-inf"))
 
 

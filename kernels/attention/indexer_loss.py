@@ -13,17 +13,32 @@ Both distributions are over the keys that the query attends to: the chosen ones,
 The gradients are computed with the loss, for a slice of queries at a time and a head at a time, in float32.
 So no scores are kept for the backward pass, and no more than four matrices of a slice exist at once. All
 products are torch's: 2 T E operations per query and head of the layer, 8 T D per head of the indexer.
+
+A layer of DeepSeek-V4 attends to a window of tokens, compressed keys and a sink in one softmax, and its
+indexer chooses among the compressed keys w alone (compressed_keys.py):
+
+    p_qw = sum over the layer's heads of its attention weights of w / the same sum over all w
+
+A head counts by its share of attention that reaches compressed keys. A query that sees none has no loss.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import at_least_float32, once_differentiable
+from liger_models.kernels._dispatch import at_least_float32, once_differentiable, without_autocast
 from liger_models.kernels.attention.chosen_keys import index_scores
+from liger_models.kernels.attention.compressed_keys import (
+    CompressedKeys,
+    blocks_of_queries,
+    keys_of,
+    scaled_products,
+    seen_keys,
+)
 
 _SLICE = 1 << 23  # scores of a slice of queries: 32 MiB
 
@@ -55,8 +70,69 @@ def indexer_loss(
     Returns:
         A scalar in at least float32, differentiable once with respect to q, k and weights.
     """
-    options = scale, attention_scale, bounds, chosen, len(k) if longest is None else longest
-    return _IndexerLoss.apply(q, k, weights, attention_q.detach(), attention_k.detach(), options)
+    longest = len(k) if longest is None else longest
+    layer = attention_q.detach(), attention_k.detach(), attention_scale
+
+    def targets() -> Iterator[_Target]:
+        rows = max(1, _SLICE // max(1, longest))
+        for start in range(0, len(k), rows):
+            part = slice(start, min(start + rows, len(k)))
+            keys = slice(max(0, start - longest + 1), part.stop)  # no query sees an earlier one
+            seen = _seen(part, keys, bounds, chosen, q.device)
+            yield _Target(part, keys, _mean_weights(*layer, part, keys, seen), seen)
+
+    with without_autocast(q):
+        loss: Tensor = _IndexerLoss.apply(q, k, weights, scale, targets)
+    return loss
+
+
+def compressed_indexer_loss(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    attention_q: Tensor,
+    keys: Tensor,
+    compressed: Tensor,
+    sinks: Tensor,
+    places: CompressedKeys,
+    *,
+    scale: float,
+    attention_scale: float,
+    window: int,
+    chosen: Tensor | None = None,
+) -> Tensor:
+    """Sum the divergence of the indexer's distribution over compressed keys from the attention's over all
+    queries.
+
+    Args:
+        q: [T, heads, D], k: [W, D], weights: [T, heads], of the indexer.
+        attention_q: [T, H, E], keys: [T, E], compressed: [W, E], sinks: [H], of the layer; constants.
+        places: of the compressed keys, and the documents.
+        scale, attention_scale: of the products.
+        window: number of tokens that a query of the layer sees, its own included.
+        chosen: [T, n] int32 from `choose_compressed`; None: queries attend to all that they see.
+
+    Returns:
+        A scalar in at least float32, differentiable once with respect to q, k and weights.
+    """
+    dtype = attention_q.dtype  # autocast may leave some of the layer's tensors in another one
+    attention_q, keys, compressed = (x.detach().to(dtype) for x in (attention_q, keys, compressed))
+    sinks = sinks.detach()
+
+    def targets() -> Iterator[_Target]:
+        for block in blocks_of_queries(places, 4, window):
+            if block.compressed[0] == block.compressed[1]:
+                continue
+            rows, columns = slice(block.first, block.last), slice(*block.compressed)
+            seen = seen_keys(block, places, window, chosen, q.device)
+            among = seen[:, block.last - block.key :]
+            every = keys_of(block, keys, compressed)
+            p = _shares_of_compressed(attention_q[rows], every, sinks, attention_scale, seen, among)
+            yield _Target(rows, columns, p, among)
+
+    with without_autocast(q):
+        loss: Tensor = _IndexerLoss.apply(q, k, weights, scale, targets)
+    return loss
 
 
 def indexer_loss_plain(
@@ -79,6 +155,15 @@ def indexer_loss_plain(
     return (p * log_ratio).sum()
 
 
+class _Target(NamedTuple):
+    """The attention weights p [queries, keys] of a slice of queries, zero for keys that are not `seen`."""
+
+    queries: slice
+    keys: slice
+    p: Tensor
+    seen: Tensor
+
+
 class _IndexerLoss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -86,30 +171,25 @@ class _IndexerLoss(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         weights: Tensor,
-        attention_q: Tensor,
-        attention_k: Tensor,
-        options: tuple[Any, ...],
+        scale: float,
+        targets: Callable[[], Iterator[_Target]],
     ) -> Tensor:
-        scale, attention_scale, bounds, chosen, longest = options
-        tokens, wanted = len(k), any(ctx.needs_input_grad[:3])
+        wanted = any(ctx.needs_input_grad[:3])
         wide = [at_least_float32(x) for x in (q, k, weights)]
         loss = wide[0].new_zeros(())
         grads = [torch.zeros_like(x) for x in wide] if wanted else []
-        rows = max(1, _SLICE // max(1, longest))
-        for start in range(0, tokens, rows):
-            part = slice(start, min(start + rows, tokens))
-            keys = slice(max(0, start - longest + 1), part.stop)  # no query sees an earlier one
-            seen = _seen(part, keys, bounds, chosen, q.device)
-            p = _mean_weights(attention_q[part], attention_k[keys], attention_scale, seen)
+        for part, keys, p, seen in targets():
             own = wide[0][part], wide[1][keys], wide[2][part]
-            scores = index_scores(*own, scale).masked_fill_(~seen, float("-inf"))
+            hidden = ~seen
+            scores = index_scores(*own, scale).masked_fill_(hidden, float("-inf"))
             log_found = scores.log_softmax(-1)
             del scores
             terms = p * (p.log() - log_found)
-            loss += terms.masked_fill_(~seen | (p == 0), 0.0).sum()  # no weight: no term, in the limit
+            loss += terms.masked_fill_(hidden | (p == 0), 0.0).sum()  # no weight: no term, in the limit
             del terms
             if wanted:
-                _add_gradients(grads, part, keys, own, log_found.exp_() - p, scale)
+                dscores = (log_found.exp_() - p).masked_fill_(hidden, 0.0)  # also of queries without keys
+                _add_gradients(grads, part, keys, own, dscores, scale)
         kept = [g.to(x.dtype) for g, x in zip(grads, (q, k, weights), strict=True)] if wanted else []
         ctx.save_for_backward(*kept)
         return loss
@@ -120,7 +200,7 @@ class _IndexerLoss(torch.autograd.Function):
         grads = ctx.saved_tensors or (None,) * 3
         needed = ctx.needs_input_grad[:3]
         found = [(dloss * g).to(g.dtype) if want else None for g, want in zip(grads, needed, strict=True)]
-        return *found, None, None, None
+        return *found, None, None
 
 
 def _seen(
@@ -137,8 +217,9 @@ def _seen(
     return seen & ((chosen[queries].gather(1, word.long()) >> (key % 32)) & 1).bool()
 
 
-def _mean_weights(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
+def _mean_weights(q: Tensor, k: Tensor, scale: float, queries: slice, keys: slice, seen: Tensor) -> Tensor:
     """Mean of the attention weights over the heads, [queries, keys]: a head at a time."""
+    q, k = q[queries], k[keys]
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     hidden, total = ~seen, None
     for head in range(heads):
@@ -147,6 +228,22 @@ def _mean_weights(q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
         total = weights if total is None else total.add_(weights)
     assert total is not None
     return total.div_(heads)
+
+
+def _shares_of_compressed(
+    q: Tensor, k: Tensor, sinks: Tensor, scale: float, seen: Tensor, among: Tensor
+) -> Tensor:
+    """The heads' attention weights of compressed keys, the last ones of k, as shares of their sum over heads
+    and compressed keys, [queries, keys]: a head at a time, in logarithms, since all may be small.
+    """
+    total = None
+    for head in range(q.shape[1]):
+        scores = scaled_products(q[:, head : head + 1], k, scale, seen)[:, 0]
+        whole = torch.logaddexp(scores.logsumexp(-1), sinks[head].to(scores.dtype))
+        logs = scores[:, -among.shape[1] :] - whole[:, None]
+        total = logs if total is None else torch.logaddexp(total, logs)
+    assert total is not None
+    return total.softmax(-1).masked_fill_(~among, 0.0)
 
 
 def _add_gradients(

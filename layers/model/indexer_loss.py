@@ -9,6 +9,11 @@ sparse stage, or all in documents of at most as many tokens as an indexer choose
 indexers only, and the main loss does not reach them. A layer that attends to the keys of another layer's
 indexer is not compared with it.
 
+DeepSeek-V4's layers attend to a window of tokens, to compressed keys and to a sink in one softmax, and their
+indexers choose among the compressed keys. There p_t is the sum of the heads' weights of these keys, divided
+by its sum over them, and tokens that see none have no loss. We found no recipe published for V4: this is
+V3.2's formula for that softmax.
+
     model = liger_models.from_hub("deepseek-ai/DeepSeek-V3.2")
     model.train_indexers()
     output = model(input_ids, labels=labels, indexer_weight=1.0)   # output.loss, output.indexer_loss
@@ -24,15 +29,16 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.attention.compressed.compressor import CompressedIndexer
 from liger_models.layers.attention.indexer import Indexer
 from liger_models.layers.model.output import ModelOutput
 from liger_models.layers.sequences.sequences import Sequences
 
 
-def indexers(model: nn.Module) -> list[Indexer]:
+def indexers(model: nn.Module) -> list[Indexer | CompressedIndexer]:
     """The indexers of a model's layers, without those of modules for multi-token prediction."""
     layers: nn.Module = model.get_submodule("layers")
-    return [module for module in layers.modules() if isinstance(module, Indexer)]
+    return [module for module in layers.modules() if isinstance(module, (Indexer, CompressedIndexer))]
 
 
 def train_indexers(model: nn.Module, enabled: bool = True) -> None:

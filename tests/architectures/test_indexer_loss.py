@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 from pairs import make_pair
@@ -10,11 +12,14 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels.attention.chosen_keys import chosen_mask
 from liger_models.layers.attention import indexer as module
 
-FAMILIES = ["deepseek_v32", "glm_moe_dsa"]
+kernels = importlib.import_module("liger_models.kernels.attention.indexer_loss")
+
+FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
+OF_TOKENS = FAMILIES[:2]  # whose indexers choose among tokens
 LENGTHS = [11, 1, 4, 3]  # of 19 tokens; indexers choose 5 keys
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture
 def pair(request):
     pair = make_pair(request.param)
     pair.ours.double().train_indexers()
@@ -31,6 +36,7 @@ def of_indexers(found):
     return {name: gradient for name, gradient in found.items() if ".indexer." in name}
 
 
+@pytest.mark.parametrize("pair", FAMILIES, indirect=True)
 def test_packed_documents_have_the_loss_of_separate_ones_and_only_indexers_learn_from_it(pair):
     model, batch = pair.ours, pair.batch(rows=1)
     batch["cu_seqlens"] = torch.tensor([0, *LENGTHS]).cumsum(0)
@@ -38,17 +44,17 @@ def test_packed_documents_have_the_loss_of_separate_ones_and_only_indexers_learn
     without = model(**batch)
     plain = gradients(model, without)
     assert not of_indexers(plain)
+    expected, separate = 0.0, {}
+    for ids in batch["input_ids"][0].split(LENGTHS):
+        if len(ids) > 1:  # one key has nothing to learn
+            own = model(ids[None], labels=ids[None], indexer_weight=0.7)
+            share = len(ids) / sum(LENGTHS)
+            expected += share * own.indexer_loss
+            for name, gradient in of_indexers(gradients(model, own)).items():
+                separate[name] = separate.get(name, 0.0) + share * gradient
     for level in ("lean", "checkpoint"):
         model.set_activation_memory(level)
         found = model(**batch, indexer_weight=0.7)
-        expected, separate = 0.0, {}
-        for ids in batch["input_ids"][0].split(LENGTHS):
-            if len(ids) > 1:  # one key has nothing to learn
-                own = model(ids[None], labels=ids[None], indexer_weight=0.7)
-                share = len(ids) / sum(LENGTHS)
-                expected += share * own.indexer_loss
-                for name, gradient in of_indexers(gradients(model, own)).items():
-                    separate[name] = separate.get(name, 0.0) + share * gradient
         torch.testing.assert_close(found.indexer_loss, expected, rtol=1e-5, atol=0)  # summed in float32
         torch.testing.assert_close(found.loss, without.loss + 0.7 * found.indexer_loss)
         packed = gradients(model, found)
@@ -63,6 +69,7 @@ def test_packed_documents_have_the_loss_of_separate_ones_and_only_indexers_learn
             assert torch.equal(packed[name], gradient)
 
 
+@pytest.mark.parametrize("pair", OF_TOKENS, indirect=True)
 def test_the_target_is_the_mean_of_the_references_attention_weights(pair, monkeypatch):
     seen, original = [], module.indexer_loss
 
@@ -82,6 +89,31 @@ def test_the_target_is_the_mean_of_the_references_attention_weights(pair, monkey
     for layer, found in zip(own, seen, strict=True):
         # float32, in sums of other orders
         torch.testing.assert_close(found, reference[layer][0].mean(0), rtol=1e-5, atol=1e-6)
+
+
+def test_the_target_of_compressed_keys_is_their_share_of_the_references_weights(monkeypatch):
+    found, original = [], kernels._shares_of_compressed
+
+    def noted(*operands):
+        found.append(original(*operands))
+        return found[-1]
+
+    monkeypatch.setattr(kernels, "_shares_of_compressed", noted)
+    pair = make_pair("deepseek_v4")
+    batch = pair.clear(lambda: pair.batch(rows=1))
+    pair.ours.train_indexers()
+    pair.ours(**batch, indexer_weight=1.0)
+    attentions = pair.reference(**batch, use_cache=False, output_attentions=True).attentions
+    own = [i for i, block in enumerate(pair.ours.spec.blocks) if block.mixer.indexer is not None]
+    tokens = batch["input_ids"].shape[1]
+    for layer, shares in zip(own, found, strict=True):
+        weights = attentions[layer][0, :, :, tokens:].sum(0)
+        blind = weights.sum(-1) == 0  # the first tokens, before a whole key
+        assert blind.any()
+        assert torch.equal(blind, shares.sum(-1) == 0)
+        expected = weights[~blind] / weights[~blind].sum(-1, keepdim=True)
+        # float32, in sums of other orders
+        torch.testing.assert_close(shares[~blind], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_call_that_would_train_nothing_is_refused():

@@ -125,16 +125,25 @@ class CompressedAttention(nn.Module):
         tables: Tables,
     ) -> Tensor:
         """Attention within the documents, [T, heads, head_dim]."""
-        places, chosen, compressed = _places(sequences, self.spec), None, None
+        spec, places, chosen, compressed = self.spec, _places(sequences, self.spec), None, None
         if self.compressor is not None:
             of_keys = tables[0][places.first], tables[1][places.first]
             compressed = self.compressor(*projected, places.first, places.number, of_keys)
             if self.indexer is not None:
                 chosen = self.indexer(x, q_latent, places, tables, of_keys)
+                if (losses := sequences.notes.indexer_losses).asked_for:
+                    layer = q, keys, compressed, self.sinks
+                    loss = self.indexer.loss(
+                        *(x, q_latent, layer, places, tables, of_keys),
+                        scale=spec.scale,
+                        window=spec.window,
+                        chosen=chosen,
+                    )
+                    losses.note(loss)
         return compressed_attention(
             *(q, keys, compressed, self.sinks, places),
-            scale=self.spec.scale,
-            window=self.spec.window,
+            scale=spec.scale,
+            window=spec.window,
             chosen=chosen,
         )
 

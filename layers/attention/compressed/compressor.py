@@ -13,7 +13,8 @@ An indexer scores the keys by keys of its own, which a further compressor makes;
                                                           weights = x @ W_w^T / sqrt(heads)
 
 A query attends to the `top_k` keys with the highest scores of those that it sees, or to all if there are no
-more. The choice has no gradient, so the indexer's parameters are frozen.
+more. The choice has no gradient, so the indexer's parameters are frozen, unless they are trained by a loss of
+their own (kernels/attention/indexer_loss.py).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from liger_models.kernels import rotary
 from liger_models.kernels.attention.choose_compressed import choose_compressed
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
 from liger_models.kernels.attention.compressed_keys import CompressedKeys
+from liger_models.kernels.attention.indexer_loss import compressed_indexer_loss
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
@@ -93,7 +95,7 @@ class CompressedIndexer(nn.Module):
         compressor: of the layer, with an indexer.
     """
 
-    untrained = True  # `freeze` leaves it frozen
+    untrained = True  # `freeze` leaves it frozen; `train_indexers` changes this
 
     def __init__(self, hidden_size: int, spec: CompressedAttentionSpec, compressor: CompressorSpec):
         super().__init__()
@@ -128,8 +130,7 @@ class CompressedIndexer(nn.Module):
         if places.most <= self.spec.top_k:
             return None
         with torch.no_grad():
-            projected = self.compressor.kv_gate_proj(x)
-            keys = self.compressor(projected, places.first, places.number, of_keys)
+            keys = self._keys(x, places, of_keys)
             q, weights = self._queries_and_weights(x, q_latent, tables)
             return choose_compressed(q, keys, weights, places, self.spec.top_k, scale=self.scale)
 
@@ -145,6 +146,43 @@ class CompressedIndexer(nn.Module):
             )
             scores = index_scores(q, keys.to(q.dtype), weights, self.scale)
             return highest(scores.masked_fill(~seen, float("-inf")), self.spec.top_k) & seen
+
+    def loss(
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        layer: tuple[Tensor, Tensor, Tensor, Tensor],
+        places: CompressedKeys,
+        tables: Tables,
+        of_keys: Tables,
+        *,
+        scale: float,
+        window: int,
+        chosen: Tensor | None,
+    ) -> Tensor:
+        """The divergence from the layer's attention, a mean over the tokens. Its gradients reach the
+        indexer's parameters alone.
+
+        Args:
+            x, q_latent, places, tables, of_keys: as for `forward`.
+            layer: queries, keys, compressed keys and sinks of the layer's attention.
+            scale, window: of the layer's attention.
+            chosen: the keys that `forward` has chosen.
+        """
+        x, q_latent = x.detach(), q_latent.detach()
+        q, weights = self._queries_and_weights(x, q_latent, tables)
+        total = compressed_indexer_loss(
+            *(q, self._keys(x, places, of_keys), weights, *layer, places),
+            scale=self.scale,
+            attention_scale=scale,
+            window=window,
+            chosen=chosen,
+        )
+        return total / max(1, len(x))
+
+    def _keys(self, x: Tensor, places: CompressedKeys, tables: Tables) -> Tensor:
+        """[W, dim]."""
+        return self.compressor(self.compressor.kv_gate_proj(x), places.first, places.number, tables)
 
     def _queries_and_weights(self, x: Tensor, q_latent: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
         """[t, heads, dim] and, in at least float32, [t, heads]."""

@@ -8,6 +8,7 @@ import torch
 
 from liger_models.kernels.attention.choose_compressed import choose_compressed, choose_compressed_plain
 from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
+from liger_models.kernels.attention.indexer_loss import compressed_indexer_loss
 
 module = importlib.import_module("liger_models.kernels.attention.compressed_keys")
 
@@ -69,6 +70,41 @@ def test_results_and_gradients_follow_the_formula(rate, choosing, blocks):
     grads = (torch.autograd.grad(result, operands, upstream) for result in (out, expected))
     for found, truth in zip(*grads, strict=True):
         torch.testing.assert_close(found, truth)
+
+
+@pytest.mark.parametrize("choosing", [False, True])
+def test_the_indexers_loss_and_its_gradients_follow_the_formula(choosing, blocks):
+    """The target is all heads' attention to compressed keys, in a softmax with the window and the sink."""
+    torch.manual_seed(0)
+    places = compressed_keys(PACKED, RATE, torch.device("cpu"))
+    tokens, count = PACKED[-1], len(places.first)
+    shapes = (tokens, HEADS, DIM), (tokens, DIM), (count, DIM), (HEADS,)
+    q, keys, compressed, sinks = (torch.randn(shape).double() for shape in shapes)
+    own = [torch.randn(shape).double() for shape in ((tokens, 3, 4), (count, 4), (tokens, 3))]
+    of_tokens, of_keys = seen(PACKED, RATE)
+    chosen = choose_compressed(*own, places, TOP_K, scale=0.5) if choosing else None
+    if chosen is not None:
+        of_keys = of_keys & chosen_of(chosen, places)
+    scores = torch.einsum("qhd,kd->hqk", q, torch.cat([keys, compressed])) * 0.3
+    scores = scores.masked_fill(~torch.cat([of_tokens, of_keys], 1), -torch.inf)
+    weights = torch.cat([scores, sinks[:, None, None].expand(-1, tokens, 1)], -1).softmax(-1)
+    target = weights[..., tokens:-1].sum(0)
+    index_q, index_k, index_weights = (x.requires_grad_() for x in own)
+    products = torch.relu(torch.einsum("qhd,kd->qhk", index_q, index_k) * 0.5)
+    student = torch.einsum("qhk,qh->qk", products, index_weights)
+    expected = student.new_zeros(())
+    for row, visible in enumerate(of_keys):
+        if visible.any():
+            p, own_scores = target[row, visible] / target[row].sum(), student[row, visible]
+            expected = expected + (p * (p.log() - own_scores.log_softmax(-1))).sum()
+    options = {"scale": 0.5, "attention_scale": 0.3, "window": WINDOW, "chosen": chosen}
+    layer = [x.requires_grad_() for x in (q, keys, compressed, sinks)]
+    found = compressed_indexer_loss(*own, *layer, places, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert torch.autograd.grad(found, layer, retain_graph=True, allow_unused=True) == (None,) * 4
+    grads = (torch.autograd.grad(3.0 * loss, own) for loss in (found, expected))
+    for ours, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
 def test_the_keys_with_the_highest_scores_are_chosen(blocks):
