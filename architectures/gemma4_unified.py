@@ -1,7 +1,11 @@
-"""Gemma 4 12B (Google DeepMind, 2026): Gemma 4's language model over patches of images and videos, without an
-encoder; on sliding layers the tokens of one image attend to each other in both directions.
+"""Gemma 4 12B (Google DeepMind, 2026): Gemma 4's language model over patches of images and videos and
+pieces of waveforms, without encoders; on sliding layers the tokens of one image attend to each other in both
+directions.
 """
 
+from dataclasses import replace
+
+from liger_models.architectures.audio_encoders import gemma4 as sounds
 from liger_models.architectures.common import unread_keys
 from liger_models.architectures.encoders import gemma4 as encoder
 from liger_models.architectures.gemma4 import with_images
@@ -10,25 +14,28 @@ from liger_models.architectures.registry import find_architecture, for_tests, re
 from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import ModelSpec, VisionSpec
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the audio tensors, and of the text model's unread tensors."""
-    unread = (f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text_part(c)))
-    return ("*embed_audio.*", *unread)
+    """Patterns of the text model's unread tensors."""
+    return tuple(f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text_part(c)))
 
 
 @register(
     "gemma4_unified",
     reference="Gemma4UnifiedForConditionalGeneration",
     vision=True,
+    audio=True,
     layouts=tuple(
         Layout(
             NAMES,
             permuted=encoder.UNIFIED_PERMUTED,
             root="model.language_model.",
-            parts=(("vision.", Layout(names, root="model.")),),
+            parts=(
+                ("vision.", Layout(names, root="model.")),
+                ("audio.", Layout(sounds.NAMES, root="model.")),
+            ),
         )
         for names in (encoder.UNIFIED, encoder.UNIFIED_IN_MODULES)
     ),
@@ -36,7 +43,13 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     masks_of_generation=True,  # its forward pass shows image tokens to one another in full layers, too
 )
 def gemma4_unified(c: HFConfig) -> ModelSpec:
-    return with_images(c, encoder.patches_alone, attention="vision")
+    model = with_images(c, encoder.patches_alone, attention="vision")
+    if c.raw.get("audio_config") is None:
+        return model
+    assert isinstance(model.vision, VisionSpec)
+    audio_id = c.take_count("audio_token_id", 258881, least=0)
+    audio = sounds.waveforms(c.part("audio_config"), audio_id)
+    return replace(model, vision=replace(model.vision, audio_id=audio_id), audio=audio)
 
 
 # -- tests
@@ -54,10 +67,14 @@ for_tests(
             "use_bidirectional_attention": "vision",
         },
         "vision_config": encoder.UNIFIED_TINY,
-        "audio_config": None,
+        "audio_config": sounds.TINY,
         "image_token_id": 3,
         "video_token_id": 4,
+        "audio_token_id": 7,
     },
-    variants={"causal": {"text_config": {"use_bidirectional_attention": None}}},
+    variants={
+        "causal": {"text_config": {"use_bidirectional_attention": None}},
+        "without sounds": {"audio_config": None},
+    },
     skip={"field:LinearProjectorSpec.concatenated": "a patch is a token"},
 )

@@ -289,7 +289,6 @@ MULTIMODAL: dict[str, Multimodal] = {
             "max_position_embeddings": 262144,
             "sliding_window": 1024,
         },
-        missing="its sounds, pieces of a waveform that pass through one linear layer",
     ),
     "internvl": Multimodal({kind: kind for kind in ("qwen2", "qwen3", "qwen3_moe", "llama")}, tied=True),
     "lfm2_vl": Multimodal({"lfm2": "lfm2"}, tied=True, without=("tie_embedding",)),

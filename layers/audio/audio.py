@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.encoder import AudioEncoder
+from liger_models.layers.audio.encoder import AudioEncoder, Pieces
 from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec
+from liger_models.layers.specs import AudioSpec, WaveformSounds
 from liger_models.layers.vision.pictures import replaced
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.vision import is_of_several
@@ -54,7 +54,9 @@ class Audio(nn.Module):
     def __init__(self, spec: AudioSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.spec = spec
-        self.encoder = AudioEncoder(spec, attention)
+        self.encoder: nn.Module = (
+            Pieces() if isinstance(spec.sounds, WaveformSounds) else AudioEncoder(spec, attention)
+        )
         self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
@@ -64,6 +66,9 @@ class Audio(nn.Module):
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
             made = self.encoder(sounds)
+        if isinstance(self.encoder, Pieces):  # no weights of an encoder gave them the model's dtype
+            dtype = next(self.projector.parameters()).dtype
+            made = made.to(dtype) if dtype.is_floating_point else made  # else: of quantised weights
         return self.projector(made)
 
     def ways_out(self) -> list[nn.Module]:

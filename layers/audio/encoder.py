@@ -55,6 +55,7 @@ class AudioEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        assert spec.norm_after is not None
         self.norm_after = make_norm(spec.hidden_size, spec.norm_after)
 
     def forward(self, sounds: Sounds) -> Tensor:
@@ -101,6 +102,22 @@ class AudioEncoder(nn.Module):
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""
+        set_levels(self.layers, levels)
+
+
+class Pieces(nn.Module):
+    """Take the pieces of waveforms as frames, in place of an encoder. Has no layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: Sequence[Block] = cast(Any, nn.ModuleList())
+
+    def forward(self, sounds: Sounds) -> Tensor:
+        """Return the projector's input, [F, samples]."""
+        return unpadded(sounds.features, sounds.frames)
+
+    def set_activation_memory(self, levels: str | Sequence[str]) -> None:
+        """Call `set_levels` on no layers."""
         set_levels(self.layers, levels)
 
 

@@ -1,7 +1,8 @@
 """The clips of a batch, as spectrograms, made from the outputs of a processor.
 
 A column of a spectrogram is 10 ms in all supported families. A convolution with stride 2 makes (n + 1) // 2
-columns of n. Those that the last convolution makes are frames.
+columns of n. Those that the last convolution makes are frames. Where clips are waveforms, a column is a piece
+of one, and a frame.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import AudioSpec, ChunkedSounds
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.repeated import order_of
 
-FEATURES, MASK = "input_features", "feature_attention_mask"
-KEYWORDS = (FEATURES, MASK)
+FEATURES = "input_features"
+KEYWORDS = (FEATURES, ChunkedSounds.mask, WaveformSounds.mask)
 """Outputs of processors for sounds."""
 
 
@@ -26,7 +27,7 @@ class Sounds:
     """The clips of a batch.
 
     Attributes:
-        features: [clips, bins, columns], padded.
+        features: [clips, bins, columns], padded; of waveforms [clips, columns, bins].
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
         lengths: the numbers of frames that attend to one another, in order.
@@ -50,6 +51,8 @@ def frames_of(spec: AudioSpec, columns: int) -> int:
     if isinstance(spec.sounds, ChunkedSounds) and columns > spec.sounds.chunk:
         whole, rest = divmod(columns, spec.sounds.chunk)
         return whole * frames_of(spec, spec.sounds.chunk) + frames_of(spec, rest)
+    if isinstance(spec.sounds, WaveformSounds):
+        return columns
     for _ in range(1 if spec.channels is None else 3):
         columns = (columns + 1) // 2
     return columns
@@ -66,37 +69,43 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     Raises:
         DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
-    masked = spec.sounds.masked
-    names = KEYWORDS if masked else (FEATURES,)
+    masked, mask = spec.sounds.masked, spec.sounds.mask
+    names = (FEATURES, mask) if masked else (FEATURES,)
     given = taken(keywords, *names)
     if not together(given, *names):
         return None
     features = given[FEATURES]
-    fits = features.dim() == 3 and features.shape[1] == spec.bins and features.is_floating_point()
-    columns = "columns" if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
-    if not fits or columns not in ("columns", features.shape[2]):
+    shape: list[Any] = ["clips", spec.bins, "columns"]
+    if isinstance(spec.sounds, PaddedSounds):
+        shape[2] = 2 * spec.sounds.frames
+    elif isinstance(spec.sounds, WaveformSounds):
+        shape[1:] = "pieces", spec.bins
+    known = all(isinstance(n, str) or n == own for n, own in zip(shape, features.shape, strict=False))
+    if features.dim() != 3 or not known or not features.is_floating_point():
         raise DataError(
-            f"{FEATURES} must be floating point of shape [clips, {spec.bins}, {columns}], as "
+            f"{FEATURES} must be floating point of shape [{', '.join(map(str, shape))}], as "
             f"the model's processor returns them; found {features.dtype} of shape {tuple(features.shape)}"
         )
     if not len(features):
         return None
     if not masked:
         return Sounds(spec, features, [features.shape[2]] * len(features))
-    return Sounds(spec, features, _columns(features, torch.as_tensor(given[MASK])))
+    axis = 1 if isinstance(spec.sounds, WaveformSounds) else 2
+    return Sounds(
+        spec, features, _columns(mask, torch.as_tensor(given[mask]), features.shape[0], features.shape[axis])
+    )
 
 
-def _columns(features: Tensor, mask: Tensor) -> list[int]:
+def _columns(name: str, mask: Tensor, clips: int, most: int) -> list[int]:
     """The number of columns of each clip without padding. Reads the mask on the host."""
-    expected = features.shape[0], features.shape[2]
-    if tuple(mask.shape) != expected:
-        raise DataError(f"{MASK} must be {list(expected)}, by {FEATURES}; found {list(mask.shape)}")
+    if tuple(mask.shape) != (clips, most):
+        raise DataError(f"{name} must be {[clips, most]}, by {FEATURES}; found {list(mask.shape)}")
     mask = mask.cpu() != 0
     columns = mask.sum(1).tolist()
     if not torch.equal(mask, torch.arange(mask.shape[1], device="cpu") < mask.sum(1, keepdim=True)):
-        raise DataError(f"{MASK} must be ones and then zeros in every row, since padding follows the sound")
+        raise DataError(f"{name} must be ones and then zeros in every row, since padding follows the sound")
     if short := [i for i, n in enumerate(columns) if n < 1]:
-        raise DataError(f"{MASK}[{short[0]}] has no ones: the clip is empty; leave it out")
+        raise DataError(f"{name}[{short[0]}] has no ones: the clip is empty; leave it out")
     return columns
 
 
@@ -119,6 +128,8 @@ def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, 
 
 def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
     """A valid clip of zeros that makes a token, with the dtype and device of a tensor."""
+    if isinstance(spec.sounds, WaveformSounds):
+        return Sounds(spec, like.new_zeros(1, 1, spec.bins), [1])
     least = 4 * spec.projector.merge**2
     most = least if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
     columns = min(least, most) if spec.sounds.masked else most

@@ -11,10 +11,11 @@ from liger_models.layers.audio.chunks import chunks_of
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory.measured import measured
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
-from liger_models.layers.specs import AudioSpec, ChunkedSounds
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
 from liger_models.layers.vision.projectors import PROJECTORS
 
 COLUMNS = 100  # of a spectrogram, a second
+SAMPLES = 16_000  # of a waveform, a second
 
 
 def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
@@ -23,6 +24,8 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
         return NOTHING
     if isinstance(spec.sounds, ChunkedSounds):
         columns = sum(chunk.width for chunk in chunks_of(spec, sounds.columns))
+    elif isinstance(spec.sounds, WaveformSounds):
+        columns = 0
     else:
         columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
     return Shown(sum(sounds.frames), max(sounds.lengths), 0, columns, sum(sounds.counts()))
@@ -34,8 +37,9 @@ def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1)
     """
     if not sounds:
         return NOTHING
-    columns, count = max(1, math.ceil(seconds * COLUMNS)), rows * sounds
-    most = columns if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
+    rate = SAMPLES / spec.bins if isinstance(spec.sounds, WaveformSounds) else COLUMNS
+    columns, count = max(1, math.ceil(seconds * rate)), rows * sounds
+    most = 2 * spec.sounds.frames if isinstance(spec.sounds, PaddedSounds) else columns
     whole, rest = divmod(columns, most)
     clips = [most] * whole + ([rest] if rest else [])
     clips = clips if spec.sounds.masked else [most] * len(clips)

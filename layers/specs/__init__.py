@@ -18,7 +18,7 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
@@ -175,5 +175,6 @@ __all__ = [
     "Uniform",
     "VisionSpec",
     "VisualWordsSpec",
+    "WaveformSounds",
     "WindowedPictures",
 ]

@@ -1,4 +1,4 @@
-"""Audio encoders: processor outputs, and encoders of spectrograms."""
+"""Audio inputs: processor outputs, and encoders of spectrograms."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ class PaddedSounds:
 
     frames: int
     masked: bool = False
+    mask: ClassVar[str] = "feature_attention_mask"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,18 @@ class ChunkedSounds:
     chunk: int
     window: int = 1
     masked: ClassVar[bool] = True
+    mask: ClassVar[str] = "feature_attention_mask"
+
+
+@dataclass(frozen=True)
+class WaveformSounds:
+    """Processor outputs `input_features` [clips, pieces, samples], waveforms cut into pieces and padded to as
+    many, and `input_features_mask` [clips, pieces], False for padding. There is no encoder: pieces are the
+    projector's input (Gemma 4 12B).
+    """
+
+    masked: ClassVar[bool] = True
+    mask: ClassVar[str] = "input_features_mask"
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,8 @@ class AudioSpec:
     columns and three frequencies to so many channels, all with stride 2, and one linear layer (Qwen3-Omni).
     `blocks` are the encoder's; a frame sees its own clip. If `paired`, two frames each are averaged, and the
     last of an odd number is left out. After `norm_after` the `projector` turns frames into features, one for
-    each token with the id `audio_id`. `sounds` is the form of the processor's output.
+    each token with the id `audio_id`. `sounds` is the form of the processor's output. Pieces of waveforms
+    have `bins` samples, and no encoder.
     """
 
     hidden_size: int
@@ -52,7 +66,7 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds | ChunkedSounds
-    norm_after: NormSpec | LayerNormSpec
+    sounds: PaddedSounds | ChunkedSounds | WaveformSounds
+    norm_after: NormSpec | LayerNormSpec | None = None
     paired: bool = False
     channels: int | None = None

@@ -24,7 +24,7 @@ from torch import Tensor
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.vision.pictures import Pictures
 
-TEXT, IMAGE, VIDEO = 0, 1, 2
+TEXT, IMAGE, VIDEO, SOUND = 0, 1, 2, 3
 """Kinds of tokens, as processors number them (`mm_token_type_ids`)."""
 
 

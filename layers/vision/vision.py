@@ -30,6 +30,7 @@ from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
 from liger_models.layers.vision.positions import (
     IMAGE,
+    SOUND,
     TEXT,
     VIDEO,
     axis_positions,
@@ -200,7 +201,8 @@ class Vision(nn.Module):
                 "elsewhere, and 0 everywhere without images"
             )
         videos = "" if self.spec.video_id is None else f", 2 where they are {self.spec.video_id} (videos)"
-        return f"1 where input_ids are {self.spec.image_id} (images){videos}, and 0 elsewhere"
+        sounds = "" if self.spec.audio_id is None else f", 3 where they are {self.spec.audio_id} (sounds)"
+        return f"1 where input_ids are {self.spec.image_id} (images){videos}{sounds}, and 0 elsewhere"
 
     def prepare(self, vision_inputs: VisionInputs, sequences: Sequences, input_ids: Tensor | None) -> None:
         """Set the positions of the tokens, and start the check that pictures and tokens match.
@@ -242,8 +244,10 @@ class Vision(nn.Module):
                 spans, wrong = prefixes(documents, kinds)
             elif self.spec.spans == "marked":
                 marked, wrong = self._marks(kinds, found, vision_inputs)
-            else:
+            elif self.spec.audio_id is None:
                 wrong = (kinds != found).any()
+            else:
+                wrong = (kinds != torch.where(ids == self.spec.audio_id, SOUND, found)).any()
             counts.append(wrong.long())
         if vision_inputs.pictures is not None and self.spec.marker_ids:
             markers = torch.full_like(ids, -1)

@@ -204,6 +204,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         token_type_ids: Tensor | None = None,
         input_features: Tensor | None = None,
         feature_attention_mask: Tensor | None = None,
+        input_features_mask: Tensor | None = None,
         **others: Any,
     ) -> Any:
         """Run `LigerForCausalLM.forward` with the inputs of the family's processor. Their names are in the

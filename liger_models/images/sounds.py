@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.layers.audio.sounds import FEATURES, MASK, frames_of, tokens_of
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds
+from liger_models.layers.audio.sounds import FEATURES, frames_of, tokens_of
+from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
 
 WORD = 14  # a text token in every family
 
@@ -39,23 +39,31 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if spec is None or not sounds:
         return {}
     columns = torch.tensor([_columns(spec, sound) for sound in sounds])
-    most = (
-        2 * spec.sounds.frames
-        if isinstance(spec.sounds, PaddedSounds)
-        else max(32 * _factor(spec.sounds), int(columns.max()))
-    )
-    call = {FEATURES: 0.3 * normal(len(sounds), spec.bins, most)}
+    if isinstance(spec.sounds, WaveformSounds):
+        most = max(8, int(columns.max()))
+        shape = (most, spec.bins)
+    else:
+        most = (
+            2 * spec.sounds.frames
+            if isinstance(spec.sounds, PaddedSounds)
+            else max(32 * _factor(spec.sounds), int(columns.max()))
+        )
+        shape = (spec.bins, most)
+    call = {FEATURES: 0.3 * normal(len(sounds), *shape)}
     if not spec.sounds.masked:
         return call
-    return {**call, MASK: (torch.arange(most) < columns[:, None]).long()}
+    mask = torch.arange(most) < columns[:, None]
+    return {**call, spec.sounds.mask: mask if isinstance(spec.sounds, WaveformSounds) else mask.long()}
 
 
 def _columns(spec: AudioSpec, sound: Sound) -> int:
     """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked; or
-    many times as many, if chunks are long.
+    many times as many, if chunks are long; or the number of its pieces of 40 ms.
     """
     if isinstance(spec.sounds, ChunkedSounds):
         return sound.columns * _factor(spec.sounds)
+    if isinstance(spec.sounds, WaveformSounds):
+        return -(-sound.columns // 4)  # pieces of 40 ms
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most
 

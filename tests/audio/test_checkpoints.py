@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import liger_models
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.audio.encoder import Pieces
 
 
 def files(folder):
@@ -47,7 +48,7 @@ def test_files_of_every_layout_come_back_byte_for_byte_and_the_reference_reads_t
 
 def test_fresh_positions_are_whispers_sines_and_cosines(pair):
     model = liger_models.from_config(pair.config, dtype=torch.float32)
-    table = model.audio.encoder.table
+    table = getattr(model.audio.encoder, "table", None)
     if table is None:
         pytest.skip("the positions are not stored")
     assert torch.equal(
@@ -58,7 +59,7 @@ def test_fresh_positions_are_whispers_sines_and_cosines(pair):
 
 
 def test_whole_models_come_back_with_the_parts_that_speak(pair, tmp_path):
-    if pair.ours.spec.vision is None:
+    if not pair.architecture.model_type.endswith("_thinker"):
         pytest.skip("not part of a model that speaks")
     pair.reference.save_pretrained(tmp_path / "thinker")
     tensors = load_file(tmp_path / "thinker/model.safetensors")
@@ -78,6 +79,8 @@ def test_whole_models_come_back_with_the_parts_that_speak(pair, tmp_path):
 
 @pytest.mark.parametrize("key", ["dropout", "activation_dropout", "attention_dropout"])
 def test_dropout_of_the_encoder_is_refused(key, pair):
+    if isinstance(pair.ours.audio.encoder, Pieces):
+        pytest.skip("there is no encoder")
     config = {**pair.config, "audio_config": {**pair.config["audio_config"], key: 0.1}}
     with pytest.raises(ConfigError, match=key):
         liger_models.from_config(config)

@@ -1,4 +1,4 @@
-"""A step without images in any process changes no parameter of the vision part, as in one process."""
+"""A step without images and sounds in any process changes no parameter of their parts, as in one process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 from ranks import run_ranks
 from scenes import Image
 
+from liger_models.images.sounds import Sound
+
 RANK = Path(__file__).with_name("text_steps_rank.py")
-FAMILIES = ("gemma3", "mllama")  # features among the tokens, and in cross-attention; by day the first alone
+# Features among the tokens, in cross-attention, and of sounds, too; by day the first alone.
+FAMILIES = ("gemma3", "mllama", "gemma4_unified")
 # Unlike AdamW, SGD does not amplify rounding; with it, a gradient of zero would still move parameters.
 OPTIONS = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}
 
@@ -22,7 +25,8 @@ def steps_of(pair):
         return pair.scene([next(words[rank])])
 
     def image(rank):
-        return pair.scene([1, Image(4, 4), 3, Image(6, 4), next(words[rank])])
+        heard = [] if pair.ours.spec.audio is None else [Sound(19)]
+        return pair.scene([1, Image(4, 4), 3, *heard, Image(6, 4), next(words[rank])])
 
     steps = [
         [[image(0), text(1)]],
