@@ -126,7 +126,7 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
-    if config.get("audio_config"):
+    if config.get("audio_config") and "audio_embed_dim" not in config["audio_config"]:
         config["audio_config"] = {**config["audio_config"], "encoder_layers": 3}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
@@ -342,9 +342,13 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
 def _results_of(
     run: Callable[..., Run], batch: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Logits, loss and gradients, by the checkpoint's names. All models get pixels rounded to bfloat16."""
+    """Logits, loss and gradients, by the checkpoint's names. All models get pixels and sounds rounded to
+    bfloat16.
+    """
     call = {
-        name: x.to(DEVICE).bfloat16().to(dtype) if name.startswith("pixel_values") else x.to(DEVICE)
+        name: x.to(DEVICE).bfloat16().to(dtype)
+        if name.startswith("pixel_values") or name == "input_features"
+        else x.to(DEVICE)
         for name, x in batch.items()
     }
     result = run(**call)
