@@ -272,8 +272,8 @@ class VisionSpec:
     `spans` are tokens of the language model that all attend to one another: those of an image ("images"),
     the initial tokens of type 0 in a document ("prefix"), or all tokens of type 1 in a document, whatever is
     between them ("marked"). With `added` features are added to their tokens' embeddings and do not replace
-    them. Ids from `unsaid` on are never learned, such as those that frame images. Tokens of sounds have a type
-    of their own, and the id `audio_id`.
+    them. Ids from `unsaid` on are never learned, such as those that frame images. Sounds' tokens have the id
+    `audio_id` and a type of their own.
     """
 
     hidden_size: int

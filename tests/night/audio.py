@@ -6,7 +6,12 @@ PARITY, CHECKPOINTS, HF = (
 
 ALWAYS: dict[str, tuple[str, ...]] = {
     f"{PARITY}clips_of_several_lengths_match_the_reference": (
-        *("qwen2_audio-right", "voxtral-left", "qwen2_5_omni_thinker-right", "qwen3_omni_moe_thinker-left"),
+        *(
+            "gemma4_unified-right",
+            "voxtral-left",
+            "qwen2_5_omni_thinker-right",
+            "qwen3_omni_moe_thinker-left",
+        ),
     ),
     f"{PARITY}short_clips_are_encoded_as_if_they_were_alone": ("qwen3_omni_moe_thinker",),
     f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral",),
