@@ -69,8 +69,8 @@ SETTINGS = {
 
 
 # Per-layer inputs, keys shared between layers, experts of several kinds, latent attention, other module
-# names.
-ODD = ("gemma4_text", "llama4_text", "deepseek_v3", "gpt_oss", "starcoder2")
+# names, several residual streams.
+ODD = ("gemma4_text", "llama4_text", "deepseek_v3", "gpt_oss", "starcoder2", "deepseek_v4")
 
 
 @pytest.mark.supports(

@@ -225,10 +225,14 @@ def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
     [
         *(("gemma2", way) for way in ("completions", "dpo", "grpo")),
         *(("qwen3_moe", way) for way in ("bfd", "dpo", "grpo")),
+        *(("deepseek_v4", way) for way in ("completions", "dpo")),
     ],
 )
 def test_training_of_other_families_matches_the_reference_too(family, way, train_both):
-    found, expected = train_both(family, CASES[way])
+    case = CASES[way]
+    if family == "deepseek_v4":  # TRL 1.16 computes no router losses of configs without num_experts
+        case = case._replace(options={**case.options, "router_aux_loss_coef": 0.0})
+    found, expected = train_both(family, case)
     assert_same_training(found, expected)
 
 
@@ -416,6 +420,9 @@ def assert_same_training(found: Run, expected: Run, least: float = 1e-6) -> None
     assert found.after.keys() == expected.after.keys()
     changed = 0
     for name, after in expected.after.items():
+        if not after.is_floating_point():  # a table of experts
+            assert torch.equal(found.after[name], after), name
+            continue
         change = (after - expected.before[name]).norm()
         changed += bool(change > 1e-3 * after.norm())
         # The bound of the gradients, plus two updates that round a parameter by half an ulp each.
