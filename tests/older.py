@@ -25,6 +25,7 @@ OF_TOWERS = (
     "hidden_states|matches_its_reference|as_accurate)"
 )
 READS_A_TEXT_PART = "(the_|newer_|a_head|an_unknown_tensor)"
+BESIDE = "has the towers of omni thinkers beside the model"
 ANOTHER_ROOT = "writes the text part under language_model.model.model"
 OTHERWISE = {
     rf"\[{ROUTED}-(output_router_logits=True|together)\]|router_loss\w*\[{ROUTED}\]": "fails to add the "
@@ -55,6 +56,7 @@ OTHERWISE = {
     rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
     r"tests/audio/.*test_(the_text_part|files_of_every)\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
     r"tests/audio/test_in_transformers\.py.*\[(qwen2_audio|voxtral)[-\]]": ANOTHER_ROOT,
+    r"test_(short_clips|modules_have|hidden_states)\w*\[qwen[23]\w*_thinker\]": BESIDE,
 }
 LATER = {
     r"test_peers_are_measured_in_each_setting": "has SDPA in GPT-J",
