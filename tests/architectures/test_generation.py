@@ -166,13 +166,32 @@ def test_cached_logits_equal_those_of_one_pass_over_the_text(pair, monkeypatch):
 
 @pytest.mark.of_layers("tokens")
 def test_steps_in_their_recorded_form_generate_the_same_text(pair, monkeypatch):
-    """With static buffers of ids, and a cache with more visible slots than tokens."""
+    """With static buffers of ids, a cache with more visible slots than tokens, and states in fixed memory."""
     ids = prompts(pair)
     mask = (torch.arange(9) >= torch.tensor([[0], [3], [8]])).long()
     expected = generate(pair.ours, ids, NEW, attention_mask=mask)
     monkeypatch.setattr(generation, "can_be_recorded", lambda model: True)
     monkeypatch.setattr(decoding, "LEAST_EXTENT", 8)  # exceeded at once, and again later
+    memory, record = {}, decoding.Decoding._record
+
+    def recorded(self):
+        record(self)
+        step, found = self._play, memory.setdefault(self.extent, set())
+
+        def play():
+            step()
+            found.add(tuple(x.data_ptr() for x in _tensors_of(self.cache)))
+
+        self._play = play
+
+    monkeypatch.setattr(decoding.Decoding, "_record", recorded)
     assert torch.equal(generate(pair.ours, ids, NEW, attention_mask=mask), expected)
+    assert [len(found) for found in memory.values()] == [1, 1]
+
+
+def _tensors_of(cache):
+    of_layers = [*cache.layers, *cache.recurrent, *(room.values() for room in cache.of_compressed.values())]
+    return [x for tensors in of_layers for x in tensors if x is not None]
 
 
 def test_recording_a_step_leaves_the_states_unchanged(shared_pair, monkeypatch):

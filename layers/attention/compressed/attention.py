@@ -214,10 +214,13 @@ class CompressedAttention(nn.Module):
             first = (torch.arange(batch, device=rows.device)[:, None] * extent + own).flatten()
             of_keys = rotary_tables(self.spec.rope, (shift[:, None] + number * rate).flatten())
             values = compressor(rows.flatten(0, 1), first, number.flatten(), of_keys)
-            if kept.shape[1] < count + 2:  # a last one or two may not be whole
-                kept = torch.cat([kept, kept.new_zeros(batch, count + 64 - kept.shape[1], compressor.dim)], 1)
+            fixed = kept.is_inference() and not torch.is_inference_mode_enabled()
+            if fixed or kept.shape[1] < count + 2:  # a last one or two may not be whole
+                more = max(count + 64 - kept.shape[1], 0)
+                kept = torch.cat([kept, kept.new_zeros(batch, more, compressor.dim)], 1)
             index = number[..., None].expand(-1, -1, compressor.dim)
-            kept = room[name] = kept.scatter(1, index, values.unflatten(0, number.shape).to(kept.dtype))
+            # In place, since a recorded step reads and writes the same memory each time.
+            kept = room[name] = kept.scatter_(1, index, values.unflatten(0, number.shape).to(kept.dtype))
         return kept[:, :count]
 
     def new_cache(
