@@ -5,7 +5,7 @@ The first layers of a model, in bfloat16 with random weights, random tokens, `li
 
     ALL      a model of so many layers is planned, and ballast takes the memory of the weights, gradients and
              optimizer state of the layers that do not run
-    TOKENS   a number, or `max`: as many as the plan for a card of CAP has
+    TOKENS   a number, or `max`: as many as fit a card of CAP, by the plan, with the optimizer's state
     LEVEL    of activation memory
     WHERE    the optimizer's state is: `device` or `host`
     METHOD   `full`; `lora`, or `nf4` or `int8` for LoRA on quantised weights: adapters in float32 on all
@@ -193,7 +193,7 @@ def _longest(case: Case, args: argparse.Namespace) -> Case:
 
     if case.cap is None:
         sys.exit(f"{case.name}: tokens 'max' need a cap")
-    counted = _counted(case._replace(seq=1), args)
+    counted = _counted(case._replace(seq=1), args, first=False)
     levels, budget = [case.level] * (case.all_layers or case.layers), int(0.95 * (case.cap - CONTEXT))
     return case._replace(seq=largest(lambda n: counted.resized(case.rows, n).plan(levels, budget).fits))
 
@@ -202,8 +202,10 @@ def _plan(case: Case, args: argparse.Namespace) -> Any:
     return _counted(case, args).plan([case.level] * (case.all_layers or case.layers))
 
 
-def _counted(case: Case, args: argparse.Namespace) -> Any:
-    """The memory of a step of the case's model."""
+def _counted(case: Case, args: argparse.Namespace, first: bool | None = None) -> Any:
+    """The memory of a step of the case's model: the last one that is run, or one of later steps if not the
+    `first`, at whose end the optimizer's state is made.
+    """
     import liger_models
     from liger_models.cli.plan import QUANTISED
     from liger_models.layers.memory import Step, StepMemory
@@ -214,7 +216,8 @@ def _counted(case: Case, args: argparse.Namespace) -> Any:
     model = liger_models.from_config(config, device="meta", dtype=torch.bfloat16)
     on_host, adapted = case.where == "host", case.method != "full"
     state = state_bytes(torch.float32 if adapted else torch.bfloat16)
-    there = state if on_host or args.steps > 1 else 0  # the first step ends with making it
+    first = args.steps == 1 if first is None else first
+    there = 0 if first and not on_host else state
     step = Step(
         *(case.rows, case.seq, there),
         lora_rank=args.rank if adapted else 0,

@@ -19,7 +19,6 @@ from liger_models.layers.memory.peft_forward import PEFT_FORWARDS
 from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
-from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.projections.stored_weight import dense_shape
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
@@ -169,17 +168,19 @@ class PeftMoments:
         )
 
 
-def elements(
-    step: Step, layers: Iterable[nn.Module], linear: Iterable[tuple[Tensor, tuple[int, ...]]]
-) -> int:
-    """Elements of a step's planned adapters: on these weights of linear layers, given with their shapes if
-    they were dense, and, if it says so, on the stacks of experts in these layers.
+def elements(step: Step, modules: Iterable[nn.Module]) -> int:
+    """Elements of a step's planned adapters: on the linear layers of these modules, where each part of a
+    packed projection has its own, and, if it says so, on their stacks of experts.
     """
-    found = sum(sum(shape) for p, shape in linear if p.requires_grad or p.dtype == torch.uint8)
-    if step.lora_experts:
-        every = (found for layer in layers for found in matrices(layer))
-        shapes = [dense_shape(module, name) for module, name, _ in every if isinstance(module, Experts)]
-        found += sum(experts * (rows + columns) for experts, rows, columns in shapes)
+    every = {id(p): (owner, name, p) for module in modules for owner, name, p in matrices(module)}
+    found = 0
+    for owner, name, p in every.values():
+        if p.ndim == 2 and (p.requires_grad or p.dtype == torch.uint8):
+            rows, columns = dense_shape(owner, name)
+            found += sum(height + columns for height in _heights(owner, rows))
+        elif isinstance(owner, Experts) and step.lora_experts:
+            experts, rows, columns = dense_shape(owner, name)
+            found += experts * (rows + columns)
     return step.lora_rank * found
 
 
@@ -212,7 +213,7 @@ def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
             sizes, costs = (place, own.in_features, own.out_features), own.adapter_costs()
             yield _Linear(*sizes, adapted=True, bias=_has_bias(own), **costs)
         elif isinstance(module, nn.Linear):
-            heights = list(module.parts.values()) if isinstance(module, PackedLinear) else [own.out_features]
+            heights = _heights(own, own.out_features)
             if not step.lora_rank:
                 yield _Linear(place, own.in_features, sum(heights), own.weight.requires_grad)
                 continue
@@ -225,6 +226,11 @@ def _linears(layer: nn.Module, step: Step) -> Iterator[_Linear]:
             rank = module.spec.experts_per_token * padded_rank([step.lora_rank])
             for stack in (getattr(module, module.first), module.down_proj):
                 yield _Linear(place, stack.shape[2], stack.shape[1], adapted=True, rank=rank)
+
+
+def _heights(linear: nn.Module, rows: int) -> list[int]:
+    """Rows of each part of a linear layer."""
+    return [*getattr(linear, "parts", {}).values()] or [rows]
 
 
 def _has_bias(linear: nn.Module) -> bool:

@@ -82,7 +82,10 @@ class StepMemory:
         return cheapest_plan(self, budget, host_budget, operations_of_a_copy)
 
     def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
-        room = self.stages[-1].at_end if levels[-1] == "lean" else 0
+        last = self.stages[-1]
+        room = last.at_end if levels[-1] == "lean" else 0
+        if self._units:  # the head is fetched while the last layer runs
+            room = max(room, last.running[levels[-1]])
         gradients, streamed = self.gradients if self.step.accumulates else 0, sum(self._units[-2:])
         there = self._outside_layers + sum(kept) + not_yet_away(self.stages, levels)
         return "the forward pass", self._parts(there, room, gradients, streamed)
@@ -100,7 +103,7 @@ class StepMemory:
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
         room += 2 * self._stream * self.itemsize // wide + (levels[-1] == "offload") * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        streamed = sum(self._units[-2:])
+        streamed = sum(self._units[-1:])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
@@ -274,13 +277,12 @@ class StepMemory:
 
     @cached_property
     def _adapter_elements(self) -> int:
-        return adapters.elements(self.step, self.model.layers, self._matrices)
+        return adapters.elements(self.step, self._quantisable)
 
     @property
     def _quantisable(self) -> list[Any]:
         """Modules whose linear layers are quantised and adapted."""
-        parts = self.model.encoders
-        return [*self.model.layers, *(x for p in parts for x in (*p.encoder.layers, *p.ways_out()))]
+        return [*self.model.layers, *(x for part in self.model.encoders for x in _adapted_parts(part))]
 
     @cached_property
     def _matrices(self) -> list[tuple[Tensor, tuple[int, ...]]]:
@@ -341,9 +343,11 @@ class StepMemory:
     @cached_property
     def _gradients_of_modules(self) -> dict[Any, int]:
         parts = self.model.encoders
-        layers = [layer for part in parts for layer in part.encoder.layers]
-        modules = [*parts, *layers, *self.model.layers]
-        return {module: self._trained_bytes(module) // self.step.gpus for module in modules}
+        layers = [*(layer for part in parts for layer in part.encoder.layers), *self.model.layers]
+        if self.step.lora_rank:
+            found = {layer: 4 * adapters.elements(self.step, [layer]) for layer in layers}
+            return found | {part: 4 * adapters.elements(self.step, _adapted_parts(part)) for part in parts}
+        return {module: self._trained_bytes(module) // self.step.gpus for module in [*parts, *layers]}
 
     @cached_property
     def _gathered(self) -> Gathered | None:
@@ -369,6 +373,11 @@ class StepMemory:
     def _head_work(self) -> int:
         spec, passes = self.model.spec, 1 + len(self._further.blocks)
         return 6 * passes * self.step.tokens * spec.hidden_size * spec.vocab_size
+
+
+def _adapted_parts(part: Any) -> list[Any]:
+    """The modules of an encoder and its way out whose linear layers are adapted."""
+    return [*part.encoder.layers, *part.ways_out()]
 
 
 # Counted once for all batch sizes of a plan.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from liger_models.kernels._dispatch import ceil_div
@@ -52,6 +52,7 @@ class LayerCosts:
         saved_on_host: host memory at the level `lean@host`.
         at_end: bytes needed at the end of its forward pass at `lean`, if its backward pass may need less: its
             MLP's product and output, a norm's output and the previous layer's contribution to the stream.
+        running: bytes needed in its forward pass besides what it keeps.
     """
 
     kept: dict[ActivationMemory, int]
@@ -65,6 +66,7 @@ class LayerCosts:
     work_with_results: int = 0
     at_end: int = 0
     saved_on_host: int = 0
+    running: dict[ActivationMemory, int] = field(default_factory=dict)
 
     @staticmethod
     def of(layer: Block, step: Step, itemsize: int) -> LayerCosts:
@@ -119,6 +121,7 @@ class LayerCosts:
             offloaded - (tokens * mixing if results else 0) + OPERATIONS_A_COPIED_BYTE * 2 * results,
             moments.in_place and moments.in_place + 3 * stream,
             host_bytes(leaving),
+            {level: moments.forward(level, largest[level], results) - kept[level] for level in kept},
         )
 
     def with_input(self, size: int) -> LayerCosts:
@@ -174,6 +177,7 @@ class _Moments:
     Attributes:
         lean: bytes that the layer keeps at that level.
         mlp: the MLP's part of these.
+        product: the input of the MLP's last product: P.
         norms: of norms' outputs.
         outer: of the inputs of norms after the branches, which are freed before attention's backward pass.
         scaled: of the gradient of the MLP's contribution to the stream, if it is scaled. (If a norm follows
@@ -200,6 +204,7 @@ class _Moments:
 
     lean: int
     mlp: int
+    product: int
     norms: int
     outer: int
     stream: int
@@ -289,6 +294,7 @@ class _Moments:
         return _Moments(
             lean=kept["lean"],
             mlp=0 if mlp is None else tokens * mlp.activation_bytes("lean", itemsize),
+            product=product,
             norms=tokens * layer.norm_output_bytes(itemsize),
             outer=tokens * layer.norms_after_branches * layer.hidden_size * itemsize,
             stream=stream,
@@ -312,6 +318,15 @@ class _Moments:
             accumulates=step.accumulates,
             one_part=mlp is None,
         )
+
+    def forward(self, level: ActivationMemory, backward: int, results: int) -> int:
+        """Peak bytes of a forward pass, or what the backward pass takes if only that is known. At the end of a
+        dense MLP its output exists beside its input, the outputs of both norms and of attention's projection,
+        and the stream before and after attention. Attention's `results` are on their way to the host.
+        """
+        if level not in RERUN or self.experts or self.tile is not None:
+            return backward
+        return self.mlp + self.product + 6 * self.stream + (level == "offload") * results
 
     def largest(self, level: ActivationMemory) -> int:
         """Peak bytes, minus gradients not computed yet."""

@@ -85,15 +85,14 @@ def streamed_bytes(
 
 
 def streamed_at(units: Sequence[int], unit: int) -> int:
-    """The most bytes of streamed weights on the device while a layer runs: its own and the next unit's, which
-    are fetched meanwhile. In the forward pass that is the head after the last layer, and in the backward pass
-    the layer before it (the embedding, unit 0, has no backward pass).
+    """Bytes of streamed weights on the device in a layer's backward pass: its own, and those of the layer
+    before it, which are fetched meanwhile (the embedding, unit 0, has no backward pass).
 
     Args:
         units: bytes of the embedding, each layer and the head; none if nothing is streamed.
         unit: the layer's number in them.
     """
-    return max(sum(units[max(1, unit - 1) : unit + 1]), sum(units[unit : unit + 2]))
+    return sum(units[max(1, unit - 1) : unit + 1])
 
 
 def _by_fused_kernels(mixer: Any) -> bool:
