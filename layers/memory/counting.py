@@ -137,7 +137,9 @@ class StepMemory:
                 found.append(("backward of the projector", self._parts(left, edges.backward, gradients)))
                 left += len(deep) * edges.state - edges.projector
                 gradients += new * of_way
-            gradients += new * (of_layers[number] if number >= 0 else of_encoder[i])
+            own = new * (of_layers[number] if number >= 0 else of_encoder[i])
+            of_adapters = own if self.step.lora_rank else 0  # small, and counted from the layer's end on
+            gradients += own - of_adapters
             left += costs.own_gradient
             room = costs.transient[levels[i]]
             if self._gathered is not None:
@@ -148,6 +150,7 @@ class StepMemory:
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
             found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))
+            gradients += of_adapters
             left -= kept[i] - costs.own_input + (number < 0 and i in deep) * edges.state
         return found
 
