@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from liger_models.kernels.experts._expert_paths import padded_rank
 from liger_models.layers.experts.moe import Experts

@@ -320,7 +320,7 @@ class _Moments:
         )
 
     def forward(self, level: ActivationMemory, backward: int, results: int) -> int:
-        """Peak bytes of a forward pass, or what the backward pass takes if only that is known. At the end of a
+        """Peak bytes of a forward pass, or those of the backward pass if only they are known. At the end of a
         dense MLP its output exists beside its input, the outputs of both norms and of attention's projection,
         and the stream before and after attention. Attention's `results` are on their way to the host.
         """
