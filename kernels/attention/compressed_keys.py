@@ -22,7 +22,9 @@ the other as products of torch's.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -41,6 +43,7 @@ from liger_models.kernels._dispatch import (
     use_triton,
     without_autocast,
 )
+from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.attention._compressed_kernels import (
     compressed_forward_kernel,
     compressed_key_gradient_kernel,
@@ -149,7 +152,9 @@ def compressed_attention(
         q, keys, compressed = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, keys, compressed))
     tiles = None
     if use_triton(q, keys, compressed, sinks, chosen, places.seen):
-        tiles = find_compressed_tiles(q) if q.dtype == keys.dtype == compressed.dtype else None
+        if (tiles := find_compressed_tiles(q)) is None:
+            _say_no_tiles(gpu_of(q).arch)
+        tiles = tiles if q.dtype == keys.dtype == compressed.dtype else None
     if tiles is None:
         return compressed_attention_plain(
             q, keys, compressed, sinks, places, scale=scale, window=window, chosen=chosen
@@ -158,6 +163,16 @@ def compressed_attention(
     with without_autocast(q):
         out: Tensor = _KernelAttention.apply(*operands, chosen, places, scale, window, tiles)
     return out
+
+
+@functools.cache
+def _say_no_tiles(arch: str) -> None:
+    """Warn once of plain attention."""
+    warnings.warn(
+        f"the kernels of attention to compressed keys have no tiles for heads this large on {arch}: plain "
+        "PyTorch runs, on some queries at a time, and takes longer",
+        stacklevel=3,
+    )
 
 
 def compressed_attention_plain(

@@ -9,9 +9,12 @@ import torch
 from liger_models.kernels import _dispatch, attention
 from liger_models.kernels._gpu import Gpu
 from liger_models.kernels.attention import _tile_sizes
+from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 from liger_models.kernels.attention.flash_attention import attention_plain
 
 module = importlib.import_module("liger_models.kernels.attention.flash_attention")
+
+of_compressed = importlib.import_module("liger_models.kernels.attention.compressed_keys")
 
 KB = 1024
 H100 = Gpu("sm_90", (9, 0), 227 * KB, 132)
@@ -47,3 +50,15 @@ def test_plain_attention_runs_without_tiles_and_says_so_once(monkeypatch):
             again = attention(q, k, v)
     assert torch.equal(out, attention_plain(q, k, v, 0.25))  # the same code
     assert torch.equal(again, out)
+
+
+def test_attention_to_compressed_keys_runs_without_tiles_and_says_so_once(interpreted, monkeypatch):
+    monkeypatch.setattr(_tile_sizes, "gpu_of", lambda x: RX_7900)
+    of_compressed._say_no_tiles.cache_clear()
+    places, sinks = compressed_keys((0, 8), 0, torch.device("cpu")), torch.zeros(2)
+    operands = torch.randn(8, 2, 16), torch.randn(8, 16), None, sinks, places
+    with pytest.warns(UserWarning, match="compressed keys have no tiles"):
+        compressed_attention(*operands, scale=1.0, window=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compressed_attention(*operands, scale=1.0, window=4)
