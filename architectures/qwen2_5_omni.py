@@ -42,7 +42,7 @@ def qwen2_5_omni(c: HFConfig) -> ModelSpec:
     vision = replace(windowed_vision(c, v, text.hidden_size), image_id=image_id, video_id=video_id)
     audio = qwen_omni.averaged_audio(c.part("audio_config"), audio_id, text.hidden_size)
     text = with_axis_sections(c, text, (16, 24, 24))
-    return qwen_omni.with_encoders(c, text, vision, audio, whole=False)
+    return qwen_omni.with_encoders(c, text, vision, audio, sound_start=151647, newer=False)
 
 
 # -- tests

@@ -47,7 +47,7 @@ def qwen3_omni_moe(c: HFConfig) -> ModelSpec:
     assert isinstance(model.vision, VisionSpec)
     audio_id = c.take_count("audio_token_id", 151646, least=0)
     audio = qwen_omni.convolved_audio(c.part("audio_config"), audio_id, model.hidden_size)
-    return qwen_omni.with_encoders(c, model, model.vision, audio, whole=True)
+    return qwen_omni.with_encoders(c, model, model.vision, audio, sound_start=151669, newer=True)
 
 
 # -- tests

@@ -29,9 +29,8 @@ _SPEAKS = """
     im_end_token_id tts_pad_token_id tts_bos_token_id tts_eos_token_id system_token_id assistant_token_id
 """
 UNREAD = {
-    **dict.fromkeys(("audio_end_token_id", "seconds_per_chunk"), "of processors, or of sounds of videos"),
+    **dict.fromkeys(("audio_end_token_id", "seconds_per_chunk"), "of processors, which place the tokens"),
     "user_token_id": "of no effect in the thinker",
-    "audio_start_token_id": "the token before a sound is text like any other",
     **dict.fromkeys(_SPEAKS.split(), "of the part that speaks"),
 }
 """Keys of thinkers and of whole models."""
@@ -44,8 +43,11 @@ TINY_IDS = {
     "tie_word_embeddings": False,
 }
 SKIP = {
-    "field:ClockSpec.audio_id": "by it calls are refused; the encoder's own counts",
     "field:ClockSpec.whole": "whole numbers are the same rounded down",
+    **dict.fromkeys(
+        ("field:VisionSpec.audio_id", "field:ClockSpec.start_ids", "field:ClockSpec.shared_frame"),
+        "of sounds of videos, see tests/audio/test_sounds_of_videos.py",
+    ),
 }
 _WHOLE = "thinker_config"
 
@@ -138,12 +140,22 @@ def _check_positions(a: HFConfig, frames: int) -> None:
 
 
 def with_encoders(
-    c: HFConfig, text: ModelSpec, vision: VisionSpec, audio: AudioSpec, whole: bool
+    c: HFConfig, text: ModelSpec, vision: VisionSpec, audio: AudioSpec, *, sound_start: int, newer: bool
 ) -> ModelSpec:
-    """The language model with both encoders, whose config is `c`. `whole`: see `ClockSpec`."""
+    """The language model with both encoders, whose config is `c`.
+
+    Args:
+        sound_start: default of the token before a sound.
+        newer: positions are those of Qwen3-Omni.
+    """
     rate = c.take_number("position_id_per_seconds", 25)
-    positions = ClockSpec(rate, audio_id=audio.audio_id, whole=whole)
-    return replace(text, vision=replace(vision, positions=positions, kinds=None), audio=audio)
+    starts = (
+        c.take_count("vision_start_token_id", 151652, least=0),
+        c.take_count("audio_start_token_id", sound_start, least=0),
+    )
+    positions = ClockSpec(rate, start_ids=starts, shared_frame=not newer, whole=newer)
+    vision = replace(vision, positions=positions, kinds=None, audio_id=audio.audio_id)
+    return replace(text, vision=vision, audio=audio)
 
 
 TINY_AUDIO: dict[str, Any] = {

@@ -136,7 +136,6 @@ _THINKERS: dict[str, Multimodal] = {
             **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4},
             **{"rope_theta": 1e6, "max_window_layers": 28},
         },
-        missing="positions of sounds that alternate with their video (use_audio_in_video)",
     ),
     "qwen3_omni_moe_thinker": Multimodal(
         {"qwen3_omni_moe_text": "qwen3_moe"},
@@ -147,7 +146,6 @@ _THINKERS: dict[str, Multimodal] = {
             **{"vocab_size": 3584, "hidden_size": 2048, "intermediate_size": 18944},
             **{"num_hidden_layers": 28, "num_attention_heads": 28, "rope_theta": 1e6, "norm_topk_prob": True},
         },
-        missing="positions of sounds that alternate with their video (use_audio_in_video)",
     ),
 }
 

@@ -22,13 +22,17 @@ class TimeSpec:
 
 @dataclass(frozen=True)
 class ClockSpec(TimeSpec):
-    """The same in a model that also hears, whose audio tokens, with the id `audio_id`, have positions like
-    text (TMRoPE, arXiv:2503.20215, section 2.2). The token after a picture is after its last time, too; the
-    keyword `seconds`, with the duration of a time step, must come with videos. Times that are no whole
-    positions are rounded down, or refused if `whole`.
+    """The same in a model that also hears, whose audio tokens have positions like text (TMRoPE,
+    arXiv:2503.20215, section 2.2). The token after a picture is after its last time, too; the keyword
+    `seconds`, with the duration of a time step, must come with videos. Times that are no whole positions are
+    rounded down, or refused if `whole`.
+
+    The tokens of a video and of its own sound alternate, after the two tokens `start_ids`. Both begin at the
+    same position. If `shared_frame`, these two tokens have one position, and so have the two after the video.
     """
 
-    audio_id: int = -1
+    start_ids: tuple[int, int] = (-1, -1)
+    shared_frame: bool = False
     whole: bool = False
     past_time: ClassVar[bool] = True
     seconds: ClassVar[str] = "video_second_per_grid"

@@ -9,6 +9,10 @@ for the token of time step k, row i and column j of merged patches; `step` is 1 
 a picture is at s + max(rows, columns), or with `past_time` one after the largest of all three. A document
 starts at 0, or after the document that it continues.
 
+The tokens of a video and of its own sound alternate (TMRoPE, arXiv:2503.20215, section 2.2). Both start at s:
+token k of the sound is at s + k on all axes. The token after them is one after the largest position of their
+last token, as in the reference, even where the other part lasts longer.
+
 Everything is computed on the device without synchronisation: the kinds of tokens are known only there.
 """
 
@@ -29,10 +33,13 @@ TEXT, IMAGE, VIDEO, SOUND = 0, 1, 2, 3
 
 
 class AxisPositions(NamedTuple):
-    """`axes` [3, T] int64; `wrong`, a bool on the device: pictures and token kinds do not match."""
+    """`axes` [3, T] int64; `wrong`, a bool on the device: pictures and token kinds do not match; `joint` [T]:
+    marks the first token of each video whose tokens alternate with those of its sound, None: there is none.
+    """
 
     axes: Tensor
     wrong: Tensor
+    joint: Tensor | None = None
 
 
 def axis_positions(
@@ -42,14 +49,19 @@ def axis_positions(
     merge: int,
     tokens_per_second: float | None,
     past_time: bool = False,
+    shared_frame: bool = False,
 ) -> AxisPositions:
-    """The positions of tokens [T] of these kinds."""
+    """The positions of tokens [T] of these kinds. `shared_frame`: see `ClockSpec`."""
     device, total = kinds.device, len(kinds)
     token = torch.arange(total, device=device)
     bounds = documents.bounds()
     document = torch.zeros_like(token) if bounds is None else bounds[0].long()  # its first token
-    begins = (token == document) | (kinds != kinds.roll(1))
+    sound = kinds == SOUND
+    group = torch.where(sound, VIDEO, kinds)  # a sound next to a video is the video's own
+    begins = (token == document) | (group != group.roll(1))
+    ends = torch.cat([begins[1:], begins.new_ones(1)])
     first = torch.where(begins, token, 0).cummax(0).values  # of the token's group: text, or one picture
+    last = torch.where(ends, token, total).flip(0).cummin(0).values.flip(0)
     table, times = _tables(pictures, merge, tokens_per_second, past_time)
     table, times = (x.to(device, non_blocking=True) for x in (table, times))
 
@@ -63,13 +75,22 @@ def axis_positions(
         number = torch.where(of_kind, ordinal - 1 + before, number)
         wrong = wrong | (ordinal[-1] != count)
     size, rows, columns, taken, first_time = table[number.clamp(0, len(table) - 1)].unbind(1)
-    seen = kinds != TEXT
-    place = token - first
-    ends = torch.cat([begins[1:], begins.new_ones(1)])
-    wrong = wrong | (seen & ((place >= size) | (ends & (place != size - 1)))).any()
+    # The tokens of pictures and of sounds in each group, and the place of each among its own.
+    own = torch.stack([(kinds != TEXT) & ~sound, sound]).long()
+    counted = own.cumsum(1)
+    before_group = counted[:, first] - own[:, first]
+    of_pictures, of_sounds = counted[:, last] - before_group
+    place = torch.where(sound, *(counted - before_group - 1).flip(0))
+    seen = of_pictures > 0
+    joint = seen & (of_sounds > 0)
+    wrong = wrong | (seen & ~sound & (of_pictures != size)).any()
 
     # Number of tokens minus positions of each picture, at its first token, and the running sum.
-    saved = torch.where(begins & seen, size - taken, 0)
+    taken = torch.where(joint & sound[last], of_sounds, taken)
+    saved = torch.where(begins & seen, last + 1 - first - taken, 0)
+    if shared_frame:  # the second token of a frame has the position of the first
+        same = F.pad(document[:-2], (2, 0), value=-1) == document
+        saved = saved + F.pad((begins & joint)[1:], (0, 1)) + (F.pad((ends & joint)[:-2], (2, 0)) & same)
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
     start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
@@ -80,7 +101,8 @@ def axis_positions(
     step = place // (rows * columns)
     time = times[(first_time + step).clamp(0, len(times) - 1)]
     of_picture = torch.stack([time, place // columns % rows, place % columns])
-    return AxisPositions(start + torch.where(seen, of_picture, place), wrong)
+    of_group = torch.where(sound, place, of_picture)
+    return AxisPositions(start + torch.where(seen, of_group, token - first), wrong, begins & joint)
 
 
 def place_positions(documents: Documents, kinds: Tensor, pictures: Pictures, merge: int) -> AxisPositions:

@@ -33,6 +33,7 @@ from liger_models.layers.vision.positions import (
     SOUND,
     TEXT,
     VIDEO,
+    AxisPositions,
     axis_positions,
     end_of_positions,
     place_positions,
@@ -42,11 +43,6 @@ from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
 
 Part = Literal["vision", "projector", "language"]
 SOUND_OF_VIDEO = "use_audio_in_video"
-OF_VIDEO = (
-    "the sound of a video, whose tokens alternate with the video's in time, is not supported, since their "
-    "positions are not: give it as a sound of its own, before or after the video "
-    "(load_audio_from_video=False in the processor)"
-)
 FRAMED = "moe_mm_token_type_ids"
 """Keyword with the kinds of tokens that choose experts: tokens that frame a picture are of its kind."""
 
@@ -175,8 +171,8 @@ class Vision(nn.Module):
         name = self.spec.kinds  # ignored otherwise
         kinds = None if name is None else keywords.pop(name, None)
         framed = None if self.spec.framing_ids is None else keywords.pop(FRAMED, None)
-        if isinstance(self.spec.positions, ClockSpec) and keywords.pop(SOUND_OF_VIDEO, None):
-            raise DataError(f"{SOUND_OF_VIDEO} is set; {OF_VIDEO}")
+        if isinstance(self.spec.positions, ClockSpec):
+            keywords.pop(SOUND_OF_VIDEO, None)  # the tokens say it for each video
         values = keywords.get("pixel_values")
         pictures = take_pictures(self.spec, self.merge, keywords, self.all_shown)
         if pictures is not None and pictures.shown is None and isinstance(values, Tensor):
@@ -223,10 +219,6 @@ class Vision(nn.Module):
         if self.spec.video_id is not None:
             found = torch.where(ids == self.spec.video_id, VIDEO, found)
         counts = [(found == IMAGE).sum(), (found == VIDEO).sum()]
-        if isinstance(self.spec.positions, ClockSpec):
-            counts.append(
-                5 * ((found == VIDEO)[:-1] & (ids == self.spec.positions.audio_id)[1:]).any().long()
-            )
         for name, given in ((self.spec.kinds, vision_inputs.kinds), (FRAMED, vision_inputs.framed)):
             if given is not None and given.shape != input_ids.shape:
                 raise DataError(
@@ -274,7 +266,11 @@ class Vision(nn.Module):
                 ahead = max(0, positions.end - documents.shape[1])
                 _continue_positions(sequences.cache, positions.axes, ahead)
         elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
-            axes, misfit, end = self._axes(documents, found, vision_inputs.pictures, positions.end)
+            heard = found if self.spec.audio_id is None else found.where(ids != self.spec.audio_id, SOUND)
+            (axes, misfit, joint), end = self._axes(documents, heard, vision_inputs.pictures, positions.end)
+            if isinstance(self.spec.positions, ClockSpec) and joint is not None:
+                of_video, of_sound = self.spec.positions.start_ids
+                counts.append(5 * (joint & ((ids.roll(2) != of_video) | (ids.roll(1) != of_sound))).any())
             if sequences.cache is not None:
                 _continue_positions(sequences.cache, axes, end - positions.end)
             sequences.positions = replace(positions, axes=axes, end=end)
@@ -294,17 +290,18 @@ class Vision(nn.Module):
 
     def _axes(
         self, documents: Documents, kinds: Tensor, pictures: Pictures, end: int
-    ) -> tuple[Tensor, Tensor, int]:
-        """Positions of tokens of these kinds, [A, T], whether these do not match, and an upper bound."""
+    ) -> tuple[AxisPositions, int]:
+        """Positions of tokens of these kinds, and an upper bound."""
         if isinstance(self.spec.positions, PlaceSpec):
-            return *place_positions(documents, kinds, pictures, self.merge), end
+            return place_positions(documents, kinds, pictures, self.merge), end
         assert self.spec.positions is not None
         rate = self.spec.positions.tokens_per_second
         if self.spec.positions.steps_apart:
             pictures = pictures.steps_apart()
         past_time = self.spec.positions.past_time
-        axes = axis_positions(documents, kinds, pictures, self.merge, rate, past_time)
-        return *axes, end_of_positions(end, pictures, rate)
+        shared_frame = isinstance(self.spec.positions, ClockSpec) and self.spec.positions.shared_frame
+        axes = axis_positions(documents, kinds, pictures, self.merge, rate, past_time, shared_frame)
+        return axes, end_of_positions(end, pictures, rate)
 
     def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
         """Kinds of tokens ids [T], in which those that frame a picture have its kind."""
@@ -384,7 +381,10 @@ class Vision(nn.Module):
                 f"before or after one, {self.spec.framing_ids}"
             )
         if 5 in faults:
-            raise DataError(f"a sound follows the tokens of a video directly; {OF_VIDEO}")
+            raise DataError(
+                "tokens of a video and of a sound alternate, but not after the tokens that begin a video and "
+                f"a sound, {self.spec.positions.start_ids}: was the text changed after the processor made it?"
+            )
         if 2 in faults:
             raise DataError(
                 "the runs of image tokens in the text are not those of the grids, one for each picture and "

@@ -26,7 +26,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
 from liger_models.layers.vision.repeated import repeat_pictures
-from liger_models.layers.vision.vision import OF_VIDEO, SOUND_OF_VIDEO, VisionInputs
+from liger_models.layers.vision.vision import VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
@@ -102,31 +102,29 @@ def get_rope_index(
     second_per_grid_ts: Any = None,
     attention_mask: Tensor | None = None,
     second_per_grids: Any = None,
-    use_audio_in_video: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (positions [3, batch, seq], 0 at padding; next position minus the row's number of tokens,
     [batch, 1]) for text with images, as `forward` computes them.
 
     Raises:
-        DataError: the grids do not match the tokens, or the sound of a video.
+        DataError: the grids do not match the tokens.
     """
-    if use_audio_in_video:
-        raise DataError(f"{SOUND_OF_VIDEO} is set; {OF_VIDEO}")
     second_per_grid_ts = second_per_grids if second_per_grid_ts is None else second_per_grid_ts
     given = [
         () if grid is None else torch.as_tensor(grid).tolist() for grid in (image_grid_thw, video_grid_thw)
     ]
     images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
     seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
-    spec = self.vision.spec
+    vision = self.base_decoder.vision
+    spec = vision.spec
     forms = {"paired": spec.paired, "rows_end": spec.rows_end}
     pictures = Pictures(torch.empty(0), images + videos, len(images), seconds, **forms)
     vision_inputs = VisionInputs(pictures if pictures.grids else None, mm_token_type_ids)
     shape = (input_ids.shape[0], input_ids.shape[1])
     sequences = Sequences.from_call(shape, input_ids.device, attention_mask)
-    self.vision.prepare(vision_inputs, sequences, input_ids)
-    self.vision.finish(vision_inputs)
+    vision.prepare(vision_inputs, sequences, input_ids)
+    vision.finish(vision_inputs)
     axes = sequences.positions.axes
     if axes is None:  # text only: count tokens without padding
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
