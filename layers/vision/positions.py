@@ -80,7 +80,8 @@ def axis_positions(
     counted = own.cumsum(1)
     before_group = counted[:, first] - own[:, first]
     of_pictures, of_sounds = counted[:, last] - before_group
-    place = torch.where(sound, *(counted - before_group - 1).flip(0))
+    among_pictures, among_sounds = counted - before_group - 1
+    place = torch.where(sound, among_sounds, among_pictures)
     seen = of_pictures > 0
     joint = seen & (of_sounds > 0)
     wrong = wrong | (seen & ~sound & (of_pictures != size)).any()
@@ -89,8 +90,9 @@ def axis_positions(
     taken = torch.where(joint & sound[last], of_sounds, taken)
     saved = torch.where(begins & seen, last + 1 - first - taken, 0)
     if shared_frame:  # the second token of a frame has the position of the first
-        same = F.pad(document[:-2], (2, 0), value=-1) == document
-        saved = saved + F.pad((begins & joint)[1:], (0, 1)) + (F.pad((ends & joint)[:-2], (2, 0)) & same)
+        next_to_start = (begins & joint).roll(-1) & (token < total - 1)
+        next_to_end = (ends & joint).roll(2) & (document.roll(2) == document) & (token > 1)
+        saved = saved + next_to_start.long() + next_to_end.long()
     so_far = saved.cumsum(0)
     before_document = so_far[document] - saved[document]
     start = first - document - (so_far - torch.where(seen, saved[first], 0) - before_document)
