@@ -115,6 +115,17 @@ def test_positions_equal_the_references(padding, pair, both):
     assert torch.equal(own, deltas.long())
 
 
+@pytest.mark.gpu
+def test_positions_on_a_gpu_are_those_on_a_cpu(pair, both):
+    _, ours = both
+    call = joined(pair, *DOCUMENTS)
+    given = {name: call[name] for name in ("input_ids", "image_grid_thw", "video_grid_thw", "attention_mask")}
+    given |= {"second_per_grids": call["video_second_per_grid"]}
+    expected = ours.get_rope_index(**given)
+    found = ours.cuda().get_rope_index(**{name: x.cuda() for name, x in given.items()})
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(found, expected, strict=True))
+
+
 def test_packed_documents_equal_separate_documents(pair):
     """Also next to a silent video."""
     alone = [joined(pair, document) for document in [*DOCUMENTS, [3, Video(2, 4, 4, 1.0), 2, Sound(8), 1]]]
