@@ -146,7 +146,8 @@ class Block(nn.Module):
     @property
     def token_mixer(self) -> Mixer:
         """The only token mixer, or the first of two. (Named apart from modules of other libraries.)"""
-        return self.mixers[0]
+        mixer: Mixer = getattr(self, self.mixer_names[0])
+        return mixer
 
     @property
     def float32_stream(self) -> bool:
