@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels._constants import cached_tensors
+from liger_models.layers.sequences.host_copy import to_device
 
 NEWLINE = -1
 
@@ -48,8 +49,8 @@ class Newline(nn.Module):
         for picture, size in zip(pictures, sizes, strict=True):
             taps.append(torch.where(picture.features == NEWLINE, len(x), picture.features + first))
             first += size
-        which = torch.cat(taps).to(x.device, non_blocking=True)
-        weights = torch.cat([picture.weights for picture in pictures]).to(x.device, non_blocking=True)
+        which = to_device(torch.cat(taps), x.device)
+        weights = to_device(torch.cat([picture.weights for picture in pictures]), x.device)
         weighted = (rows[tap] * weight[:, None] for tap, weight in zip(which.T, weights.T, strict=True))
         return functools.reduce(torch.add, weighted).to(x.dtype)
 

@@ -13,6 +13,7 @@ from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear, project, unwrapped
 from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import LayerNormSpec, PoolingAttentionSpec, QueryProjectorSpec
 
 
@@ -41,7 +42,7 @@ class PoolingAttention(nn.Module):
 
     def forward(self, x: Tensor, windows: Tensor) -> Tensor:
         """x [P, D], and the numbers of each token's patches, windows [F, n], -1 for none -> [F, H]."""
-        windows = windows.to(x.device, non_blocking=True)
+        windows = to_device(windows, x.device)
         seen, which = windows >= 0, windows.clamp(min=0)
         mean = (x[which] * seen[..., None]).sum(1) / seen.sum(1, keepdim=True).to(x.dtype)
         heads = (self.spec.num_key_value_heads, -1, self.spec.head_dim)

@@ -26,6 +26,7 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.sequences.sequences import Grids, Sequences
 from liger_models.layers.specs import GridConvSpec, PatchSpec, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, windows_of
@@ -160,24 +161,21 @@ class VisionEncoder(nn.Module):
         `clips` in that of the patches of their first time steps.
         """
         merge, device = self.spec.projector.merge, pictures.patches.device
-        x, places = self._embedded(pictures), pictures.places(merge)
-        if self.spec.joined_steps:
-            places = torch.cat([places, pictures.steps()[None]])
+        x = self._embedded(pictures)
+        ropes = tuple(dict.fromkeys(rope for block in self.spec.blocks for rope in block.ropes))
         lengths = [n + (self.class_token is not None) + self.spec.prefix_tokens for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
             order, lengths = windows_of(pictures.grids, merge, self.spec.window)
-            places = _by_blocks(places.T, order, merge).T
-            order = order.to(device, non_blocking=True)
-            x, windows = _by_blocks(x, order, merge), Sequences.of_lengths(lengths, device)
+            x = _by_blocks(x, to_device(order, device), merge)
+            windows = Sequences.of_lengths(lengths, device)
             for number in self.spec.windowed:
                 seen_by[number] = windows
-        if self.class_token is not None:  # not rotated: its position is 0
-            places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), len(lengths)).T
-        if self.prefix is None:  # with such tokens no layer has positions
-            frames.positions = replace(frames.positions, axes=places.to(device, non_blocking=True))
-        frames.prepare_rotary(tuple(dict.fromkeys(r for b in self.spec.blocks for r in b.ropes)))
+        if ropes:
+            places = to_device(self._places(pictures, order, len(lengths)), device)
+            frames.positions = replace(frames.positions, axes=places)
+        frames.prepare_rotary(ropes)
         frames.grids = Grids(tuple((h, w) for t, h, w in pictures.grids for _ in range(t)), merge)
         for sequences in seen_by:
             sequences.positions = frames.positions
@@ -191,9 +189,22 @@ class VisionEncoder(nn.Module):
         if self.prefix is not None:
             made = tuple(self.prefix.dropped(x, pictures.lengths) for x in made)
         if order is not None:
-            back = order.argsort()
+            back = to_device(order.argsort(), device)
             made = tuple(_by_blocks(x, back, merge) for x in made)
         return tuple(_means_over_time(x, pictures.grids) for x in made) if self.spec.clips else made
+
+    def _places(self, pictures: Pictures, order: Tensor | None, count: int) -> Tensor:
+        """The row and column of each token of `count` pictures, and with `joined_steps` its time step, on the
+        host; `order` is of their blocks.
+        """
+        places = pictures.places(self.spec.projector.merge)
+        if self.spec.joined_steps:
+            places = torch.cat([places, pictures.steps()[None]])
+        if order is not None:
+            places = _by_blocks(places.T, order, self.spec.projector.merge).T
+        if self.class_token is not None:  # not rotated: its position is 0
+            places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), count).T
+        return places
 
     def _run_alone(self, first: list[Tensor], sequences: Sequences, _: dict[str, Tensor]) -> Tensor:
         (made,) = self._run(first.pop(), [sequences] * len(self.layers))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels._constants import cached_tensors
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     PatchSpec,
 )
@@ -29,7 +30,7 @@ def cut_image(image: Tensor, grid: Grid, merge: int, size: int) -> Tensor:
     _, h, w = grid
     images = image if image.dim() == 4 else image[None]
     rows = images[..., : h * size, : w * size].unflatten(3, (w, size)).unflatten(2, (h, size))
-    row, column = places_in_picture(*grid, merge).to(image.device, non_blocking=True)
+    row, column = to_device(places_in_picture(*grid, merge), image.device)
     return rows.permute(0, 2, 4, 1, 3, 5)[:, row, column].flatten(2).flatten(0, 1)
 
 
@@ -43,7 +44,7 @@ def in_blocks(patches: Tensor, grids: Iterable[Grid], spec: PatchSpec, merge: in
         for _ in range(t):
             order.append(row * w + column + first)
             first += h * w
-    which = torch.cat(order).to(patches.device, non_blocking=True)
+    which = to_device(torch.cat(order), patches.device)
     return patches[which].unflatten(1, (spec.frames, spec.channels, -1)).transpose(1, 2).flatten(1)
 
 

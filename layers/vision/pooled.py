@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.vision.patch_order import Grid, places_in_picture
 from liger_models.layers.vision.pictures import Pictures
 
@@ -47,7 +48,7 @@ class PooledPictures(Pictures):
             return x
         images = len(x) - len(self.kept)
         which = torch.cat([torch.arange(images), images + self.kept.nonzero()[:, 0]])
-        return x[which.to(x.device, non_blocking=True)]
+        return x[to_device(which, x.device)]
 
 
 def _pooled(x: Tensor, side: int) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels._constants import cached_tensors
 from liger_models.kernels._dispatch import at_least_float32
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     AntialiasedTable,
     AxesTable,
@@ -101,7 +102,7 @@ class FixedPositions(PositionTable):
     def _of_pictures(self, rows: Tensor, side: int, count: int, merge: int) -> Tensor:
         order = _rows(side, merge, self.first, len(rows))
         if order is not None:
-            rows = rows[order.to(rows.device, non_blocking=True)]
+            rows = rows[to_device(order, rows.device)]
         return rows.repeat(count, 1)
 
 
@@ -128,7 +129,7 @@ class StretchedPositions(PositionTable):
     def forward(self, grids: Iterable[Grid], merge: int) -> Tensor:
         taps, weights = (torch.cat(x) for x in zip(*(self._taps(grid, merge) for grid in grids), strict=True))
         device = self.weight.device
-        taps, weights = taps.to(device, non_blocking=True), weights.to(device, non_blocking=True)
+        taps, weights = to_device(taps, device), to_device(weights, device)
         rows = (self.weight[tap] * weight[:, None] for tap, weight in zip(taps.T, weights.T, strict=True))
         return functools.reduce(torch.add, rows)
 
@@ -153,8 +154,10 @@ class ResizedPositions(PositionTable):
 
     def _of_size(self, grid: Grid, merge: int) -> Tensor:
         table = at_least_float32(self.weight[self.unread :]).unflatten(0, (self.side, self.side))
-        rows, columns = (self._of_axis(n, max(grid[1:])).to(table, non_blocking=True) for n in grid[1:])
-        row, column = places_of([grid], merge).to(table.device, non_blocking=True)
+        rows, columns = (
+            to_device(self._of_axis(n, max(grid[1:])), table.device).to(table.dtype) for n in grid[1:]
+        )
+        row, column = to_device(places_of([grid], merge), table.device)
         with torch.autocast(table.device.type, enabled=False):
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
 
@@ -174,7 +177,7 @@ class ClipPositions(ResizedPositions):
         if all(t == 1 for t, _, _ in grids):
             return x
         times = torch.cat([_times(t, x.shape[1]).repeat_interleave(h * w, 0) for t, h, w in grids])
-        return x + times.to(x, non_blocking=True)
+        return x + to_device(times, x.device).to(x.dtype)
 
 
 class FractionPositions(PositionTable):
@@ -182,7 +185,7 @@ class FractionPositions(PositionTable):
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         rows = torch.cat([_at_fractions(grid, merge, self.side) for grid in grids])
-        return self.weight[rows.to(self.weight.device, non_blocking=True)]
+        return self.weight[to_device(rows, self.weight.device)]
 
 
 class PositionsByAxes(nn.Module):
@@ -196,7 +199,7 @@ class PositionsByAxes(nn.Module):
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
         """Return [P, width], for the patches of pictures in the order of `Pictures`."""
-        row, column = places_of(grids, merge).to(self.weight.device, non_blocking=True)
+        row, column = to_device(places_of(grids, merge), self.weight.device)
         # Accumulate the gradients of all patches of a row or column in float32.
         used = at_least_float32(self.weight[:, : max(max(grid[1:]) for grid in grids)])
         return used[0, column] + used[1, row]

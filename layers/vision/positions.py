@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.layers.sequences.documents import Documents
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.vision.pictures import Pictures
 
 TEXT, IMAGE, VIDEO, SOUND = 0, 1, 2, 3
@@ -63,7 +64,7 @@ def axis_positions(
     first = torch.where(begins, token, 0).cummax(0).values  # of the token's group: text, or one picture
     last = torch.where(ends, token, total).flip(0).cummin(0).values.flip(0)
     table, times = _tables(pictures, merge, tokens_per_second, past_time)
-    table, times = (x.to(device, non_blocking=True) for x in (table, times))
+    table, times = (to_device(x, device) for x in (table, times))
 
     number, wrong = torch.zeros_like(token), torch.zeros((), dtype=torch.bool, device=device)
     for kind, before, count in (
@@ -119,7 +120,7 @@ def place_positions(documents: Documents, kinds: Tensor, pictures: Pictures, mer
     starts = (begins & seen).long()
     so_far = starts.cumsum(0)
     sizes = [(h // merge, w // merge + 1) for _, h, w in pictures.grids]
-    table = torch.tensor([(h * w + 2, w) for h, w in sizes], device="cpu").to(device, non_blocking=True)
+    table = to_device(torch.tensor([(h * w + 2, w) for h, w in sizes], device="cpu"), device)
     size, columns = table[(so_far - 1).clamp(0, len(sizes) - 1)].unbind(1)
     ends = torch.cat([begins[1:], begins.new_ones(1)])
     wrong = (so_far[-1] != len(sizes)) | (seen & ((place >= size) | (ends & (place != size - 1)))).any()

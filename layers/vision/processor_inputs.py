@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
@@ -157,7 +158,7 @@ def _placed_of_kind(
                 f"{ids}[{i}] has {h} rows and {w} columns; the model has positions for "
                 f"{spec.position_table.size}"
             )
-        row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
+        row, column = to_device(places_in_picture(1, h, w, merge), values.device)
         patches.append(picture[row * w + column])
         grids.append((1, h, w))
     made = channels_first(spec.patches, torch.cat(patches))
@@ -195,7 +196,7 @@ def _shaped(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
                 f"{merge}, whose product is the number of leading ones in pixel_attention_mask[{i}], here "
                 f"{int((own != 0).sum())} of {len(own)}"
             )
-        row, column = places_in_picture(1, h, w, merge).to(values.device, non_blocking=True)
+        row, column = to_device(places_in_picture(1, h, w, merge), values.device)
         patches.append(image[row * w + column])
         grids.append((1, h, w))
     if not patches:
@@ -271,10 +272,9 @@ def _images_of_rows(values: Tensor, mask: Any, all_shown: bool) -> tuple[Tensor,
     images = values.flatten(0, 1)
     if all(there):
         return images, None
-    shown = torch.tensor(
-        [number for number, shows in enumerate(there) if shows], dtype=torch.long, device="cpu"
-    )
-    return images[shown.to(values.device, non_blocking=True)], None
+    numbers = [number for number, shows in enumerate(there) if shows]
+    shown = torch.tensor(numbers, dtype=torch.long, device="cpu")
+    return images[to_device(shown, values.device)], None
 
 
 def _waits(x: Tensor) -> bool:

@@ -13,6 +13,7 @@ from liger_models.kernels import rms_norm
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     AdapterSpec,
     ConvolutionProjectorSpec,
@@ -356,7 +357,7 @@ class Resampler(nn.Module):
             numbers = torch.arange(merged, device="cpu").split(sizes)
             steps = [(own.view(t, -1), t > 1) for own, (t, _, _) in zip(numbers, grids, strict=True)]
             pairs = [torch.stack([own[:: 1 + two], own[two :: 1 + two]]).flatten(1) for own, two in steps]
-            of_first, of_second = torch.cat(pairs, 1).to(x.device, non_blocking=True)
+            of_first, of_second = to_device(torch.cat(pairs, 1), x.device)
             first, second = x.index_select(0, of_first), x.index_select(0, of_second)
         return self.norm(self.linear(self.temporal(torch.cat([first, second], -1))))
 

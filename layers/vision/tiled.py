@@ -29,7 +29,7 @@ from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.host_copy import HostCopy, to_device
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import Tree
 from liger_models.layers.specs import TiledVisionSpec
@@ -139,16 +139,14 @@ class TiledVision(nn.Module):
         ratios, blocks, documents = vision_inputs.pictures.ratios, None, sequences.documents
         if vision_inputs.visible.device.type == "cpu" and documents.host_cu_seqlens is not None:
             blocks = _blocks(vision_inputs.visible[0].any(2), documents.host_cu_seqlens, documents.tree)
-        visible = vision_inputs.visible.to(named.device, non_blocking=True)
+        visible = to_device(vision_inputs.visible, named.device)
         given = visible.flatten(2)
         reachable = torch.ones_like(given)
         apart = foreign = torch.zeros((), dtype=torch.bool, device=named.device)
         if documents.cu_seqlens is not None and documents.kept is None:  # packed: by document instead of row
             own, apart = self._own_images(named, ratios, documents)
             if blocks is not None:
-                foreign = (
-                    own[0] != _in_blocks(blocks, *own.shape[1:]).to(own.device, non_blocking=True)
-                ).any()
+                foreign = (own[0] != to_device(_in_blocks(blocks, *own.shape[1:]), own.device)).any()
             reachable = own[..., None].expand_as(visible).flatten(2)
         given = given & reachable
         shown, reached = given.any(2, keepdim=True), reachable.any(2, keepdim=True)

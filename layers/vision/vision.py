@@ -18,7 +18,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.host_copy import HostCopy
+from liger_models.layers.sequences.host_copy import HostCopy, to_device
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
@@ -140,7 +140,7 @@ class Vision(nn.Module):
             made = tuple(map(pictures.pooled, self.encoder(pictures)))
             whole = whole_blocks(pictures.grids, self.merge)
             if whole is not None:
-                whole = whole.nonzero()[:, 0].to(made[0].device, non_blocking=True)
+                whole = to_device(whole.nonzero()[:, 0], made[0].device)
                 made = tuple(x[whole] for x in made)
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))

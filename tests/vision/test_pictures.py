@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pairs
 import pytest
 import torch
 
 from liger_models.convert.errors import DataError
+from liger_models.layers import vision
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import FadingTable, PatchSpec
 from liger_models.layers.vision.patch_order import cut, in_blocks, places_of, windows_of
 from liger_models.layers.vision.pooled import PooledPictures
@@ -103,3 +106,20 @@ def test_windows_are_cut_row_by_row_and_ragged_at_the_edges():
     order, lengths = windows_of([(2, 4, 4)], merge=2, side=9)
     assert order.tolist() == list(range(8))
     assert lengths == [16, 16]
+
+
+def test_large_copies_to_a_gpu_wait_for_nothing(monkeypatch):
+    """CUDA makes a copy of more than 64 KiB from memory that is not pinned wait for all earlier work."""
+    pinned, copied = [], []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: pinned.append(x.nbytes) or x)
+    monkeypatch.setattr(torch.Tensor, "to", lambda x, *_, **options: copied.append(options) or x)
+    for size in (1 << 13, (1 << 13) + 1):  # 64 KiB, and more
+        to_device(torch.zeros(size, dtype=torch.int64), torch.device("cuda"))
+        to_device(torch.zeros(size, dtype=torch.int64), torch.device("cpu"))
+    assert pinned == [(1 << 16) + 8]
+    assert copied == [{"non_blocking": True}] * 4
+
+
+def test_encoders_copy_nothing_to_a_gpu_otherwise():
+    for path in Path(vision.__file__).parent.glob("*.py"):
+        assert "non_blocking" not in path.read_text(), path
