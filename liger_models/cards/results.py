@@ -95,7 +95,7 @@ def fastest(found: Mapping[str, Any], *peers: str) -> tuple[str, Mapping[str, An
 def ratios(found: Mapping[str, Any]) -> tuple[float, float | None] | None:
     """Our speed and memory relative to the fastest peer's; None where unknown."""
     peer = fastest(found, *PEERS)
-    ours = found["providers"][OURS]
+    _, ours = _fastest_of_ours(found)
     if peer is None or "tokens_per_second" not in ours:
         return None
     _, best = peer
@@ -116,7 +116,9 @@ def format_against_peers(found: Mapping[str, Any]) -> str:
 def say(found: Mapping[str, Any]) -> str:
     shape = f"{found['model']}, {found['layers']} layers, {found['batch']} x {found['tokens']} tokens"
     shape += " with images" if found.get("data") == "images" else ""
-    parts = [f"{OURS}: {_say_result(found['providers'][OURS])}"]
+    best_of_ours, _ = _fastest_of_ours(found)
+    own = sorted((name for name in found["providers"] if _peer_of(name) == OURS), key=best_of_ours.__ne__)
+    parts = [f"{_setting(name)}: {_say_result(found['providers'][name])}" for name in own]
     for peer in PEERS:
         settings = {name: result for name, result in found["providers"].items() if _peer_of(name) == peer}
         best = fastest(found, peer)
@@ -132,15 +134,23 @@ def say(found: Mapping[str, Any]) -> str:
     return f"{shape}, bfloat16, fused AdamW: {speeds}. {'; '.join(parts)}"
 
 
+def _fastest_of_ours(found: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Our fastest setting with its result, or the first if none ran."""
+    own = {name: result for name, result in found["providers"].items() if _peer_of(name) == OURS}
+    return max(own.items(), key=lambda item: item[1].get("tokens_per_second", 0.0))
+
+
 def _peer_of(provider: str) -> str:
-    if provider == OURS:
+    if OURS in provider.split("+"):
         return OURS
     return PEERS[0] if "liger" in provider.split("+") else PEERS[1]
 
 
 def _setting(provider: str) -> str:
-    """'transformers+liger (sdpa, grouped_mm)'."""
+    """'transformers+liger (sdpa, grouped_mm)', or a name without settings."""
     peer = _peer_of(provider)
+    if provider == peer:
+        return peer
     return f"{peer} ({', '.join(provider.removeprefix(peer).strip('+').split('+'))})"
 
 

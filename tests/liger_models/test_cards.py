@@ -240,9 +240,11 @@ def settings_of(family, tokens, compiled=False, **changes):
 
 
 def test_a_vision_language_family_is_measured_with_images():
-    ours, *peers = training_step.plan(find_architecture("qwen2_vl"), ROOT, ["cpu"])
-    assert {job["data"] for job in (ours, *peers)} == {"images"}
-    assert [job["provider"] for job in peers] == ["transformers+liger+sdpa", "transformers+sdpa"]
+    jobs = training_step.plan(find_architecture("qwen2_vl"), ROOT, ["cpu"])
+    assert {job["data"] for job in jobs} == {"images"}
+    assert [job["provider"] for job in jobs] == [
+        *("ours", "ours+graphs", "transformers+liger+sdpa", "transformers+sdpa")
+    ]
     nested, *_ = training_step.plan(find_architecture("llava"), ROOT, ["cpu"])
     result = {"tokens_per_second": 1.0, "gib": 1.0}
     passed, values = training_step.outcome(nested, {"ours": result})
@@ -314,6 +316,11 @@ def test_a_training_step_is_compared_with_each_peers_fastest_setting():
     )
     alone = {**found, "providers": {"ours": result(3000.0, None)}}
     assert results.say(alone).endswith("no peer ran. ours: 3,000 tokens/s")
+    recorded = {"ours": result(2500.0, 4.0), "ours+graphs": result(4000.0, 5.0)}
+    assert (
+        ": 2.00 x the speed, 0.50 x the memory of the fastest peer. ours (graphs): 4,000 tokens/s, 5.0 GiB; "
+        in (results.say({**found, "providers": {**found["providers"], **recorded}}))
+    )
     slower = {**found, "providers": {**found["providers"], "ours": result(1000.0, None)}}
     assert results.format_against_peers(slower) == "0.50 x the speed"
     shared = {name: value for name, value in slower.items() if name != "own_processes"}
