@@ -93,15 +93,22 @@ _COMPRESSED: dict[Family, Configuration] = {
     "hopper": Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
     "a100": Configuration(Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)),
     "desktop": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1)),
+    "cdna": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1)),
+}
+_COMPRESSED_FLOAT32: dict[Family, Configuration] = {
+    "hopper": Configuration(*[Tiles(16, 32, 8, 1)] * 3),
+    "a100": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1)),
+    "desktop": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1)),
     "cdna": Configuration(*[Tiles(16, 32, 8, 1)] * 3),
 }
 
 
 def find_compressed_tiles(q: Tensor) -> Configuration | None:
-    """Tiles for attention to compressed keys on q's GPU; None if there are none, for heads above 512 and on
-    AMD's RDNA.
+    """Tiles for attention to compressed keys on q's GPU; None if there are none, for heads above 512, on
+    AMD's RDNA, and on NVIDIA's smaller GPUs in float32 for heads above 256, whose keys' gradients take 132
+    KB.
     """
-    if q.shape[2] > 512:
+    family, wide = gpu_of(q).family, q.dtype == torch.float32
+    if q.shape[2] > (256 if wide and family == "desktop" else 512):
         return None
-    found = _COMPRESSED.get(gpu_of(q).family)
-    return Configuration(*[Tiles(16, 32, 8, 1)] * 3) if found and q.dtype == torch.float32 else found
+    return (_COMPRESSED_FLOAT32 if wide else _COMPRESSED).get(family)

@@ -33,6 +33,11 @@ def test_tiles_fit_a_programs_threads_or_there_are_none(gpu, dtype, monkeypatch)
         tiles = _tile_sizes.find_tiles(q, q)
         assert (tiles is None) == (gpu is RX_7900 and (dim > 64 or dtype == torch.float32))
         assert tiles is None or all(part.num_warps <= gpu.most_warps for part in tiles)
+        tiles = _tile_sizes.find_compressed_tiles(q)
+        narrow = gpu is RTX_4090 and dtype == torch.float32 and dim > 256
+        assert (tiles is None) == (gpu is RX_7900 or narrow)
+        assert tiles is None or all(part.num_warps <= gpu.most_warps for part in tiles)
+        assert tiles is None or tiles.key_value_gradient.keys % 32 == 0  # words of bits
 
 
 def test_plain_attention_runs_without_tiles_and_says_so_once(monkeypatch):
