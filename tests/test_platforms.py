@@ -1,5 +1,6 @@
 """Other platforms, imitated: a system without locks of files, GPUs without bfloat16, AMD's GPUs, MPS."""
 
+import importlib.util
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import torch
 from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import ConfigError
-from liger_models.kernels import _gpu
+from liger_models.kernels import _dispatch, _gpu
+from liger_models.layers.attention import fused
+from liger_models.layers.specs import AttentionSpec
 from liger_models.models import devices
 from liger_models.optim.adamw import AdamW
 from liger_models.training.checkpoints.run_folder import locked
@@ -53,10 +56,33 @@ assert all(same[name].equal(tensor) for name, tensor in model.state_dict().items
 print(host.cores())
 """
 
+TRAINED = """
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from liger_models.cli import main
+from liger_models.training import TrainConfig, train
+folder = Path(sys.argv[1]).parent
+letters = pre_tokenizers.ByteLevel.alphabet()
+tokenizer = Tokenizer(models.BPE())
+tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+trainer = trainers.BpeTrainer(initial_alphabet=letters, special_tokens=["<s>", "</s>"])
+tokenizer.train_from_iterator(["words"], trainer)
+tokenizer.save(str(folder / "tokenizer.json"))
+(folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+(folder / "data.jsonl").write_text('{"text": "some words"}\\n' * 20)
+options = {"steps": 2, "warmup": 1, "seq_len": 32, "batch_size": 1, "save_every": 1, "device": "cpu"}
+options |= {"tokenizer": str(folder)}
+train(TrainConfig("llama-demo", (str(folder / "data.jsonl"),), str(folder / "run"), **options))
+liger_models.from_hub(folder / "run" / "final", device="cpu")
+assert main(["verify", str(folder / "run" / "final")]) == 0
+print(host.cores())
+"""
 
-def test_everything_imports_and_checkpoints_are_written_without_unix_modules(tmp_path):
+
+def test_everything_imports_and_checkpoints_are_written_without_unix_modules(tmp_path, request):
+    """At night a model is trained there, exported and verified, too."""
     pytest.importorskip("transformers")
-    command = [sys.executable, "-c", WINDOWS, str(tmp_path / "out")]
+    program = WINDOWS + TRAINED * request.config.getoption("--all-families")
+    command = [sys.executable, "-c", program, str(tmp_path / "out")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 0
@@ -82,6 +108,26 @@ def test_a_gpu_without_bfloat16_is_refused_or_runs_the_plain_forms(monkeypatch):
         devices.device_for(torch.bfloat16, "cuda:0")
     with pytest.warns(UserWarning, match="Tesla T4 is older"):
         assert devices.device_for(torch.float32, "cuda:0") == torch.device("cuda:0")
+
+
+def test_such_a_gpu_attends_with_a_key_head_for_each_query_head(monkeypatch):
+    """torch's fused attention takes grouped heads from Ampere on, and elsewhere would keep all scores."""
+    seen = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(fused, "unmasked_attention", lambda q, k, v, *_: seen.append([*k.shape, *v.shape]))
+    q = torch.zeros(1, 8, 4, 16, dtype=torch.float16)
+    for matrix_units in (False, True):
+        monkeypatch.setattr(fused, "has_matrix_units", lambda device, answer=matrix_units: answer)
+        fused.grouped_attention(q, q[:, :2], q[:, :2], AttentionSpec(8, 2, 16, 0.25), None)
+    assert seen == [[1, 8, 4, 16] * 2, [1, 2, 4, 16] * 2]
+
+
+def test_a_broken_triton_is_an_error_and_no_reason_to_run_slowly(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setitem(sys.modules, "triton.language.extra.cuda", None)
+    spec = importlib.util.spec_from_file_location("dispatch_once_more", _dispatch.__file__)
+    with pytest.raises(ImportError, match=r"triton\.language\.extra\.cuda"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
 @pytest.mark.parametrize(
