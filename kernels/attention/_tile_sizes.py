@@ -93,7 +93,7 @@ _COMPRESSED: dict[Family, Configuration] = {
     "hopper": Configuration(Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2)),
     "a100": Configuration(Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 2), Tiles(32, 32, 8, 1)),
     "desktop": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1)),
-    "cdna": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 8, 1)),
+    "cdna": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1)),
 }
 _COMPRESSED_FLOAT32: dict[Family, Configuration] = {
     "hopper": Configuration(*[Tiles(16, 32, 8, 1)] * 3),
