@@ -38,6 +38,7 @@ def shared_pair() -> Callable[[str], pairs.Pair]:
     return pairs.make_pair_once()
 
 
+@pytest.hookimpl(tryfirst=True)  # before night/ leaves out some of the cases of these families
 def pytest_collection_modifyitems(config, items):
     leave_layers_to(representatives, config, items, Path(__file__).parent)
 

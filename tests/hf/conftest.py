@@ -25,6 +25,7 @@ from pairs import reference_class, scan_short_chunks, skip_groups_normalised_tog
 from representatives import leave_layers_to, representatives
 
 
+@pytest.hookimpl(tryfirst=True)  # before night/ leaves out some of the cases of these families
 def pytest_collection_modifyitems(config, items):
     leave_layers_to(representatives, config, items, Path(__file__).parent)
 

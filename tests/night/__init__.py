@@ -25,23 +25,41 @@ ALWAYS = {
 UNKNOWN = pytest.StashKey[dict[str, set[str]]]()
 
 
-def leave_to_the_night(config: pytest.Config, items: list[Any]) -> None:
-    """Deselect the cases that are not among those that always run, unless `--all-families`. Names of cases
-    that their test does not have are kept in the config for test_night.py.
-    """
-    if config.getoption("--all-families") or any("[" in argument for argument in config.args):
-        return
-    found: dict[str, set[str]] = {}
-    left_out = out_of_turn(items)
-    for item in items:
-        test, _, case = item.nodeid.partition("[")
-        if test in ALWAYS:
-            found.setdefault(test, set()).add(case[:-1])
-            if case[:-1] not in ALWAYS[test]:
+def register_night(config: pytest.Config) -> None:
+    """Leave out the cases that wait for the night, unless `--all-families` or a case is asked for."""
+    if not config.getoption("--all-families") and not any("[" in argument for argument in config.args):
+        config.pluginmanager.register(_Always())
+        config.pluginmanager.register(_InTurn())
+
+
+class _Always:
+    @pytest.hookimpl(wrapper=True)  # before `-k`, markers and folders leave out cases
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> Any:
+        """Deselect the cases that are not among those that always run. Names of cases that their test does
+        not have are kept in the config for test_night.py.
+        """
+        found: dict[str, set[str]] = {}
+        left_out = []
+        for item in items:
+            test, _, case = item.nodeid.partition("[")
+            if test in ALWAYS:
+                found.setdefault(test, set()).add(case[:-1])
+                if case[:-1] not in ALWAYS[test]:
+                    left_out.append(item)
+            elif test in WITH_ONE_OPTION and set(OPTIONS) & set(case[:-1].split("-")):
                 left_out.append(item)
-        elif test in WITH_ONE_OPTION and set(OPTIONS) & set(case[:-1].split("-")):
-            left_out.append(item)
-    config.stash[UNKNOWN] = {test: set(ALWAYS[test]) - cases for test, cases in found.items()}
+        config.stash[UNKNOWN] = {test: set(ALWAYS[test]) - cases for test, cases in found.items()}
+        _leave_out(left_out, config, items)
+        return (yield)
+
+
+class _InTurn:
+    # Before `-k`, but after the conftests of folders: it chooses among the families that run by day.
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[Any]) -> None:
+        _leave_out(out_of_turn(items), config, items)
+
+
+def _leave_out(left_out: list[Any], config: pytest.Config, items: list[Any]) -> None:
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         ids = {id(item) for item in left_out}

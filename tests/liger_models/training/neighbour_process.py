@@ -184,8 +184,10 @@ if __name__ == "__main__":
 
     for name, action in steps(*sys.argv[1:4]):
         action()
-        gc.collect()
         after = state()
+        if after != before:  # garbage may hold what is left; to collect it after each step takes seconds
+            gc.collect()
+            after = state()
         report[name] = {"left": changes(before, after), "called": setters.take()}
         before = after
     Path(sys.argv[3] + ".json").write_text(json.dumps(report))
