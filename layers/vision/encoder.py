@@ -60,6 +60,9 @@ class PatchEmbedding(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def extra_repr(self) -> str:  # PEFT's error shows it, where `all-linear` stands for last names of layers
+        return "takes no adapter: name it in exclude_modules"
+
 
 class ClassToken(nn.Module):
     """A learned vector [width], an additional first or last token of each picture."""

@@ -9,7 +9,16 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "gemma3-all",
         "muse_glimmer-all",
     ),
-    f"{VISION}/test_adapters_in_transformers.py::test_an_adapter_of_patch_embeddings_is_refused": (),
+    **dict.fromkeys(
+        (
+            f"{VISION}/test_adapters_in_transformers.py::test_an_adapter_of_{name}"
+            for name in (
+                "patch_embeddings_is_refused",
+                "a_head_that_transformers_does_not_know_as_one_loads",
+            )
+        ),
+        (),
+    ),
     f"{VISION}/test_trainers_in_transformers.py::test_trl_trains_with_images": (
         "DPO-gemma3",
         "SFT-qwen2_5_vl",

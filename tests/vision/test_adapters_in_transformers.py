@@ -77,6 +77,18 @@ def test_an_adapter_of_patch_embeddings_is_refused(family, both, hf, tmp_path):
         hf.load_adapter(ours, tmp_path)
 
 
+@pytest.mark.parametrize("family", ["nemotron_h_omni"])
+def test_an_adapter_of_a_head_that_transformers_does_not_know_as_one_loads(family, pair, both, hf, tmp_path):
+    """PEFT writes no weights of the head itself, and takes it for a layer that `all-linear` means."""
+    theirs, ours = both
+    call = pair.scene(*DOCUMENTS.values())
+    config = peft.LoraConfig(r=3, target_modules="all-linear", exclude_modules=r".*patch_projection.*")
+    theirs = randomise_trained(peft.get_peft_model(theirs, config))
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert any("lm_head" in name for name, p in theirs.named_parameters() if p.requires_grad)
+    compare(theirs, hf.load_adapter(ours, tmp_path / "adapter", is_trainable=True).train(), call)
+
+
 @pytest.mark.parametrize("family", ["kimi_k25"])
 def test_layers_that_are_several_in_transformers_have_no_adapters(family, pair, both, tmp_path):
     """Others match: queries, keys and values of Kimi K2.5's encoder are one layer in files and here."""

@@ -26,14 +26,19 @@ def find_targets(
     """
     weight_map = model.weight_map()
     named: dict[str, str] = {}
+    rearranged: list[str] = []
     untrained: tuple[str, ...] = ()
     for path, module in model.named_modules():
         if getattr(module, "untrained", False):
             untrained += (f"{path}.",)
         expr = weight_map.get(f"{path}.weight") if isinstance(module, nn.Linear) else None
         passed = getattr(module, "passes_adapters", False)
-        if isinstance(expr, Ref) and not path.startswith(untrained) and not passed:
+        if expr is None or path.startswith(untrained) or passed:
+            continue
+        if isinstance(expr, Ref):
             named[path] = expr.name.removesuffix(".weight")
+        elif path not in frozen:
+            rearranged.append(path)
     named = {path: name for path, name in named.items() if path not in frozen}
     decoder = {path: name for path, name in named.items() if not path.startswith("mtp.")}
     if settings.targets == ALL:
@@ -46,6 +51,12 @@ def find_targets(
     parameters = {path: name for path, name in named.items() if leaf(name) in stacks}
     refused = [path for path in parameters if _is_no_parameter_of_peft(model, path, settings)]
     if settings.targets == ALL:
+        if rearranged:
+            warnings.warn(
+                f"{len(rearranged)} layers ({rearranged[0]}, ...) get no adapter: this checkpoint stores their "
+                "weights in parts or in another order, where an adapter would have no name",
+                stacklevel=4,
+            )
         if refused:
             warnings.warn(
                 f"{len(refused)} layers ({refused[0]}, ...) get no adapter: {_ONLY_AS_PARAMETERS}",

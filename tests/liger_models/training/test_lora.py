@@ -192,6 +192,13 @@ def test_layers_whose_adapters_transformers_passes_over_get_none():
     assert "vision.projector.out_proj" not in named
 
 
+def test_a_warning_names_layers_that_a_checkpoint_stores_in_parts():
+    model = liger_models.from_config(find_architecture("molmo2").tiny, device="meta")
+    model.split_projections()
+    with pytest.warns(UserWarning, match=r"3 layers \(layers.0.self_attn.qkv_proj, ...\) get no adapter"):
+        find_targets(model, LoraSettings.parse(""), ())
+
+
 @pytest.mark.parametrize(
     ("family", "lora", "error"),
     [
