@@ -53,8 +53,8 @@ def find_targets(
     if settings.targets == ALL:
         if rearranged:
             warnings.warn(
-                f"{len(rearranged)} layers ({rearranged[0]}, ...) get no adapter: this checkpoint stores their "
-                "weights in parts or in another order, where an adapter would have no name",
+                f"{len(rearranged)} layers ({rearranged[0]}, ...) get no adapter: this checkpoint stores "
+                "their weights in parts or in another order, where an adapter would have no name",
                 stacklevel=4,
             )
         if refused:
