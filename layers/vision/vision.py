@@ -380,7 +380,7 @@ class Vision(nn.Module):
                 f"{FRAMED} must be {self._meaning}, but as for pictures where input_ids are the tokens "
                 f"before or after one, {self.spec.framing_ids}"
             )
-        if 5 in faults:
+        if 5 in faults and isinstance(self.spec.positions, ClockSpec):
             raise DataError(
                 "tokens of a video and of a sound alternate, but not after the tokens that begin a video and "
                 f"a sound, {self.spec.positions.start_ids}: was the text changed after the processor made it?"

@@ -220,7 +220,8 @@ def _groups(model: LigerCausalLM) -> dict[str, nn.Module]:
         parts |= {f"prediction module {name}": module for name, module in model.mtp.items()}
     for name, part in (("encoder", model.vision), ("audio encoder", model.audio)):
         if part is not None:
-            parts |= {f"layer {i} of the {name}": x for i, x in enumerate(part.encoder.layers)}
+            encoder: Any = part.encoder
+            parts |= {f"layer {i} of the {name}": x for i, x in enumerate(encoder.layers)}
     if not model.spec.tie_word_embeddings:
         parts |= {"the embedding": model.embed_tokens}
         parts |= {} if model.lm_head is None else {"the head": model.lm_head}
