@@ -227,8 +227,9 @@ def wide_backward_kernel(
                 values, scale, rstd, mean, x.dtype.element_ty, GATE_FIRST, ROUND_FIRST
             )
             more += (accumulated[part] + terms,)
-            tl.store(dx + target + column, dvalue.to(dx.dtype.element_ty), mask)
-            tl.store(dgate + target + column, draw.to(dgate.dtype.element_ty), mask)
+            # Streamed, so that they do not take the place of rows in the cache.
+            tl.store(dx + target + column, dvalue.to(dx.dtype.element_ty), mask, cache_modifier=".cs")
+            tl.store(dgate + target + column, draw.to(dgate.dtype.element_ty), mask, cache_modifier=".cs")
         accumulated = more
     weights = width * tl.num_programs(1)
     sums += tl.program_id(0) * weights + tl.program_id(1) * width

@@ -75,18 +75,18 @@ def prepare_kernel(
     live = tl.arange(0, 64) < count
     square = chunk.to(tl.int64) * HEADS + head
 
-    # The rows first: the longest loads.
+    # All loads first: the rows, which take longest, and what would wait behind their sums.
     k_rows = rows_of(k, k_stride, start, count, key_head, key, DK)
     q_rows = rows_of(q, q_stride, start, count, key_head, key, DK)
+    rate = tl.load(b + token * b_stride + head * b_head, live, 0.0).to(tl.float32)
+    speed, _, softplus = _decay_gate(a, A_log, dt_bias, token, head, live, a_stride, a_head)
     k_length, q_length = inverse_lengths(k_rows, l2_eps), inverse_lengths(q_rows, l2_eps)
     if head % (HEADS // KEY_HEADS) == 0:
         store_numbers_of_chunk(k_lengths, k_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
         store_numbers_of_chunk(q_lengths, q_length, chunk.to(tl.int64) * KEY_HEADS + key_head)
-    speed, _, softplus = _decay_gate(a, A_log, dt_bias, token, head, live, a_stride, a_head)
     step = tl.where(live, -speed * softplus, 0.0)
     g = tl.cumsum(step, 0)
     last = tl.sum(tl.where(tl.arange(0, 64) == 63, g, 0.0), 0)
-    rate = tl.load(b + token * b_stride + head * b_head, live, 0.0).to(tl.float32)
     beta = tl.where(live, beta_scale * tl.sigmoid(rate), 0.0)
     store_numbers_of_chunk(decays, g, square)
     store_numbers_of_chunk(betas, beta, square)

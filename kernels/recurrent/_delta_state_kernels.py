@@ -5,6 +5,7 @@ from __future__ import annotations
 from liger_models.kernels._dispatch import jit, tl
 from liger_models.kernels.recurrent._chunk_tiles import (
     columns_of,
+    fetch,
     numbers_of_chunk,
     segment_of,
     square_of,
@@ -88,6 +89,10 @@ def states_kernel(
         start = first + nth * 64
         count = end - start
         square = chunk * HEADS + head
+        # Nothing fetches these ahead: here they arrive while the first products run.
+        last = tl.load(decays + square * 64 + 63)
+        if o is not None:
+            asks = numbers_of_chunk(query_factors, square)
         k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
         v_rows = columns_of(v, v_tiles, v_stride, start, count, head, block * BLOCK_V, BLOCK_V, DV)
         values = tl.trans(v_rows).to(tl.float32)
@@ -107,11 +112,11 @@ def states_kernel(
             q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
             score = tl.trans(square_of(scores, score_tiles, square))
             out = tl.dot(rounded, tl.trans(q_rows), input_precision=PRECISION)
-            out *= numbers_of_chunk(query_factors, square)[None, :]
+            out *= asks[None, :]
             out += tl.dot(new.to(dtype), score, input_precision=PRECISION)
             store_columns(o, out, HEADS * DV, start, count, head * DV, column, DV)
         written = (new * numbers_of_chunk(write_factors, square)[None, :]).to(dtype)
-        state *= tl.exp(tl.load(decays + square * 64 + 63))
+        state *= tl.exp(last)
         state += tl.dot(written, k_rows, input_precision=PRECISION)
         chunk += 1
     if LOCAL:
@@ -195,6 +200,13 @@ def state_grads_kernel(
         start = first + (chunks - 1 - nth) * 64
         count = end - start
         square = chunk * HEADS + head
+        # Nothing fetches these ahead: here they arrive while the first products run.
+        last = tl.load(decays + square * 64 + 63)
+        if LOCAL:
+            writes = numbers_of_chunk(write_factors, square)
+        elif new_tiles is not None:  # then DV and DK are 128
+            following = (chunk - (nth + 1 < chunks).to(tl.int64)) * HEADS + head
+            fetch(states + following * DK * DV + begin * DK, BLOCK_V * DK)
         q_rows = columns_of(q, q_tiles, q_stride, start, count, key_head, 0, BLOCK_K, DK)
         k_rows = columns_of(k, k_tiles, k_stride, start, count, key_head, 0, BLOCK_K, DK)
         do_rows = columns_of(do, do_tiles, do_stride, start, count, head, begin, BLOCK_V, DV)
@@ -203,17 +215,18 @@ def state_grads_kernel(
         score = square_of(scores, score_tiles, square)
         rounded = dstate.to(dtype)
         if written is not None:
+            writes = numbers_of_chunk(write_factors, square)
             new = columns_of(new_values, new_tiles, HEADS * DV, start, count, head, begin, BLOCK_V, DV)
             wrote = tl.dot(new, rounded, input_precision=PRECISION)
-            wrote *= numbers_of_chunk(write_factors, square)[:, None]
-            part = written + tl.program_id(0).to(tl.int64) * written_stride
-            store_rows(part, wrote, start, count, head, key, HEADS, DK)
             state = state_rows(states, None, square, key, begin, BLOCK_V, DK, DV)
             # By column, which needs no sum over warps.
             by_column = tl.sum(state.to(tl.float32) * dstate, 1)
             tl.store(carried + square * DV + column, by_column, column < DV)
+            wrote *= writes[:, None]
+            part = written + tl.program_id(0).to(tl.int64) * written_stride
+            store_rows(part, wrote, start, count, head, key, HEADS, DK)
         dnew = tl.dot(rounded, tl.trans(k_rows), input_precision=PRECISION)
-        dnew *= numbers_of_chunk(write_factors, square)[None, :]
+        dnew *= (writes if LOCAL else numbers_of_chunk(write_factors, square))[None, :]
         dnew += tl.dot(dout, score, input_precision=PRECISION)
         dvalue = tl.dot(dnew.to(dtype), solve, input_precision=PRECISION)
         if dvalues is not None:
@@ -221,7 +234,7 @@ def state_grads_kernel(
         asked = (dout.to(tl.float32) * numbers_of_chunk(query_factors, square)[None, :]).to(dtype)
         # Negative, to add the product in place.
         read = (dvalue * -numbers_of_chunk(read_factors, square)[None, :]).to(dtype)
-        dstate *= tl.exp(tl.load(decays + square * 64 + 63))
+        dstate *= tl.exp(last)
         dstate += tl.dot(asked, q_rows, input_precision=PRECISION)
         dstate += tl.dot(read, k_rows, input_precision=PRECISION)
         chunk -= 1

@@ -28,10 +28,12 @@ from liger_models.kernels.recurrent._chunk_table import (
 )
 from liger_models.kernels.recurrent._state_kernels import boundaries_kernel
 
-# Columns of values per program where tiles are fetched by the copy engine. In the pass that is local to
-# segments two programs fit on a multiprocessor, and there are enough of them.
+# Columns of values per program where tiles are fetched by the copy engine. In the passes that are local to
+# segments two programs fit on a multiprocessor, and there are enough of them; three in the forward one, with
+# so many registers.
 COLUMNS = 128
 LOCAL_COLUMNS = 64
+LOCAL_REGISTERS = 168
 
 
 class Tiles(NamedTuple):
@@ -109,7 +111,7 @@ def pass_states(
             torch.empty(table.boundaries, heads, dk, dk, **like),
         )
         nothing = None, None, None, None
-        options = sizes | _launch_options(dv, tiles.local, LOCAL_COLUMNS, stages=3)
+        options = sizes | _launch_options(dv, tiles.local, LOCAL_COLUMNS, 2, LOCAL_REGISTERS)
         blocks = ceil_div(dv, options["BLOCK_V"]) + ceil_div(dk, options["BLOCK_V"])
         kernel[(blocks, heads, count)](
             *operands, *tiles.local, *places, *between, *nothing, *strides, count, LOCAL=True, **options
@@ -182,12 +184,15 @@ def count_blocks(dv: int, tiles: Tiles) -> int:
     return ceil_div(dv, _launch_options(dv, tiles.whole, COLUMNS, stages=2)["BLOCK_V"])
 
 
-def _launch_options(dv: int, tiles: list[Any], columns: int, stages: int) -> dict[str, Any]:
+def _launch_options(
+    dv: int, tiles: list[Any], columns: int, stages: int, registers: int | None = None
+) -> dict[str, Any]:
     """Options of a pass. Tiles are fetched ahead, in `stages`, and without registers, which leaves room for
     more columns.
     """
     if tiles and None not in tiles:
-        return {"BLOCK_V": columns, "num_warps": columns // 16, "num_stages": stages}
+        limit = {} if registers is None else {"maxnreg": registers}
+        return {"BLOCK_V": columns, "num_warps": columns // 16, "num_stages": stages, **limit}
     return {"BLOCK_V": block_of_values(dv, 64), "num_warps": 4, "num_stages": 1}
 
 

@@ -252,7 +252,7 @@ class _ShortConv(torch.autograd.Function):
         tokens, channels = len(x), len(weight)
         y = torch.empty(tokens, channels, dtype=x.dtype, device=x.device)
         if y.numel():
-            rows, group, columns, warps = _TILES[gated]
+            rows, group, columns, warps = _tiles(gated, weight.shape[1])
             grid = (ceil_div(tokens, rows), ceil_div(channels, columns))
             with on_device_of(x):
                 forward_kernel[grid](
@@ -328,8 +328,11 @@ class _ShortConv(torch.autograd.Function):
 
 # A program goes down some rows (tokens) of some channels with the last inputs in registers, so that memory is
 # read once; it loads a group of rows at a time, to keep enough loads in flight. Rows, rows of a group,
-# channels and warps, without and with gates.
-_TILES = {False: (128, 4, 512, 4), True: (64, 4, 256, 4)}
+# channels and warps.
+def _tiles(gated: bool, taps: int) -> tuple[int, int, int, int]:
+    if not gated:
+        return 128, 4, 512, 4
+    return 128 if taps <= 4 else 64, 4, 256, 4
 
 
 def _tiles_back(gated: bool, taps: int) -> tuple[int, int, int, int, int]:

@@ -381,16 +381,19 @@ def gate_grads_kernel(
     token = start.to(tl.int64) + tl.arange(0, 64)
     live = (tl.arange(0, 64) < count)[:, None] & (head < heads)[None, :]
     place = head[None, :].to(tl.int64) * tokens + token[:, None]
-    # A token's g is part of G of all later tokens of the chunk.
-    dg = tl.cumsum(tl.load(cumulative_of(dgates, heads, tokens) + place, live, 0.0), 0, reverse=True)
+    # All loads first, which would wait behind the sum.
+    dcumulative = tl.load(cumulative_of(dgates, heads, tokens) + place, live, 0.0)
+    dstep, step = tl.load(dgates + place, live, 0.0), tl.load(gates + place, live, 0.0)
     rate = -tl.exp(tl.load(A_log + head, head < heads, 0.0).to(tl.float32))[None, :]
     shifted = tl.load(dt + token[:, None] * dt_stride + head[None, :] * dt_head, live, 0.0).to(tl.float32)
     shifted += tl.load(dt_bias + head, head < heads, 0.0).to(tl.float32)[None, :]
+    # A token's g is part of G of all later tokens of the chunk.
+    dg = tl.cumsum(dcumulative, 0, reverse=True)
     unbounded = softplus(shifted)
     moves = live & (unbounded >= lowest) & (unbounded <= highest)
-    draw = (tl.load(dgates + place, live, 0.0) + dg * rate) * tl.sigmoid(shifted)
+    draw = (dstep + dg * rate) * tl.sigmoid(shifted)
     draw = tl.where(moves, draw, 0.0)
-    drate = tl.where(live, dg * rate * tl.load(gates + place, live, 0.0), 0.0)
+    drate = tl.where(live, dg * rate * step, 0.0)
     tl.store(ddt + token[:, None] * ddt_stride + head[None, :], draw.to(ddt.dtype.element_ty), live)
     target = sums + chunk * 3 * heads + head
     tl.store(target, tl.sum(drate, 0), head < heads)
