@@ -26,7 +26,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
 from liger_models.layers.vision.repeated import repeat_pictures
-from liger_models.layers.vision.vision import VisionInputs
+from liger_models.layers.vision.vision import SOUND_OF_VIDEO, VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
@@ -203,6 +203,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         input_features: Tensor | None = None,
         feature_attention_mask: Tensor | None = None,
         input_features_mask: Tensor | None = None,
+        use_audio_in_video: bool | None = None,
         **others: Any,
     ) -> Any:
         """Run `LigerForCausalLM.forward` with the inputs of the family's processor. Their names are in the
@@ -213,7 +214,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             DataError: an input is missing, or images or sounds do not match the tokens.
         """
         given = locals()
-        others |= {name: given[name] for name in (*MEDIA, *OF_TOKENS) if given[name] is not None}
+        named = (*MEDIA, *OF_TOKENS, SOUND_OF_VIDEO)
+        others |= {name: given[name] for name in named if given[name] is not None}
         if labels is None and "shift_labels" not in others:
             others |= self._all_prefix(input_ids, others)
         return super().forward(
