@@ -10,9 +10,10 @@ Both distributions are over the keys that the query attends to: the chosen ones,
     ds_qk = softmax(s_q)_k - p_qk,   dweights_qh = sum_k ds_qk r_qhk,   r_qhk = relu(scale * q_qh . k_k)
     dq_qh = scale * sum_k ds_qk weights_qh [r_qhk > 0] k_k,             and dk_k likewise, over q and h
 
-The gradients are computed with the loss, for a slice of queries at a time and a head at a time, in float32.
-So no scores are kept for the backward pass, and no more than four matrices of a slice exist at once. All
-products are torch's: 2 T E operations per query and head of the layer, 8 T D per head of the indexer.
+The gradients are computed with the loss, for a slice of queries at a time and a head at a time, or a few
+heads where there are few keys, in float32. So no scores are kept for the backward pass, and no more than four
+matrices of a slice and its heads exist at once. All products are torch's: 2 T E operations per query and head
+of the layer, 8 T D per head of the indexer.
 
 A layer of DeepSeek-V4 attends to a window of tokens, compressed keys and a sink in one softmax, and its
 indexer chooses among the compressed keys w alone (compressed_keys.py):
@@ -40,7 +41,7 @@ from liger_models.kernels.attention.compressed_keys import (
     seen_keys,
 )
 
-_SLICE = 1 << 23  # scores of a slice of queries: 32 MiB
+_SLICE = 1 << 23  # scores of a slice of queries, and of heads that run at once: 32 MiB
 
 
 def indexer_loss(
@@ -181,7 +182,7 @@ class _IndexerLoss(torch.autograd.Function):
         for part, keys, p, seen in targets():
             own = wide[0][part], wide[1][keys], wide[2][part]
             hidden = ~seen
-            scores = index_scores(*own, scale).masked_fill_(hidden, float("-inf"))
+            scores = _scores(*own, scale).masked_fill_(hidden, float("-inf"))
             log_found = scores.log_softmax(-1)
             del scores
             terms = p * (p.log() - log_found)
@@ -234,16 +235,37 @@ def _shares_of_compressed(
     q: Tensor, k: Tensor, sinks: Tensor, scale: float, seen: Tensor, among: Tensor
 ) -> Tensor:
     """The heads' attention weights of compressed keys, the last ones of k, as shares of their sum over heads
-    and compressed keys, [queries, keys]: a head at a time, in logarithms, since all may be small.
+    and compressed keys, [queries, keys]: in logarithms, since all may be small.
     """
     total = None
-    for head in range(q.shape[1]):
-        scores = scaled_products(q[:, head : head + 1], k, scale, seen)[:, 0]
-        whole = torch.logaddexp(scores.logsumexp(-1), sinks[head].to(scores.dtype))
-        logs = scores[:, -among.shape[1] :] - whole[:, None]
+    for heads in _groups(q.shape[1], seen.numel()):
+        scores = scaled_products(q[:, heads], k, scale, seen)
+        whole = torch.logaddexp(scores.logsumexp(-1), sinks[heads].to(scores.dtype))
+        logs = scores[..., -among.shape[1] :].sub_(whole[..., None]).logsumexp(1)
         total = logs if total is None else torch.logaddexp(total, logs)
     assert total is not None
     return total.softmax(-1).masked_fill_(~among, 0.0)
+
+
+def _groups(heads: int, scores: int) -> list[slice]:
+    """Groups of heads that run at once, of which each has this number of scores."""
+    some = max(1, _SLICE // max(1, scores))
+    return [slice(first, min(first + some, heads)) for first in range(0, heads, some)]
+
+
+def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """relu(scale q k) of some heads, [queries, heads, keys]."""
+    return torch.relu_((q.flatten(0, 1) @ k.T).mul_(scale)).unflatten(0, q.shape[:2])
+
+
+def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
+    """The indexer's scores, [queries, keys]."""
+    total = None
+    for heads in _groups(q.shape[1], len(q) * len(k)):
+        scores = torch.bmm(weights[:, None, heads], _products(q[:, heads], k, scale))[:, 0]
+        total = scores if total is None else total.add_(scores)
+    assert total is not None
+    return total
 
 
 def _add_gradients(
@@ -257,9 +279,10 @@ def _add_gradients(
     """Add the gradients of a slice of queries to those of q, k and weights."""
     q, k, weights = own
     dq, dk, dweights = grads[0][queries], grads[1][keys], grads[2][queries]
-    for head in range(q.shape[1]):
-        products = torch.relu_(q[:, head] @ k.T * scale)
-        dweights[:, head] = (dscores * products).sum(-1)
-        dproducts = (dscores * weights[:, head, None]).masked_fill_(products == 0, 0.0).mul_(scale)
-        dq[:, head] = dproducts @ k
-        dk += dproducts.T @ q[:, head]
+    for heads in _groups(q.shape[1], dscores.numel()):
+        products = _products(q[:, heads], k, scale)
+        dweights[:, heads] = torch.bmm(products, dscores[..., None])[..., 0]
+        dproducts = dscores[:, None] * weights[:, heads, None]
+        dproducts = dproducts.masked_fill_(products == 0, 0.0).mul_(scale).flatten(0, 1)
+        dq[:, heads] = (dproducts @ k).unflatten(0, (len(q), -1))
+        dk.addmm_(dproducts.T, q[:, heads].flatten(0, 1))
