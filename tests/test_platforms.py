@@ -12,7 +12,7 @@ from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import _dispatch, _gpu
-from liger_models.layers.attention import fused
+from liger_models.layers.attention import flash, fused
 from liger_models.layers.specs import AttentionSpec
 from liger_models.models import devices
 from liger_models.optim.adamw import AdamW
@@ -156,6 +156,15 @@ def test_a_gpu_is_known_by_its_architecture(
     assert (found.matrix_units, found.most_warps) == (matrix_units, most_warps)
     assert (found.shared_memory, found.multiprocessors) == (65536, 104)
     assert not found.starts_early
+
+
+def test_an_mi250_which_has_hoppers_capability_is_not_taken_for_it(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx90a:xnack-")
+    )
+    assert flash._device(SimpleNamespace(is_cuda=True, device=0)) != "sm_90"
 
 
 def test_mps_is_refused_by_adamw_which_needs_float64(monkeypatch):
