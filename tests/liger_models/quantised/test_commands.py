@@ -66,8 +66,7 @@ def test_plan_counts_weights_in_the_bits_of_the_checkpoint(gpt_oss, capsys):
     dense, kept = reports
     assert kept["num_parameters"] == dense["num_parameters"]
     saved = nbytes(gpt_oss.expected(torch.bfloat16)) - nbytes(gpt_oss.tensors)
-    own = 2 * 4 * gpt_oss.config["hidden_size"] * 4  # split, query, key and value have an A each, in float32
-    assert dense["parts"]["weights"] - kept["parts"]["weights"] == saved - own > 0
+    assert dense["parts"]["weights"] - kept["parts"]["weights"] == saved > 0
     assert kept["parts"]["at work"] > dense["parts"]["at work"]  # the decoded experts
     for arguments, message in (
         ([str(gpt_oss.folder), "--keep-quantised"], "--keep-quantised needs --lora"),
