@@ -39,9 +39,6 @@ def layer_norm(
     """
     _check(x, weight, bias, offset)
     if use_triton(x, weight, bias):
-        if not torch.is_grad_enabled():  # such as a norm that is made again
-            weight, bias = (p if p is None else p.contiguous() for p in (weight, bias))
-            return norm_forward(x, None, weight, bias, eps, offset, center=True, round_first=False)[0]
         return _LayerNorm.apply(x, weight, bias, eps, offset)
     return as_once_differentiable(layer_norm_plain(x, weight, bias, eps, offset))
 

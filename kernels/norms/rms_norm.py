@@ -50,10 +50,6 @@ def rms_norm(
     """
     _check(x, weight, offset, cast)
     if use_triton(x, weight):
-        if not (float8 or torch.is_grad_enabled()):  # such as a norm that is made again
-            weight = None if weight is None else weight.contiguous()
-            first = cast == "llama"
-            return norm_forward(x, None, weight, None, eps, offset, center=False, round_first=first)[0]
         y, *copy = _RMSNorm.apply(x, weight, eps, offset, cast == "llama", float8)
         return y if copy[0] is None else carry_rows(y, Float8(*copy))
     y = as_once_differentiable(rms_norm_plain(x, weight, eps, offset, cast))

@@ -64,7 +64,6 @@ from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
 from liger_models.layers.attention.kept_output import keeps_output
 from liger_models.layers.attention.padded import attend_with_padding
 from liger_models.layers.attention.varlen import varlen_attention
-from liger_models.layers.recompute.without_recipes import without_recipes
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
@@ -286,16 +285,17 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     plain = spec.is_plain_softmax
     if spec.dropout:
         return "eager" if not plain else "sdpa" if _is_unmasked(spec, visibility) else "masked"
-    usual = q.shape[-1] == v.shape[-1] <= 256
-    tree = visibility.documents.tree is not None
-    if plain and usual and not tree and _is_unmasked(spec, visibility):
-        return "sdpa"
     ours = use_triton(q) and has_tiles(q, v)
     if q.dtype == torch.float32 and _by_ranges(spec, visibility) and visibility.marked is None:
         ours = False  # in float32 the kernel has not been timed against a mask
-    if tree:
+    if visibility.documents.tree is not None:
         return "triton" if ours else "masked" if plain else "eager"
-    if plain and _is_unmasked(spec, visibility) and (not ours or _cudnn_takes(q, k, v, spec, visibility)):
+    usual = q.shape[-1] == v.shape[-1] <= 256
+    if (
+        plain
+        and _is_unmasked(spec, visibility)
+        and (usual or not ours or _cudnn_takes(q, k, v, spec, visibility))
+    ):
         return "sdpa"
     if ours:
         return "triton"
@@ -332,8 +332,7 @@ def _sdpa(
     # Views all the way: [T, heads, dim] -> [batch, heads, seq, dim] without a copy, also out of a packed
     # q|k|v row.
     q, k, v = (x.unflatten(0, visibility.documents.shape).transpose(1, 2) for x in (q, k, v))
-    out = without_recipes(grouped_attention, q, k, v, spec, None, once)
-    return out.transpose(1, 2).flatten(0, 1)
+    return grouped_attention(q, k, v, spec, None, once).transpose(1, 2).flatten(0, 1)
 
 
 def _triton(
@@ -347,8 +346,7 @@ def _triton(
 ) -> Tensor:
     bounds, window = _bounds(spec, visibility)
     options: dict[str, Any] = {"softcap": spec.softcap, "sinks": sinks, "slopes": slopes_of(spec, q.device)}
-    options |= {"scale": spec.scale, "window": window, "bounds": bounds, "once": once}
-    return without_recipes(attention, q, k, v, **options)
+    return attention(q, k, v, scale=spec.scale, window=window, bounds=bounds, once=once, **options)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:

@@ -173,13 +173,9 @@ class Attention(nn.Module):
         if tables is not None and tables[0].dim() == 3:
             raise ValueError("angles of single dimensions need norms of queries and keys")
         if spec.rope is None or tables is None or spec.value_dim != spec.head_dim:
-            if spec.value_dim == spec.head_dim:
-                heads = [spec.num_attention_heads, *[spec.num_key_value_heads] * 2]
-                q, k, v = qkv.unflatten(-1, (-1, spec.head_dim)).split(heads, dim=-2)
-            else:
-                q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.v_size], dim=-1)
-                q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
-                v = v.unflatten(-1, (-1, spec.value_dim))
+            q, k, v = qkv.split([spec.q_size, spec.kv_size, spec.v_size], dim=-1)
+            q, k = (x.unflatten(-1, (-1, spec.head_dim)) for x in (q, k))
+            v = v.unflatten(-1, (-1, spec.value_dim))
             if spec.rope is None or tables is None:
                 return q, k, v
             # Copied, since a view would keep the queries and keys that are rotated into copies.

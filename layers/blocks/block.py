@@ -146,8 +146,7 @@ class Block(nn.Module):
     @property
     def token_mixer(self) -> Mixer:
         """The only token mixer, or the first of two. (Named apart from modules of other libraries.)"""
-        mixer: Mixer = getattr(self, self.mixer_names[0])
-        return mixer
+        return self.mixers[0]
 
     @property
     def float32_stream(self) -> bool:

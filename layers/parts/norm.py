@@ -14,7 +14,6 @@ from liger_models.layers.recompute.activation_memory import (
     carry_float8_recipe,
     carry_recipe,
 )
-from liger_models.layers.recompute.without_recipes import without_recipes
 from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
 
 
@@ -78,13 +77,12 @@ class LigerRMSNorm(nn.Module):
             return self._alone(total.to(branch)), total
         cast = self._cast_for(x)
         copies = self.float8_copy, self.float8_gradient
-        weight = self.weight
-        y, total = without_recipes(add_rms_norm, x, residual, weight, self.eps, self.offset, cast, *copies)
+        y, total = add_rms_norm(x, residual, self.weight, self.eps, self.offset, cast, *copies)
         return self._with_recipe(y, total, cast), total
 
     def _alone(self, x: Tensor) -> Tensor:
         cast = self._cast_for(x)
-        y = without_recipes(rms_norm, x, self.weight, self.eps, self.offset, cast, self.float8_copy)
+        y = rms_norm(x, self.weight, self.eps, self.offset, cast, self.float8_copy)
         return self._with_recipe(y, x, cast)
 
     def _with_recipe(self, y: Tensor, x: Tensor, cast: NormCast) -> Tensor:
@@ -161,9 +159,8 @@ class LigerLayerNorm(nn.Module):
             norm = functools.partial(norm, weight=None)
         parameters = tuple(p for p in (self.weight, self.bias) if p is not None)
         if residual is None:
-            return carry_recipe(without_recipes(norm, x, *parameters), norm, x, *parameters, late=True)
-        operands = x, residual, self.weight, self.bias
-        y, total = without_recipes(add_layer_norm, *operands, self.eps, self.offset)
+            return carry_recipe(norm(x, *parameters), norm, x, *parameters, late=True)
+        y, total = add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.offset)
         return carry_recipe(y, norm, total, *parameters, late=True), total
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

@@ -21,8 +21,6 @@ def test_weight_and_bias_may_each_be_absent(with_weight, with_bias, implementati
     bias = torch.randn(12, requires_grad=True) if with_bias else None
     upstream = torch.randn(5, 12)
     y = layer_norm(x, weight, bias)
-    with torch.no_grad():  # as recomputation runs it, without an autograd function
-        assert torch.equal(layer_norm(x, weight, bias), y)
     needed = [t for t in (x, weight, bias) if t is not None]
     grads = torch.autograd.grad(y, needed, upstream)
     x64, weight64, bias64 = (None if t is None else t.double() for t in (x, weight, bias))

@@ -37,10 +37,7 @@ def test_each_order_of_casts_gives_the_bits_of_transformers(cast, dtype):
 def test_a_float32_weight_on_bfloat16_input_gives_the_dtype_of_the_reference(cast, implementation):
     x, weight = torch.randn(3, 8).bfloat16(), torch.randn(8)
     expected = torch.float32 if cast == "llama" else torch.bfloat16
-    y = rms_norm(x, weight, cast=cast)
-    assert y.dtype == expected
-    with torch.no_grad():  # as recomputation runs it, without an autograd function
-        assert torch.equal(rms_norm(x, weight, cast=cast), y)
+    assert rms_norm(x, weight, cast=cast).dtype == expected
 
 
 @pytest.mark.parametrize("cast", CASTS)
