@@ -8,22 +8,20 @@ from typing import Any
 
 from liger_models.kernels._dispatch import ceil_div
 from liger_models.kernels.experts._expert_passes import slice_columns
-from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.blocks import Block
 from liger_models.layers.blocks.per_layer_input import PerLayerInput
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.mixing import backward_mixing, mixing_operations, saved_by_segments
 from liger_models.layers.memory.on_host import heads_at_a_time, input_bytes, result_bytes
-from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes
-from liger_models.layers.memory.places import matrix_elements, places_of
+from liger_models.layers.memory.own_parts import before_output, decoded_bytes, gradient_bytes, kept_of_images
+from liger_models.layers.memory.places import inner_width, matrix_elements, own_attention, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, ON_HOST, RERUN, TILED, ActivationMemory
 from liger_models.layers.recompute.offload import host_bytes
 from liger_models.layers.sequences.sequence_parallel import exchange_bytes
-from liger_models.layers.specs import AttentionSpec, MoESpec
 
 # Matrix operations in the time in which one byte is written or read: 660 TFLOP/s and 4.2 TB/s on an H200.
 # Only used to decide what is recomputed first.
@@ -81,7 +79,7 @@ class LayerCosts:
             level: kept[level] - (level not in RERUN) * saved_by_segments(layer, step) for level in LEVELS
         }
         adapters = AdapterCosts.of(layer, step, tokens, itemsize)
-        of_images = _kept_of_images(layer, step, itemsize)
+        of_images = kept_of_images(layer, step, itemsize)
         extra = of_images + tokens * adapters.columns * itemsize
         kept = {level: kept[level] + (level not in RERUN) * extra for level in LEVELS}
         kept["all"] += adapters.kept - tokens * _unkept(layer, adapters, itemsize)
@@ -144,15 +142,6 @@ class LayerCosts:
             if self.kept[to] < self.kept[level]
         ]
         return min(found, default=(0.0, None))
-
-
-def _kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
-    """Bytes that a layer reading image features keeps for them and for the mask of visible features."""
-    mixer = next((mixer for mixer in layer.mixers if isinstance(mixer, CrossAttention)), None)
-    if mixer is None or not step.shown.read:
-        return 0
-    visible = itemsize * step.tokens * (step.shown.read // step.batch)
-    return visible + step.shown.read * mixer.image_bytes(itemsize)
 
 
 @dataclass(frozen=True)
@@ -237,7 +226,7 @@ class _Moments:
         adapters: AdapterCosts,
     ) -> _Moments:
         tokens, mlp = step.tokens, getattr(layer, "mlp", None)
-        stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * _inner_width(layer)
+        stream, product = tokens * layer.stream_bytes(itemsize), tokens * itemsize * inner_width(layer)
         connection: Any = getattr(layer, "connection_bytes", None)  # to several streams
         normed = stream if connection is None else tokens * itemsize * layer.hidden_size
         places = places_of(layer)
@@ -374,7 +363,7 @@ def _unkept(layer: Block, adapters: AdapterCosts, itemsize: int) -> int:
     """
     if not adapters.peft or layer.norm_outputs() != 2 or isinstance(layer.mlp, MixtureOfExperts):
         return 0
-    sizes = {"last": _inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
+    sizes = {"last": inner_width(layer), "front": layer.hidden_size, "mixer": layer.hidden_size}
     return itemsize * sum(size for place, size in sizes.items() if place not in adapters.keeps_input)
 
 
@@ -382,7 +371,7 @@ def _peft_mixer(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts)
     """Memory of PEFT's own forward of attention's projections: of the output, whose input is kept; and of
     queries, keys and values, after that output is done, beyond the norm's output.
     """
-    mixer, output = _own_attention(layer), adapters.output.total() if "output" in adapters.peft else 0
+    mixer, output = own_attention(layer), adapters.output.total() if "output" in adapters.peft else 0
     done = 0 if mixer is None else step.tokens * itemsize * mixer.o_size
     if "mixer" not in adapters.peft:
         return output
@@ -396,20 +385,8 @@ def _pieces(layer: Block, step: Step, itemsize: int, adapters: AdapterCosts) -> 
     """Attention's output of long sequences, computed by groups of heads (`attend_by_groups`): a following
     layer with adapters needs it concatenated.
     """
-    mixer = _own_attention(layer)
+    mixer = own_attention(layer)
     if mixer is None or "output" not in adapters.adapted:
         return 0
     grouped = heads_at_a_time(layer.token_mixer, step.tokens, step.sequence_ranks > 1) > 1
     return step.tokens * itemsize * mixer.o_size * grouped
-
-
-def _own_attention(layer: Block) -> AttentionSpec | None:
-    return next((mixer for mixer in layer.spec.mixers if isinstance(mixer, AttentionSpec)), None)
-
-
-def _inner_width(layer: Block) -> int:
-    spec = layer.spec.mlp
-    if not isinstance(spec, MoESpec):
-        return 0 if spec is None else spec.intermediate_size
-    shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
-    return spec.experts_per_token * spec.intermediate_size + shared

@@ -1,4 +1,6 @@
-"""Sizes of parameters: this process's part, the gathered tensor, and matrices in quantised bits."""
+"""Sizes of parameters: this process's part, the gathered tensor, and matrices in quantised bits; and of image
+features in layers that read them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.shards import local_tensor
+from liger_models.layers.attention.cross_attention import CrossAttention
+from liger_models.layers.blocks import Block
 from liger_models.layers.memory.places import PLACES, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.matrices import matrices
@@ -84,3 +88,12 @@ def before_output(mixer: Any) -> Iterable[Tensor]:
 def gradient_bytes(parameters: Iterable[Tensor], step: Step) -> int:
     """Bytes of gradients as computed, before they are reduced to shards."""
     return 0 if step.lora_rank else sum(whole_bytes(p) for p in parameters if p.requires_grad)
+
+
+def kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
+    """Bytes that a layer reading image features keeps for them and for the mask of visible features."""
+    mixer = next((mixer for mixer in layer.mixers if isinstance(mixer, CrossAttention)), None)
+    if mixer is None or not step.shown.read:
+        return 0
+    visible = itemsize * step.tokens * (step.shown.read // step.batch)
+    return visible + step.shown.read * mixer.image_bytes(itemsize)

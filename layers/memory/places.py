@@ -14,6 +14,7 @@ from liger_models.layers.experts.moe import Experts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_weight import dense_shape
+from liger_models.layers.specs import AttentionSpec, MoESpec
 
 PLACES = ("last", "front", "mixer", "output")
 """The MLP's last product and its first ones; the mixer's inputs and attention's output."""
@@ -58,3 +59,17 @@ def matrix_elements(layer: Block, frozen: bool = False) -> tuple[int, int, int]:
         else:
             rest += elements
     return inner, last, rest
+
+
+def own_attention(layer: Block) -> AttentionSpec | None:
+    """The settings of its attention, if that keeps keys and values of its own."""
+    return next((mixer for mixer in layer.spec.mixers if isinstance(mixer, AttentionSpec)), None)
+
+
+def inner_width(layer: Block) -> int:
+    """The width of the input of its MLP's last product, of all experts of a token."""
+    spec = layer.spec.mlp
+    if not isinstance(spec, MoESpec):
+        return 0 if spec is None else spec.intermediate_size
+    shared = 0 if spec.shared_expert is None else spec.shared_expert.intermediate_size
+    return spec.experts_per_token * spec.intermediate_size + shared
