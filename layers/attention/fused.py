@@ -23,7 +23,7 @@ from torch.backends.cuda import (
 
 from liger_models.kernels._dispatch import has_matrix_units
 from liger_models.kernels.attention.flash_attention import Once
-from liger_models.layers.attention.fused_once import attend_once, chooses_flash_on_a_cpu
+from liger_models.layers.attention.fused_once import REACH, attend_once, chooses_flash_on_a_cpu, within_reach
 from liger_models.layers.specs import AttentionSpec
 
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -92,12 +92,7 @@ def unmasked_attention(
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = _under_autocast(q, k, v)
         if cudnn_takes(q, k, v, causal):
-            if once is not None:
-                return attend_once(q, k, v, scale, causal, once)
-            keep = _is_differentiated(q, k, v)
-            return torch._scaled_dot_product_cudnn_attention(
-                q, k, v, None, keep, dropout, causal, False, scale=scale
-            )[0]
+            return _by_cudnn(q, k, v, scale, causal, dropout, once)
         if _spoils_gradients(k, causal) and not dropout:
             return _without_cudnn(q, k, v, scale)
     grouped = q.shape[1] != k.shape[1]
@@ -106,6 +101,29 @@ def unmasked_attention(
     return F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+
+
+def _by_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float, once: Once | None
+) -> Tensor:
+    """Attention by cuDNN: one row at a time, or one key head of a row, if its backward pass would not reach
+    all elements at once.
+    """
+    batch, groups = q.shape[0], k.shape[1]
+    if batch * groups > 1 and q.shape[:-1].numel() * max(q.shape[-1], v.shape[-1]) > REACH:
+        dim, sizes = (0, (1, 1, 1)) if batch > 1 else (1, (q.shape[1] // groups, 1, 1))
+        split = (x.split(size, dim) for x, size in zip((q, k, v), sizes, strict=True))
+        pieces = zip(*split, strict=True)
+        return torch.cat([_by_cudnn(q, k, v, scale, causal, dropout, once) for q, k, v in pieces], dim)
+    if once is not None:
+        return attend_once(q, k, v, scale, causal, once)
+    keep = _is_differentiated(q, k, v)
+    out: Tensor = torch._scaled_dot_product_cudnn_attention(
+        q, k, v, None, keep, dropout, causal, False, scale=scale
+    )[0]
+    if keep:
+        out.register_hook(within_reach)
+    return out
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from liger_models.layers.attention.fused_once import REACH
 from liger_models.layers.attention.qk_norm import norm_work
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory.on_host import heads_at_a_time, mixers_of
@@ -66,5 +67,8 @@ def _mixer_work(module: Any, step: Step, itemsize: int) -> int:
     if mixer.window is None and mixer.is_plain_softmax:
         by_head = 2 * itemsize if mixer.num_key_value_heads < mixer.num_attention_heads else 0
         sums = (4 + by_head) * mixer.q_size
-    sums //= heads_at_a_time(module, step.tokens, step.sequence_ranks > 1)
+    parts = heads_at_a_time(module, step.tokens, step.sequence_ranks > 1)
+    sums //= parts
+    if sums and parts > 1 and step.tokens * mixer.o_size > REACH:
+        sums += itemsize * mixer.o_size // parts  # the copy of the output's gradient
     return step.tokens * (gradients + max(sums, norm_work(mixer)))
