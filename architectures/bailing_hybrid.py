@@ -58,7 +58,7 @@ OF_MODULES = replace(
 def bailing_hybrid(c: HFConfig) -> ModelSpec:
     norm, plain = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6)), latent_attention(c, positions=False)
     turned = rope(kimi.positions(c, 262144), plain.qk_rope_head_dim, interleaved=True, theta=6e6)
-    full = replace(with_positions(plain, turned), head_gates=True)
+    full = replace(with_positions(plain, turned), gates="heads")
     sizes = (
         c.take_count("linear_num_heads", full.num_attention_heads),
         c.take_count("linear_head_dim", c.take_count("head_dim", 128)),

@@ -19,6 +19,7 @@ from liger_models.architectures.common.deepseek import (
     indexed_layers,
     indexer,
     latent_attention,
+    older_choices,
 )
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
@@ -48,7 +49,7 @@ def glm_moe_dsa(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-5))
     indexed_layers(c)
     layers = [latent_attention(c, interleaved=True)] * c.take_count("num_hidden_layers")
-    choices = choices_of_keys(c, layers, indexer(c, interleaved=True))
+    choices = choices_of_keys(c, layers, indexer(c, interleaved=True), older_choices(c))
     first = c.take_count("first_k_dense_replace", 3, least=0)
     mlps = dense_or_sparse(c, mlp(c), corrected_experts(c), first)
     blocks = [BlockSpec(mixer, inner, norm) for mixer, inner in zip(choices, mlps, strict=True)]

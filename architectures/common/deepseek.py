@@ -5,7 +5,7 @@ the end, settings for these families' tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,8 +67,8 @@ def latent_attention(
             f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
             f"qk_rope_head_dim {dim}; let them agree, or remove the first"
         )
-    # Consistent with the other keys; GLM-5.2 states the part without positions as head_dim.
-    for key, size, *others in (("head_dim", head, nope), ("qk_head_dim", nope + dim)):
+    # Consistent with the other keys; GLM-5.2 states the part without positions as head_dim, Hunyuan 4 both.
+    for key, size, *others in (("head_dim", head, nope, nope + dim), ("qk_head_dim", nope + dim)):
         if c.take_count(key, size) not in (size, *others):
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
     return with_positions(spec, turned)
@@ -92,23 +92,26 @@ def indexed_layers(c: HFConfig) -> None:
     layer_types(c, lambda i: "indexed_attention", ("indexed_attention", "deepseek_sparse_attention"))
 
 
+def older_choices(c: HFConfig) -> Callable[[int], str]:
+    """Who chooses a layer's keys, from older keys: a pattern such as "FFSS", or a frequency and an offset."""
+    pattern = c.take("index_topk_pattern", None)
+    every, offset = c.take_count("index_topk_freq", 1), c.take_count("index_skip_topk_offset", 2, least=0)
+    if pattern is None:
+        return lambda i: "shared" if max(i - offset + 1, 0) % every else "full"
+    types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
+    return lambda i: types[i] if i < len(types) else ""
+
+
 def choices_of_keys(
-    c: HFConfig, layers: Sequence[LatentAttentionSpec], indexer: IndexerSpec
+    c: HFConfig, layers: Sequence[LatentAttentionSpec], indexer: IndexerSpec, default: Callable[[int], str]
 ) -> list[LatentAttentionSpec]:
     """The attention of each of these layers: with an indexer of its own ("full" in `indexer_types`), or to
-    the keys that the last of these has chosen ("shared"). Older configs have a pattern such as "FFSS", or a
-    frequency and an offset.
+    the keys that the last of these has chosen ("shared"). By default `default(layer)` says which.
 
     Raises:
         ConfigError: not one type per layer, other types, or a first layer that shares.
     """
-    pattern = c.take("index_topk_pattern", None)
-    every, offset = c.take_count("index_topk_freq", 1), c.take_count("index_skip_topk_offset", 2, least=0)
-    if pattern is None:
-        types = ["shared" if max(i - offset + 1, 0) % every else "full" for i in range(len(layers))]
-    else:
-        types = [{"F": "full", "S": "shared"}.get(letter, letter) for letter in pattern]
-    types = layer_types(c, lambda i: (types + [""] * i)[i], ("full", "shared"), "indexer_types")
+    types = layer_types(c, default, ("full", "shared"), "indexer_types")
     if types[0] != "full":
         raise ConfigError(
             f"{c.name}: the first layer has no keys to share; indexer_types must begin with full"

@@ -35,7 +35,6 @@ MISSING |= {
     "gpt_neox_japanese": "a bias of attention in only the last layer",
     "hrm_text": "two stacks of layers that run in turns, several times each",
     "glm5_next": f"{_STREAMS}, and its image encoder",
-    "hy_v4": f"clamped MLPs, and {_STREAMS}",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",

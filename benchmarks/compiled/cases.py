@@ -272,7 +272,7 @@ def chosen_keys(heads, head_dim, top_k):
 
 def streams(width, count, iterations, dtype=BF16):
     """A connection to residual streams, and their sum at the end of a model."""
-    for rows, factors in ((count * (count + 2), 3), (count, 1)):
+    for rows, factors in ((count * (count + 2), 3) if iterations else (2 * count, 2), (count, 1)):
         shapes = (TOKENS, count * width), (rows, count * width), (rows,), (factors,)
         x, *weights = (operand(*shape, dtype=dtype) for shape in shapes)
         found = weighted_streams(x, *weights, count=count, iterations=iterations, eps=1e-6, norm_eps=1e-6)
@@ -367,6 +367,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
     "streams, DeepSeek V4": lambda: streams(4096, 4, 20),
+    "streams that stay apart, Hunyuan 4": lambda: streams(2816, 4, 0),
     "attention to chosen compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 4, 512),
     "attention to compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 128),
     "attention to compressed keys in float32": lambda: compressed_attention(64, 512, 128, 128, dtype=F32),

@@ -1,7 +1,8 @@
 """The loss of an indexer: how far its choice of keys is from the attention of its layer.
 
     s_qk = sum_h weights_qh relu(scale * q_qh . k_k)                the indexer's scores (chosen_keys.py)
-    p_qk = mean over the layer's heads of its attention weights, over the chosen keys
+    p_qk = mean over the layer's heads of its attention weights, over the chosen keys; with sinks, which take
+           a share of the weights, their sum over the heads divided by its sum over the keys
     loss = sum over queries q of KL(p_q || softmax(s_q)) = sum_qk p_qk (log p_qk - log softmax(s_q)_k)
 
 Both distributions are over the keys that the query attends to: the chosen ones, or all that it sees
@@ -56,6 +57,7 @@ def indexer_loss(
     bounds: Tensor | None = None,
     chosen: Tensor | None = None,
     longest: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Sum the divergence of the indexer's distribution from the attention's over all queries.
 
@@ -67,12 +69,14 @@ def indexer_loss(
         chosen: [T, words] int32 from `choose_keys`; None: queries attend to all keys of their document up to
             their own.
         longest: the length of the longest document, or more; None: T.
+        sinks: [H], of the layer, a constant; None: there are none.
 
     Returns:
         A scalar in at least float32, differentiable once with respect to q, k and weights.
     """
     longest = len(k) if longest is None else longest
     layer = attention_q.detach(), attention_k.detach(), attention_scale
+    sinks = None if sinks is None else sinks.detach()
 
     def targets() -> Iterator[_Target]:
         rows = max(1, _SLICE // max(1, longest))
@@ -80,7 +84,7 @@ def indexer_loss(
             part = slice(start, min(start + rows, len(k)))
             keys = slice(max(0, start - longest + 1), part.stop)  # no query sees an earlier one
             seen = _seen(part, keys, bounds, chosen, q.device)
-            yield _Target(part, keys, _mean_weights(*layer, part, keys, seen), seen)
+            yield _Target(part, keys, _mean_weights(*layer, sinks, part, keys, seen), seen)
 
     with without_autocast(q):
         loss: Tensor = _IndexerLoss.apply(q, k, weights, scale, targets)
@@ -146,11 +150,16 @@ def indexer_loss_plain(
     scale: float,
     attention_scale: float,
     seen: Tensor,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Plain twin of `indexer_loss`: `seen` [T, T] are the keys (columns) that a query attends to."""
     repeated = attention_k.repeat_interleave(attention_q.shape[1] // attention_k.shape[1], 1)
     products = torch.einsum("qhe,khe->hqk", attention_q, repeated) * attention_scale
-    p = products.masked_fill(~seen, float("-inf")).softmax(-1).mean(0).detach()
+    products = products.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        products = torch.cat([products, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+    p = products.softmax(-1)[..., : len(k)].sum(0)
+    p = (p / p.sum(-1, keepdim=True)).detach()
     scores = index_scores(q, k, weights, scale).masked_fill(~seen, float("-inf"))
     log_ratio = (p.log() - scores.log_softmax(-1)).masked_fill(~seen | (p == 0), 0.0)
     return (p * log_ratio).sum()
@@ -218,17 +227,33 @@ def _seen(
     return seen & ((chosen[queries].gather(1, word.long()) >> (key % 32)) & 1).bool()
 
 
-def _mean_weights(q: Tensor, k: Tensor, scale: float, queries: slice, keys: slice, seen: Tensor) -> Tensor:
-    """Mean of the attention weights over the heads, [queries, keys]: a head at a time."""
+def _mean_weights(
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    sinks: Tensor | None,
+    queries: slice,
+    keys: slice,
+    seen: Tensor,
+) -> Tensor:
+    """Mean of the attention weights over the heads, or with sinks their shares, [queries, keys]: a head at a
+    time. Shares are computed in logarithms, since all weights may be small.
+    """
     q, k = q[queries], k[keys]
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     hidden, total = ~seen, None
     for head in range(heads):
         products = at_least_float32(q[:, head]) @ at_least_float32(k[:, head // group]).T
-        weights = products.mul_(scale).masked_fill_(hidden, float("-inf")).softmax(-1)
-        total = weights if total is None else total.add_(weights)
+        products = products.mul_(scale).masked_fill_(hidden, float("-inf"))
+        if sinks is None:
+            weights = products.softmax(-1)
+            total = weights if total is None else total.add_(weights)
+        else:
+            whole = torch.logaddexp(products.logsumexp(-1), sinks[head].to(products.dtype))
+            logs = products.sub_(whole[:, None])
+            total = logs if total is None else torch.logaddexp(total, logs)
     assert total is not None
-    return total.div_(heads)
+    return total.div_(heads) if sinks is None else total.softmax(-1)
 
 
 def _shares_of_compressed(

@@ -22,7 +22,8 @@ def weighted_forward_kernel(
     iterations,
     eps,
     norm_eps,
-    WAYS: tl.constexpr,
+    magnitude,
+    PARTS: tl.constexpr,
     N: tl.constexpr,
     NS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -37,11 +38,11 @@ def weighted_forward_kernel(
         squares += x * x
     r = 1.0 / tl.sqrt_rn(tl.sum(tl.sum(squares, 1), 0) / (N * width) + norm_eps)
     tl.store(rstd + token, r)
-    pre = tl.sigmoid(_logits(y, base, scale, r, token, 0, WAYS, N, NS)) + eps
-    if WAYS:
-        tl.store(
-            post + token * N + i, 2.0 * tl.sigmoid(_logits(y, base, scale, r, token, 1, WAYS, N, NS)), i < N
-        )
+    pre = tl.sigmoid(_logits(y, base, scale, r, token, 0, PARTS, N, NS)) + eps
+    if PARTS > 1:
+        weights = magnitude * tl.sigmoid(_logits(y, base, scale, r, token, 1, PARTS, N, NS))
+        tl.store(post + token * N + i, weights + (eps if PARTS == 2 else 0.0), i < N)
+    if PARTS == 3:
         matrix, _ = _first_matrix(y, base, scale, r, token, eps, N, NS)
         matrix = _normalised(matrix, iterations, eps)
         _store_matrix(mixture + token * N * N, matrix, N, NS)
@@ -65,7 +66,8 @@ def weighted_backward_kernel(
     width,
     iterations,
     eps,
-    WAYS: tl.constexpr,
+    magnitude,
+    PARTS: tl.constexpr,
     N: tl.constexpr,
     NS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,25 +78,26 @@ def weighted_backward_kernel(
     dstreams += token * N * width
     dsummed += token * width
     i = tl.arange(0, NS)
-    ROWS: tl.constexpr = N * (2 + N) if WAYS else N
+    ROWS: tl.constexpr = N * (2 + N) if PARTS == 3 else N * PARTS
     dlogits += token * ROWS
     products = tl.zeros([NS, BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         x = _load_streams(streams, start, width, N, NS, BLOCK)
         products += x * _load_columns(dsummed, start, width, BLOCK)[None, :]
     r = tl.load(rstd + token)
-    share = tl.sigmoid(_logits(y, base, scale, r, token, 0, WAYS, N, NS))
+    share = tl.sigmoid(_logits(y, base, scale, r, token, 0, PARTS, N, NS))
     found = tl.where(i < N, tl.sum(products, 1) * share * (1.0 - share), 0.0)
     tl.store(dlogits + i, found, i < N)
     y_row = y + token * ROWS
     # Sum of the gradients of the logits times their slope by 1 / rms.
     slope = tl.sum(found * tl.load(y_row + i, i < N, 0.0), 0) * tl.load(scale)
     pre = share + eps
-    if WAYS:
-        share = tl.sigmoid(_logits(y, base, scale, r, token, 1, WAYS, N, NS))
-        found = tl.load(dpost + token * N + i, i < N, 0.0) * 2.0 * share * (1.0 - share)
+    if PARTS > 1:
+        share = tl.sigmoid(_logits(y, base, scale, r, token, 1, PARTS, N, NS))
+        found = tl.load(dpost + token * N + i, i < N, 0.0) * magnitude * share * (1.0 - share)
         tl.store(dlogits + N + i, found, i < N)
         slope += tl.sum(found * tl.load(y_row + N + i, i < N, 0.0), 0) * tl.load(scale + 1)
+    if PARTS == 3:
         matrix, shares = _first_matrix(y, base, scale, r, token, eps, N, NS)
         dmatrix = _load_matrix(dmixture + token * N * N, N, NS)
         # Each iteration is made again from the first one, so that none is kept.
@@ -125,6 +128,7 @@ def mixed_forward_kernel(
     mixture,
     out,
     width,
+    MIXED: tl.constexpr,
     N: tl.constexpr,
     NS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -136,10 +140,13 @@ def mixed_forward_kernel(
     out += token * N * width
     for start in range(0, width, BLOCK):
         total = weights[:, None] * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
-        for source in tl.static_range(N):
-            row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
-            x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
-            total += row[:, None] * x.to(tl.float32)[None, :]
+        if MIXED:
+            for source in tl.static_range(N):
+                row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
+                x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
+                total += row[:, None] * x.to(tl.float32)[None, :]
+        else:
+            total += _load_streams(streams, start, width, N, NS, BLOCK)
         _store_streams(out, total, start, width, N, NS, BLOCK)
 
 
@@ -155,6 +162,7 @@ def mixed_backward_kernel(
     dpost,
     dmixture,
     width,
+    MIXED: tl.constexpr,
     N: tl.constexpr,
     NS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -162,34 +170,37 @@ def mixed_backward_kernel(
     token = tl.program_id(0).to(tl.int64)
     i, column = tl.arange(0, NS), tl.arange(0, BLOCK)
     weights = tl.load(post + token * N + i, i < N, 0.0).to(tl.float32)
-    streams += token * N * width
-    dstreams += token * N * width
     dout += token * N * width
+    if MIXED:
+        streams += token * N * width
+        dstreams += token * N * width
     of_post = tl.zeros([NS, BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         own = _load_streams(dout, start, width, N, NS, BLOCK)
         of_post += own * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
         total = tl.sum(own * weights[:, None], 0)
         _store_columns(dbranch + token * width, total, start, width, BLOCK)
-        inside = start + column < width
-        for source in tl.static_range(N):
-            row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
-            total = tl.sum(own * row[:, None], 0)
-            places = dstreams + source * width + start + column
-            tl.store(places, total.to(dstreams.dtype.element_ty), inside)
+        if MIXED:
+            inside = start + column < width
+            for source in tl.static_range(N):
+                row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
+                total = tl.sum(own * row[:, None], 0)
+                places = dstreams + source * width + start + column
+                tl.store(places, total.to(dstreams.dtype.element_ty), inside)
     tl.store(dpost + token * N + i, tl.sum(of_post, 1), i < N)
-    for source in tl.static_range(N):
-        products = tl.zeros([NS, BLOCK], tl.float32)
-        for start in range(0, width, BLOCK):
-            x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
-            products += _load_streams(dout, start, width, N, NS, BLOCK) * x.to(tl.float32)[None, :]
-        tl.store(dmixture + token * N * N + source * N + i, tl.sum(products, 1), i < N)
+    if MIXED:
+        for source in tl.static_range(N):
+            products = tl.zeros([NS, BLOCK], tl.float32)
+            for start in range(0, width, BLOCK):
+                x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
+                products += _load_streams(dout, start, width, N, NS, BLOCK) * x.to(tl.float32)[None, :]
+            tl.store(dmixture + token * N * N + source * N + i, tl.sum(products, 1), i < N)
 
 
 @jit
-def _logits(y, base, scale, r, token, part, WAYS: tl.constexpr, N: tl.constexpr, NS: tl.constexpr):
+def _logits(y, base, scale, r, token, part, PARTS: tl.constexpr, N: tl.constexpr, NS: tl.constexpr):
     """The logits of one weight per stream: part 0 for the sum, part 1 for the branch's output."""
-    ROWS: tl.constexpr = N * (2 + N) if WAYS else N
+    ROWS: tl.constexpr = N * (2 + N) if PARTS == 3 else N * PARTS
     i = tl.arange(0, NS)
     found = tl.load(y + token * ROWS + part * N + i, i < N, 0.0) * r * tl.load(scale + part)
     return found + tl.load(base + part * N + i, i < N, 0.0)

@@ -8,9 +8,13 @@ hyper-connections: Xie et al., 2025, arXiv:2512.24880).
 M is softmax(mix) + eps over its rows, whose columns, then rows and columns in turn, are divided by their sums
 plus eps (Sinkhorn and Knopp, 1967). Everything is in float32, and results are rounded once.
 
+Streams may also stay apart (Hunyuan 4): there is no `mix`, M is the identity, and the weight of the branch's
+output is magnitude sigmoid(post_j) + eps.
+
 Traffic of a token with streams of b bytes in all: 2 b and the sum forward, 5 b and the sum's gradient
-backward, as y and its gradients are products of torch's; of the mixtures 2 b and 4 b, and the branch's. Saved
-are streams and branch, y and 1 / rms; the iterations are made again in the backward pass. With W in float32
+backward, as y and its gradients are products of torch's; of the mixtures 2 b and 4 b, and the branch's (of
+streams that stay apart 2 b and b). Saved are streams and branch (without mixtures only the branch), y and
+1 / rms; the iterations are made again in the backward pass. With W in float32
 and streams in bfloat16, W is the sum of three matrices in bfloat16, so that products are exact.
 """
 
@@ -45,38 +49,40 @@ def weighted_streams(
     scale: Tensor,
     *,
     count: int,
-    iterations: int,
     eps: float,
     norm_eps: float,
+    iterations: int = 1,
+    magnitude: float = 2.0,
 ) -> tuple[Tensor, ...]:
     """Sum streams by weights that depend on them.
 
     Args:
         streams: [T, n H], any floating dtype.
-        fn: [n (n + 2), n H], or [n, n H] for the sum alone; base: [n (n + 2)] or [n]; scale: [3] or [1].
+        fn: [n (n + 2), n H]; [2 n, n H] for streams that stay apart; or [n, n H] for the sum alone. base: as
+            many numbers as fn has rows; scale: [3], [2] or [1].
         count: the number of streams n.
-        iterations: of the mixture's normalisation.
         eps: of weights and sums; norm_eps: of the mean square.
+        iterations: of the mixture's normalisation.
+        magnitude: the factor of the sigmoid in the weights of the branch's output.
 
     Returns:
-        The sum [T, H] in the streams' dtype; except for the sum alone also `post` [T, n] and M [T, n, n] in
-        at least float32.
+        The sum [T, H] in the streams' dtype; except for the sum alone also the weights of the branch's output
+        [T, n], and if streams are mixed M [T, n, n], in at least float32.
 
     Raises:
         ValueError: shapes that do not fit.
     """
-    ways = len(scale) == 3
-    rows = count * (count + 2) if ways else count
+    rows = sum(_sizes(scale, count))
     if fn.shape != (rows, streams.shape[1]) or len(base) != rows or streams.shape[1] % count:
         raise ValueError(
             f"found streams {tuple(streams.shape)}, fn {tuple(fn.shape)} and base {tuple(base.shape)}; "
             f"expected [T, {count} H], [{rows}, {count} H] and [{rows}]"
         )
-    options = count, iterations, eps, norm_eps
+    options = count, eps, norm_eps, iterations, magnitude
     if use_triton(streams, fn, base, scale):
         with without_autocast(streams):
             found = _Weighted.apply(streams.contiguous(), fn, base, scale, *options)
-        return tuple(found) if ways else (found,)
+        return tuple(found) if len(scale) > 1 else (found,)
     return weighted_streams_plain(streams, fn, base, scale, *options)
 
 
@@ -86,9 +92,10 @@ def weighted_streams_plain(
     base: Tensor,
     scale: Tensor,
     count: int,
-    iterations: int,
     eps: float,
     norm_eps: float,
+    iterations: int,
+    magnitude: float,
 ) -> tuple[Tensor, ...]:
     """Plain twin of `weighted_streams`."""
     wide, base, scale = (at_least_float32(x) for x in (streams, base, scale))
@@ -100,21 +107,23 @@ def weighted_streams_plain(
     summed = (parts * (pre.sigmoid() + eps)[..., None]).sum(1).to(streams.dtype)
     if not rest:
         return (summed,)
-    post, mix = rest
-    mixture = mix.unflatten(-1, (count, count)).softmax(-1) + eps
+    weights = magnitude * rest[0].sigmoid()
+    if len(rest) == 1:
+        return summed, weights + eps
+    mixture = rest[1].unflatten(-1, (count, count)).softmax(-1) + eps
     mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
         mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
         mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
-    return summed, 2 * post.sigmoid(), mixture
+    return summed, weights, mixture
 
 
-def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
-    """Add a branch's output to mixtures of streams.
+def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None = None) -> Tensor:
+    """Add a branch's output to mixtures of streams, or to the streams themselves.
 
     Args:
         streams: [T, n H]; branch: [T, H].
-        post: [T, n], mixture: [T, n, n], as `weighted_streams` returns them.
+        post: [T, n]; mixture: [T, n, n] or None, as `weighted_streams` returns them.
 
     Returns:
         [T, n H] in the streams' dtype.
@@ -124,22 +133,28 @@ def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor
     """
     tokens, count = post.shape
     fits = branch.shape[0] == tokens and streams.shape == (tokens, count * branch.shape[1])
-    if not fits or mixture.shape != (tokens, count, count):
+    if not fits or (mixture is not None and mixture.shape != (tokens, count, count)):
+        of_mixture = None if mixture is None else tuple(mixture.shape)
         raise ValueError(
             f"found streams {tuple(streams.shape)}, branch {tuple(branch.shape)}, post {tuple(post.shape)} "
-            f"and mixture {tuple(mixture.shape)}; expected [T, n H], [T, H], [T, n] and [T, n, n]"
+            f"and mixture {of_mixture}; expected [T, n H], [T, H], [T, n] and [T, n, n] or None"
         )
     if use_triton(streams, branch, post, mixture):
         operands = streams, branch.to(streams.dtype), post, mixture
-        out: Tensor = _Mixed.apply(*(x.contiguous() for x in operands))
+        out: Tensor = _Mixed.apply(*(None if x is None else x.contiguous() for x in operands))
         return out
     result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture))
     return result
 
 
-def mixed_streams_plain(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+def mixed_streams_plain(
+    streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None = None
+) -> Tensor:
     """Plain twin of `mixed_streams`."""
     dtype = streams.dtype
+    if mixture is None:
+        added = post[..., None] * branch.to(post.dtype)[:, None]
+        return (streams.to(post.dtype).unflatten(-1, added.shape[1:]) + added).to(dtype).flatten(1)
     mixed = torch.bmm(mixture.to(dtype).mT, streams.unflatten(-1, (post.shape[1], -1)))
     return (post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed).flatten(1)
 
@@ -153,43 +168,44 @@ class _Weighted(torch.autograd.Function):
         base: Tensor,
         scale: Tensor,
         count: int,
-        iterations: int,
         eps: float,
         norm_eps: float,
+        iterations: int,
+        magnitude: float,
     ) -> Any:
-        tokens, ways = len(streams), len(scale) == 3
+        tokens, parts = len(streams), len(scale)
         y = _product(streams, fn.mT)
         base, scale = base.float().contiguous(), scale.float().contiguous()
         summed = streams.new_empty(tokens, streams.shape[1] // count)
         rstd = torch.empty(tokens, dtype=torch.float32, device=streams.device)
-        shapes = (tokens, count), (tokens, count, count)
-        others = [torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in shapes if ways]
+        shapes = ((tokens, count), (tokens, count, count))[: parts - 1]
+        others = [torch.empty(shape, dtype=torch.float32, device=streams.device) for shape in shapes]
         if tokens:
             with on_device_of(streams):
                 weighted_forward_kernel[(tokens,)](
-                    *(streams, y, base, scale, rstd, summed, *(others or (None, None))),
-                    *(summed.shape[1], iterations, eps, norm_eps),
-                    WAYS=ways,
+                    *(streams, y, base, scale, rstd, summed, *_padded(others)),
+                    *(summed.shape[1], iterations, eps, norm_eps, magnitude),
+                    PARTS=parts,
                     **_constants(count, summed.shape[1]),
                 )
         ctx.save_for_backward(streams, fn, base, scale, y, rstd)
-        ctx.options = count, iterations, eps
-        return (summed, *others) if ways else summed
+        ctx.options = count, iterations, eps, magnitude
+        return (summed, *others) if others else summed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dsummed: Tensor, *dothers: Tensor) -> Any:
         streams, fn, base, scale, y, rstd = ctx.saved_tensors
-        count, iterations, eps = ctx.options
+        count, iterations, eps, magnitude = ctx.options
         tokens, width = dsummed.shape
         dstreams, dlogits = torch.empty_like(streams), torch.empty_like(y)
         if tokens:
             with on_device_of(streams):
                 weighted_backward_kernel[(tokens,)](
                     *(streams, y, base, scale, rstd, dsummed.contiguous()),
-                    *([x.contiguous() for x in dothers] or (None, None)),
-                    *(dstreams, dlogits, width, iterations, eps),
-                    WAYS=bool(dothers),
+                    *_padded([x.contiguous() for x in dothers]),
+                    *(dstreams, dlogits, width, iterations, eps, magnitude),
+                    PARTS=len(scale),
                     **_constants(count, width),
                 )
         of_scale = (dlogits * y * rstd[:, None]).sum(0).split(_sizes(scale, count))
@@ -197,33 +213,46 @@ class _Weighted(torch.autograd.Function):
         dy = dlogits * _factors(scale, count) * rstd[:, None]
         dfn = _product(streams.mT, dy).mT.to(fn.dtype) if ctx.needs_input_grad[1] else None
         _add_product(dstreams, dy, fn)
-        return dstreams, dfn, dlogits.sum(0), dscale, None, None, None, None
+        return dstreams, dfn, dlogits.sum(0), dscale, *(None,) * 5
 
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+    def forward(ctx: Any, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None) -> Tensor:
         out, (tokens, width) = torch.empty_like(streams), branch.shape
         if tokens:
             with on_device_of(streams):
                 mixed_forward_kernel[(tokens,)](
-                    streams, branch, post, mixture, out, width, **_constants(post.shape[1], width)
+                    *(streams, branch, post, mixture, out, width),
+                    MIXED=mixture is not None,
+                    **_constants(post.shape[1], width),
                 )
-        ctx.save_for_backward(streams, branch, post, mixture)
+        # Of streams that stay apart no gradient needs them.
+        ctx.save_for_backward(*(() if mixture is None else (streams, mixture)), branch, post)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        saved = ctx.saved_tensors
-        tokens, width = saved[1].shape
-        found = [torch.empty_like(x) for x in saved]
+        *mixing, branch, post = ctx.saved_tensors
+        streams, mixture = mixing or (None, None)
+        tokens, width = branch.shape
+        dbranch, dpost = torch.empty_like(branch), torch.empty_like(post)
+        dstreams, dmixture = (None if x is None else torch.empty_like(x) for x in (streams, mixture))
+        dout = dout.contiguous()
         if tokens:
             with on_device_of(dout):
                 mixed_backward_kernel[(tokens,)](
-                    *saved, dout.contiguous(), *found, width, **_constants(saved[2].shape[1], width)
+                    *(streams, branch, post, mixture, dout, dstreams, dbranch, dpost, dmixture, width),
+                    MIXED=mixture is not None,
+                    **_constants(post.shape[1], width),
                 )
-        return tuple(found)
+        return dout if dstreams is None else dstreams, dbranch, dpost, dmixture
+
+
+def _padded(others: list[Tensor]) -> list[Tensor | None]:
+    """The weights of the branch's output and the mixture, as far as there are any."""
+    return [*others, None, None][:2]
 
 
 def _sizes(scale: Tensor, count: int) -> list[int]:

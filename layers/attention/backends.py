@@ -129,7 +129,7 @@ def _attend(
     once: Once | None = None,
 ) -> Tensor:
     if chosen is not None:
-        return attend_chosen(q, k, v, spec, visibility, backend, chosen)
+        return attend_chosen(q, k, v, spec, visibility, backend, chosen, sinks)
     if is_batch_invariant():
         return _alone(q, k, v, spec, visibility, sinks)
     if visibility.padding is not None:

@@ -23,8 +23,9 @@ def attend_chosen(
     visibility: Visibility,
     backend: str,
     chosen: Tensor | ChosenBlocks,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """`attend` to chosen keys: by the kernel, or elsewhere with a mask.
+    """`attend` to chosen keys: by the kernel, or elsewhere with a mask, or with sinks by the plain twin.
 
     Raises:
         ValueError: another backend, attention that is limited otherwise, or `batch_invariant`.
@@ -37,10 +38,13 @@ def attend_chosen(
             "most as many tokens as an indexer chooses"
         )
     limited = spec.window is not None or spec.chunk is not None or not spec.causal
-    if limited or not spec.is_plain_softmax or spec.dropout or visibility.spans is not None:
+    biased = spec.softcap is not None or spec.slopes is not None
+    if limited or biased or spec.dropout or visibility.spans is not None:
         raise ValueError(
-            "chosen keys need causal attention, without windows, spans, soft cap, sinks, slopes or dropout"
+            "chosen keys need causal attention, without windows, spans, soft cap, slopes or dropout"
         )
+    if backend == "masked" and sinks is not None:
+        raise ValueError("attention='masked' does not support sinks; use 'auto' or 'triton'")
     bounds = visibility.documents.bounds()
     if isinstance(chosen, ChosenBlocks):
         chosen = chosen._replace(bits=chosen.bits.to(q.device))
@@ -48,11 +52,11 @@ def attend_chosen(
         chosen = chosen.to(q.device)
     if backend == "auto":
         ours = use_triton(q) and max(q.shape[-1], v.shape[-1]) <= MOST_HEAD_DIM_OF_CHOSEN
-        backend = "triton" if ours else "masked"
+        backend = "triton" if ours else "masked" if sinks is None else "eager"
     if backend == "triton":
-        return attention(q, k, v, scale=spec.scale, bounds=bounds, chosen=chosen)
+        return attention(q, k, v, scale=spec.scale, bounds=bounds, chosen=chosen, sinks=sinks)
     if backend == "eager":
-        return attention_plain(q, k, v, spec.scale, bounds, chosen=chosen)
+        return attention_plain(q, k, v, spec.scale, bounds, chosen=chosen, sinks=sinks)
     mask = visible_keys(len(q), bounds, None, q.device) & mask_of_heads(chosen, bounds, *q.shape[:2])
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return grouped_attention(q, k, v, spec, mask).transpose(1, 2).flatten(0, 1)

@@ -1,7 +1,7 @@
 """The indexer of sparse attention (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 2.1): small heads that
 choose the keys each query attends to.
 
-    q = q_latent @ W_q^T                    [heads, head_dim], the first dimensions rotated
+    q = q_latent @ W_q^T                    [heads, head_dim], the first or the last dimensions rotated
     k = LayerNorm(x @ W_k^T)                one head, rotated likewise
     w = x @ W_w^T / sqrt(heads)             one weight per head
     s_qk = sum_h w_qh relu(q_qh . k_k / sqrt(head_dim))
@@ -37,6 +37,7 @@ from liger_models.kernels.attention.chosen_blocks import best_blocks
 from liger_models.kernels.attention.chosen_keys import highest, index_scores
 from liger_models.layers.attention.query_scale import LearnedQueryScale
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.float32_product import Float32Linear
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerNormSpec
@@ -64,8 +65,10 @@ class Indexer(nn.Module):
             self.q_input_norm = make_norm(hidden_size, LayerNormSpec(eps=1e-6))
         self.wq_b = Linear(spec.q_lora_rank or hidden_size, heads * dim, bias=False)
         self.wk = Linear(hidden_size, dim, bias=False)
-        self.k_norm = make_norm(dim, LayerNormSpec(eps=1e-6))
-        self.weights_proj = Linear(hidden_size, heads, bias=False)
+        self.k_norm = make_norm(dim, LayerNormSpec(eps=self.spec.norm_eps))
+        self.weights_proj = (Float32Linear if self.spec.float32_weights else Linear)(
+            hidden_size, heads, False
+        )
         self.softmax_scaling = LearnedQueryScale(heads) if spec.learned_query_scale else None
         self.requires_grad_(False)
 
@@ -136,8 +139,7 @@ class Indexer(nn.Module):
         self,
         x: Tensor,
         q_latent: Tensor | None,
-        q: Tensor,
-        k: Tensor,
+        layer: tuple[Tensor, Tensor, Tensor | None],
         scale: float,
         chosen: Tensor | None,
         sequences: Sequences,
@@ -147,7 +149,8 @@ class Indexer(nn.Module):
 
         Args:
             x, q_latent: as for `forward`.
-            q: [T, heads, E], k: [T, heads, E], and the scale of their products, of the layer.
+            layer: q [T, heads, E], k [T, heads, E] and the sinks [heads], if there are any, of the layer.
+            scale: of the layer's products.
             chosen: the keys that `forward` has chosen.
 
         Raises:
@@ -162,9 +165,10 @@ class Indexer(nn.Module):
         x, q_latent = x.detach(), None if q_latent is None else q_latent.detach()
         own = self._queries_and_weights(x, q_latent, sequences)
         total = indexer_loss(
-            *(own[0], self._keys(x, sequences), own[1], q, k),
+            *(own[0], self._keys(x, sequences), own[1], *layer[:2]),
             scale=self.scale,
             attention_scale=scale,
+            sinks=layer[2],
             bounds=documents.bounds(),
             chosen=chosen,
             longest=documents.max_seqlen,
@@ -188,13 +192,14 @@ class Indexer(nn.Module):
         return q, weights * self.spec.num_heads**-0.5
 
     def _rotated(self, heads: Tensor, sequences: Sequences) -> Tensor:
-        """[t, heads, head_dim] with the first dimensions rotated."""
+        """[t, heads, head_dim] with the first dimensions rotated, or the last ones."""
         if self.rope is None:
             return heads
-        turned, rest = heads.split([self.rotated, heads.shape[-1] - self.rotated], dim=-1)
+        rest, last = heads.shape[-1] - self.rotated, self.spec.rotates_last
+        parts = list(heads.split([rest, self.rotated] if last else [self.rotated, rest], dim=-1))
         cos, sin = sequences.positions.rotary[self.rope]
-        turned = rotary(turned, turned[:, :1], cos, sin, self.spec.interleaved)[0]
-        return torch.cat([turned, rest], dim=-1)
+        parts[last] = rotary(parts[last], parts[last][:, :1], cos, sin, self.spec.interleaved)[0]
+        return torch.cat(parts, dim=-1)
 
     def extra_repr(self) -> str:
         return f"heads={self.spec.num_heads}, head_dim={self.spec.head_dim}, top_k={self.spec.top_k}"

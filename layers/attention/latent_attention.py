@@ -6,9 +6,10 @@ from one narrow latent of the token, and queries from another.
     k_nope, v = split(norm(kv_latent) @ W_kvb^T)
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
-With gates of heads, g = x @ W_g^T [T, heads], a head's output is multiplied by sigmoid(g). With an
-indexer, a query attends to the keys that it chooses (indexer.py). A layer may read norm(kv_latent) and
-rotate(k_rope) of an earlier layer instead of computing its own (Brandon et al., 2024, arXiv:2405.12981).
+With gates, g = x @ W_g^T [T, heads] or [T, heads * v_head_dim], the output is multiplied by sigmoid(g), and
+with sinks each head's softmax has one more logit, whose value is zero. With an indexer, a query attends to
+the keys that it chooses (indexer.py). A layer may read norm(kv_latent) and rotate(k_rope) of an earlier layer
+instead of computing its own (Brandon et al., 2024, arXiv:2405.12981).
 
 A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
 the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
@@ -70,9 +71,15 @@ class LatentAttention(nn.Module):
             self.softmax_scaling = LearnedQueryScale(heads)
         if spec.indexer is not None:
             self.indexer = Indexer(hidden_size, spec, layer)
-        if spec.head_gates:
-            self.g_proj = Linear(hidden_size, heads, bias=False)
+        if spec.gates:
+            self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(heads)) if spec.sinks else None
         self.o_proj = Linear(heads * spec.v_head_dim, hidden_size, bias=spec.bias)
+
+    def reset_parameters(self, *_: object) -> None:
+        """Initialise sinks with zeros; projections and norms are modules of their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(self, x: Tensor, sequences: Sequences, *read: Tensor) -> Tensor | tuple[Tensor, ...]:
         """x [T, H] -> [T, H]. A layer whose latents others read also returns these, [T, kv_lora_rank], and
@@ -82,7 +89,7 @@ class LatentAttention(nn.Module):
         sequences = sequences.on(x.device)
         cache, spec = sequences.cache, self.spec.attention
         q, q_latent, made = self._queries_and_latents(x, sequences)
-        gate = self.g_proj(x) if self.spec.head_gates else None
+        gate = self.g_proj(x) if self.spec.gates else None
         index = () if self.spec.indexer is None else (self.indexer.keys(x, sequences),)
         latents, mask = made or read, None
         if cache is not None:
@@ -92,14 +99,15 @@ class LatentAttention(nn.Module):
         if mask is not None:
             latents = kept[: len(made)] or read
             mask = self._chosen_of_cached(x, q_latent, kept[len(made) :], mask, sequences)
-            out = attend_cached(q, *self._keys_and_values(*latents), spec, mask)
+            out = attend_cached(q, *self._keys_and_values(*latents), spec, mask, self.sinks)
         else:
             chosen = self._chosen(x, q_latent, index, sequences)
             k, v = self._keys_and_values(*latents)
-            out = attend(q, k, v, spec, sequences, self.backend, chosen=chosen)
+            out = attend(q, k, v, spec, sequences, self.backend, self.sinks, chosen)
             losses = sequences.notes.indexer_losses
             if self.spec.indexer is not None and losses.asked_for:
-                losses.note(self.indexer.loss(x, q_latent, q, k, spec.scale, chosen, sequences))
+                layer = q, k, self.sinks
+                losses.note(self.indexer.loss(x, q_latent, layer, spec.scale, chosen, sequences))
         out = self.o_proj(gated(out.flatten(1), gate))
         return (out, *latents) if self.shares_latents else out
 
@@ -206,8 +214,8 @@ class LatentAttention(nn.Module):
         in_float32 = heads + (of_q > 0) + own
         if spec.learned_query_scale:
             a_head, in_float32 = a_head + spec.qk_head_dim, in_float32 + heads
-        gated_output = spec.v_head_dim if level == "all" else 0
-        gates = heads * (1 + gated_output) if spec.head_gates else 0
+        gated_output = heads * spec.v_head_dim if level == "all" and spec.gates else 0
+        gates = spec.gate_size + gated_output
         return itemsize * (heads * a_head + latents + gates) + 4 * in_float32
 
     def extra_repr(self) -> str:

@@ -53,22 +53,23 @@ class HyperConnectedBlock(Block):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes per token as of other layers, and of two connections the streams, the branches' outputs, and
-        in float32 the weights and what they are computed from.
+        in float32 the weights, if streams are mixed also M, and what they are computed from.
         """
         kept = super().activation_bytes(level, itemsize)
         if level in RERUN or self.spec.streams is None:
             return kept
         n = self.spec.streams.count
-        return kept + 2 * (
-            self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * (n * (2 * n + 3) + 1)
-        )
+        weights = n * (2 * n + 3 if self.spec.streams.iterations else 3) + 1
+        return kept + 2 * (self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * weights)
 
     def connection_bytes(self, itemsize: int) -> int:
         """Bytes per token of gradients in the backward pass of a connection: of the streams after it, of
-        those before it by both their ways, and of the branch's input.
+        those before it by both their ways, and of the branch's input. Streams that are not mixed have the
+        first as the gradient by one of the ways.
         """
         assert self.spec.streams is not None
-        return itemsize * (3 * self.spec.streams.count + 1) * self.hidden_size
+        ways = 3 if self.spec.streams.iterations else 2
+        return itemsize * (ways * self.spec.streams.count + 1) * self.hidden_size
 
     def norm_outputs(self) -> int:
         """Number of norm outputs [T, H] that only the level `all` keeps."""

@@ -14,8 +14,8 @@ from liger_models.convert.errors import DataError
 from liger_models.kernels import rms_norm, route
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.experts.moe_routing import route_plain
-from liger_models.layers.experts.float32_product import product_in_float32
 from liger_models.layers.experts.sparse_mixer import decide, draw_noise, weigh
+from liger_models.layers.projections.float32_product import product_in_float32
 from liger_models.layers.projections.linear import project
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.sequences.routing_decisions import RoutingDecisions, in_backward_pass

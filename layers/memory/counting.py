@@ -96,8 +96,12 @@ class StepMemory:
         head = self.model.embed_tokens if head is None else head
         trained = step.lora_rank == 0 and head.weight.requires_grad
         trained = trained or getattr(head, "trained_rows", None) is not None
-        sizes = step.tokens, spec.hidden_size, spec.vocab_size, self.itemsize
+        wide = max(4, self.itemsize) if spec.float32_head else self.itemsize
+        sizes = step.tokens, spec.hidden_size, spec.vocab_size, wide
         room = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
+        if wide > self.itemsize:  # wider copies of the hidden states and of the weight
+            narrow = spec.vocab_size * (head.weight.itemsize < wide)
+            room += wide * spec.hidden_size * (step.tokens + narrow)
         gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output, rounded; the last layer's input is needed first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize

@@ -62,7 +62,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     ):
         super().__init__()
         self.make_decoder(spec, attention)
-        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self.tie_weights()
         note_fresh_weights(self, spec.fresh)

@@ -124,7 +124,7 @@ def _made_anew(model: Any, dtype: torch.dtype) -> tuple[list[Any], Any, Any]:
         norm = _in_dtypes_of(model.norm, make_norm(spec.hidden_size, spec.norm))
         head = getattr(model, "lm_head", None)
         if isinstance(head, LMHead):
-            own_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+            own_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
             head = _in_dtypes_of(head, own_head, dtype)
     return layers, norm, head
 

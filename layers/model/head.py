@@ -46,10 +46,15 @@ class LMHead(Linear):
 
     They are computed here, so that the weight is read only inside its own module's forward (sharding
     frameworks gather it just for that time).
+
+    With `float32`, products are in float32 or wider, except under autocast, and the weight may have a wider
+    dtype than other matrices.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False):
+    def __init__(self, hidden_size: int, vocab_size: int, bias: bool = False, float32: bool = False):
         super().__init__(hidden_size, vocab_size, bias=bias)
+        self.float32 = float32
+        self.wider_matrices = ("weight",) if float32 else ()
         self.trained_rows: TrainedRows | None = None  # while the others are frozen
 
     def forward(  # type: ignore[override]
@@ -76,11 +81,15 @@ class LMHead(Linear):
         Raises:
             TypeError: hidden and the weight differ in dtype, without autocast.
         """
-        _check_dtypes(hidden, self.weight)
         weight = self.weight if self.trained_rows is None else self.trained_rows.within(self.weight)
+        wide = self.float32 and not torch.is_autocast_enabled(hidden.device.type)
+        if wide:
+            dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+        _check_dtypes(hidden, weight)
         if within is not None:
             return within(hidden, weight, as_wide_as(weight, self.bias))
-        if labels is None and self.trained_rows is None:
+        if labels is None and self.trained_rows is None and not wide:
             return super().forward(hidden)
         if labels is None:
             return nn.functional.linear(hidden, weight, as_wide_as(weight, self.bias))

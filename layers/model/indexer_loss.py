@@ -7,7 +7,8 @@ p_t is the mean of the attention weights of the layer's heads over the keys that
 the indexer's scores of these keys (kernels/attention/indexer_loss.py): the chosen keys, as in the paper's
 sparse stage, or all in documents of at most as many tokens as an indexer chooses. The loss changes the
 indexers only, and the main loss does not reach them. A layer that attends to the keys of another layer's
-indexer is not compared with it.
+indexer is not compared with it. With sinks, which take a share of the weights (Hunyuan 4), p_t is the sum of
+the heads' weights divided by its sum over the keys.
 
 DeepSeek-V4's layers attend to a window of tokens, to compressed keys and to a sink in one softmax, and their
 indexers choose among the compressed keys. There p_t is the sum of the heads' weights of these keys, divided

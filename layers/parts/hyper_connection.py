@@ -7,13 +7,16 @@ to mixtures of them:
     h = sum_i (sigmoid(pre_i) + eps) X_i,     X'_j = 2 sigmoid(post_j) f(h) + sum_i M_ij X_i
 
 M is softmax(mix) + eps over its rows, whose columns and rows are then divided by their sums in turn, so that
-all sums are close to one (Sinkhorn and Knopp, 1967). At the end of a model the streams are summed by weights
-of the same form as `pre`. Weights are computed in float32; they are the same for all elements of a stream.
+all sums are close to one (Sinkhorn and Knopp, 1967). With no iterations streams are not mixed: M is the
+identity, and the weights of f(h) are magnitude sigmoid(post_j) + eps (Hunyuan 4, 2026). At the end of a model
+the streams are summed by weights of the same form as `pre`. Weights are computed in float32; they are the
+same for all elements of a stream.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import torch
@@ -37,24 +40,24 @@ class HyperConnection(nn.Module):
 
     def __init__(self, hidden_size: int, spec: StreamsSpec):
         super().__init__()
-        self.spec, rows = spec, (2 + spec.count) * spec.count
-        self.fn = nn.Parameter(torch.empty(rows, spec.count * hidden_size))
+        self.spec, count = spec, spec.count
+        rows = (2 + count if spec.iterations else 2) * count
+        self.fn = nn.Parameter(torch.empty(rows, count * hidden_size))
         self.base = nn.Parameter(torch.empty(rows))
-        self.scale = nn.Parameter(torch.empty(3))
+        self.scale = nn.Parameter(torch.empty(3 if spec.iterations else 2))
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise the matrix from a normal distribution, biases with zeros and factors with ones."""
-        _reset(self.fn, self.base, self.scale, std, generator)
+        """Initialise as `_reset` says."""
+        _reset(self.fn, self.base, self.scale, self.spec, std, generator)
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """streams [T, n H] -> the branch's input [T, H], and `post` [T, n] and M [T, n, n] for `add`, in at
-        least float32.
+    def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """streams [T, n H] -> the branch's input [T, H], and for `add` the weights of the branch's output
+        [T, n] and, if streams are mixed, M [T, n, n], in at least float32.
         """
-        summed, post, mixture = _weighted(streams, self.fn, self.base, self.scale, self.spec)
-        return summed, post, mixture
+        return _weighted(streams, self.fn, self.base, self.scale, self.spec)
 
-    def add(self, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor) -> Tensor:
+    def add(self, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None = None) -> Tensor:
         """The streams after the branch, [T, n H], from its output [T, H]."""
         return mixed_streams(streams, branch, post, mixture)
 
@@ -81,8 +84,8 @@ class StreamsHead(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise the matrix from a normal distribution, biases with zeros and the factor with one."""
-        _reset(self.fn, self.base, self.scale, std, generator)
+        """Initialise as `_reset` says."""
+        _reset(self.fn, self.base, self.scale, self.spec, std, generator)
 
     def spread(self, x: Tensor) -> Tensor:
         """x [T, H] -> equal streams [T, n H]."""
@@ -96,10 +99,23 @@ class StreamsHead(nn.Module):
         return f"streams={self.spec.count}"
 
 
-def _reset(fn: Tensor, base: Tensor, scale: Tensor, std: float, generator: torch.Generator | None) -> None:
+def _reset(
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    spec: StreamsSpec,
+    std: float,
+    generator: torch.Generator | None,
+) -> None:
+    """Initialise the matrix from a normal distribution, biases with zeros and factors with ones. Streams that
+    are not mixed begin near their mean: with factors of 0.01, and biases with which weights sum to one.
+    """
     nn.init.normal_(fn, 0.0, std, generator)
     nn.init.zeros_(base)
     nn.init.ones_(scale)
+    if not spec.iterations:
+        nn.init.constant_(scale, 0.01)
+        nn.init.constant_(base[: spec.count], -math.log(max(spec.count - 1, 1)))
 
 
 def _weighted(
@@ -114,6 +130,7 @@ def _weighted(
         iterations=spec.iterations,
         eps=spec.eps,
         norm_eps=spec.norm_eps,
+        magnitude=spec.magnitude,
     )
     if use_triton(streams, fn, base, scale):
         return function(streams, fn, base, scale)

@@ -180,14 +180,19 @@ class SharedAttentionSpec(_Heads):
 @dataclass(frozen=True)
 class IndexerSpec:
     """The choice of the `top_k` keys that a query attends to (DeepSeek-V3.2's lightning indexer), by
-    `num_heads` queries of `head_dim` against one key per token. The first dimensions of both are rotated as
-    the layer's own, `interleaved` or by halves.
+    `num_heads` queries of `head_dim` against one key per token. The first dimensions of both, or the last
+    ones if `rotates_last`, are rotated as the layer's own, `interleaved` or by halves. `norm_eps` is that of
+    the norm of keys; with `float32_weights` the weights of heads are computed in float32, whatever the
+    model's dtype.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
     interleaved: bool = False
+    rotates_last: bool = False
+    norm_eps: float = 1e-6
+    float32_weights: bool = False
 
 
 @dataclass(frozen=True)
@@ -199,8 +204,9 @@ class LatentAttentionSpec:
     rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
     latent and the output projections. `norm` is the latents', and `latent_scale` multiplies that of keys and
-    values behind it. With `head_gates` a further projection computes
-    a gate per head, whose sigmoid multiplies the head's output. With an `indexer` a query attends to the keys
+    values behind it. With `gates` a further projection computes a gate, by channel or one number by head,
+    whose sigmoid multiplies the output. With `sinks` each head learns a logit that takes a share of the
+    weights and contributes no value. With an `indexer` a query attends to the keys
     that it chooses, from the hidden state and the queries' latent, if they have one; with `keys_of`, to those
     that the indexer of that layer has chosen. With `learned_query_scale` the layer's queries and its
     indexer's are also multiplied by a learned linear function of the logarithm of their position, by head.
@@ -220,7 +226,8 @@ class LatentAttentionSpec:
     norm: NormSpec = NormSpec(eps=1e-6)
     latent_scale: float = 1.0
     query_scale: QueryScaleSpec | None = None
-    head_gates: bool = False
+    gates: Literal["channels", "heads"] | None = None
+    sinks: bool = False
     indexer: IndexerSpec | None = None
     keys_of: int | None = None
     learned_query_scale: bool = False
@@ -234,7 +241,14 @@ class LatentAttentionSpec:
     def attention(self) -> AttentionSpec:
         """The attention product, after queries, keys and values are computed."""
         heads = self.num_attention_heads
-        return AttentionSpec(heads, heads, self.qk_head_dim, self.scale)
+        return AttentionSpec(heads, heads, self.qk_head_dim, self.scale, sinks=self.sinks)
+
+    @property
+    def gate_size(self) -> int:
+        """Width of the gate, over all heads; 0 without one."""
+        if self.gates is None:
+            return 0
+        return self.num_attention_heads * (self.v_head_dim if self.gates == "channels" else 1)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

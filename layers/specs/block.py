@@ -59,16 +59,19 @@ Topology = Literal[
 
 @dataclass(frozen=True)
 class StreamsSpec:
-    """Several residual streams, mixed before and after each branch: layers/parts/hyper_connection.py.
+    """Several residual streams, summed before each branch and mixed after it:
+    layers/parts/hyper_connection.py.
 
-    `count` is their number, `iterations` those of the Sinkhorn-Knopp algorithm, `eps` is added to its sums
-    and to the weights of streams, and `norm_eps` to the mean square of all streams.
+    `count` is their number, `iterations` those of the Sinkhorn-Knopp algorithm, and 0 for streams that are
+    not mixed. `eps` is added to its sums and to the weights of streams, `norm_eps` to the mean square of all
+    streams, and `magnitude` is the factor of the weights of a branch's output.
     """
 
     count: int
     iterations: int = 20
     eps: float = 1e-6
     norm_eps: float = 1e-6
+    magnitude: float = 2.0
 
 
 @dataclass(frozen=True)

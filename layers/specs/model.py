@@ -47,6 +47,9 @@ class ModelSpec:
     count only its tokens (OPT). `embed_norm` is a norm of the first block's input, whose elements are
     dropped in training with the probability `embed_dropout`.
 
+    With `float32_head` logits are computed in float32, whatever the model's dtype (but not under autocast),
+    and the head's weight may be wider than other matrices.
+
     `fresh` has initial values of parameters that differ from the usual, with patterns of their paths.
     """
 
@@ -60,6 +63,7 @@ class ModelSpec:
     round_embed_scale: bool = True
     input_scale: float = 1.0
     head_bias: bool = False
+    float32_head: bool = False
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     padding_idx: int | None = None

@@ -61,7 +61,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         setattr(self, self.base_model_prefix, self.base_class(config, ignore_config_keys))
         spec = self.base_decoder.spec
         self.vocab_size = spec.vocab_size
-        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias)
+        self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self._place_parts()
         self._begin()
@@ -83,7 +83,8 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         """Convert a plain linear layer, as resizing makes it, to our head with the fused loss."""
         if type(new_embeddings) is nn.Linear:
             with torch.device("meta"):
-                head = LMHead(new_embeddings.in_features, new_embeddings.out_features)
+                sizes = new_embeddings.in_features, new_embeddings.out_features
+                head = LMHead(*sizes, float32=self.base_decoder.spec.float32_head)
             head.weight, head.bias = new_embeddings.weight, new_embeddings.bias
             keep_initialized(new_embeddings, head)
             new_embeddings = head

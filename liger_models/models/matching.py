@@ -104,7 +104,8 @@ def exact_dtypes(
 
     All matrices have the same dtype, since they are multiplied with each other's results. Other tensors
     stored in a wider dtype, such as a norm, a bias or a short convolution, keep it for themselves instead of
-    widening the whole model.
+    widening the whole model, and so do matrices whose products are in float32 (`wider_matrices` of their
+    modules).
 
     Args:
         model: with the checkpoint's layout.
@@ -116,7 +117,10 @@ def exact_dtypes(
     found = {name: {stored[ref.name] for ref in expr.refs()} for name, expr in model.weight_map().items()}
     matrices = {name for name, expr in canonical.items() if any(len(ref.shape) > 1 for ref in expr.refs())}
     matrices -= {
-        f"{path}.{name}" for path, m in model.named_modules() for name in getattr(m, "stacked_vectors", ())
+        f"{path}.{name}"
+        for path, m in model.named_modules()
+        for kind in ("stacked_vectors", "wider_matrices")
+        for name in getattr(m, kind, ())
     }
     matrices = {name for name in matrices if tensors[name].is_floating_point()}
     # Dtypes unsupported for weights raise an error with their name during loading.

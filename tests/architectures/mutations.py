@@ -46,6 +46,8 @@ WITHOUT_EFFECT = {
     "AttentionSpec.dropout": "the same",
     "ModelSpec.padding_has_positions": "concerns padded rows alone: test_parity.py",
     "MoESpec.float32_router": "float32 rounds nothing: tests/layers/experts/test_moe.py",
+    "IndexerSpec.float32_weights": "the same: tests/layers/attention/test_latent_attention.py",
+    "ModelSpec.float32_head": "the same: tests/layers/model/test_causal_lm.py",
     "MoESpec.group_score": "concerns experts in groups alone",
     "MoESpec.renormalize_eps": "concerns small scores alone: tests/kernels/experts/test_moe_routing.py",
     "MoESpec.input_noise": "acts in training alone: tests/architectures/test_phimoe.py",

@@ -86,6 +86,8 @@ class Run:
         if name in self.gradients and self.gradients[name].numel() == 1:
             return max(float(g.abs()) for g in self.gradients.values() if g.numel() == 1)
         weight = self.gradients.get(name.removesuffix("bias") + "weight") if name.endswith(".bias") else None
+        if name.endswith("base"):  # the bias of connections to streams
+            weight = self.gradients.get(name.removesuffix("base") + "fn")
         return 0.0 if weight is None else weight.norm().item() / math.sqrt(weight.shape[-1])
 
     def _named(self, positions: Tensor | None) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from liger_models.layers.attention import indexer as module
 
 kernels = importlib.import_module("liger_models.kernels.attention.indexer_loss")
 
-FAMILIES = ["deepseek_v32", "glm_moe_dsa", "deepseek_v4"]
+FAMILIES = ["deepseek_v32", "hy_v4", "deepseek_v4"]
 OF_TOKENS = FAMILIES[:2]  # whose indexers choose among tokens
 LENGTHS = [11, 1, 4, 3]  # of 19 tokens; indexers choose 5 keys
 
@@ -71,14 +71,18 @@ def test_packed_documents_have_the_loss_of_separate_ones_and_only_indexers_learn
 
 @pytest.mark.parametrize("pair", OF_TOKENS, indirect=True)
 def test_the_target_is_the_mean_of_the_references_attention_weights(pair, monkeypatch):
+    """With sinks, their share of them."""
     seen, original = [], module.indexer_loss
 
-    def noted(q, k, weights, attention_q, attention_k, *, attention_scale, bounds, chosen, **options):
+    def noted(q, k, weights, attention_q, attention_k, *, attention_scale, bounds, chosen, sinks, **options):
         mask = chosen_mask(chosen, bounds, len(q)) & torch.ones(len(q), len(q), dtype=torch.bool).tril()
         products = torch.einsum("qhe,khe->hqk", attention_q, attention_k) * attention_scale
-        seen.append(products.masked_fill(~mask, float("-inf")).softmax(-1).mean(0))
+        products = products.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            products = torch.cat([products, sinks[:, None, None].expand(-1, len(q), 1)], -1)
+        seen.append(products.softmax(-1)[..., : len(q)].sum(0))
         given = {"attention_scale": attention_scale, "bounds": bounds, "chosen": chosen, **options}
-        return original(q, k, weights, attention_q, attention_k, **given)
+        return original(q, k, weights, attention_q, attention_k, sinks=sinks, **given)
 
     monkeypatch.setattr(module, "indexer_loss", noted)
     batch = pair.batch(rows=1)
@@ -88,7 +92,7 @@ def test_the_target_is_the_mean_of_the_references_attention_weights(pair, monkey
     assert len(seen) == len(own)
     for layer, found in zip(own, seen, strict=True):
         # float32, in sums of other orders
-        torch.testing.assert_close(found, reference[layer][0].mean(0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, reference[layer][0].sum(0), rtol=1e-5, atol=1e-6)
 
 
 def test_the_target_of_compressed_keys_is_their_share_of_the_references_weights(monkeypatch):

@@ -16,10 +16,11 @@ LENGTHS = (37, 1, 50, 12)
 SCALES = {"scale": 0.4, "attention_scale": 0.3}
 
 
-@pytest.mark.parametrize("top_k", [None, 6])
+@pytest.mark.parametrize("top_k", [None, 6], ids=["all keys, sinks", "chosen keys"])
 def test_the_loss_and_its_gradients_equal_the_plain_form_of_every_document(monkeypatch, top_k):
     """Also with several slices of queries, whose keys begin in the middle of a document."""
     torch.manual_seed(0)
+    sinks = torch.randn(4).double() if top_k is None else None
     tokens, longest = sum(LENGTHS), max(LENGTHS)
     q, weights = torch.randn(tokens, 5, 8).double(), torch.randn(tokens, 5).double()
     k = torch.randn(tokens, 8).double()
@@ -40,10 +41,10 @@ def test_the_loss_and_its_gradients_equal_the_plain_form_of_every_document(monke
     for start, stop in pairwise(edges):
         part = slice(start, stop)
         of_document = [x[part] for x in (*own, *others)]
-        expected = expected + indexer_loss_plain(*of_document, **SCALES, seen=seen[part, part])
+        expected = expected + indexer_loss_plain(*of_document, **SCALES, seen=seen[part, part], sinks=sinks)
 
     monkeypatch.setattr(module, "_SLICE", 13 * longest)
-    found = indexer_loss(*own, *others, **SCALES, bounds=bounds, chosen=chosen, longest=longest)
+    found = indexer_loss(*own, *others, **SCALES, bounds=bounds, chosen=chosen, longest=longest, sinks=sinks)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
     theirs = torch.autograd.grad(3.0 * expected, own)
     for ours, gradient in zip(torch.autograd.grad(3.0 * found, own), theirs, strict=True):

@@ -10,9 +10,12 @@ from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 TOKENS, COUNT, WIDTH, ITERATIONS = 5, 3, 20, 4
 
 
-def operands(ways, device="cpu", dtype=torch.float32, tokens=TOKENS, count=COUNT, width=WIDTH):
-    rows = count * (count + 2) if ways else count
-    shapes = (tokens, count * width), (rows, count * width), (rows,), (3,) if ways else (1,)
+FORMS = pytest.mark.parametrize("parts", [3, 2, 1], ids=["mixed", "apart", "the head"])
+
+
+def operands(parts, device="cpu", dtype=torch.float32, tokens=TOKENS, count=COUNT, width=WIDTH):
+    rows = (count * (count + 2), 2 * count, count)[3 - parts]
+    shapes = (tokens, count * width), (rows, count * width), (rows,), (parts,)
     found = [torch.randn(shape, device=device) for shape in shapes]
     return [found[0].to(dtype), found[1] * width**-0.5, *found[2:]]
 
@@ -20,16 +23,17 @@ def operands(ways, device="cpu", dtype=torch.float32, tokens=TOKENS, count=COUNT
 def run(inputs, dtypes, iterations=ITERATIONS, count=COUNT):
     """The streams after a branch that doubles its input, or their sum, and all gradients."""
     leaves = [x.to(dtype).requires_grad_() for x, dtype in zip(inputs, dtypes, strict=True)]
-    found = weighted_streams(*leaves, count=count, iterations=iterations, eps=1e-2, norm_eps=1e-3)
+    options = {"iterations": iterations, "eps": 1e-2, "norm_eps": 1e-3, "magnitude": 1.7}
+    found = weighted_streams(*leaves, count=count, **options)
     out = found[0] if len(found) == 1 else mixed_streams(leaves[0], 2 * found[0], *found[1:])
     torch.manual_seed(1)
     upstream = torch.randn(out.shape).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
-@pytest.mark.parametrize("ways", [True, False], ids=["a connection", "the head"])
-def test_sums_mixtures_and_gradients_follow_the_formula(ways, implementation, assert_near):
-    inputs = operands(ways)
+@FORMS
+def test_sums_mixtures_and_gradients_follow_the_formula(parts, implementation, assert_near):
+    inputs = operands(parts)
     found = run(inputs, [torch.float32] * 4)
     # Sums of 60 products, and iterations of which each rounds what goes into the next.
     for a, b in zip(found, run(inputs, [torch.float64] * 4), strict=True):
@@ -37,10 +41,10 @@ def test_sums_mixtures_and_gradients_follow_the_formula(ways, implementation, as
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ways", [True, False], ids=["a connection", "the head"])
-def test_kernels_are_as_accurate_as_the_twin_in_bfloat16(ways):
+@FORMS
+def test_kernels_are_as_accurate_as_the_twin_in_bfloat16(parts):
     """At DeepSeek-V4's sizes, weights in float32; the twin runs on the CPU."""
-    inputs = operands(ways, dtype=torch.bfloat16, tokens=64, count=4, width=4096)
+    inputs = operands(parts, dtype=torch.bfloat16, tokens=64, count=4, width=4096)
     dtypes = torch.bfloat16, torch.float32, torch.float32, torch.float32
     truth = run(inputs, [torch.float64] * 4, 20, 4)
     twin = run(inputs, dtypes, 20, 4)

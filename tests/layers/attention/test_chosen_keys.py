@@ -19,11 +19,13 @@ def operands():
     return [torch.randn(TOKENS, 2, 4) for _ in range(3)]
 
 
-@pytest.mark.parametrize("backend", ["masked", "eager"])
+@pytest.mark.parametrize("backend", ["masked", "eager", "auto"])
 def test_all_keys_chosen_is_attention_to_all_keys(backend):
+    """By "auto" with sinks, which masks do not support."""
     sequences, inputs = Sequences.of_lengths([13, 27], torch.device("cpu")), operands()
-    expected = attend(*inputs, SPEC, sequences, "eager")
-    found = attend(*inputs, SPEC, sequences, backend, chosen=CHOSEN)
+    spec, sinks = (replace(SPEC, sinks=True), torch.randn(2)) if backend == "auto" else (SPEC, None)
+    expected = attend(*inputs, spec, sequences, "eager", sinks)
+    found = attend(*inputs, spec, sequences, backend, sinks, chosen=CHOSEN)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.rotary import rotary_tables
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import LatentAttentionSpec, RopeSpec
+from liger_models.layers.specs import IndexerSpec, LatentAttentionSpec, RopeSpec
 
 HIDDEN, LENGTH, ROWS = 20, 9, 2
 YARN = RopeSpec(
@@ -123,6 +123,31 @@ def test_the_norms_of_the_latents_have_the_eps_of_the_spec():
     for norm in (layer.q_a_layernorm, layer.kv_a_layernorm):
         norm.eps = 1e-6
     torch.testing.assert_close(layer(x, sequences), other(x, sequences), rtol=0, atol=0)
+
+
+def test_an_indexer_rotates_the_last_dimensions_and_weighs_heads_in_float32_if_the_spec_says_so():
+    """Hunyuan 4's, of a layer in bfloat16."""
+    indexer = IndexerSpec(4, 10, 3, rotates_last=True, norm_eps=0.5, float32_weights=True)
+    spec = replace(SPEC, rope=RopeSpec(6), indexer=indexer)
+    own = layer_of(spec, torch.bfloat16).indexer
+    own.weights_proj.float()
+    with torch.no_grad():
+        own.weights_proj.weight.normal_()
+    x, sequences = torch.randn(LENGTH, HIDDEN).bfloat16(), sequences_of(spec, (1, LENGTH))
+    q_latent = torch.randn(LENGTH, 12).bfloat16()
+    q, weights = own._queries_and_weights(x, q_latent, sequences)
+    # The same products in another order of sums, in float32.
+    torch.testing.assert_close(weights, x.float() @ own.weights_proj.weight.mT / 2, rtol=1e-5, atol=1e-5)
+    projected = own.wk(x).float()
+    normed = torch.nn.functional.layer_norm(
+        projected, (10,), own.k_norm.weight.float(), own.k_norm.bias.float(), eps=0.5
+    )
+    cos, sin = rotary_tables(spec.rope, torch.arange(LENGTH))
+    rest, first, second = normed.split([4, 3, 3], dim=-1)
+    expected = torch.cat([rest, first * cos - second * sin, second * cos + first * sin], -1)
+    # bfloat16 rounds the norm's output and the rotated dimensions, by at most 2^-9 of each.
+    torch.testing.assert_close(own.keys(x, sequences).float(), expected, rtol=2**-7, atol=2**-7)
+    assert torch.equal(q[..., :4], own.wq_b(q_latent).unflatten(-1, (4, 10))[..., :4])
 
 
 def test_packed_documents_stay_separate():

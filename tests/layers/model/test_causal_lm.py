@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.model.head import LMHead
 
 VOCAB = 61
 
@@ -339,3 +340,24 @@ def test_checkpointing_options_that_would_be_ignored_are_refused(make_model):
     assert model.is_gradient_checkpointing
     model.activation_checkpointing_disable()
     assert not model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["narrow", "wide"])
+def test_a_head_in_float32_rounds_no_logit(dtype):
+    """Its weight may be wider than the hidden states."""
+    head = LMHead(24, VOCAB, float32=True).to(dtype)
+    hidden = torch.randn(5, 24).bfloat16().requires_grad_()
+    labels = torch.randint(VOCAB, (5,))
+    logits = hidden.detach().float() @ head.weight.detach().float().mT
+    assert torch.equal(head(hidden), logits)
+    found = head(hidden, labels)
+    wide = [x.detach().float().requires_grad_() for x in (hidden, head.weight)]
+    expected = torch.nn.functional.cross_entropy(wide[0] @ wide[1].mT, labels)
+    torch.testing.assert_close(found, expected)
+    for gradient, truth in zip(
+        torch.autograd.grad(found, [hidden, head.weight]), torch.autograd.grad(expected, wide), strict=True
+    ):
+        # rounded once at the end
+        torch.testing.assert_close(gradient.float(), truth, rtol=2**-8, atol=1e-6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert head(hidden).dtype == torch.bfloat16

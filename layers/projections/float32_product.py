@@ -1,4 +1,5 @@
-"""The router's product in float32: rounded logits would change the choice of experts.
+"""Products in float32, whatever the model's dtype: rounded logits of a router would change its choice of
+experts.
 
     logits = x @ weight.T
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import once_differentiable, without_autocast
+from liger_models.layers.projections.linear import Linear
 
 
 def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
@@ -20,6 +22,16 @@ def product_in_float32(x: Tensor, weight: Tensor) -> Tensor:
     operands' dtypes.
     """
     return _ProductInFloat32.apply(x, weight)
+
+
+class Float32Linear(Linear):
+    """A projection without a bias in float32. Its weight may have a wider dtype than other matrices."""
+
+    wider_matrices = ("weight",)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, in_features] -> [T, out_features] in float32."""
+        return product_in_float32(x, self.weight)
 
 
 class _ProductInFloat32(torch.autograd.Function):
