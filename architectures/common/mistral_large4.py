@@ -11,6 +11,7 @@ from liger_models.architectures.common.deepseek import (
     indexed_layers,
     indexer,
     latent_attention,
+    older_choices,
     routed_and_shared_experts,
 )
 from liger_models.architectures.common.mlps import mlp
@@ -44,7 +45,7 @@ def language_model(c: HFConfig) -> ModelSpec:
         replace(turned if turns[i] else still, latents_of=None if source == i else source)
         for i, source in enumerate(sources)
     ]
-    mixers = choices_of_keys(c, mixers, indexer(c, interleaved=True))
+    mixers = choices_of_keys(c, mixers, indexer(c, interleaved=True), older_choices(c))
     sparse = routed_and_shared_experts(c, renormalize=True, float32_router=True)
     inner = dense_or_sparse(c, mlp(c), sparse, c.take_count("first_k_dense_replace", 1, least=0))
     share = {layer for i, source in enumerate(sources) if source != i for layer in (i, source)}

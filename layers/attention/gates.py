@@ -77,9 +77,9 @@ def gated(out: Tensor, gate: Tensor | None, softplus: bool = False) -> Tensor:
         return out
     alike = gate.shape == out.shape and gate.dtype == out.dtype
     if alike and not softplus and not torch.compiler.is_compiling():
-        return carry_recipe(sigmoid_gated(gate, out), sigmoid_gated, gate, out)
+        return carry_recipe(sigmoid_gated(gate, out), sigmoid_gated, gate, out, late=True)
     open_by = F.softplus(at_least_float32(gate)).to(gate.dtype) if softplus else gate.sigmoid()
-    return carry_recipe(_by_head(out, open_by), _by_head, out, open_by)
+    return carry_recipe(_by_head(out, open_by), _by_head, out, open_by, late=True)
 
 
 def _by_head(out: Tensor, factors: Tensor) -> Tensor:

@@ -198,7 +198,6 @@ class _Moments:
     outer: int
     stream: int
     normed: int  # a norm's output, or its gradient
-    twice: int  # of the layer's input, if it is among what a layer that runs again keeps
     scaled: int
     last: int
     front: int
@@ -251,7 +250,7 @@ class _Moments:
             last, after = product + first + (0 if frozen else rows), 0
             if frozen and own.float8 is None and own.exchange is None:
                 rows = min(rows, each * slice_columns(mlp.spec.intermediate_size))
-            front, front_norm = rows + first + stream + normed, normed
+            front, front_norm = rows + first + 2 * normed, normed
         elif mlp is not None and tokens > tiles.TILE:
             trained = sum(p.numel() for p in mlp.parameters() if p.requires_grad)
             elements = 0 if step.lora_rank or adapters.adapted & {"last", "front"} else trained
@@ -271,7 +270,7 @@ class _Moments:
         if experts:
             last = max(last, last - first + decoded["last"])
             copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
-            front = max(front + decoded["front"], rows + first + stream + copied)
+            front = max(front + decoded["front"], rows + first + normed + copied)
         else:
             last, front = last + decoded["last"], front + decoded["front"]
         tile = None if tile is None else tile + max(decoded["last"], decoded["front"])
@@ -300,7 +299,6 @@ class _Moments:
             gradients=(after, of_mlp, whole - gradient_bytes(in_front, step), whole),
             attention=attention,
             normed=normed,
-            twice=0 if connection is None else stream,
             tile=tile,
             tile_begun=tile_begun,
             moved=moved,
@@ -320,12 +318,10 @@ class _Moments:
     def largest(self, level: ActivationMemory) -> int:
         """Peak bytes, minus gradients not computed yet."""
         there, norm = self.lean + self.stream, self.normed
-        there -= self.twice * (level in RERUN)
         after, of_mlp, all_after, whole = self.gradients
         if self.accumulates:  # all exist; and each new one in addition to the sum
             of_mlp, all_after, whole = of_mlp - after, 0, 0
         attention = self.lean - self.mlp - self.outer + self.attention + self.one_part * self.stream
-        attention -= self.twice * (level in RERUN)
         attention += all_after - whole
         attention += min(self.norms, self.stream) * (level == "all")
         without_mlp = self.lean - self.mlp + norm
@@ -351,7 +347,7 @@ class _Moments:
         last -= self.in_place * (level == "lean")
         front = there + self.front - max(0, self.front_norm - norm)
         if level == "mlp":  # holds the norm's output, the input that runs again
-            front += self.stream - self.front_norm
+            front += self.normed - self.front_norm
         if level == "mlp" or level in RERUN:
             last, front = last - self.overwritten, front - self.overwritten
         return max(last + after - whole, front + of_mlp - whole, attention)

@@ -6,14 +6,12 @@ May import only dataclasses of the kernels; everything else may import the specs
 from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 from liger_models.layers.specs.attention import (
     AttentionSpec,
-    BlockIndexerSpec,
     CompressedAttentionSpec,
     CompressorSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
     GridAttentionSpec,
     GridConvSpec,
-    IndexerSpec,
     LatentAttentionSpec,
     QKNormSpec,
     SharedAttentionSpec,
@@ -21,6 +19,7 @@ from liger_models.layers.specs.attention import (
 from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
+from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec
 
@@ -23,20 +24,6 @@ class QKNormSpec:
     scope: Literal["head", "own_head", "all_heads", "unweighted"] = "head"
     before_rope: bool = True
     values: bool = False
-
-
-@dataclass(frozen=True)
-class BlockIndexerSpec:
-    """The choice of `top_k` blocks of `size` keys for each query and group of heads (MiniMax-M3's indexer),
-    by one query of `head_dim` per group, of `num_groups`, against one key per token. Both are normalised and
-    rotated as the layer's own queries and keys. The `local` last blocks are always among the chosen ones.
-    """
-
-    num_groups: int
-    head_dim: int
-    size: int
-    top_k: int
-    local: int
 
 
 class _Heads:
@@ -175,24 +162,6 @@ class SharedAttentionSpec(_Heads):
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Rotary settings whose tables the layer reads."""
         return () if self.rope is None else (self.rope,)
-
-
-@dataclass(frozen=True)
-class IndexerSpec:
-    """The choice of the `top_k` keys that a query attends to (DeepSeek-V3.2's lightning indexer), by
-    `num_heads` queries of `head_dim` against one key per token. The first dimensions of both, or the last
-    ones if `rotates_last`, are rotated as the layer's own, `interleaved` or by halves. `norm_eps` is that of
-    the norm of keys; with `float32_weights` the weights of heads are computed in float32, whatever the
-    model's dtype.
-    """
-
-    num_heads: int
-    head_dim: int
-    top_k: int
-    interleaved: bool = False
-    rotates_last: bool = False
-    norm_eps: float = 1e-6
-    float32_weights: bool = False
 
 
 @dataclass(frozen=True)

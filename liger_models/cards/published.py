@@ -173,7 +173,7 @@ FEATURES: Mapping[str, Any] = {
     "sliding window on some layers": lambda spec: _windows(spec) == {True, False},
     "chunked attention": lambda spec: any(a.chunk for a in _attention(spec)),
     "scores by distance (ALiBi)": lambda spec: any(a.slopes for a in _attention(spec)),
-    "attention sinks": lambda spec: any(a.sinks for a in _attention(spec)),
+    "attention sinks": lambda spec: any(getattr(m, "sinks", False) for b in spec.blocks for m in b.mixers),
     "QK-norm": lambda spec: any(a.qk_norm for a in _attention(spec)),
     "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
