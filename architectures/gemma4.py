@@ -1,38 +1,43 @@
 """Gemma 4 (Google DeepMind, 2026): Gemma 4's text models with an encoder for images and videos of any size;
-on sliding layers the tokens of one image attend to each other in both directions.
+on sliding layers the tokens of one image attend to each other in both directions; the small models also hear,
+by a conformer.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
+from liger_models.architectures.audio_encoders import gemma4 as sounds
 from liger_models.architectures.common import unread_keys
-from liger_models.architectures.common.images import language_model
+from liger_models.architectures.common.images import language_model, with_spans
 from liger_models.architectures.encoders import gemma4 as encoder
 from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, for_tests, register
+from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import AttentionSpec, ModelSpec, SharedAttentionSpec, VisionSpec
+from liger_models.layers.specs import AudioSpec, ModelSpec, VisionSpec
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the audio tensors, and of the text model's unread tensors."""
-    text = c.with_raw({"model_type": "gemma4_text", **c.raw["text_config"]})
-    unread = [f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text)]
-    return ("*audio_tower.*", "*embed_audio.*", *unread)
+    """Patterns of the text model's unread tensors."""
+    return tuple(f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text_part(c)))
 
 
 @register(
     "gemma4",
     reference="Gemma4ForConditionalGeneration",
     vision=True,
+    audio=True,
     layouts=tuple(
         Layout(
             NAMES,
             ("*.experts.*",),
             (("vision.encoder.patch_embed.weight", "d (h w c) -> d c h w"),),
             root=f"{root}language_model.",
-            parts=(("vision.", Layout(encoder.NAMES, root=root)),),
+            parts=(
+                ("vision.", Layout(encoder.NAMES, root=root)),
+                ("audio.", Layout(sounds.CONFORMER, root=root)),
+            ),
         )
         for root in ("model.", "")
     ),
@@ -40,37 +45,33 @@ def carried(c: HFConfig) -> tuple[str, ...]:
 )
 def gemma4(c: HFConfig) -> ModelSpec:
     c.take("vision_soft_tokens_per_image", None)  # read by the processor
-    return with_images(c, encoder.vision)
+    return with_media(c, encoder.vision, sounds.conformer)
 
 
-def with_images(c: HFConfig, vision: Callable[..., VisionSpec], *, attention: str | None = None) -> ModelSpec:
-    """The language model with what an encoder's `vision` builds; `attention` is the default of the config's
-    `use_bidirectional_attention`.
+def with_media(
+    c: HFConfig,
+    vision: Callable[..., VisionSpec],
+    audio: Callable[[HFConfig, int], AudioSpec],
+    *,
+    attention: str | None = None,
+) -> ModelSpec:
+    """The language model with what `vision` builds of the config of images, and `audio` of that of sounds, if
+    there is one; `attention` is the default of the config's `use_bidirectional_attention`.
     """
-    text = language_model(c)
-    for key in (
-        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
-        *("audio_token_id", "audio_config"),
-    ):
-        c.take(key, None)  # placed by the processor; audio tensors are carried along
+    text, hears = language_model(c), c.raw.get("audio_config") is not None
+    for key in ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"):
+        c.take(key, None)  # placed by the processor
+    audio_id = c.take_count("audio_token_id", 258881, least=0)
     bidirectional = c.raw["text_config"].get("use_bidirectional_attention", attention) is not None
     of_images = vision(
         c.part("vision_config"),
         c.take_count("image_token_id", 258880, least=0),
         video_id=c.take_count("video_token_id", 258884, least=0),
         spans="images" if bidirectional else None,
+        audio_id=audio_id if hears else None,
     )
-    return replace(with_spans(text, bidirectional), vision=of_images)
-
-
-def with_spans(text: ModelSpec, bidirectional: bool) -> ModelSpec:
-    """The language model whose layers with a window show the tokens of an image to one another."""
-    blocks = []
-    for block in text.blocks:
-        assert isinstance(block.mixer, AttentionSpec | SharedAttentionSpec)
-        spans = not bidirectional or block.mixer.window is not None
-        blocks.append(replace(block, mixer=replace(block.mixer, bidirectional_spans=spans)))
-    return replace(text, blocks=tuple(blocks))
+    of_sounds = audio(c.part("audio_config"), audio_id) if hears else c.take("audio_config", None)
+    return replace(with_spans(text, bidirectional), vision=of_images, audio=of_sounds)
 
 
 # -- tests
@@ -85,9 +86,10 @@ for_tests(
             "use_bidirectional_attention": "vision",
         },
         "vision_config": encoder.TINY,
-        "audio_config": None,
+        "audio_config": sounds.TINY_CONFORMER,
         "image_token_id": 3,
         "video_token_id": 4,
+        "audio_token_id": 7,
     },
     variants={
         "causal, not standardised, clipped": {
@@ -97,6 +99,9 @@ for_tests(
                 "num_key_value_heads": 2,
                 "use_clipped_linears": True,
             },
+            "audio_config": {**sounds.TINY_CONFORMER, "use_clipped_linears": True, "gradient_clipping": 0.5},
         },
+        "without sounds": {"audio_config": None},
     },
+    skip={"field:VisionSpec.audio_id": "types of tokens are compared with it, see tests/audio"},
 )

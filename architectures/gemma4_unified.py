@@ -3,23 +3,14 @@ pieces of waveforms, without encoders; on sliding layers the tokens of one image
 directions.
 """
 
-from dataclasses import replace
-
 from liger_models.architectures.audio_encoders import gemma4 as sounds
-from liger_models.architectures.common import unread_keys
 from liger_models.architectures.encoders import gemma4 as encoder
-from liger_models.architectures.gemma4 import with_images
+from liger_models.architectures.gemma4 import carried, with_media
 from liger_models.architectures.gemma4_text import NAMES
 from liger_models.architectures.registry import find_architecture, for_tests, register
-from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import ModelSpec, VisionSpec
-
-
-def carried(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of the text model's unread tensors."""
-    return tuple(f"*language_model.{name.removeprefix('model.')}" for name in unread_keys(text_part(c)))
+from liger_models.layers.specs import ModelSpec
 
 
 @register(
@@ -43,13 +34,7 @@ def carried(c: HFConfig) -> tuple[str, ...]:
     masks_of_generation=True,  # its forward pass shows image tokens to one another in full layers, too
 )
 def gemma4_unified(c: HFConfig) -> ModelSpec:
-    model = with_images(c, encoder.patches_alone, attention="vision")
-    if c.raw.get("audio_config") is None:
-        return model
-    assert isinstance(model.vision, VisionSpec)
-    audio_id = c.take_count("audio_token_id", 258881, least=0)
-    audio = sounds.waveforms(c.part("audio_config"), audio_id)
-    return replace(model, vision=replace(model.vision, audio_id=audio_id), audio=audio)
+    return with_media(c, encoder.patches_alone, sounds.waveforms, attention="vision")
 
 
 # -- tests

@@ -33,7 +33,9 @@ from liger_models.layers.specs import (
     CrossAttentionSpec,
     GridAttentionSpec,
     GridConvSpec,
+    LightConvSpec,
     LightningSpec,
+    LocalAttentionSpec,
     SharedAttentionSpec,
     SSDSpec,
 )
@@ -300,6 +302,8 @@ OTHERS = {
     LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
+    LocalAttentionSpec: "attention of an encoder of sound: tests/audio/test_conformer.py",
+    LightConvSpec: "convolutions of an encoder of sound: the same",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
     CompressedAttentionSpec: "plain torch by blocks of queries, whose bytes a plan estimates",
     SharedAttentionSpec: "attention of queries alone, which keeps less than AttentionSpec",

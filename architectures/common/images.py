@@ -13,7 +13,7 @@ from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import AttentionSpec, ModelSpec, RecurrentSpec
+from liger_models.layers.specs import AttentionSpec, ModelSpec, RecurrentSpec, SharedAttentionSpec
 
 Names = tuple[tuple[str, str], ...]
 
@@ -128,6 +128,16 @@ def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
                 )
             return sections
     return list(default)
+
+
+def with_spans(text: ModelSpec, bidirectional: bool) -> ModelSpec:
+    """The language model whose layers with a window show the tokens of an image to one another."""
+    blocks = []
+    for block in text.blocks:
+        assert isinstance(block.mixer, AttentionSpec | SharedAttentionSpec)
+        spans = not bidirectional or block.mixer.window is not None
+        blocks.append(replace(block, mixer=replace(block.mixer, bidirectional_spans=spans)))
+    return replace(text, blocks=tuple(blocks))
 
 
 def vision_layouts(

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.audio.conformer import ConformerEncoder
 from liger_models.layers.audio.encoder import AudioEncoder, Pieces
 from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec, WaveformSounds
+from liger_models.layers.specs import AudioSpec, SubsampledSounds, WaveformSounds
 from liger_models.layers.vision.pictures import replaced
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.vision import is_of_several
@@ -42,6 +43,15 @@ class AudioInputs:
         return 0 if self.sounds is None else sum(self.sounds.counts())
 
 
+def make_encoder(spec: AudioSpec, attention: AttentionBackend) -> nn.Module:
+    """Create the encoder that the spec describes."""
+    if isinstance(spec.sounds, WaveformSounds):
+        return Pieces()
+    if isinstance(spec.sounds, SubsampledSounds):
+        return ConformerEncoder(spec, attention)
+    return AudioEncoder(spec, attention)
+
+
 class Audio(nn.Module):
     """An audio encoder and its projection to a language model.
 
@@ -54,10 +64,8 @@ class Audio(nn.Module):
     def __init__(self, spec: AudioSpec, hidden_size: int, attention: AttentionBackend = "auto"):
         super().__init__()
         self.spec = spec
-        self.encoder: nn.Module = (
-            Pieces() if isinstance(spec.sounds, WaveformSounds) else AudioEncoder(spec, attention)
-        )
-        self.projector = PROJECTORS[type(spec.projector)](spec.hidden_size, hidden_size, spec.projector)
+        self.encoder = make_encoder(spec, attention)
+        self.projector = PROJECTORS[type(spec.projector)](spec.features_size, hidden_size, spec.projector)
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
 

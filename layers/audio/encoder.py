@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.audio.chunks import Chunk, chunks_of
-from liger_models.layers.audio.frames import Convolution, FrameTable, cached_sinusoids, unpadded
+from liger_models.layers.audio.frames import Convolution, FrameTable, unpadded
 from liger_models.layers.audio.sounds import Sounds, frames_of
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.parts.sinusoids import cached_sinusoids
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload

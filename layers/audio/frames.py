@@ -2,41 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.kernels._constants import cached_tensors
+from liger_models.layers.parts.sinusoids import sinusoids
+from liger_models.layers.projections.linear import as_wide_as
 
 
 class Convolution(nn.Module):
-    """A convolution over three columns, with a bias and zeros at the ends.
+    """A convolution over three columns, with zeros at the ends.
 
     Args:
         inputs, outputs: numbers of channels.
         stride: distance of neighbouring windows.
         axes: 2: over three frequencies, too.
+        bias: add a bias.
     """
 
-    def __init__(self, inputs: int, outputs: int, stride: int = 1, axes: int = 1):
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, axes: int = 1, bias: bool = True):
         super().__init__()
         self.stride = stride
         self.weight = nn.Parameter(torch.empty(outputs, inputs, *(3,) * axes))
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [clips, channels, (frequencies,) columns] -> the same of `outputs`, in the weight's dtype."""
-        weight = self.weight
+        """x [clips, channels, (frequencies,) columns] -> the same of `outputs`, in the weight's dtype.
+        Frequencies may also follow the columns.
+        """
+        weight, bias = self.weight, as_wide_as(self.weight, self.bias)
         convolve = F.conv1d if weight.dim() == 3 else F.conv2d
-        return convolve(x.to(weight.dtype), weight, self.bias.to(weight.dtype), self.stride, padding=1)
+        return convolve(x.to(weight.dtype), weight, bias, self.stride, padding=1)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class FrameTable(nn.Module):
@@ -56,22 +60,6 @@ class FrameTable(nn.Module):
         """Initialise with sines and cosines."""
         frames, width = self.weight.shape
         self.weight.copy_(sinusoids(frames, width, self.weight.device))
-
-
-def sinusoids(frames: int, width: int, device: torch.device | str) -> Tensor:
-    """Sines, and then cosines, of each position times frequencies from 1 to 1/10000, [frames, width] in
-    float32.
-    """
-    steps = torch.arange(width // 2, device=device).float()
-    rates = torch.exp(-math.log(10000) / max(1, width // 2 - 1) * steps)
-    angles = torch.arange(frames, device=device)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], 1)
-
-
-@cached_tensors(8)
-def cached_sinusoids(frames: int, width: int, device: torch.device) -> Tensor:
-    """The same, computed on the CPU, so that every device has the same bits."""
-    return sinusoids(frames, width, "cpu").to(device)
 
 
 def unpadded(x: Tensor, lengths: Sequence[int]) -> Tensor:

@@ -14,7 +14,13 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
+from liger_models.layers.specs import (
+    AudioSpec,
+    ChunkedSounds,
+    PaddedSounds,
+    SubsampledSounds,
+    WaveformSounds,
+)
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.repeated import order_of
 
@@ -27,7 +33,7 @@ class Sounds:
     """The clips of a batch.
 
     Attributes:
-        features: [clips, bins, columns], padded; of waveforms [clips, columns, bins].
+        features: [clips, bins, columns], padded; with `columns_first` [clips, columns, bins].
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
         lengths: the numbers of frames that attend to one another, in order.
@@ -53,7 +59,11 @@ def frames_of(spec: AudioSpec, columns: int) -> int:
         return whole * frames_of(spec, spec.sounds.chunk) + frames_of(spec, rest)
     if isinstance(spec.sounds, WaveformSounds):
         return columns
-    for _ in range(1 if spec.channels is None else 3):
+    if isinstance(spec.sounds, SubsampledSounds):
+        halvings = len(spec.sounds.channels)
+    else:
+        halvings = 1 if spec.channels is None else 3
+    for _ in range(halvings):
         columns = (columns + 1) // 2
     return columns
 
@@ -78,8 +88,8 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     shape: list[Any] = ["clips", spec.bins, "columns"]
     if isinstance(spec.sounds, PaddedSounds):
         shape[2] = 2 * spec.sounds.frames
-    elif isinstance(spec.sounds, WaveformSounds):
-        shape[1:] = "pieces", spec.bins
+    elif spec.sounds.columns_first:
+        shape[1:] = "pieces" if isinstance(spec.sounds, WaveformSounds) else "columns", spec.bins
     known = all(isinstance(n, str) or n == own for n, own in zip(shape, features.shape, strict=False))
     if features.dim() != 3 or not known or not features.is_floating_point():
         raise DataError(
@@ -90,10 +100,8 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
         return None
     if not masked:
         return Sounds(spec, features, [features.shape[2]] * len(features))
-    axis = 1 if isinstance(spec.sounds, WaveformSounds) else 2
-    return Sounds(
-        spec, features, _columns(mask, torch.as_tensor(given[mask]), features.shape[0], features.shape[axis])
-    )
+    clips, most = len(features), features.shape[1 if spec.sounds.columns_first else 2]
+    return Sounds(spec, features, _columns(mask, torch.as_tensor(given[mask]), clips, most))
 
 
 def _columns(name: str, mask: Tensor, clips: int, most: int) -> list[int]:
@@ -128,7 +136,7 @@ def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, 
 
 def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
     """A valid clip of zeros that makes a token, with the dtype and device of a tensor."""
-    if isinstance(spec.sounds, WaveformSounds):
+    if spec.sounds.columns_first:
         return Sounds(spec, like.new_zeros(1, 1, spec.bins), [1])
     least = 4 * spec.projector.merge**2
     most = least if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames

@@ -14,6 +14,7 @@ from liger_models.layers.blocks.block import (
     own_input,
     run_block,
 )
+from liger_models.layers.blocks.encoders.conformer import ConformerBlock
 from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
@@ -64,5 +65,6 @@ BLOCKS: dict[str, type[Block]] = {
     "side_by_side": SideBySideBlock,
     "shared_transformer": SharedTransformerBlock,
     "hyper_connected": HyperConnectedBlock,
+    "conformer": ConformerBlock,
 }
 """The class of a block, by the topology of its spec."""

@@ -116,6 +116,7 @@ class Block(nn.Module):
             "branch_norm": spec.branch_norm,
             "shared": spec.shared,
             "streams": spec.streams,
+            "bound": spec.bound,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")

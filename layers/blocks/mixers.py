@@ -14,6 +14,8 @@ from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.conformer.light_conv import LightConvolution
+from liger_models.layers.conformer.local_attention import LocalAttention
 from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.grids.grid_conv import GridConvolution
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -35,7 +37,9 @@ from liger_models.layers.specs import (
     GridAttentionSpec,
     GridConvSpec,
     LatentAttentionSpec,
+    LightConvSpec,
     LightningSpec,
+    LocalAttentionSpec,
     SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -66,6 +70,8 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     CrossAttentionSpec: CrossAttention,
     GridAttentionSpec: GridAttention,
     GridConvSpec: GridConvolution,
+    LocalAttentionSpec: LocalAttention,
+    LightConvSpec: LightConvolution,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,
     SelectiveSpec: SelectiveScan,
@@ -81,6 +87,7 @@ MIXER_NAMES: dict[type, str] = {
     SelectiveSpec: "mamba",
     GatedConvSpec: "conv",
     GridConvSpec: "conv",
+    LightConvSpec: "conv",
     ChannelDeltaSpec: "linear_attn",
 }
 """The names of mixers in the module tree; of others "self_attn"."""

@@ -11,7 +11,13 @@ from liger_models.layers.audio.chunks import chunks_of
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory.measured import measured
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
+from liger_models.layers.specs import (
+    AudioSpec,
+    ChunkedSounds,
+    PaddedSounds,
+    SubsampledSounds,
+    WaveformSounds,
+)
 from liger_models.layers.vision.projectors import PROJECTORS
 
 COLUMNS = 100  # of a spectrogram, a second
@@ -26,6 +32,8 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
         columns = sum(chunk.width for chunk in chunks_of(spec, sounds.columns))
     elif isinstance(spec.sounds, WaveformSounds):
         columns = 0
+    elif isinstance(spec.sounds, SubsampledSounds):
+        columns = len(sounds.columns) * max(sounds.columns)
     else:
         columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
     return Shown(sum(sounds.frames), max(sounds.lengths), 0, columns, sum(sounds.counts()))
@@ -56,16 +64,23 @@ def edges_of_sounds(
     if not any(trained):
         return Edges()
     width, size = spec.hidden_size, dtype.itemsize
-    if spec.channels is None:
+    if isinstance(spec.sounds, SubsampledSounds):
+        kept = shown.patches * spec.bins * size
+        for k, channels in enumerate(spec.sounds.channels, 1):
+            outputs = (shown.patches >> k) * -(-spec.bins >> k)
+            # Of each convolution the output, statistics of its norm, max(x, 0), and that without padding.
+            kept += outputs * (3 * channels * size + 8)
+        kept += shown.tokens * width * size  # the output projection's input
+    elif spec.channels is None:
         # The columns, the first convolution's output and its activation, and the second's output.
         kept = shown.patches * (spec.bins + 2 * width) * size + shown.patches // 2 * width * size
     else:  # the columns, and the output of each convolution and its activation
         outputs = sum((shown.patches >> k) * -(-spec.bins >> k) for k in (1, 2, 3)) * spec.channels
         kept = (shown.patches * spec.bins + 2 * outputs) * size
     normed = shown.tokens // 2 if spec.paired else shown.tokens
-    kept += normed * (width * size + 8)
+    kept += 0 if spec.norm_after is None else normed * (width * size + 8)
     with torch.device("meta"):
-        way: Any = PROJECTORS[type(spec.projector)](width, hidden_size, spec.projector).to(dtype)
+        way: Any = PROJECTORS[type(spec.projector)](spec.features_size, hidden_size, spec.projector).to(dtype)
     rows = normed // spec.projector.merge**2 * spec.projector.merge**2
-    made = measured(way, rows, width, dtype, trained[0])
+    made = measured(way, rows, spec.features_size, dtype, trained[0])
     return Edges(trained[0] * kept, made.saved, backward=made.backward)

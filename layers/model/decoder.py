@@ -202,7 +202,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             inputs_embeds = self.audio.place(media.audio, inputs_embeds)
         if embedded is not None:
             embedded.append(inputs_embeds)
-        layer_inputs = self._own_inputs(ids, inputs_embeds, media.vision)
+        layer_inputs = self._own_inputs(ids, inputs_embeds, media)
         if self.vision is not None:
             layer_inputs |= self.vision.layer_inputs(media.vision, sequences)
         if self.spec.input_scale != 1.0:
@@ -312,14 +312,17 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         shared = () if self.shared is None else [block.shared_transformer for block in self.shared.values()]
         return {type(layer).__name__ for layer in (*encoder, *self.layers, *shared)}
 
-    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, vision_inputs: Any) -> dict[str, Tensor]:
+    def _own_inputs(self, ids: Tensor | None, inputs_embeds: Tensor, media: Media) -> dict[str, Tensor]:
         """The per-layer inputs, by name."""
         own = {IDS: ids} if ids is not None and self._looks_up_ids else {}
         if self.per_layer_inputs is None:
             return own
         assert ids is not None  # ensured by `batch_shape`
-        if vision_inputs is not None:  # image tokens use the input of padding
-            ids = self.vision.ids_of_text(vision_inputs, ids, self.spec.padding_idx or 0)
+        padding = self.spec.padding_idx or 0  # whose input the tokens of images and sounds use
+        if media.vision is not None:
+            ids = self.vision.ids_of_text(media.vision, ids, padding)
+        if media.audio is not None and media.audio.is_audio is not None:
+            ids = ids.masked_fill(media.audio.is_audio, padding)
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}
 

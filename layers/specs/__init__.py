@@ -16,8 +16,15 @@ from liger_models.layers.specs.attention import (
     QKNormSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.audio import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
+from liger_models.layers.specs.audio import (
+    AudioSpec,
+    ChunkedSounds,
+    PaddedSounds,
+    SubsampledSounds,
+    WaveformSounds,
+)
 from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
+from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec
 from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
@@ -123,8 +130,10 @@ __all__ = [
     "IndexerSpec",
     "LatentAttentionSpec",
     "LayerNormSpec",
+    "LightConvSpec",
     "LightningSpec",
     "LinearProjectorSpec",
+    "LocalAttentionSpec",
     "LogRates",
     "MLPProjectorSpec",
     "MLPSpec",
@@ -167,6 +176,7 @@ __all__ = [
     "StreamsSpec",
     "StretchedTable",
     "StridedProjectorSpec",
+    "SubsampledSounds",
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",

@@ -21,6 +21,7 @@ class PaddedSounds:
     frames: int
     masked: bool = False
     mask: ClassVar[str] = "feature_attention_mask"
+    columns_first: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class ChunkedSounds:
     window: int = 1
     masked: ClassVar[bool] = True
     mask: ClassVar[str] = "feature_attention_mask"
+    columns_first: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,22 @@ class WaveformSounds:
 
     masked: ClassVar[bool] = True
     mask: ClassVar[str] = "input_features_mask"
+    columns_first: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class SubsampledSounds:
+    """Processor outputs `input_features` [clips, columns, bins], spectrograms of any length padded to the
+    longest, and `input_features_mask` [clips, columns], False for padding. Convolutions over three columns
+    and three frequencies, with stride 2 and without biases, make so many `channels`. A LayerNorm over
+    channels, with `eps` and without a bias, and max(x, 0) follow each (USM, arXiv:2303.01037).
+    """
+
+    channels: tuple[int, ...]
+    eps: float = 1e-6
+    masked: ClassVar[bool] = True
+    mask: ClassVar[str] = "input_features_mask"
+    columns_first: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -58,7 +76,8 @@ class AudioSpec:
     `blocks` are the encoder's; a frame sees its own clip. If `paired`, two frames each are averaged, and the
     last of an odd number is left out. After `norm_after` the `projector` turns frames into features, one for
     each token with the id `audio_id`. `sounds` is the form of the processor's output. Pieces of waveforms
-    have `bins` samples, and no encoder.
+    have `bins` samples, and no encoder. For `SubsampledSounds` the blocks are a conformer's, and a linear
+    layer with a bias turns their output into `output_size` numbers.
     """
 
     hidden_size: int
@@ -66,7 +85,13 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds | ChunkedSounds | WaveformSounds
+    sounds: PaddedSounds | ChunkedSounds | WaveformSounds | SubsampledSounds
     norm_after: NormSpec | LayerNormSpec | None = None
     paired: bool = False
     channels: int | None = None
+    output_size: int | None = None
+
+    @property
+    def features_size(self) -> int:
+        """Width of the projector's input."""
+        return self.hidden_size if self.output_size is None else self.output_size

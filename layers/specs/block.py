@@ -19,6 +19,7 @@ from liger_models.layers.specs.attention import (
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
+from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
@@ -33,6 +34,8 @@ MixerSpec = (
     | CrossAttentionSpec
     | GridAttentionSpec
     | GridConvSpec
+    | LocalAttentionSpec
+    | LightConvSpec
     | RecurrentSpec
 )
 
@@ -54,6 +57,7 @@ Topology = Literal[
     "side_by_side",
     "shared_transformer",
     "hyper_connected",
+    "conformer",
 ]
 
 
@@ -104,7 +108,8 @@ class BlockSpec:
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
     second mixer and the MLP are shared with other layers. The topology "hyper_connected" has several residual
-    `streams`.
+    `streams`. In a "conformer" `second_mixer` has a branch of its own, `residual_scale` multiplies the
+    branches of both MLPs alone, and inputs of norms are clamped to +-`bound`.
     """
 
     mixer: MixerSpec | None
@@ -122,6 +127,7 @@ class BlockSpec:
     branch_norm: NormSpec | LayerNormSpec | None = None
     shared: SharedSpec | None = None
     streams: StreamsSpec | None = None
+    bound: float | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

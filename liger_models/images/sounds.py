@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.audio.sounds import FEATURES, frames_of, tokens_of
-from liger_models.layers.specs import AudioSpec, ChunkedSounds, PaddedSounds, WaveformSounds
+from liger_models.layers.specs import (
+    AudioSpec,
+    ChunkedSounds,
+    PaddedSounds,
+    SubsampledSounds,
+    WaveformSounds,
+)
 
 WORD = 14  # a text token in every family
 
@@ -42,6 +48,9 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if isinstance(spec.sounds, WaveformSounds):
         most = max(8, int(columns.max()))
         shape = (most, spec.bins)
+    elif isinstance(spec.sounds, SubsampledSounds):
+        most = max(64, int(columns.max()))
+        shape = (most, spec.bins)
     else:
         most = (
             2 * spec.sounds.frames
@@ -53,17 +62,20 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if not spec.sounds.masked:
         return call
     mask = torch.arange(most) < columns[:, None]
-    return {**call, spec.sounds.mask: mask if isinstance(spec.sounds, WaveformSounds) else mask.long()}
+    return {**call, spec.sounds.mask: mask if spec.sounds.columns_first else mask.long()}
 
 
 def _columns(spec: AudioSpec, sound: Sound) -> int:
     """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked; or
-    many times as many, if chunks are long; or the number of its pieces of 40 ms.
+    many times as many, if chunks are long; or the number of its pieces of 40 ms; or twice as many, if four
+    columns make a token.
     """
     if isinstance(spec.sounds, ChunkedSounds):
         return sound.columns * _factor(spec.sounds)
     if isinstance(spec.sounds, WaveformSounds):
         return -(-sound.columns // 4)  # pieces of 40 ms
+    if isinstance(spec.sounds, SubsampledSounds):
+        return 2 * sound.columns
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most
 

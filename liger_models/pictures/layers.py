@@ -50,6 +50,12 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "shortcut": [["norm", "mixer"], ["norm", ("mlp", "experts")]],
     "side_by_side": [["norm", ("mixer", "second mixer")], ["norm", "mlp"]],
     "shared_transformer": [["norm", "second mixer", "norm", "mlp", "norm", "mixer"]],
+    "conformer": [
+        ["norm", "mlp", "norm"],
+        ["norm", "mixer", "norm"],
+        ["norm", "second mixer"],
+        ["norm", "mlp", "norm"],
+    ],
     "hyper_connected": [["sum of streams", "norm", "mixer"], ["sum of streams", "norm", "mlp"]],
 }
 MIXERS = {

@@ -180,6 +180,7 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
 
 # Topologies whose bytes are compared elsewhere.
 ELSEWHERE = {
+    "conformer": "of an encoder of sound alone: tests/audio/test_conformer.py",
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
     "shared_latents": "two layers together: see below",

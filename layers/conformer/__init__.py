@@ -1,0 +1,4 @@
+"""Token mixers for frames of sound, in the blocks of a conformer.
+
+Imports attention's backends, the short convolution, parts, projections, recompute, sequences and specs.
+"""
