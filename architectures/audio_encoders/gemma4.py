@@ -68,8 +68,8 @@ CONFORMER: Names = (
     ),
     *((".input_layernorm.", ".norm_pre_attn."), (".post_attention_layernorm.", ".norm_post_attn.")),
     *((".conv_layernorm.", ".lconv1d.pre_layer_norm."), (".final_layernorm.", ".norm_out.")),
-    ("encoder.in_proj.linear.", "encoder.subsample_conv_projection.input_proj_linear."),
-    ("encoder.subsampling.", "encoder.subsample_conv_projection.layer"),
+    (".subsampling.in_proj.linear.", ".subsampling.input_proj_linear."),
+    (".subsampling.", ".subsample_conv_projection."),
     ("encoder.out_proj.linear.", "encoder.output_proj."),
     ("encoder.", "audio_tower."),
     *NAMES,
@@ -87,7 +87,7 @@ TINY_CONFORMER: dict[str, Any] = {
     "attention_logit_cap": 2.0,
     "rms_norm_eps": 0.3,
     "output_proj_dims": 20,
-    "use_clipped_linears": False,
+    "gradient_clipping": 4.0,
 }
 
 

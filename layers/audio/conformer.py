@@ -40,37 +40,23 @@ class ConformerEncoder(nn.Module):
     def __init__(self, spec: AudioSpec, attention: AttentionBackend = "auto"):
         super().__init__()
         assert isinstance(spec.sounds, SubsampledSounds)
-        self.spec, width, channels = spec, spec.hidden_size, spec.sounds.channels
-        steps = [
-            Subsampling(inputs, outputs, spec.sounds.eps)
-            for inputs, outputs in zip((1, *channels), channels, strict=False)
-        ]
-        self.subsampling: Sequence[Subsampling] = cast(Any, nn.ModuleList(steps))
-        self.in_proj = Linear(channels[-1] * -(-spec.bins // 2 ** len(channels)), width, bias=False)
+        self.spec = spec
+        self.subsampling = Subsampling(spec.bins, spec.sounds, spec.hidden_size)
         layers = [
             BLOCKS[block.topology](spec.hidden_size, block, i, attention)
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
-        self.out_proj = Linear(width, spec.features_size, bias=True)
+        self.out_proj = Linear(spec.hidden_size, spec.features_size, bias=True)
 
     def forward(self, sounds: Sounds) -> Tensor:
         """Return the projector's input, [F, output_size]."""
-        x, residual, offload = self.frames(sounds), None, Offload()
+        x, residual, offload = self.subsampling(sounds), None, Offload()
         sequences = Sequences.of_lengths(sounds.lengths, x.device)
         sequences.prepare_rotary(())
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
         return cast(Tensor, self.out_proj(x))
-
-    def frames(self, sounds: Sounds) -> Tensor:
-        """The frames of all clips without padding, [F, D]."""
-        columns = sounds.columns
-        x = sounds.features[:, : max(columns), :, None]  # [clips, columns, bins, 1]
-        for step in self.subsampling:
-            x = step(without_padding(x, columns))
-            columns = [(n + 1) // 2 for n in columns]
-        return cast(Tensor, self.in_proj(unpadded(x.flatten(2), sounds.frames)))
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""
@@ -78,6 +64,33 @@ class ConformerEncoder(nn.Module):
 
 
 class Subsampling(nn.Module):
+    """Make frames of spectrograms.
+
+    Args:
+        bins: of the spectrograms.
+        sounds: the convolutions.
+        hidden_size: the width D of frames.
+    """
+
+    def __init__(self, bins: int, sounds: SubsampledSounds, hidden_size: int):
+        super().__init__()
+        for number, outputs in enumerate(sounds.channels):
+            inputs = sounds.channels[number - 1] if number else 1
+            self.add_module(f"layer{number}", HalvedColumns(inputs, outputs, sounds.eps))
+        self.halvings = len(sounds.channels)
+        self.in_proj = Linear(sounds.channels[-1] * -(-bins // 2**self.halvings), hidden_size, bias=False)
+
+    def forward(self, sounds: Sounds) -> Tensor:
+        """The frames of all clips without padding, [F, D]."""
+        columns = sounds.columns
+        x = sounds.features[:, : max(columns), :, None]  # [clips, columns, bins, 1]
+        for number in range(self.halvings):
+            x = getattr(self, f"layer{number}")(without_padding(x, columns))
+            columns = [(n + 1) // 2 for n in columns]
+        return cast(Tensor, self.in_proj(unpadded(x.flatten(2), sounds.frames)))
+
+
+class HalvedColumns(nn.Module):
     """A convolution over three columns and three frequencies with stride 2, a norm over channels, and max(x,
     0).
 

@@ -60,9 +60,10 @@ class ClippedProjections(nn.Module):
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
         super().__init__()
+        self.names = tuple(parts)  # transformers has these layers elsewhere
         for name, width in parts.items():
             self.add_module(name, ClippedLinear(in_features, width, bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sum of the parts]."""
-        return torch.cat([part(x) for part in self.children()], dim=-1)
+        return torch.cat([getattr(self, name)(x) for name in self.names], dim=-1)

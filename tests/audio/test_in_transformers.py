@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from clips import DOCUMENTS
-from pairs import beyond_bound, relative_distance
+from pairs import BOUND, beyond_bound, relative_distance
+from rounding import OtherOrder, beyond_rounding
 
 TARGETS = ["q_proj", "k_proj", "fc1", "embedding_projection"]
+# A conformer's linear layers are between two clips: PEFT adapts these layers and not the whole.
+OF_A_CONFORMER = (
+    r".*(language_model.*[qk]_proj|audio_tower.*(linear|relative_k_proj)|embed_audio.*_projection)"
+)
 
 
 def test_the_class_is_registered_and_matches_transformers_own(pair, both):
@@ -20,14 +25,17 @@ def test_the_class_is_registered_and_matches_transformers_own(pair, both):
     own = dict(ours.named_parameters())
     distances = {"loss": relative_distance(found.loss, expected.loss)}
     reached = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
-    assert set(reached) <= set(ours.state_dict()) | set(own)
+    # Routers have names of their own.
+    assert {name for name in reached if ".router." not in name} <= set(ours.state_dict()) | set(own)
     gradients = {name: x for name, x in reached.items() if name in own}
     assert any("audio" in name for name in gradients)
     # Without positions a key's bias shifts all scores of a query equally: its gradient is rounding only.
     gradients = {
         name: x for name, x in gradients.items() if "audio_tower" not in name or "k_proj.bias" not in name
     }
-    distances |= {name: relative_distance(own[name].grad, x) for name, x in gradients.items()}
+    distances |= {
+        name: relative_distance(own[name].grad, x.view_as(own[name])) for name, x in gradients.items()
+    }
     assert not beyond_bound(distances)
 
 
@@ -47,6 +55,8 @@ def test_generate_gives_transformers_own_tokens(copies, pair, both):
     call = pair.scene(*DOCUMENTS, padding="left")
     del call["labels"]
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 9, "eos_token_id": None}
+    # No image token is generated: its meaning differs between versions.
+    options["suppress_tokens"] = [*pair.ours.spec.placeholders.values()]
     expected = theirs.generate(**call, **options).repeat_interleave(copies, 0)
     options |= {"num_return_sequences": copies, "num_beams": copies} if copies > 1 else {}
     found = ours.generate(**call, **options)
@@ -57,7 +67,8 @@ def test_generate_gives_transformers_own_tokens(copies, pair, both):
 
 def test_lora_trains_the_layers_of_the_encoder_as_in_transformers(pair, both):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False)
+    targets = OF_A_CONFORMER if hasattr(pair.ours.audio.encoder, "subsampling") else TARGETS
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)
     call = pair.scene(*DOCUMENTS)
     theirs, ours = (peft.get_peft_model(model, config) for model in both)
     values = {name: p.detach() for name, p in theirs.named_parameters() if "lora" in name}
@@ -72,4 +83,13 @@ def test_lora_trains_the_layers_of_the_encoder_as_in_transformers(pair, both):
     assert own.keys() == gradients.keys()
     assert any(("audio_tower" in name and "k_proj" in name) or "embed_audio" in name for name in own)
     distances = {name: relative_distance(own[name], x) for name, x in gradients.items()}
-    assert not beyond_bound(distances | {"loss": relative_distance(found.loss, expected.loss)})
+    kept = {name: x.clone() for name, x in gradients.items()}
+
+    def again(seed: int) -> dict[str, float]:
+        theirs.zero_grad()
+        with OtherOrder(seed):
+            theirs(**call, use_cache=False).loss.backward()
+        return {name: relative_distance(trained[1][name].grad, x) for name, x in kept.items()}
+
+    assert relative_distance(found.loss, expected.loss) <= BOUND
+    assert not beyond_rounding(distances, again)
