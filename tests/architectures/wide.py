@@ -76,16 +76,19 @@ IDS_OF_MOLMO = (
 )
 
 
-def wide_config(family: str) -> dict[str, Any]:
-    """The family's published config with a width nearest to 4096, cut to the first layers of all kinds."""
-    own = []
+def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
+    """The family's published config with a width nearest to 4096, cut to the first layers of all kinds; of
+    those with the key `having`, if there are any.
+    """
+    own: list[dict[str, Any]] = []
     for path in sorted(PUBLISHED.glob("*.json")):
         published = json.loads(path.read_text())
         if published["config"]["model_type"] == family:  # some ask for dropout
             own.append({**published["config"], **dict.fromkeys(published.get("dropout", ()), 0.0)})
     if not own:
         pytest.skip(f"tests/architectures/published has no config of {family}")
-    config = min(own, key=lambda config: abs(_spec(config).hidden_size - 4096))
+    has = [config for config in own if having and config.get(having)]
+    config = min(has or own, key=lambda config: abs(_spec(config).hidden_size - 4096))
     cut = with_layers(config, max(2, layers_of_every_kind(config)))
     if images := "vision_config" in cut:
         _cut_encoder(cut)
@@ -126,8 +129,9 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     if taken := vision.get("intermediate_layers_indices"):
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
-    if config.get("audio_config") and "audio_embed_dim" not in config["audio_config"]:
-        config["audio_config"] = {**config["audio_config"], "encoder_layers": 3}
+    if audio := config.get("audio_config"):
+        few = {key: 3 for key in ("encoder_layers", "num_hidden_layers") if key in audio}
+        config["audio_config"] = {**audio, **few}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
 
@@ -166,7 +170,7 @@ def emptied() -> None:
 
 
 def fill(model: nn.Module) -> None:
-    """Matrices as in a fresh model, norms around one, biases and saved buffers around zero."""
+    """Matrices as in a fresh model, norms around one, biases and saved buffers around zero, bounds at 1.5."""
     torch.manual_seed(0)
     parameters, saved = dict(model.named_parameters()), model.state_dict().keys()
     with torch.no_grad():
@@ -177,7 +181,10 @@ def fill(model: nn.Module) -> None:
                 p.normal_(1.0, 0.2)
         for name, buffer in model.named_buffers():
             if name in saved and buffer.is_floating_point() and not name.endswith(FOLLOWING):
-                buffer.normal_(0.0, 0.02)
+                if buffer.isinf().any():  # a bound that clips nothing
+                    buffer.copy_(1.5 * buffer.sign())
+                else:
+                    buffer.normal_(0.0, 0.02)
 
 
 def farther_than_reference(
@@ -324,6 +331,8 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     by_sdpa = dtype == torch.bfloat16 and getattr(made, "_supports_sdpa", True)
     if by_sdpa and hasattr(settings, "vision_config"):  # as in a loaded model
         settings.vision_config._attn_implementation = "sdpa"
+    if "attention_chunk_size" in (config.get("audio_config") or {}):  # a conformer, with plain attention alone
+        settings.audio_config._attn_implementation = "eager"
     with torch.device(DEVICE):
         model = made(settings)
     skip_groups_normalised_together(model, settings)

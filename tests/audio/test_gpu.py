@@ -1,0 +1,25 @@
+"""On a GPU: models with audio encoders in bfloat16 at published widths are as accurate as the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scenes import VisionPair
+from wide import emptied, exact_float32, farther_than_reference, wide_config  # noqa: F401  (fixtures among them)
+
+from liger_models.images.sounds import Sound
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("family", ["gemma4", "qwen2_audio"])
+def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied):  # noqa: F811
+    """Compare logits, loss and every gradient of encoder, projector and language model."""
+
+    def batches(pair):
+        torch.manual_seed(0)
+        documents = [[60, Sound(123), 100, Sound(40), 30], [Sound(300), 90]]
+        return [pair.rows_of_one_length(documents, near_ties=True)]
+
+    config = wide_config(family, having="audio_config")
+    assert not farther_than_reference(family, config, batches, VisionPair)
