@@ -331,7 +331,7 @@ def _reference(architecture: Architecture, config: dict[str, Any], dtype: torch.
     by_sdpa = dtype == torch.bfloat16 and getattr(made, "_supports_sdpa", True)
     if by_sdpa and hasattr(settings, "vision_config"):  # as in a loaded model
         settings.vision_config._attn_implementation = "sdpa"
-    if "attention_chunk_size" in (config.get("audio_config") or {}):  # a conformer, with plain attention alone
+    if "attention_chunk_size" in (config.get("audio_config") or {}):  # a conformer: plain attention
         settings.audio_config._attn_implementation = "eager"
     with torch.device(DEVICE):
         model = made(settings)
