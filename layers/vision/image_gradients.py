@@ -56,7 +56,10 @@ class ImageGradients:
         self.note_groups(parts)
         groups = self._groups if wrapper is None else [wrapper.process_group]
         if not groups:
-            output.register_hook(lambda _: _after_backward(lambda: self.note_groups(parts)))
+            device = output.device
+            output.register_hook(
+                lambda _: _after_backward(lambda: self._end_first(parts, with_images, device))
+            )
             return
         any_images = with_images or self._seen
         flag = torch.full((1,), int(any_images), device=output.device)
@@ -69,6 +72,12 @@ class ImageGradients:
                 self._end(parts, bool(answer.tolist()[0]))
 
         output.register_hook(lambda _: _after_backward(end))
+
+    def _end_first(self, parts: list[nn.Module], flag: Tensor) -> None:
+        """End a step in whose forward pass FSDP2 had gathered all parts, so that their groups are new."""
+        self.note_groups(parts)
+        if self._groups:
+            self._end(parts, bool(HostCopy(any_process(flag, self._groups)).tolist()[0]))
 
     def note_groups(self, parts: Iterable[nn.Module]) -> None:
         """Record the process groups over which FSDP2 shards these modules, if any are sharded now."""
