@@ -26,6 +26,9 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "full, experts-lean",
         "LoRA, dense-offload",
     ),
+    "tests/test_live_bytes_of_trainers.py::test_a_step_on_images_keeps_what_its_level_promises": (
+        *("checkpoint", "lean"),
+    ),
     "tests/test_live_bytes_of_trainers.py::test_a_trainers_step_keeps_what_its_level_promises": (
         "dpo-checkpoint",
         "trainer-lean",

@@ -21,9 +21,9 @@ from liger_models.training.checkpoints.run_folder import verify
 
 RANK = Path(__file__).with_name("sharded_runs_rank.py")
 AT_NIGHT = {"kto", "distill", "sequence_whole", "muon", "muon_stopped", "muon_resumed"}
-AT_NIGHT |= {"stopped", "resumed", "experts_stopped", "experts_resumed"}
+AT_NIGHT |= {"stopped", "resumed", "experts_stopped", "experts_resumed", "reward", "adapters"}
 """They divide again what others do: answers, a row, or an optimizer's state. By day runs that lost a rank, or
-that one process began, are resumed.
+that one process began, are resumed; adapters are in test_sharded_adapters.py.
 """
 
 pytestmark = [
