@@ -10,11 +10,12 @@ from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import BlockSpec, LayerNormSpec, MLPSpec, ModelSpec
 
-NAMES = (
-    *((".self_attn.o_proj.", ".self_attn.out_proj."), ("decoder.norm.", "decoder.final_layer_norm.")),
+BLOCK_NAMES = (
+    (".self_attn.o_proj.", ".self_attn.out_proj."),
     *((".input_layernorm.", ".self_attn_layer_norm."), (".post_attention_layernorm.", ".final_layer_norm.")),
     *((".mlp.up_proj.", ".fc1."), (".mlp.down_proj.", ".fc2.")),
 )
+NAMES = (*BLOCK_NAMES, ("decoder.norm.", "decoder.final_layer_norm."))
 
 
 @register(

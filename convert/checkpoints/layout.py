@@ -32,16 +32,16 @@ class Joined:
         name: of the checkpoint's module, next to the projections' names. Several names: the joined tensor is
             cut into that many pieces of equal height, the last one less high, as by `torch.chunk`.
         parts: canonical names of the projections, in the checkpoint's order.
-        by: an axis named by the module (`canonical_forms`). Rows are interleaved by group: for each key/value
-            head its rows of q_proj, of k_proj and of v_proj. Widths may differ. Default: one group,
-            with whole projections one after another.
+        by: an axis named by the module (`canonical_forms`), or the number of groups. Rows are interleaved by
+            group: for each key/value head its rows of q_proj, of k_proj and of v_proj. Widths may differ.
+            Default: one group, with whole projections one after another.
         within: prefix of the canonical names to which this applies.
         kind: the only tensors that are joined, such as "bias"; the others are apart. Default: all.
     """
 
     name: str | tuple[str, ...]
     parts: tuple[str, ...]
-    by: str | None = None
+    by: str | int | None = None
     within: str = ""
     kind: str | None = None
 
@@ -167,12 +167,12 @@ class Layout:
                 raise ValueError(
                     f"{name} is to hold {', '.join(joined.parts)}; the model has no {missing[0]}"
                 )
-            if joined.by is not None and joined.by not in canonical.axes:
+            if isinstance(joined.by, str) and joined.by not in canonical.axes:
                 raise ValueError(
                     f"{name} is divided by {joined.by!r}, and its module names the axes "
                     f"{', '.join(canonical.axes) or 'none'}"
                 )
-            groups = 1 if joined.by is None else canonical.axes[joined.by]
+            groups = canonical.axes[joined.by] if isinstance(joined.by, str) else joined.by or 1
             rows = [shapes[f"{prefix}{part}.{kind}"][0] for part in joined.parts]
             if any(count % groups for count in rows):
                 raise ValueError(

@@ -37,7 +37,7 @@ from liger_models.layers.model.first_step import compile_first_step
 from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
-from liger_models.layers.parts.embedding import LearnedPositions, TokenEmbedding
+from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.hyper_connection import StreamsHead
 from liger_models.layers.parts.norm import make_norm
@@ -90,10 +90,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.embed_tokens = TokenEmbedding(spec.num_ids, spec.hidden_size, *scale)
         if spec.extra_ids:
             self.embed_tokens.axes = {"vocab": spec.vocab_size}
-        self.embed_positions: LearnedPositions | None = None
-        if spec.learned_positions is not None:
-            positions = spec.learned_positions, spec.hidden_size, spec.unused_positions
-            self.embed_positions = LearnedPositions(*positions)
+        self.embed_positions = make_positions(spec)
         self.embed_norm = None if spec.embed_norm is None else make_norm(spec.hidden_size, spec.embed_norm)
         self.embed_dropout = nn.Dropout(spec.embed_dropout) if spec.embed_dropout else None
         layers = [

@@ -1,10 +1,11 @@
-"""Token embeddings, scaled or normalised in some families, and learned positions.
+"""Token embeddings, scaled or normalised in some families, and positions that are added to them.
 
 x = scale * weight[id],    the scale rounded to the weight's dtype
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import embedding, rms_norm
-from liger_models.layers.specs import NormSpec
+from liger_models.kernels._constants import cached_tensors
+from liger_models.layers.sequences.host_copy import to_device
+from liger_models.layers.specs import ModelSpec, NormSpec
 
 
 class TrainedRows(nn.Module):
@@ -94,6 +97,21 @@ class TokenEmbedding(nn.Embedding):
         return super().extra_repr() + ("" if self.embed_scale == 1.0 else f", scale={self.embed_scale:.6g}")
 
 
+def make_positions(spec: ModelSpec) -> LearnedPositions | SinusoidalPositions | None:
+    """The vectors of positions that a model adds to its embeddings; None: it adds none.
+
+    Raises:
+        ValueError: both kinds.
+    """
+    if spec.learned_positions is not None and spec.sinusoidal_positions:
+        raise ValueError("positions are learned or sinusoidal, and this spec asks for both; expected one")
+    if spec.learned_positions is not None:
+        return LearnedPositions(spec.learned_positions, spec.hidden_size, spec.unused_positions)
+    if not spec.sinusoidal_positions:
+        return None
+    return SinusoidalPositions(spec.hidden_size, spec.unused_positions, spec.zero_position)
+
+
 class LearnedPositions(nn.Module):
     """A learned vector for each position (Radford et al., 2019: GPT-2).
 
@@ -121,3 +139,44 @@ class LearnedPositions(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}"
+
+
+class SinusoidalPositions(nn.Module):
+    """A fixed vector for each position p, [sin(p f) | cos(p f)] with f_j = 10000^(-j / (H/2 - 1)) (Vaswani et
+    al., 2017, arXiv:1706.03762, section 3.5, in the order of their code).
+
+    Args:
+        hidden_size: the even width H of the vectors, at least 4.
+        first: p of position 0.
+        zero: the position with a vector of zeros, if any.
+
+    Raises:
+        ValueError: another width.
+    """
+
+    def __init__(self, hidden_size: int, first: int = 0, zero: int | None = None):
+        super().__init__()
+        if hidden_size % 2 or hidden_size < 4:
+            raise ValueError(
+                f"hidden_size is {hidden_size}; sines and cosines need an even width of 4 or more"
+            )
+        self.width, self.first, self.zero = hidden_size, first, zero
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, H], positions [T] -> x plus the vectors of its positions, rounded to x's dtype."""
+        frequencies = to_device(_frequencies(self.width // 2), positions.device)
+        angles = (positions + self.first).float()[:, None] * frequencies
+        vectors = torch.cat([angles.sin(), angles.cos()], -1).to(x.dtype)
+        if self.zero is not None:
+            vectors = vectors.masked_fill((positions == self.zero)[:, None], 0.0)
+        return x + vectors
+
+    def extra_repr(self) -> str:
+        return f"{self.width}"
+
+
+@cached_tensors()
+def _frequencies(count: int) -> Tensor:
+    """[count] in float32 on the host, as the reference computes them."""
+    step = math.log(10000) / (count - 1)
+    return torch.exp(torch.arange(count, device="cpu").float() * -step)

@@ -192,8 +192,12 @@ def unnoticed_fields(
             continue
         if field == "QKNormSpec.before_rope" and at(pair.ours.spec, path[:-2]).rope is None:
             continue  # without rotation the order has no effect
-        if field == "ModelSpec.unused_positions" and pair.ours.spec.learned_positions is None:
-            continue  # there is no table
+        spec = pair.ours.spec
+        added = spec.sinusoidal_positions or spec.learned_positions is not None
+        if field == "ModelSpec.unused_positions" and not added:
+            continue  # no positions are added
+        if field == "ModelSpec.zero_position" and not spec.sinusoidal_positions:
+            continue  # the same
         if field == "AttentionSpec.bidirectional_spans" and not at(pair.ours.spec, path[:-1]).causal:
             continue  # every token attends to all others
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:

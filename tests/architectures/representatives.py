@@ -111,7 +111,7 @@ def views_of(family: str) -> Iterator[Any]:
         for mixer in block.mixers:
             yield type(mixer)
             yield from ((name, bool(getattr(mixer, name, None))) for name in OF_TOKENS)
-    yield "learned", spec.learned_positions is not None
+    yield "added", spec.learned_positions is not None, spec.sinusoidal_positions
     yield "padded", spec.padding_has_positions
 
 
