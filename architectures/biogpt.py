@@ -1,5 +1,5 @@
-"""BioGPT (Microsoft, 2022, arXiv:2210.10341): OPT's form with GELU and scaled embeddings, trained on abstracts
-of biomedical papers.
+"""BioGPT (Microsoft, 2022, arXiv:2210.10341): OPT's form with GELU and scaled embeddings, trained on
+abstracts of biomedical papers.
 """
 
 from dataclasses import replace

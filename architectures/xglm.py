@@ -31,7 +31,7 @@ def xglm(c: HFConfig) -> ModelSpec:
     width, heads = c.take_count("d_model"), c.take_count("attention_heads")
     if width % heads:
         raise ConfigError(
-            f"{c.name}: d_model is {width} and attention_heads {heads}; expected a multiple of attention_heads"
+            f"{c.name}: d_model is {width} and attention_heads {heads}; expected a multiple of these"
         )
     padding, positions = padding_row(c), c.take_count("max_position_embeddings", 2048)
     zero = None if padding is None else padding - UNUSED if padding >= 0 else positions + padding

@@ -45,8 +45,8 @@ class ModelSpec:
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. With `sinusoidal_positions` it is a fixed vector
     for any position but `zero_position`, as if as many positions came before the first (XGLM). Without
-    `padding_has_positions` a row's positions count only its tokens (OPT). `embed_norm` is a norm of the first block's input, whose elements are
-    dropped in training with the probability `embed_dropout`.
+    `padding_has_positions` a row's positions count only its tokens (OPT). `embed_norm` is a norm of the first
+    block's input, whose elements are dropped in training with the probability `embed_dropout`.
 
     With `float32_head` logits are computed in float32, whatever the model's dtype (but not under autocast),
     and the head's weight may be wider than other matrices.
