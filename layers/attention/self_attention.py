@@ -30,7 +30,7 @@ from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.projections.packed_linear import PackedLinear, in_order
 from liger_models.layers.recompute.activation_memory import (
     TILED,
     ActivationMemory,
@@ -155,7 +155,7 @@ class Attention(nn.Module):
         return replace(self.spec, dropout=dropout)
 
     def _projected(self, x: Tensor, added: Tensor | None) -> Tensor:
-        projected = self.qkv_proj(x)
+        projected = in_order(self, "qkv_proj")(x)
         return projected if added is None else projected + added
 
     def _without_gate(self, qkv: Tensor) -> tuple[Tensor, Tensor | None]:

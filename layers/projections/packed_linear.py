@@ -185,7 +185,7 @@ def split_projections(model: nn.Module, weight_map: WeightMap) -> None:
         ]
         made = dict(zip(rows, linears, strict=True))
         split = SplitProjections(owner, packed.parts, rows, packed.unbiased)
-        _replace(owner, name, {**made, name: split})
+        _replace(owner, name, {**made, name + IN_ORDER if name in made else name: split})
 
 
 @torch.no_grad()
@@ -197,8 +197,8 @@ def fuse_projections(model: nn.Module) -> None:
         ValueError: a layer is no longer a plain linear layer, or the layers differ in dtype, device or
             requires_grad.
     """
-    for owner, name, split in list(_children(model, SplitProjections)):
-        linears = cast(list[Linear], split.linears())
+    for owner, given, split in list(_children(model, SplitProjections)):
+        name, linears = given.removesuffix(IN_ORDER), cast(list[Linear], split.linears())
         _check_plain(linears, Linear, "fused", "merge or unload adapters first")
         order = None if split.is_sorted else split._order(linears[0].weight.device)[0]
         weight = _join([cast(nn.Parameter, linear.weight) for linear in linears], order)
@@ -208,7 +208,18 @@ def fuse_projections(model: nn.Module) -> None:
         packed._name_parts(split.parts)
         for layer in split.layers:
             del child_table(owner)[layer]
-        _replace(owner, name, {name: packed})
+        _replace(owner, given, {name: packed})
+
+
+IN_ORDER = "_in_order"
+
+
+def in_order(owner: nn.Module, name: str) -> nn.Module:
+    """The projection of this name with its outputs in our order. Where the checkpoint has one layer of the
+    same name in another order, the layer has the name when split, and its outputs are reordered next to it.
+    """
+    own: nn.Module = getattr(owner, name + IN_ORDER, None) or getattr(owner, name)
+    return own
 
 
 def packed_projections(model: nn.Module) -> dict[str, PackedLinear]:
@@ -262,7 +273,7 @@ def _is_one_layer(layers: Mapping[str, Tensor]) -> bool:
 def weight_map_of_parts(model: nn.Module, weight_map: WeightMap) -> dict[str, Expr]:
     """Derive the weight map of a model with some split projections from that of the packed model."""
     split = {  # also inside PEFT's wrapper for fully trained copies
-        plain_path(path).replace(".original_module.", "."): module
+        plain_path(path).replace(".original_module.", ".").removesuffix(IN_ORDER): module
         for path, module in model.named_modules()
         if isinstance(module, SplitProjections)
     }

@@ -28,6 +28,7 @@ from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.cache import CACHE, given_cache
+from liger_models.hf.checkpoints.module_names import move_head
 from liger_models.hf.pretrained import LigerPreTrainedModel, keep_initialized
 from liger_models.layers.model.call_checks import (
     batch_shape,
@@ -68,6 +69,9 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
 
     def _place_parts(self) -> None:
         """Move submodules to their paths in transformers' own model."""
+        head = self.architecture.layouts[-1].name(HEAD)
+        if head != HEAD:
+            move_head(self, head.removesuffix(".weight"))
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
         """Add the head, whose name differs between layouts, to the decoder's map."""

@@ -104,8 +104,13 @@ def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
         of_whole[name] = module
         if name not in decoder._elsewhere:
             _note(decoder, name, whole, name)
+    move_head(whole, head)
+
+
+def move_head(whole: Any, head: str) -> None:
+    """Move the head of a whole model to this path."""
     path, leaf = _cut(head)
-    child_table(whole.get_submodule(path))[leaf] = of_whole.pop("lm_head")
+    child_table(whole.get_submodule(path))[leaf] = child_table(whole).pop("lm_head")
     _note(whole, "lm_head", whole, head)
 
 
