@@ -191,6 +191,9 @@ MULTIMODAL: dict[str, Multimodal] = {
         )
         for kind in ("idefics3", "smolvlm")
     },
+    "idefics2": Multimodal(
+        {"mistral": "mistral"}, (("model.text_model.", "model."),), without=("perceiver_config",)
+    ),
     **{
         kind: Multimodal({"llama": "llama", "mistral": "mistral", "qwen2": "qwen2"}, tied_by_text=True)
         for kind in ("llava_next", "llava_next_video")
@@ -385,11 +388,8 @@ MULTIMODAL: dict[str, Multimodal] = {
         without=("use_sliding_window", "layer_types", "norm_topk_prob"),
         axes=True,
         defaults={
-            "rope_theta": 5e5,
-            "max_position_embeddings": 128000,
-            "num_key_value_heads": 16,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 4,
+            **{"rope_theta": 5e5, "max_position_embeddings": 128000, "num_key_value_heads": 16},
+            **{"moe_intermediate_size": 1408, "num_experts_per_tok": 4},
         },
         settings={"norm_topk_prob": True},
     ),

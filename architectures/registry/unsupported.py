@@ -73,7 +73,7 @@ MISSING |= {
             *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
             *("diffusion_gemma", "emu3", "evolla", "fast_vlm", "fuyu", "git"),
             *("glmga", "granite4_vision"),
-            *("granite_docling", "hyperclovax_vision_v2", "idefics", "idefics2"),
+            *("granite_docling", "hyperclovax_vision_v2", "idefics"),
             *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
             *("kosmos-2", "kosmos-2.5"),
             *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),

@@ -222,8 +222,34 @@ class QueryProjectorSpec:
         return 1
 
 
+@dataclass(frozen=True)
+class PerceiverSpec:
+    """Projector: a gated MLP of inner width `size` to the language model's width, in which `latents` learned
+    vectors then attend to the patches and to one another in `depth` layers (Idefics 2). A layer has
+    pre-norms, of latents and patches apart, attention in heads of `head_dim` and a gated MLP of
+    `inner_size`; a `norm` follows the last.
+    """
+
+    size: int
+    latents: int
+    depth: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    inner_size: int
+    norm: NormSpec
+    activation: Activation = "silu"
+    patch_activation: Activation = "silu"
+
+    @property
+    def merge(self) -> int:
+        """Patches are in raster order."""
+        return 1
+
+
 ProjectorSpec = (
     QueryProjectorSpec
+    | PerceiverSpec
     | PoolingAttentionSpec
     | PoolProjectorSpec
     | ConvolutionProjectorSpec

@@ -218,10 +218,13 @@ class WindowedPictures:
 class MaskedPictures:
     """Processor outputs `pixel_values` [images, channels, size, size] and optionally `pixel_mask` [images,
     size, size], 1 for the image in the upper left corner. `tokens` pairs numbers of patches of the square
-    with those of an image's tokens (Aria).
+    with those of an image's tokens (Aria). If `by_row` they are [rows, images, channels, height, width], with
+    `pixel_attention_mask` [rows, images, height, width]; images of zeros fill up the rows, and only whole
+    patches count. `tokens` then has one pair, of the patches of the largest image (Idefics 2).
     """
 
     tokens: tuple[tuple[int, int], ...]
+    by_row: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,13 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear, project, unwrapped
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.sequences.host_copy import to_device
-from liger_models.layers.specs import LayerNormSpec, PoolingAttentionSpec, QueryProjectorSpec
+from liger_models.layers.specs import (
+    Activation,
+    LayerNormSpec,
+    PerceiverSpec,
+    PoolingAttentionSpec,
+    QueryProjectorSpec,
+)
 
 
 class PoolingAttention(nn.Module):
@@ -52,6 +59,92 @@ class PoolingAttention(nn.Module):
         weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
         y = self.o_proj((weights.to(v.dtype) @ v).flatten(1))
         return self.down_proj(self.activation(self.gate_proj(y)) * self.up_proj(y))
+
+
+class GatedLayers(nn.Module):
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`, from `width` to `out`, with `size` between."""
+
+    def __init__(self, width: int, size: int, out: int, activation: Activation):
+        super().__init__()
+        self.activation = plain_activation(activation)
+        self.gate_proj, self.up_proj = (Linear(width, size, bias=False) for _ in range(2))
+        self.down_proj = Linear(size, out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., width] -> [..., out]."""
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PerceiverLayer(nn.Module):
+    """A layer of `Perceiver`:
+
+        y = latents + o_proj(attention(q, k, v)),   q from n, and k, v from c | n, of each picture
+        latents' = y + mlp(norm_mlp(y))
+
+    with n = norm_latents(latents) and c = norm_patches(patches).
+    """
+
+    def __init__(self, hidden_size: int, spec: PerceiverSpec):
+        super().__init__()
+        self.spec = spec
+        self.norm_latents, self.norm_patches, self.norm_mlp = (
+            make_norm(hidden_size, spec.norm) for _ in range(3)
+        )
+        keys = spec.num_key_value_heads * spec.head_dim
+        self.q_proj = Linear(hidden_size, spec.num_attention_heads * spec.head_dim, bias=False)
+        self.kv_proj = PackedLinear(hidden_size, {"k_proj": keys, "v_proj": keys})
+        self.o_proj = Linear(self.q_proj.out_features, hidden_size, bias=False)
+        self.mlp = GatedLayers(hidden_size, spec.inner_size, hidden_size, spec.activation)
+
+    def forward(self, latents: Tensor, patches: Tensor, lengths: Sequence[int]) -> Tensor:
+        """latents [F, H] and patches [P, H], of pictures of these numbers of patches -> [F, H]."""
+        spec, count = self.spec, self.spec.latents
+        normed = self.norm_latents(latents)
+        groups = spec.num_attention_heads // spec.num_key_value_heads
+        q = self.q_proj(normed).unflatten(1, (-1, spec.head_dim)).split(count)
+        made = self.kv_proj(torch.cat([self.norm_patches(patches), normed]))
+        made = made.unflatten(1, (2, -1, spec.head_dim)).repeat_interleave(groups, 2)
+        of_patches, of_latents = made.split([len(patches), len(latents)])
+        seen = []
+        pieces = zip(q, of_patches.split(list(lengths)), of_latents.split(count), strict=True)
+        for query, *keys in pieces:
+            k, v = torch.cat(keys).permute(1, 2, 0, 3)  # [heads, patches and latents, dim]
+            seen.append(F.scaled_dot_product_attention(query.transpose(0, 1), k, v).transpose(0, 1))
+        latents = latents + self.o_proj(torch.cat(seen).flatten(1))
+        return latents + self.mlp(self.norm_mlp(latents))
+
+
+class Perceiver(nn.Module):
+    """Latents that attend to the patches of a picture and to one another (Idefics 2, arXiv:2405.02246,
+    section 3; Jaegle et al., 2021, arXiv:2103.03206):
+
+        norm(layers(latents, mlp(x)))
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: the latents, layers, heads, widths and activations.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: PerceiverSpec):
+        super().__init__()
+        self.mlp = GatedLayers(width, spec.size, hidden_size, spec.patch_activation)
+        self.latents = nn.Parameter(torch.empty(spec.latents, hidden_size))
+        self.layers = nn.ModuleList([PerceiverLayer(hidden_size, spec) for _ in range(spec.depth)])
+        self.norm = make_norm(hidden_size, spec.norm)
+
+    def forward(self, x: Tensor, lengths: Sequence[int], sizes: Sequence[int]) -> Tensor:
+        """x [P, D], of pictures of these numbers of patches -> [F, H]; `sizes` are as many as the latents."""
+        x = self.mlp(x)
+        latents = self.latents.to(x.dtype).repeat(len(lengths), 1)
+        for layer in self.layers:
+            latents = layer(latents, x, lengths)
+        y: Tensor = self.norm(latents)
+        return y
+
+    def reset_parameters(self, *_: Any) -> None:
+        """Initialise the latents to ones, as the reference does."""
+        nn.init.ones_(self.latents)
 
 
 class JoinedProjection(nn.Module):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import CroppedPictures, MaskedPictures, VisionSpec, WindowedPictures
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image
@@ -191,6 +192,8 @@ def _pictures(spec: VisionSpec, given: Mapping[str, Any], crops: Any) -> Picture
 def masked(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
     """Images in the upper left corner of squares: see `MaskedPictures`."""
     assert isinstance(spec.pictures, MaskedPictures)
+    if spec.pictures.by_row:
+        return _masked_rows(spec, merge, keywords)
     given, patch = taken(keywords, "pixel_values", "pixel_mask"), spec.patches.size
     if "pixel_values" not in given:
         together(given, "pixel_values", "pixel_mask")
@@ -212,19 +215,65 @@ def masked(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures |
                 f"pixel_mask must be [{len(values)}, {size}, {size}], by pixel_values; found "
                 f"{tuple(mask.shape)}"
             )
-        whole = mask[:, : side * patch, : side * patch]
-        cells = whole.unflatten(2, (side, patch)).unflatten(1, (side, patch))
-        shown = cells.any(4).any(2)  # [images, side, side]
-        rows, columns = shown.any(2).sum(1), shown.any(1).sum(1)
-        place = torch.arange(side, device="cpu")
-        corner = (place < rows[:, None])[:, :, None] & (place < columns[:, None])[:, None]
-        if not torch.equal(shown, corner) or not bool((rows > 0).all()):
-            raise DataError("pixel_mask must be 1 for an image in the upper left corner, and 0 elsewhere")
-        grids = [(1, h, w) for h, w in zip(rows.tolist(), columns.tolist(), strict=True)]
+        cells = _cells(mask, patch)
+        grids = _in_the_corner(cells.any(4).any(2), "pixel_mask")
     if not grids:
         return None
     patches = [cut_image(x, grid, merge, patch) for x, grid in zip(values, grids, strict=True)]
     return QueriedPictures(torch.cat(patches), grids, [tokens[side**2]] * len(grids))
+
+
+def _masked_rows(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """The same by row, with images of zeros that fill up the rows."""
+    assert isinstance(spec.pictures, MaskedPictures)
+    given, patch = taken(keywords, "pixel_values", "pixel_attention_mask"), spec.patches.size
+    if "pixel_values" not in given:
+        together(given, "pixel_values", "pixel_attention_mask")
+        return None
+    values, mask = given["pixel_values"], given.get("pixel_attention_mask")
+    shape = tuple(values.shape)
+    if len(shape) != 5 or shape[2] != spec.patches.channels or not values.is_floating_point():
+        raise DataError(
+            f"pixel_values must be floating point of shape [rows, images, {spec.patches.channels}, height, "
+            f"width]; found {values.dtype} of shape {shape}"
+        )
+    if mask is None:
+        mask = (values != 0).flatten(2).any(-1).cpu()[..., None, None].expand(*shape[:2], *shape[3:])
+    mask = torch.as_tensor(mask).cpu() != 0
+    if tuple(mask.shape) != (*shape[:2], *shape[3:]):
+        raise DataError(
+            f"pixel_attention_mask has the shape {tuple(mask.shape)}; expected {(*shape[:2], *shape[3:])}, "
+            "by pixel_values"
+        )
+    there = mask.flatten(2).any(-1).flatten()
+    if not bool(there.any()):
+        return None
+    grids = _in_the_corner(_cells(mask.flatten(0, 1)[there], patch).all(4).all(2), "pixel_attention_mask")
+    images = values.flatten(0, 1)[to_device(there.nonzero()[:, 0], values.device)]
+    patches = [cut_image(x, grid, merge, patch) for x, grid in zip(images, grids, strict=True)]
+    return QueriedPictures(torch.cat(patches), grids, [spec.pictures.tokens[0][1]] * len(grids))
+
+
+def _cells(mask: Tensor, patch: int) -> Tensor:
+    """[images, height, width] -> the pixels of each whole patch, [images, h, patch, w, patch]."""
+    h, w = (size // patch for size in mask.shape[1:])
+    return mask[:, : h * patch, : w * patch].unflatten(2, (w, patch)).unflatten(1, (h, patch))
+
+
+def _in_the_corner(shown: Tensor, name: str) -> list[Grid]:
+    """The grids of images whose patches are the shown ones of each, [images, h, w].
+
+    Raises:
+        DataError: these are none, or not all in the upper left corner.
+    """
+    rows, columns = shown.any(2).sum(1), shown.any(1).sum(1)
+    down, right = (torch.arange(size, device="cpu") for size in shown.shape[1:])
+    corner = (down < rows[:, None])[:, :, None] & (right < columns[:, None])[:, None]
+    if not torch.equal(shown, corner) or not bool((rows > 0).all()):
+        raise DataError(
+            f"{name} must be 1 for an image in the upper left corner, of at least one patch, and 0 elsewhere"
+        )
+    return [(1, h, w) for h, w in zip(rows.tolist(), columns.tolist(), strict=True)]
 
 
 def renumbered(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

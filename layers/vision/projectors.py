@@ -25,6 +25,7 @@ from liger_models.layers.specs import (
     MLPProjectorSpec,
     PatchMergerSpec,
     PatchSpec,
+    PerceiverSpec,
     PoolingAttentionSpec,
     PoolProjectorSpec,
     ProjectorSpec,
@@ -35,7 +36,7 @@ from liger_models.layers.specs import (
     TwiceProjectedSpec,
     VisualWordsSpec,
 )
-from liger_models.layers.vision.attention_projectors import PoolingAttention, QueryProjector
+from liger_models.layers.vision.attention_projectors import Perceiver, PoolingAttention, QueryProjector
 from liger_models.layers.vision.convolutions import ConvolutionProjector, RowsProjector, StridedProjector
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
@@ -364,6 +365,7 @@ class Resampler(nn.Module):
 
 PROJECTORS: dict[type, type[nn.Module]] = {
     PoolingAttentionSpec: PoolingAttention,
+    PerceiverSpec: Perceiver,
     QueryProjectorSpec: QueryProjector,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,

@@ -14,7 +14,6 @@ from liger_models.layers.specs import (
     FlatGrids,
     GridPictures,
     PooledGrids,
-    SquarePictures,
     TiledVisionSpec,
     VisionSpec,
     WindowedPictures,
@@ -42,7 +41,7 @@ def repeat_pictures(
     """
     rows = len(input_ids)
     form = None if isinstance(spec, TiledVisionSpec) else spec.pictures
-    by_row = form is None or (isinstance(form, SquarePictures) and form.by_row)
+    by_row = form is None or getattr(form, "by_row", False)
     if by_row:
         if wrong := [name for name, x in given.items() if len(x) != rows]:
             raise DataError(f"{wrong[0]} has {len(given[wrong[0]])} rows; expected {rows}, as input_ids")

@@ -185,8 +185,8 @@ class Scenes:
         if not pieces:
             return {}
         call = _KINDS[type(self.vision.pictures)](self, pieces)
-        if isinstance(self.vision.pictures, SquarePictures) and self.vision.pictures.by_row:
-            return self._by_row(call["pixel_values"], documents)
+        if getattr(self.vision.pictures, "by_row", False):
+            return self._by_row(call["pixel_values"], call.get("pixel_mask", torch.ones(1)), documents)
         if isinstance(self.vision.pictures, AnyresPictures) and self.vision.pictures.most is not None:
             counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
             call["batch_num_images"] = torch.tensor(counts)
@@ -338,14 +338,15 @@ class Scenes:
         side = self.vision.pictures.size // self.vision.patches.size
         return max(merge, side * 3 // 4 // merge * merge)
 
-    def _by_row(self, images: Tensor, documents: Sequence[Document]) -> dict[str, Any]:
+    def _by_row(self, images: Tensor, masks: Tensor, documents: Sequence[Document]) -> dict[str, Any]:
         """The images of each row, filled up with images of zeros."""
         counts = [sum(not isinstance(piece, int) for piece in document) for document in documents]
         values = images.new_zeros(len(counts), max(counts), *images.shape[1:])
         there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
         values[there] = images
-        mask = there[..., None, None].expand(*values.shape[:2], *values.shape[3:])
-        return {"pixel_values": values, "pixel_attention_mask": mask.long()}
+        mask = values[:, :, 0].new_zeros(*values.shape[:2], *values.shape[3:], dtype=torch.long)
+        mask[there] = masks.long()
+        return {"pixel_values": values, "pixel_attention_mask": mask}
 
     def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
         """Images with spare tiles."""
