@@ -344,9 +344,8 @@ class Scenes:
         values = images.new_zeros(len(counts), max(counts), *images.shape[1:])
         there = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
         values[there] = images
-        mask = values[:, :, 0].new_zeros(*values.shape[:2], *values.shape[3:], dtype=torch.long)
-        mask[there] = masks.long()
-        return {"pixel_values": values, "pixel_attention_mask": mask}
+        mask = torch.zeros_like(values[:, :, 0]).index_put((there,), masks.to(values.dtype))
+        return {"pixel_values": values, "pixel_attention_mask": mask.long()}
 
     def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
         """Images with spare tiles."""

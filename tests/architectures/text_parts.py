@@ -157,6 +157,16 @@ CASES = {
             "vision_config": {**QWEN_TOWER, "num_key_value_heads": 1, "fullatt_block_indexes": [0]},
         },
     ),
+    "idefics2": (
+        "Idefics2ForConditionalGeneration",
+        {
+            "model_type": "idefics2",
+            "text_config": {**TEXT, "model_type": "mistral"},
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "perceiver_config": {"hidden_size": 48, "resampler_n_latents": 3, "resampler_depth": 1},
+            "image_token_id": 130,
+        },
+    ),
     "idefics3": (
         "Idefics3ForConditionalGeneration",
         {
