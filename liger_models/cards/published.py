@@ -178,11 +178,16 @@ FEATURES: Mapping[str, Any] = {
     "attention soft-capping": lambda spec: any(a.softcap for a in _attention(spec)),
     "logit soft-capping": lambda spec: spec.logit_softcap is not None,
     "QKV biases": lambda spec: any(a.qkv_bias for a in _attention(spec)),
-    "layers without positions (NoPE)": lambda spec: any(
-        not m.ropes and not getattr(m, "slopes", None)
-        for b in spec.blocks
-        for m in b.mixers
-        if isinstance(m, AttentionSpec | LatentAttentionSpec)
+    "learned positions": lambda spec: spec.learned_positions is not None,
+    "sinusoidal positions": lambda spec: spec.sinusoidal_positions,
+    "layers without positions (NoPE)": lambda spec: (
+        (spec.learned_positions is None and not spec.sinusoidal_positions)
+        and any(
+            not m.ropes and not getattr(m, "slopes", None)
+            for b in spec.blocks
+            for m in b.mixers
+            if isinstance(m, AttentionSpec | LatentAttentionSpec)
+        )
     ),
     "gated delta rule": lambda spec: any(isinstance(b.recurrent, GatedDeltaSpec) for b in spec.blocks),
     "Kimi delta attention": lambda spec: any(isinstance(b.recurrent, ChannelDeltaSpec) for b in spec.blocks),
