@@ -1,4 +1,4 @@
-"""Copies between tensors with gaps."""
+"""Copies between tensors with gaps, and from the host to a device."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def copy_in_words(source: Tensor, target: Tensor) -> None:
 def _holds_words(x: Tensor, per_word: int) -> bool:
     sizes = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     return x.stride(-1) == 1 and not any(size % per_word for size in sizes)
+
+
+AT_ONCE = 1 << 16
+"""Bytes that CUDA takes from any memory at once. Copies of more wait for all earlier work of the device, and
+so does the host, unless the memory is pinned.
+"""
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for it; x itself if it is there.
+
+    On MPS it waits: a copy that does not may read x's memory after it was freed (pytorch 189690).
+    """
+    pinned = x.is_cpu and device.type == "cuda" and x.nbytes > AT_ONCE
+    return (x.pin_memory() if pinned else x).to(device, non_blocking=device.type != "mps")

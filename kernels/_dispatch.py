@@ -270,6 +270,11 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def float64_device(device: torch.device) -> torch.device:
+    """`device`, or the CPU if it has no float64: MPS."""
+    return torch.device("cpu") if device.type == "mps" else device
+
+
 def once_differentiable(backward):
     """Decorate a backward pass so that differentiating it raises RuntimeError.
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels._copies import to_device
 from liger_models.kernels._dispatch import (
     at_least_float32,
     autocasts,
@@ -89,7 +90,7 @@ def compressed_keys(bounds: Sequence[int], rate: int, device: torch.device) -> C
     rate 0 there are none.
     """
     bounds = list(bounds)
-    table = torch.tensor(bounds, device="cpu").to(device, non_blocking=True)
+    table = to_device(torch.tensor(bounds, device="cpu"), device)
     lengths, total = table.diff(), bounds[-1]
     start = torch.repeat_interleave(table[:-1], lengths, output_size=total)
     if not rate:

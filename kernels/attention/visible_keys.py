@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels._copies import to_device
+
 
 class KeyRanges(NamedTuple):
     """Disjoint ranges, [2 * ranges, T] int32 each: start and end of the first, then of the next.
@@ -208,8 +210,8 @@ def _of_each_token(
         own = answers[number] + [(total, 0, 0)] * (most - len(answers[number]))
         rows.append([*bounds[number : number + 2], *before, *itertools.chain(*own)])
     lengths = torch.tensor([end - start for start, end in itertools.pairwise(bounds)], device="cpu")
-    table = torch.tensor(rows, dtype=torch.int32, device="cpu").T.to(device, non_blocking=True)
-    return table.repeat_interleave(lengths.to(device, non_blocking=True), dim=1, output_size=total)
+    table = to_device(torch.tensor(rows, dtype=torch.int32, device="cpu").T, device)
+    return table.repeat_interleave(to_device(lengths, device), dim=1, output_size=total)
 
 
 def _range(first: Tensor, end: Tensor) -> Tensor:

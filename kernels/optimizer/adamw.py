@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
+from liger_models.kernels._dispatch import ceil_div, float64_device, jit, on_device_of, tl, use_triton
 from liger_models.kernels.optimizer._adamw_plain import Buffers, adamw_plain
 from liger_models.kernels.optimizer._operands import (
     AdamWSettings,
@@ -85,7 +85,22 @@ def adamw(
     elif found_inf is None or not found_inf.item():
         buffers = Buffers()
         for one in tensors:
-            adamw_plain(one, settings, factor, buffers)
+            _on_float64_device(one, settings, factor, buffers)
+
+
+def _on_float64_device(
+    tensors: AdamWTensors, settings: AdamWSettings, factor: Tensor | None, buffers: Buffers
+) -> None:
+    """Run the plain twin where there is float64: for MPS on the host, with a CPU's bits."""
+    device = float64_device(tensors.parameter.device)
+    if device == tensors.parameter.device:
+        adamw_plain(tensors, settings, factor, buffers)
+        return
+    there = AdamWTensors(*(x.to(device) if isinstance(x, Tensor) else x for x in tensors))
+    adamw_plain(there, settings, None if factor is None else factor.to(device), buffers)
+    for name in ("parameter", "exp_avg", "exp_avg_sq", "residue"):
+        if (updated := getattr(there, name)) is not None:
+            getattr(tensors, name).copy_(updated)
 
 
 def prepare_adamw(

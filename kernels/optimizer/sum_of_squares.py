@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import ceil_div, jit, on_device_of, tl, use_triton
+from liger_models.kernels._dispatch import ceil_div, float64_device, jit, on_device_of, tl, use_triton
 from liger_models.kernels.optimizer._operands import copied_to
 
 
 def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum of the squares of all elements: a float64 0-d tensor on the tensors' device.
+    """Sum of the squares of all elements: a float64 0-d tensor on the tensors' device; for MPS, on the host.
 
     Args:
         tensors: at least one; of any floating dtypes and shapes, on one device.
@@ -91,7 +91,8 @@ def sum_of_squares_plain(tensors: Sequence[Tensor]) -> Tensor:
     """Plain twin of `sum_of_squares`."""
     # Norms in float32: in bfloat16, the default, they would have an error of half a percent.
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-    return torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=wide)).double().square().sum()
+    norms = torch.stack(torch._foreach_norm(list(tensors), 2.0, dtype=wide))
+    return norms.to(float64_device(norms.device), torch.float64).square().sum()
 
 
 _BLOCK = 4096

@@ -38,7 +38,7 @@ of 8.
 Values may be narrower or wider than keys, except for `varlen`. For such heads, and heads of more than 256, a
 GPU uses `triton` instead of `sdpa` if cuDNN has no kernel for them: torch's other kernels keep all scores, or
 copy keys and values for every query head.
-On a CPU `masked` and `eager` process packed documents one by one, so T is a document's length.
+On a CPU and on MPS `masked` and `eager` process packed documents one by one, so T is a document's length.
 
 docs/benchmarks.md has measurements, and the alternatives that were tried.
 """
@@ -368,7 +368,7 @@ def _boundaries_on_host(q: Tensor, visibility: Visibility) -> bool:
         and visibility.spans is None
         and visibility.documents.tree is None
     )
-    return there and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    return there and q.device.type in ("cpu", "mps") and not torch.compiler.is_compiling()
 
 
 def _one_by_one(

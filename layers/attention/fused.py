@@ -88,6 +88,8 @@ def unmasked_attention(
     Returns:
         [batch, heads, queries, the size of v's heads].
     """
+    if q.device.type == "mps":
+        return _by_formula(q, k, v, None, scale, dropout, causal)
     once = None if dropout or torch.compiler.is_compiling() else once
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = _under_autocast(q, k, v)
@@ -124,6 +126,19 @@ def _by_cudnn(
     if keep:
         out.register_hook(within_reach)
     return out
+
+
+def _by_formula(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float, causal: bool = False
+) -> Tensor:
+    """Attention for MPS, in torch's own operations, which keep all scores. Its fused kernels have given wrong
+    results: queries that see later keys in 16 bits (pytorch 195910), operands that are not contiguous
+    (181133), values of another size (176767).
+    """
+    grouped = q.shape[1] != k.shape[1]
+    return torch._scaled_dot_product_attention_math(
+        q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+    )[0]
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:
@@ -172,6 +187,8 @@ def masked_attention(
         return torch.cat(
             [masked_attention(piece, k, v, part, scale, dropout) for piece, part in pieces], dim=2
         )
+    if q.device.type == "mps":
+        return _by_formula(q, k, v, mask, scale, dropout)
     if not q.is_cuda or torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     q, k, v = _under_autocast(q, k, v)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._copies import to_device
 from liger_models.layers.experts.modal_experts import ModalExperts
 from liger_models.layers.experts.router import Router, SparseMixerRouter
 from liger_models.layers.sequences.host_copy import HostCopy
@@ -78,12 +79,12 @@ class RoutedExperts:
         rows = sequences.pack(own.to(sequences.device))  # [T, layers, k]
         if rows.shape[1] != len(found):
             places = torch.tensor([place for place, router in enumerate(routers) if router is not None])
-            rows = rows.index_select(1, places.to(rows.device, non_blocking=True))
+            rows = rows.index_select(1, to_device(places, rows.device))
         chosen = (rows >= 0).all(-1, keepdim=True)  # [T, layers, 1]
         ordered = rows.sort(-1).values
         repeated = ((ordered[..., 1:] == ordered[..., :-1]) & chosen).any()
         sizes = torch.tensor([router.spec.num_choices for router in found])
-        sizes = sizes.to(rows.device, non_blocking=True)
+        sizes = to_device(sizes, rows.device)
         outside = ((rows >= sizes[:, None]) | (rows < -1)).any(-1, keepdim=True)
         rows = torch.where(chosen & ~outside, rows, -1).int()
         given = zip(found, rows.unbind(1), strict=True)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import document_bounds
+from liger_models.kernels._copies import to_device
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequence_parallel import Slice
 
@@ -102,11 +103,11 @@ def _run(
     spans = None
     if len(bounds) > 2:
         inputs = torch.tensor([0, *(bound + before for bound in bounds[1:])], dtype=torch.int32)
-        spans = document_bounds(inputs.to(device, non_blocking=True), len(rows))
+        spans = document_bounds(to_device(inputs, device), len(rows))
         if state is not None:
             state = torch.cat([state, state.new_zeros(len(bounds) - 2, *state.shape[1:])])
     parts = mixer.conv1d(rows, None, spans, before=before)
-    documents = torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True)
+    documents = to_device(torch.tensor(bounds, dtype=torch.int32), device)
     output, final = mixer.scan(parts, gates, documents, state)
     return output, output if final is None else final[-1:]
 

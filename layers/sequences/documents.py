@@ -11,6 +11,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import document_bounds
+from liger_models.kernels._copies import to_device
 from liger_models.layers.sequences.part import Part
 from liger_models.layers.sequences.tree import Tree
 
@@ -72,7 +73,7 @@ class Documents(Part):
                 f"cu_seqlens must rise from 0 to the number of tokens, {total}; it holds {len(bounds)} values"
                 f"{f' from {bounds[0]} to {bounds[-1]}' if bounds else ''}"
             )
-        on_device = cu_seqlens.to(torch.int32).to(device, non_blocking=True)
+        on_device = to_device(cu_seqlens.to(torch.int32), device)
         tree = None if parents is None else Tree.of(bounds, parents, device)
         longest = max(lengths) if tree is None else tree.longest
         return cls(shape, device, longest, cu_seqlens=on_device, host_cu_seqlens=bounds, tree=tree)

@@ -1,4 +1,4 @@
-"""Copies between the host and a device for which neither waits."""
+"""Copies to the host for which neither it nor the device waits."""
 
 from __future__ import annotations
 
@@ -34,15 +34,3 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
         return self._copy.tolist()
-
-
-AT_ONCE = 1 << 16
-"""Bytes that CUDA takes from any memory at once. Copies of more wait for all earlier work of the device, and
-so does the host, unless the memory is pinned.
-"""
-
-
-def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting for it; x itself if it is there."""
-    waits = x.is_cpu and device.type == "cuda" and x.nbytes > AT_ONCE
-    return (x.pin_memory() if waits else x).to(device, non_blocking=True)

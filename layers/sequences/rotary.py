@@ -26,6 +26,7 @@ from torch import Tensor
 
 from liger_models.kernels import rotary
 from liger_models.kernels._constants import cached_tensors
+from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import RopeSpec
 
 
@@ -69,7 +70,7 @@ def _by_axis(position_ids: Tensor, spec: RopeSpec) -> Tensor:
     """The position that rotates each pair of dimensions, [T, dim / 2], from positions [A, T]."""
     if spec.axes is None:
         raise ValueError(f"positions have {len(position_ids)} axes, and the rotary settings have one")
-    axes = torch.tensor(spec.axes, device="cpu").to(position_ids.device, non_blocking=True)
+    axes = to_device(torch.tensor(spec.axes, device="cpu"), position_ids.device)
     return position_ids.T[:, axes]
 
 

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels import KeyRanges, tree_ranges
+from liger_models.kernels._copies import to_device
 from liger_models.kernels.invariant.mode import is_batch_invariant
 from liger_models.layers.sequences.part import Part
 from liger_models.layers.specs import (
@@ -100,7 +101,7 @@ class Tree(Part):
         """[T]; positions of a document follow the last token that it continues."""
         first = [before - start for before, start in zip(self.before, self.bounds, strict=False)]
         lengths = [end - start for start, end in itertools.pairwise(self.bounds)]
-        both = torch.tensor([first, lengths], device="cpu").to(self.device, non_blocking=True)
+        both = to_device(torch.tensor([first, lengths], device="cpu"), self.device)
         total = self.bounds[-1]
         return torch.arange(total, device=self.device) + both[0].repeat_interleave(both[1], output_size=total)
 
@@ -111,9 +112,7 @@ class Tree(Part):
             for parent, before in zip(self.parents, self.before, strict=True)
         ]
         lengths = [end - first for first, end in itertools.pairwise(self.bounds)]
-        table = torch.tensor([*zip(*ends, strict=True), lengths], device="cpu").to(
-            self.device, non_blocking=True
-        )
+        table = to_device(torch.tensor([*zip(*ends, strict=True), lengths], device="cpu"), self.device)
         return table[:2].repeat_interleave(table[2], dim=1, output_size=self.bounds[-1])
 
 

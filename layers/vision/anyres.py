@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels._constants import cached_tensors
-from liger_models.layers.sequences.host_copy import to_device
+from liger_models.kernels._copies import to_device
 
 NEWLINE = -1
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.kernels._copies import to_device
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear, project, unwrapped
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     Activation,
     LayerNormSpec,

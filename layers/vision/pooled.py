@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from liger_models.layers.sequences.host_copy import to_device
+from liger_models.kernels._copies import to_device
 from liger_models.layers.vision.patch_order import Grid, places_in_picture
 from liger_models.layers.vision.pictures import Pictures
 

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels._constants import cached_tensors
+from liger_models.kernels._copies import to_device
 from liger_models.kernels._dispatch import at_least_float32
-from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     AntialiasedTable,
     AxesTable,

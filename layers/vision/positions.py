@@ -25,8 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.kernels._copies import to_device
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.vision.pictures import Pictures
 
 TEXT, IMAGE, VIDEO, SOUND = 0, 1, 2, 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.sequences.host_copy import to_device
+from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,

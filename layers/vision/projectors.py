@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
+from liger_models.kernels._copies import to_device
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import (
     AdapterSpec,
     ConvolutionProjectorSpec,

@@ -23,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.attention.cross_attention import VisibleTiles
 from liger_models.layers.blocks import IMAGES
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.host_copy import HostCopy, to_device
+from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import Tree
 from liger_models.layers.specs import TiledVisionSpec

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.sequences.host_copy import HostCopy, to_device
+from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of

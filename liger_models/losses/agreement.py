@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels._dispatch import float64_device
 from liger_models.losses.rows import check_tokens
 
 
@@ -97,7 +98,8 @@ def agreement(
             engine's that cannot be compared.
     """
     check_tokens(ours, engine=engine, counted=counted)
-    ours, engine = ours.double(), engine.to(ours.device).double()
+    device = float64_device(ours.device)
+    ours, engine = ours.to(device, torch.float64), engine.to(device, torch.float64)
     compared = counted.to(ours.device).bool() & ~engine.isnan()
     if not compared.any():
         raise ValueError("found no token to compare: none is counted with a log-probability of the engine")

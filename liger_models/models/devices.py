@@ -9,6 +9,18 @@ import torch
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels._dispatch import has_matrix_units
 
+_UNTRIED = (
+    "liger_models has never run on MPS, where torch has had silent errors: compare the first losses with those "
+    "of a CPU (--device cpu), and please tell us how it goes"
+)
+
+
+def default_device() -> str:
+    """Device of programs in which none is named: "cuda", "mps" or "cpu", the first that is there."""
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
 
 def parse_device(device: str | torch.device | None) -> torch.device | None:
     """Parse a device and check that it exists; None is torch's default.
@@ -34,6 +46,8 @@ def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.d
         ConfigError: also for weights in bfloat16 on a GPU that does not compute in it.
     """
     parsed = parse_device(device)
+    if parsed is not None and parsed.type == "mps":
+        warnings.warn(_UNTRIED, stacklevel=2)
     if parsed is None or parsed.type != "cuda" or has_matrix_units(parsed):
         return parsed
     name = torch.cuda.get_device_name(parsed)

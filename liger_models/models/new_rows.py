@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.quantised.reader import ModelReader
+from liger_models.kernels._dispatch import float64_device
 
 AT_ONCE = 4096  # rows that are summed at once
 
@@ -25,7 +26,7 @@ def mean_row(pieces: Iterable[Tensor]) -> Tensor:
     """The mean over the first dimension of all pieces together, in float64."""
     sums, count = [], 0
     for piece in pieces:
-        sums.append(piece.sum(0, dtype=torch.float64))
+        sums.append(piece.to(float64_device(piece.device)).sum(0, dtype=torch.float64))
         count += len(piece)
     return torch.stack(sums).sum(0) / count
 

@@ -95,5 +95,5 @@ def _resized(old: Tensor, size: int) -> Tensor:
     new = old.new_empty(size, *old.shape[1:])
     new[: len(old)] = old[:size]
     if size > len(old) and not old.is_meta:
-        new[len(old) :] = mean_row(old.split(AT_ONCE)).to(old.dtype)
+        new[len(old) :] = mean_row(old.split(AT_ONCE)).to(old)
     return new

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from liger_models.kernels._dispatch import use_triton
+from liger_models.kernels._dispatch import float64_device, use_triton
 from liger_models.kernels.optimizer.adamw import (
     RESIDUE_DTYPES,
     WEIGHTS,
@@ -64,6 +64,8 @@ class AdamW(torch.optim.Optimizer):
         state_device: "cpu" keeps the state in pinned host memory and streams it through the GPU in each step:
             see host_state.py. Results are bitwise equal; each step synchronises the device. Each rank holds
             the state of its shards of DTensors. None: on the parameters' devices.
+
+    Parameters on MPS, which has no float64, are updated on the host: a CPU's bits, in more time.
 
     A group's learning rate may change between steps; its other settings are called "betas", "eps",
     "weight_decay", "weights", "moments" and "seed". The state of a parameter is exp_avg, exp_avg_sq and step,
@@ -107,6 +109,8 @@ class AdamW(torch.optim.Optimizer):
         _check_settings(group)
         for parameter in group["params"]:
             _check_parameter(parameter)
+            if self.state_device is not None and parameter.device.type == "mps":
+                raise ValueError("state_device is 'cpu', but MPS shares the host's memory: leave it out")
         if self.state_device is None:
             compile_first_step(group, _settings(group))
 
@@ -270,11 +274,6 @@ def _check_parameter(parameter: Tensor) -> None:
     if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         hint = "; load the model in bfloat16 or float32" if parameter.dtype == torch.float16 else ""
         raise TypeError(f"a parameter is {parameter.dtype}; expected float32, bfloat16 or float64{hint}")
-    if parameter.device.type == "mps":
-        raise TypeError(
-            "AdamW computes square roots in float64, which MPS lacks; use torch.optim.AdamW, or a CPU "
-            "(--device cpu)"
-        )
     own = local(parameter.detach())
     if torch.empty_like(own, device="meta").stride() != own.stride():
         raise ValueError(
@@ -345,13 +344,13 @@ def _norm_and_factors(
         for parameter in used:
             gradient = _gradient(parameter)
             shards.setdefault((gradient.device, *_divided_over(parameter)), []).append(gradient)
-    total = torch.zeros((), dtype=torch.float64, device=first)
+    total = torch.zeros((), dtype=torch.float64, device=float64_device(first))
     for (_, *groups), gradients in shards.items():
         square = (prepared.sum_of_squares if use_triton(*gradients) else sum_of_squares_plain)(gradients)
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
-        total += square.to(first)
-    norm = total.sqrt().float()
+        total += square.to(total.device)
+    norm = total.sqrt().float().to(first)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm, {device: factor.to(device) for device, *_ in shards}
 

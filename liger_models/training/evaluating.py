@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from liger_models.kernels._dispatch import float64_device
 from liger_models.training.config import TrainConfig
 from liger_models.training.data import Documents, Stream
 from liger_models.training.objectives import Objective
@@ -101,12 +102,13 @@ class Evaluation:
                 yield row
 
         counts = documents.count(counted())
-        total = self.tally.zeros().double()
+        device = float64_device(world.device)
+        total = self.tally.zeros().to(device, torch.float64)
         self.objective.begin_step(model, self._batches(), world.device)
         with display.evaluation(math.ceil(rows / self._rows_of_batches)) as advance:
             for batch, own in self._batches():
                 share = self.tally.of(self.objective.share(model, batch.to(world.device), counts))
-                total += share if own else 0
+                total += share.to(device) if own else 0
                 advance()
         loss, metrics = self.tally.means(world.sum(total).tolist())
         return {"eval_loss": loss, **{f"eval_{name}": value for name, value in metrics.items()}}

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._copies import to_device
 from liger_models.layers import vision
-from liger_models.layers.sequences.host_copy import to_device
 from liger_models.layers.specs import FadingTable, PatchSpec
 from liger_models.layers.vision.patch_order import cut, in_blocks, places_of, windows_of
 from liger_models.layers.vision.pooled import PooledPictures

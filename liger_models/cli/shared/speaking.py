@@ -26,7 +26,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
     )
-    parser.add_argument("--device", help="such as cuda or cpu (default: a GPU if there is one)")
+    parser.add_argument("--device", help="such as cuda, mps or cpu (default: a GPU if there is one)")
 
 
 def add_sampling(parser: argparse.ArgumentParser, temperature: float, max_new_tokens: int) -> None:
@@ -84,16 +84,15 @@ class Speaker:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        import torch
-
         import liger_models
         from liger_models.convert.checkpoints.adapter import resolve_model
+        from liger_models.models.devices import default_device
         from liger_models.training.text.tokenizer import TextTokenizer
 
         named = find_checkpoint(args.name)
         self.folder, _ = resolve_model(named, args.base)
         self.tokenizer = TextTokenizer(named if (named / "tokenizer.json").is_file() else self.folder)
-        self.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = args.device or default_device()
         options: dict[str, Any] = {"dtype": args.dtype, "device": self.device, "text_only": args.text_only}
         self.model = liger_models.from_hub(named, base=args.base, dropout=0.0, **options).eval()
         self.options: dict[str, Any] = {

@@ -353,7 +353,7 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="dtype of trained and saved weights (default: the checkpoint's; for presets bfloat16 on a GPU)",
     )
-    add("--device", default="auto", help="cuda, cuda:1, cpu (default: a GPU if there is one)")
+    add("--device", default="auto", help="cuda, cuda:1, mps, cpu (default: a GPU if there is one)")
     add(
         "--activation-memory",
         choices=("all", "lean", "mlp", "checkpoint", "tiled", "offload", "auto"),

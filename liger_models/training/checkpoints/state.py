@@ -233,6 +233,8 @@ def restore(
         random_states = [("random.torch", torch.get_rng_state, torch.set_rng_state)]
         if "random.cuda" in reader.tensors and torch.cuda.is_available():
             random_states.append(("random.cuda", torch.cuda.get_rng_state, torch.cuda.set_rng_state))
+        if "random.mps" in reader.tensors and torch.backends.mps.is_available():
+            random_states.append(("random.mps", torch.mps.get_rng_state, torch.mps.set_rng_state))
         for name, current, _ in random_states:
             like = current()
             found = reader.tensors.get(name)
@@ -367,4 +369,6 @@ def _random_tensors() -> dict[str, Tensor]:
     tensors = {"random.torch": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         tensors["random.cuda"] = torch.cuda.get_rng_state()
+    if torch.backends.mps.is_available():
+        tensors["random.mps"] = torch.mps.get_rng_state()
     return tensors

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
+from liger_models.kernels._copies import to_device
 from liger_models.layers.vision.packing import ON_HOST, VisionConversation, pack_conversations
 from liger_models.training.data.corpora.corpus import Corpus
 from liger_models.training.data.corpora.learned_tokens import LearnedTokens
@@ -47,15 +48,13 @@ class Batch(NamedTuple):
         return Batch(ids, labels, bounds, images, self.parents)
 
     def to(self, device: torch.device) -> Batch:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return self
-
-        def there(x: Tensor) -> Tensor:
-            return x.pin_memory().to(device, non_blocking=True)
-
-        images = {name: x if name in ON_HOST else there(x) for name, x in self.images.items()}
+        images = {name: x if name in ON_HOST else to_device(x, device) for name, x in self.images.items()}
         return self._replace(
-            input_ids=there(self.input_ids), shift_labels=there(self.shift_labels), images=images
+            input_ids=to_device(self.input_ids, device),
+            shift_labels=to_device(self.shift_labels, device),
+            images=images,
         )
 
     @property

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from liger_models.kernels._copies import to_device
 from liger_models.layers.vision.packing import (
     ON_HOST,
     VisionConversation,
@@ -54,10 +55,10 @@ class GroupBatch(NamedTuple):
         return self._mapped(lambda x: x.pin_memory())
 
     def to(self, device: torch.device) -> GroupBatch:
-        if device.type != "cuda":
+        if device.type == "cpu":
             return self
         stay = ON_HOST | {"cu_seqlens", "parents"}
-        return self._mapped(lambda x: x.pin_memory().to(device, non_blocking=True), stay)
+        return self._mapped(lambda x: to_device(x, device), stay)
 
     def _mapped(self, function: Callable[[Tensor], Tensor], stay: Set[str] = frozenset()) -> GroupBatch:
         """Apply a function to all tensors except those in `stay`."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import ConfigError
 from liger_models.convert.progress import ProgressBar
 from liger_models.models.causal_lm import LigerCausalLM
-from liger_models.models.devices import parse_device
+from liger_models.models.devices import default_device, parse_device
 
 SHARDS = ("full", "hybrid", "none")
 # Timeout of collectives; training/watch.py detects lost processes sooner.
@@ -32,7 +32,7 @@ class World:
     """The processes of this run: one, or torchrun's ranks.
 
     Args:
-        device: of this process; "auto" and "cuda": its own GPU.
+        device: of this process; "cuda": its own GPU; "auto": that, else MPS, else the CPU.
         shard: "full" (each process has a shard of the model), "hybrid" (each node has the whole model), or
             "none" (each process has the whole model, DDP).
         sequence: number of processes that share each row and exchange heads
@@ -68,11 +68,16 @@ class World:
             )
         self.data_size, self.data_rank = self.size // sequence, self.rank // sequence
         if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
+            device = default_device()
         if device == "cuda":
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
         parsed = parse_device(device)
         assert parsed is not None  # one was named
+        if parsed.type == "mps" and self.size > 1:
+            raise ConfigError(
+                f"MPS has no communication between processes, and there are {self.size}; train in one process "
+                "or on CPUs (--device cpu)"
+            )
         self.device = parsed
         self.main = self.rank == 0
         self._ours = False
