@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from imitated_mps import imitated_mps
 
 from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
@@ -167,7 +168,37 @@ def test_an_mi250_which_has_hoppers_capability_is_not_taken_for_it(monkeypatch):
     assert flash._device(SimpleNamespace(is_cuda=True, device=0)) != "sm_90"
 
 
-def test_mps_is_refused_by_adamw_which_needs_float64(monkeypatch):
-    parameter = SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)
-    with pytest.raises(TypeError, match="float64, which MPS lacks"):
-        AdamW.add_param_group.__globals__["_check_parameter"](parameter)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adamw_gives_parameters_on_mps_a_cpus_bits_without_float64_there(dtype):
+    generator = torch.Generator().manual_seed(0)
+    weight, *gradients = (torch.randn(37, 5, generator=generator).to(dtype) for _ in range(4))
+
+    def steps(weight):
+        weight = torch.nn.Parameter(weight)
+        optimizer, norms = AdamW([weight], lr=0.1), []
+        for gradient in gradients:
+            weight.grad = gradient.to(weight.device)
+            norms.append(optimizer.clip_grad_norm(1.0))
+            optimizer.step()
+        state = optimizer.state[weight]
+        assert {x.device for x in (*state.values(), *norms)} == {weight.device}
+        return [x.detach().cpu() for x in (weight, *state.values(), *norms)]
+
+    expected = steps(weight.clone())
+    with imitated_mps(any_operation=True):
+        found = steps(weight.to("mps"))
+    assert all(x.equal(y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_attention_on_mps_is_that_of_a_cpu_without_torchs_kernels_there(dtype, monkeypatch):
+    monkeypatch.delattr(fused.F, "scaled_dot_product_attention")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, 7, 16, generator=generator).to(dtype) for heads in (4, 2, 2))
+    expected = fused.torch._scaled_dot_product_attention_math(
+        *(x.double() for x in (q, k, v)), is_causal=True, scale=0.25, enable_gqa=True
+    )[0]
+    with imitated_mps(any_operation=True):
+        found = fused.unmasked_attention(*(x.to("mps") for x in (q, k, v)), 0.25, causal=True).cpu()
+    # Probabilities and the result are rounded, each by half a unit.
+    assert (found - expected).abs().max() <= 3 * torch.finfo(dtype).eps * v.abs().max()

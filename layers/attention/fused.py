@@ -135,10 +135,13 @@ def _by_formula(
     results: queries that see later keys in 16 bits (pytorch 195910), operands that are not contiguous
     (181133), values of another size (176767).
     """
+    if causal:
+        mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    bias = None if mask is None else q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
     grouped = q.shape[1] != k.shape[1]
-    return torch._scaled_dot_product_attention_math(
-        q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
-    )[0]
+    return torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, scale=scale, enable_gqa=grouped)[
+        0
+    ]
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:

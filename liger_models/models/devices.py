@@ -10,8 +10,8 @@ from liger_models.convert.errors import ConfigError
 from liger_models.kernels._dispatch import has_matrix_units
 
 _UNTRIED = (
-    "liger_models has never run on MPS, where torch has had silent errors: compare the first losses with those "
-    "of a CPU (--device cpu), and please tell us how it goes"
+    "liger_models has never run on MPS, where torch has had silent errors: compare the first losses with a "
+    "CPU's (--device cpu), and please tell us how it goes"
 )
 
 

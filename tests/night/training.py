@@ -16,6 +16,8 @@ ALWAYS: dict[str, tuple[str, ...]] = {
         "phi3-r=4",
         "gpt_oss-r=3,targets=q_proj,experts",
     ),
+    # By day test_platforms.py takes AdamW's steps and attends on MPS.
+    f"{TRAINING}/test_mps.py::test_a_run_on_mps_has_a_cpus_losses_and_resumes_with_the_same_bits": (),
     # By day a whole model is resumed after signals, and adapters after a run that was too short.
     f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (),
     # By day test_host_weights.py takes steps with weights in host memory.

@@ -114,7 +114,7 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
     long enough for a GPU to settle at its power-limited clock.
     """
     cuda = device.type == "cuda"
-    side, seconds = (8192, 0.3) if cuda else (256, 0.01)
+    side, seconds = (8192, 0.3) if cuda else (2048, 0.1) if device.type == "mps" else (256, 0.01)
     # Does not touch the run's random generator.
     random = torch.Generator(device).manual_seed(0)
     a, b = (torch.randn(side, side, device=device, generator=random).to(dtype) for _ in range(2))
@@ -127,6 +127,8 @@ def measure_peak(device: torch.device, dtype: torch.dtype) -> float:
             calls += 4
             if cuda:
                 torch.cuda.synchronize(device)
+            elif device.type == "mps":
+                torch.mps.synchronize()
         return 2 * side**3 * calls / taken
 
     run(seconds)

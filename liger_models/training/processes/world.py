@@ -75,8 +75,8 @@ class World:
         assert parsed is not None  # one was named
         if parsed.type == "mps" and self.size > 1:
             raise ConfigError(
-                f"MPS has no communication between processes, and there are {self.size}; train in one process "
-                "or on CPUs (--device cpu)"
+                f"MPS has no communication between processes, and there are {self.size}; train in one "
+                "process, or on CPUs (--device cpu)"
             )
         self.device = parsed
         self.main = self.rank == 0
