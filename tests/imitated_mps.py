@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 MPS = torch.device("mps", 0)
 _aten = torch.ops.aten
+_WITH_INDICES = {_aten.index.Tensor, _aten.index_put_.default}  # which may be on the host
 _BETWEEN = {_aten._to_copy.default, _aten.copy_.default, _aten._local_scalar_dense.default}
 
 
@@ -120,7 +121,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
     asked = kwargs.get("device") and torch.device(kwargs["device"]).type
     if not here and asked != "mps":
         return func(*args, **kwargs)
-    if func not in _BETWEEN and any(x.dim() and not isinstance(x, OnMps) for x in given):
+    if func not in _BETWEEN | _WITH_INDICES and any(x.dim() and not isinstance(x, OnMps) for x in given):
         raise RuntimeError(f"{func} got tensors on MPS and on the host")
     if func in _BETWEEN and (kwargs.get("non_blocking") or args[2:] == (True,)):
         raise RuntimeError("a copy does not wait, and may read freed memory on MPS")

@@ -13,7 +13,8 @@ from liger_models.convert import host
 from liger_models.convert.checkpoints.atomic import atomic_folder
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels import _dispatch, _gpu
-from liger_models.layers.attention import flash, fused
+from liger_models.layers.attention import backends, flash, fused, varlen
+from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import AttentionSpec
 from liger_models.models import devices
 from liger_models.optim.adamw import AdamW
@@ -166,6 +167,21 @@ def test_an_mi250_which_has_hoppers_capability_is_not_taken_for_it(monkeypatch):
         torch.cuda, "get_device_properties", lambda device: SimpleNamespace(gcnArchName="gfx90a:xnack-")
     )
     assert flash._device(SimpleNamespace(is_cuda=True, device=0)) != "sm_90"
+
+
+@pytest.mark.parametrize(("has", "chosen"), [(True, "varlen"), (False, "masked")])
+def test_packed_documents_attend_on_rocm_by_what_torch_has_there(has, chosen, monkeypatch):
+    """Under torch.compile, where our own kernel does not run."""
+    asked = []
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda x: True))
+    monkeypatch.setattr(backends, "has_matrix_units", lambda device: True)
+    monkeypatch.setattr(backends, "use_triton", lambda q: False)
+    monkeypatch.setattr(varlen, "_runs_on", lambda index: asked.append(index) or has)
+    q = torch.zeros(7, 2, 16, dtype=torch.bfloat16)
+    visibility = Sequences.of_lengths([3, 4], q.device).visibility
+    assert backends._choose(q, q, q, AttentionSpec(2, 2, 16, 0.25), visibility) == chosen
+    assert asked == [q.device.index]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

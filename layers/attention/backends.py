@@ -13,7 +13,8 @@ Soft cap, sinks and slopes (ALiBi): see kernels/attention/flash_attention.py.
 | backend  | supports                             | implementation                                        |
 |----------|--------------------------------------|-------------------------------------------------------|
 | `sdpa`   | equal documents without a window     | torch's own kernels, cuDNN first: fused.py            |
-| `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2)          |
+| `varlen` | documents, windows; a GPU, 16 bits   | torch.nn.attention.varlen (FlashAttention 2), where   |
+|          |                                      | torch has it for the GPU                              |
 | `flash`  | causal, no soft cap, no slopes;      | FlashAttention 4, on request: flash.py                |
 |          | Hopper, 16 bits                      |                                                       |
 | `triton` | all, in heads of up to 512           | our own kernel: kernels/attention/                    |
@@ -63,7 +64,7 @@ from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
 from liger_models.layers.attention.kept_output import keeps_output
 from liger_models.layers.attention.padded import attend_with_padding
-from liger_models.layers.attention.varlen import varlen_attention
+from liger_models.layers.attention.varlen import has_varlen, varlen_attention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
@@ -300,7 +301,7 @@ def _choose(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Vi
     if ours:
         return "triton"
     fits = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] % 8 == 0
-    flash = q.is_cuda and fits and has_matrix_units(q.device)
+    flash = q.is_cuda and fits and has_matrix_units(q.device) and has_varlen(q.device)
     if plain:
         return "varlen" if flash and usual and visibility.spans is None else "masked"
     return "eager"

@@ -6,7 +6,9 @@ import functools
 import inspect
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention, is_flash_attention_available
 
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
@@ -38,3 +40,23 @@ def _varlen_takes_gqa_flag() -> bool:
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def has_varlen(device: torch.device) -> bool:
+    """Whether torch has this kernel for a GPU. For ROCm it depends on the architecture, too."""
+    return _BUILT if torch.version.hip is None else _runs_on(device.index)
+
+
+_BUILT = is_flash_attention_available()
+
+
+@torch.compiler.assume_constant_result
+def _runs_on(index: int | None) -> bool:
+    return _asked(index)
+
+
+@functools.cache
+def _asked(index: int | None) -> bool:
+    device = torch.device("cuda" if index is None else f"cuda:{index}")
+    like = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return can_use_flash_attention(SDPAParams(like, like, like, None, 0.0, True, False))
