@@ -96,7 +96,9 @@ def _on_float64_device(
     if device == tensors.parameter.device:
         adamw_plain(tensors, settings, factor, buffers)
         return
-    copies = {name: x.to(device) for name, x in tensors._asdict().items() if isinstance(x, Tensor)}
+    copies: dict[str, Any] = {
+        name: x.to(device) for name, x in tensors._asdict().items() if isinstance(x, Tensor)
+    }
     there = tensors._replace(**copies)
     adamw_plain(there, settings, None if factor is None else factor.to(device), buffers)
     for name in ("parameter", "exp_avg", "exp_avg_sq", "residue"):

@@ -139,8 +139,8 @@ def _by_formula(
         mask = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     bias = None if mask is None else q.new_zeros(mask.shape).masked_fill_(~mask, -math.inf)
     grouped = q.shape[1] != k.shape[1]
-    options = {"scale": scale, "enable_gqa": grouped}
-    return torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, **options)[0]
+    out, _ = torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, scale=scale, enable_gqa=grouped)
+    return out
 
 
 def _spoils_gradients(k: Tensor, causal: bool) -> bool:
