@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import embedding, rms_norm
 from liger_models.kernels._constants import cached_tensors
-from liger_models.layers.sequences.host_copy import to_device
+from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import ModelSpec, NormSpec
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.sequences.host_copy import to_device
+from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import CroppedPictures, MaskedPictures, VisionSpec, WindowedPictures
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image
