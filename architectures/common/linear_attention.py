@@ -69,11 +69,11 @@ def check_convolution(c: HFConfig, width: int, key: str) -> None:
 
 
 def mixers(
-    c: HFConfig, linear: GatedDeltaSpec, attention: AttentionSpec
+    c: HFConfig, linear: GatedDeltaSpec, attention: AttentionSpec, names: Sequence[str] = (FULL,)
 ) -> Sequence[AttentionSpec | GatedDeltaSpec]:
-    """The mixer of each layer by `layer_types`; where the config has none, attention in every
-    `full_attention_interval`-th.
+    """The mixer of each layer by `layer_types`, where attention has any of these names; where the config has
+    none, attention in every `full_attention_interval`-th.
     """
     interval = c.take_count("full_attention_interval", 4)
-    types = layer_types(c, lambda i: LINEAR if (i + 1) % interval else FULL, (LINEAR, FULL))
+    types = layer_types(c, lambda i: LINEAR if (i + 1) % interval else names[0], (LINEAR, *names))
     return [linear if kind == LINEAR else attention for kind in types]

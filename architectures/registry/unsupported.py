@@ -42,7 +42,6 @@ MISSING |= {
     "reformer": "attention within hashed buckets",
     "zaya": "attention on convolved, compressed projections",
     **dict.fromkeys(("inkling_text", "inkling2_text"), "short convolutions and relative scores in attention"),
-    **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), "gated residuals"),
     **dict.fromkeys(("dots3_note_text", "xlm"), _UNDESCRIBED),
     **dict.fromkeys(
         (

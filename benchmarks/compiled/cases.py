@@ -21,6 +21,7 @@ from liger_models.kernels.experts._expert_float8 import float8_rows_product
 from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import casts_to_float8, quantize_columns, turned
+from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
 from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -279,6 +280,14 @@ def streams(width, count, iterations, dtype=BF16):
         backward(found[0] if factors == 1 else mixed_streams(x, *found))
 
 
+def gated_streams(width, count, dtype=BF16):
+    """A connection to residual streams with gates by channel."""
+    x, logits, weights = (
+        operand(TOKENS, size, dtype=dtype) for size in (count * width, count * width, count)
+    )
+    backward(added_to_streams(x, gated_mean(logits, x, count), weights))
+
+
 def compressed_attention(heads, head_dim, window, rate, top_k=None, dtype=BF16):
     """Attention to a window and to compressed keys of one document, of which `top_k` are chosen, or all."""
     count = TOKENS // rate if rate else 0
@@ -368,6 +377,7 @@ CASES: dict[str, Callable[[], None]] = {
     "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
     "streams, DeepSeek V4": lambda: streams(4096, 4, 20),
     "streams that stay apart, Hunyuan 4": lambda: streams(2816, 4, 0),
+    "streams, Qwen4": lambda: gated_streams(2048, 4),
     "attention to chosen compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 4, 512),
     "attention to compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 128),
     "attention to compressed keys in float32": lambda: compressed_attention(64, 512, 128, 128, dtype=F32),

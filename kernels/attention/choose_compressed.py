@@ -9,12 +9,17 @@ earlier key goes first. Scores are made for a slice of queries at a time, in flo
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
-from liger_models.kernels._dispatch import use_triton, without_autocast
-from liger_models.kernels.attention.chosen_keys import choose_in_slice, highest, index_scores
+from liger_models.kernels._dispatch import ceil_div, use_triton, without_autocast
+from liger_models.kernels.attention.chosen_blocks import ChosenBlocks
+from liger_models.kernels.attention.chosen_keys import choose_in_slice, highest, index_scores, pack_bits
 from liger_models.kernels.attention.compressed_keys import CompressedKeys, blocks_of_queries
+
+_MASK = 1 << 23  # blocks of a part of the queries, of 8 bytes each while they are packed
 
 
 def choose_compressed(
@@ -66,3 +71,26 @@ def choose_compressed_plain(
         numbers = (nth + block.compressed[0]).masked_fill(~best.gather(1, nth), len(keys))
         chosen[rows, : nth.shape[1]] = numbers.int()
     return chosen
+
+
+def as_blocks(chosen: Tensor, places: CompressedKeys) -> ChosenBlocks:
+    """The keys that compressed ones stand for, as blocks: of those chosen, and of the tokens after the last
+    one that a query sees.
+
+    Args:
+        chosen: [T, n] int32 from `choose_compressed`.
+        places: of the compressed keys.
+    """
+    longest = max((b - a for a, b in itertools.pairwise(places.bounds)), default=0)
+    count = ceil_div(longest, places.rate)
+    words = ceil_div(count, 32)
+    bits = torch.empty(len(chosen), 1, words, dtype=torch.int32, device=chosen.device)
+    rows = max(1, _MASK // (count + 1))
+    for start in range(0, len(chosen), rows):
+        part = slice(start, start + rows)
+        first, end = places.seen[part].split(1, dim=1)
+        number = torch.where(chosen[part] < len(places.first), chosen[part] - first, count)
+        mask = torch.zeros(len(number), count + 1, dtype=torch.bool, device=chosen.device)
+        mask.scatter_(1, torch.cat([number, end - first], 1), True)
+        bits[part, 0] = pack_bits(mask[:, :count], words)
+    return ChosenBlocks(bits, places.rate)

@@ -235,7 +235,7 @@ class BlockIndexer(nn.Module):
 
         Args:
             x: [t, H].
-            keys: [t, head_dim], from `keys`.
+            keys: [t, head_dim], from `projected`.
             sequences: the documents.
 
         Returns:
@@ -282,10 +282,10 @@ class BlockIndexer(nn.Module):
             of_keys = best.gather(-1, block[:, :, None].expand(*best.shape[:-1], -1))
             return (of_keys & mask[:, :, None]).transpose(1, 2)
 
-    def keys(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """The tokens' keys, [t, head_dim]."""
+    def projected(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+        """x [t, H], of which `forward` makes the queries, and the tokens' keys, [t, head_dim]."""
         with torch.no_grad():
-            return self._rotated(self.k_norm(self.k_proj(x)).to(x.dtype)[:, None], sequences)[:, 0]
+            return x, self._rotated(self.k_norm(self.k_proj(x)).to(x.dtype)[:, None], sequences)[:, 0]
 
     def _queries(self, x: Tensor, sequences: Sequences) -> Tensor:
         """[t, groups, head_dim]."""

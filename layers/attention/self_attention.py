@@ -12,6 +12,7 @@ then that of the output's heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,6 +29,7 @@ from liger_models.layers.attention.gates import gated, split_gate
 from liger_models.layers.attention.indexer import BlockIndexer
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.parts.pooled_indexer import PooledIndexer
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear, in_order
@@ -38,7 +40,7 @@ from liger_models.layers.recompute.activation_memory import (
 )
 from liger_models.layers.recompute.tiles import project_pieces
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AttentionSpec
+from liger_models.layers.specs import AttentionSpec, BlockIndexerSpec
 
 
 class Attention(nn.Module):
@@ -103,7 +105,10 @@ class Attention(nn.Module):
         if spec.qk_norm is not None:
             self.q_norm = QKNormScale(spec.num_attention_heads, spec.head_dim, spec.qk_norm)
             self.k_norm = QKNormScale(spec.num_key_value_heads, spec.head_dim, spec.qk_norm)
-        self.indexer = None if spec.indexer is None else BlockIndexer(input_size, spec, layer)
+        self.indexer: BlockIndexer | PooledIndexer | None = None
+        if spec.indexer is not None:
+            of_blocks = isinstance(spec.indexer, BlockIndexerSpec)
+            self.indexer = (BlockIndexer if of_blocks else PooledIndexer)(input_size, spec, layer)
 
     def forward(
         self,
@@ -126,13 +131,13 @@ class Attention(nn.Module):
             qkv = qkv.clamp(-limit, limit)
         q, k, v = self._query_key_value(qkv, sequences)
         q = scale_queries(q, self.spec.query_scale, sequences)
-        index = () if self.indexer is None else (self.indexer.keys(x, sequences),)
+        asks, *index = (x,) if self.indexer is None else self.indexer.projected(x, sequences)
         if sequences.cache is not None:
             layer = self.layer if layer is None else layer
-            out, k, v = self._attend_cached(x, q, (k, v, *index), sequences, layer)
+            out, k, v = self._attend_cached(asks, q, (k, v, *index), sequences, layer)
             out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
         elif self.activation_memory in TILED:
-            chosen = self._chosen(x, index, sequences)
+            chosen = self._chosen(asks, index, sequences)
             groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks, chosen)
             pieces = [group.flatten(1) for group in groups]
             if gate is not None:
@@ -141,7 +146,7 @@ class Attention(nn.Module):
                 pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
         else:
-            chosen = self._chosen(x, index, sequences)
+            chosen = self._chosen(asks, index, sequences)
             out = attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen).flatten(1)
             out = self.o_proj(gated(out, gate, self.spec.softplus_gates))
         return (out, k, v) if return_keys_values else out
@@ -228,24 +233,24 @@ class Attention(nn.Module):
             kept += itemsize * (spec.q_size + spec.kv_size + spec.v_size)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
-    def _chosen(self, x: Tensor, index: tuple[Tensor, ...], sequences: Sequences) -> ChosenBlocks | None:
+    def _chosen(self, asks: Tensor, index: Sequence[Tensor], sequences: Sequences) -> ChosenBlocks | None:
         """The blocks of keys that each token attends to; None for all."""
-        return None if self.indexer is None else self.indexer(x, *index, sequences)
+        return None if self.indexer is None else self.indexer(asks, *index, sequences)
 
     def _attend_cached(
-        self, x: Tensor, q: Tensor, new: tuple[Tensor, ...], sequences: Sequences, layer: int
+        self, asks: Tensor, q: Tensor, new: tuple[Tensor, ...], sequences: Sequences, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`new`: keys, values, and the keys of an indexer."""
+        """`new`: keys, values, and the keys of an indexer; `asks`: what its queries are made of."""
         cache = sequences.cache
         assert cache is not None
         keys, values, *index = cache.append(layer, *new)
         mask = cache.mask(layer, self.spec.window, self.spec.chunk)
         if mask is None:
             k, v, *own = new
-            chosen = self._chosen(x, (*own,), sequences)
+            chosen = self._chosen(asks, own, sequences)
             return attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen), k, v
         if self.indexer is not None:
-            mask = self.indexer.of_cached(x, index[0], mask, sequences)
+            mask = self.indexer.of_cached(asks, index[0], mask, sequences)
         return attend_cached(q, keys, values, self._product, mask, self.sinks), keys, values
 
     def extra_repr(self) -> str:

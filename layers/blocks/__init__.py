@@ -18,7 +18,7 @@ from liger_models.layers.blocks.encoders.conformer import ConformerBlock
 from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
-from liger_models.layers.blocks.hyper_connected import HyperConnectedBlock
+from liger_models.layers.blocks.hyper_connected import GatedStreamsBlock, HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
@@ -66,5 +66,6 @@ BLOCKS: dict[str, type[Block]] = {
     "shared_transformer": SharedTransformerBlock,
     "hyper_connected": HyperConnectedBlock,
     "conformer": ConformerBlock,
+    "gated_streams": GatedStreamsBlock,
 }
 """The class of a block, by the topology of its spec."""

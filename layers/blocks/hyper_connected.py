@@ -1,18 +1,28 @@
-"""The pre-norm block on several residual streams."""
+"""Blocks on several residual streams."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks.block import IDS, Block
+from liger_models.layers.parts.gated_streams import GatedConnection
 from liger_models.layers.parts.hyper_connection import HyperConnection
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
+from liger_models.layers.recurrent.ngrams import NgramInput
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import BlockSpec, MoESpec
+from liger_models.layers.specs import (
+    BlockSpec,
+    GatedStreamsSpec,
+    LayerNormSpec,
+    MoESpec,
+    RecurrentSpec,
+    StreamsSpec,
+)
 
 
 class HyperConnectedBlock(Block):
@@ -28,7 +38,9 @@ class HyperConnectedBlock(Block):
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
-        assert spec.streams is not None
+        if not isinstance(spec.streams, StreamsSpec):
+            raise ValueError(f"layers of topology {spec.topology!r} have a StreamsSpec, found {spec.streams}")
+        self.streams = spec.streams
         self.input_layernorm = make_norm(hidden_size, spec.norm)
         self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
         self.attn_hc = HyperConnection(hidden_size, spec.streams)
@@ -48,18 +60,17 @@ class HyperConnectedBlock(Block):
 
     def stream_bytes(self, itemsize: int) -> int:
         """Bytes per token of all residual streams."""
-        assert self.spec.streams is not None
-        return self.spec.streams.count * super().stream_bytes(itemsize)
+        return self.streams.count * super().stream_bytes(itemsize)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes per token as of other layers, and of two connections the streams, the branches' outputs, and
         in float32 the weights, if streams are mixed also M, and what they are computed from.
         """
         kept = super().activation_bytes(level, itemsize)
-        if level in RERUN or self.spec.streams is None:
+        if level in RERUN:
             return kept
-        n = self.spec.streams.count
-        weights = n * (2 * n + 3 if self.spec.streams.iterations else 3) + 1
+        n = self.streams.count
+        weights = n * (2 * n + 3 if self.streams.iterations else 3) + 1
         return kept + 2 * (self.stream_bytes(itemsize) + itemsize * self.hidden_size + 4 * weights)
 
     def connection_bytes(self, itemsize: int) -> int:
@@ -67,9 +78,8 @@ class HyperConnectedBlock(Block):
         those before it by both their ways, and of the branch's input. Streams that are not mixed have the
         first as the gradient by one of the ways.
         """
-        assert self.spec.streams is not None
-        ways = 3 if self.spec.streams.iterations else 2
-        return itemsize * (ways * self.spec.streams.count + 1) * self.hidden_size
+        ways = 3 if self.streams.iterations else 2
+        return itemsize * (ways * self.streams.count + 1) * self.hidden_size
 
     def norm_outputs(self) -> int:
         """Number of norm outputs [T, H] that only the level `all` keeps."""
@@ -77,3 +87,69 @@ class HyperConnectedBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0
+
+
+class GatedStreamsBlock(Block):
+    """A layer whose branches read a gated mean of several residual streams, and are added to each of them
+    with a weight (layers/parts/gated_streams.py). With n streams the hidden states are [T, n H]. Before the
+    branches it may add embeddings of n-grams to the streams (layers/recurrent/ngrams.py).
+
+    Raises:
+        ValueError: a spec without such streams, with norms of another kind, or with n-grams and a mixer that
+            has no state.
+    """
+
+    has_room_for = ("streams", "ngrams")
+    needs = ("mixer", "mlp", "streams")
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        streams, norm = spec.streams, spec.norm
+        if not isinstance(streams, GatedStreamsSpec) or isinstance(norm, LayerNormSpec):
+            raise ValueError(
+                f"layers of topology {spec.topology!r} have a GatedStreamsSpec and a NormSpec, found "
+                f"{streams} and {norm}"
+            )
+        if spec.ngrams is not None and not isinstance(spec.mixer, RecurrentSpec):
+            raise ValueError("n-grams belong to layers whose mixer has a state, found none")
+        self.ple = None
+        if spec.ngrams is not None:
+            self.reads = (IDS,)
+            self.ple = NgramInput(hidden_size, streams, spec.ngrams, norm, layer)
+        self.attn_hyper_connection = GatedConnection(hidden_size, streams, norm)
+        self.mlp_hyper_connection = GatedConnection(hidden_size, streams, norm)
+
+    def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor) -> Any:
+        assert residual is None
+        if self.ple is not None:
+            x = self.ple(x, *read, sequences)
+        h, weights = self.attn_hyper_connection(x)
+        x = self.attn_hyper_connection.add(x, self._scaled(self.token_mixer(h, sequences)), weights)
+        h, weights = self.mlp_hyper_connection(x)
+        return self.mlp_hyper_connection.add(x, self._scaled(self.mlp(h, sequences)), weights), None
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """As of other layers, and behind the mixer's states those of n-grams."""
+        tokens, states = super().new_cache(batch, max_length, device, dtype)
+        return tokens, states if self.ple is None else (*states, *self.ple.new_cache(batch, device, dtype))
+
+    def stream_bytes(self, itemsize: int) -> int:
+        """Bytes per token of all residual streams."""
+        assert self.spec.streams is not None
+        return self.spec.streams.count * super().stream_bytes(itemsize)
+
+    def connection_bytes(self, itemsize: int) -> int:
+        """Bytes per token of gradients in the backward pass of a connection: of the streams after it, of
+        their norms and of the logits of their gates, and of the branch's input; and these norms and logits.
+        """
+        assert self.spec.streams is not None
+        return itemsize * (5 * self.spec.streams.count + 1) * self.hidden_size
+
+    def norm_outputs(self) -> int:
+        """Number of norm outputs [T, H] that only the level `all` keeps: connections count theirs."""
+        return 0
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        return 2

@@ -13,7 +13,12 @@ from liger_models.layers.sequences.agreement import OTHERS_REFUSED, any_process
 from liger_models.layers.sequences.documents import IGNORE_INDEX, Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import BlockIndexerSpec, CompressedAttentionSpec, ModelSpec
+from liger_models.layers.specs import (
+    BlockIndexerSpec,
+    CompressedAttentionSpec,
+    ModelSpec,
+    PooledIndexerSpec,
+)
 
 _INTEGERS = (torch.int64, torch.int32)  # accepted by an embedding and the kernels
 
@@ -168,7 +173,8 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
         )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
     indexers = [getattr(mixer, "indexer", None) for mixer in mixers]
-    sizes += [one.top_k * one.size for one in indexers if isinstance(one, BlockIndexerSpec)]
+    of_blocks = BlockIndexerSpec | PooledIndexerSpec
+    sizes += [one.top_k * one.size for one in indexers if isinstance(one, of_blocks)]
     shortest = min((size for size in sizes if size is not None), default=extent)
     if shortest < extent:
         raise DataError(

@@ -39,13 +39,14 @@ from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
+from liger_models.layers.parts.gated_streams import make_last_norm
 from liger_models.layers.parts.hyper_connection import StreamsHead
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import ModelSpec, StreamsSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
@@ -101,8 +102,9 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
-        self.hc_head = None if spec.streams is None else StreamsHead(spec.hidden_size, spec.streams)
-        self.norm = make_norm(spec.hidden_size, spec.norm)
+        streams = spec.streams
+        self.hc_head = StreamsHead(spec.hidden_size, streams) if isinstance(streams, StreamsSpec) else None
+        self.norm = make_last_norm(spec)
         self.rotary_emb = make_frequencies(spec.ropes)
         self.mtp = make_mtp(spec, attention)
         self.vision: Any = None
@@ -210,8 +212,8 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             inputs_embeds = cast(Tensor, self.embed_norm(inputs_embeds))
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
-        if self.hc_head is not None:
-            inputs_embeds = self.hc_head.spread(inputs_embeds)
+        if self.spec.streams is not None:
+            inputs_embeds = inputs_embeds.repeat(1, self.spec.streams.count)
         compile_first_step(self, inputs_embeds, sequences)
         run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=media.vision)
         first = [inputs_embeds]

@@ -66,7 +66,7 @@ class HyperConnection(nn.Module):
 
 
 class StreamsHead(nn.Module):
-    """The streams of a model: equal at its beginning, and summed by weights at its end.
+    """The streams of a model summed by weights at its end; at its beginning they are equal.
 
     Args:
         hidden_size: the width H of a stream.
@@ -86,10 +86,6 @@ class StreamsHead(nn.Module):
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise as `_reset` says."""
         _reset(self.fn, self.base, self.scale, self.spec, std, generator)
-
-    def spread(self, x: Tensor) -> Tensor:
-        """x [T, H] -> equal streams [T, n H]."""
-        return x.repeat(1, self.spec.count)
 
     def forward(self, streams: Tensor) -> Tensor:
         """streams [T, n H] -> [T, H]."""

@@ -1,7 +1,7 @@
-"""Linear attention by the gated delta rule: Qwen3-Next, Qwen3.5, OLMo hybrid.
+"""Linear attention by the gated delta rule: Qwen3-Next, Qwen3.5, Qwen4, OLMo hybrid.
 
     q, k, v, z, b, a = split(x @ W_in^T);   q, k, v = silu(conv(q, k, v))
-    o = gated_delta_rule(q, k, v, a, b);    out = (norm(o) * silu(z)) @ W_o^T
+    o = gated_delta_rule(q, k, v, a, b);    out = (norm(o) * silu(z)) @ W_o^T     or sigmoid(z)
 
 The rule and its gates are in kernels/recurrent/gated_delta_rule.py. State and convolution restart at every
 document.
@@ -65,7 +65,7 @@ class GatedDelta(RecurrentMixer):
         self.conv1d = ShortConvolution((key_heads, key_heads, value_heads), spec.conv, names=names)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps)
+        self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps, activation=spec.gate_activation)
         self.out_proj = Linear(values, hidden_size, bias=False)
         self.reset_parameters()
 

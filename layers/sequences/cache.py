@@ -99,15 +99,15 @@ class KVCache:
         slots = self.slots.unflatten(0, (len(self.lengths), -1))
         return slots, torch.zeros_like(slots[:, 0])
 
-    def states(self, layer: int) -> tuple[Tensor, ...] | None:
-        """The states of a recurrent layer before the new tokens, [batch, ...] each; None if the new tokens
-        are the first.
+    def states(self, layer: int, first: int = 0) -> tuple[Tensor, ...] | None:
+        """The states of a recurrent layer before the new tokens, [batch, ...] each, from the `first` on; None
+        if the new tokens are the first.
         """
-        return None if self.longest == self.newest else self.recurrent[layer]
+        return None if self.longest == self.newest else self.recurrent[layer][first:]
 
-    def keep_states(self, layer: int, *states: Tensor) -> None:
-        """Store the states of a recurrent layer after the new tokens."""
-        for room, state in zip(self.recurrent[layer], states, strict=True):
+    def keep_states(self, layer: int, *states: Tensor, first: int = 0) -> None:
+        """Store the states of a recurrent layer after the new tokens, from the `first` on."""
+        for room, state in zip(self.recurrent[layer][first : first + len(states)], states, strict=True):
             room.copy_(state)
 
     def real_tokens(self) -> tuple[Tensor, Tensor] | None:

@@ -40,6 +40,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     DifferentialAttentionSpec,
     LatentAttentionSpec,
+    PooledIndexerSpec,
     RecurrentSpec,
     SharedAttentionSpec,
 )
@@ -83,6 +84,14 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
             "models with modules for multi-token prediction cannot divide sequences, since the next token "
             "may be on another rank: shard the parameters instead, or load the model without mtp"
         )
+    for i, layer in enumerate(model.layers):
+        pooled = isinstance(getattr(layer.spec.mixer, "indexer", None), PooledIndexerSpec)
+        if pooled or layer.spec.ngrams is not None:
+            found = "attends to blocks of keys by their means" if pooled else "adds embeddings of n-grams"
+            raise ValueError(
+                f"layer {i} {found}, which may lie on two ranks: sequences cannot be divided; shard the "
+                "parameters instead"
+            )
     for i, mixer in ((i, mixer) for i, layer in enumerate(model.layers) for mixer in layer.spec.mixers):
         if isinstance(mixer, RecurrentSpec):
             continue

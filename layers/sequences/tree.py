@@ -137,6 +137,11 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
                 "that continue others: give each answer with its prompt as a document of its own, without "
                 "parents"
             )
+        if block.ngrams is not None:
+            raise DataError(
+                f"layer {i} adds embeddings of n-grams, which documents that continue others do not support: "
+                "give each answer with its prompt as a document of its own, without parents"
+            )
         if any(getattr(mixer, "slopes", None) for mixer in block.mixers):
             raise DataError(
                 f"layer {i} weighs tokens by their distance in the batch (ALiBi), which is another one for "

@@ -23,11 +23,25 @@ from liger_models.layers.specs.audio import (
     SubsampledSounds,
     WaveformSounds,
 )
-from liger_models.layers.specs.block import BlockSpec, MixerSpec, SharedSpec, StreamsSpec, Topology
+from liger_models.layers.specs.block import (
+    BlockSpec,
+    GatedStreamsSpec,
+    MixerSpec,
+    SharedSpec,
+    StreamsSpec,
+    Topology,
+)
 from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
-from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec
-from liger_models.layers.specs.mlp import Activation, MLPSpec, MoESpec, PerLayerInputSpec, SparseMixerSpec
+from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
+from liger_models.layers.specs.mlp import (
+    Activation,
+    MLPSpec,
+    MoESpec,
+    NgramSpec,
+    PerLayerInputSpec,
+    SparseMixerSpec,
+)
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
 from liger_models.layers.specs.positions import ClockSpec, PlaceSpec, TimeSpec
@@ -125,6 +139,7 @@ __all__ = [
     "GatedConvSpec",
     "GatedDeltaSpec",
     "GatedProjectorSpec",
+    "GatedStreamsSpec",
     "GridAttentionSpec",
     "GridConvSpec",
     "GridPictures",
@@ -144,6 +159,7 @@ __all__ = [
     "MixerSpec",
     "MoESpec",
     "ModelSpec",
+    "NgramSpec",
     "NormCast",
     "NormSpec",
     "Normal",
@@ -157,6 +173,7 @@ __all__ = [
     "PlacedPictures",
     "PoolProjectorSpec",
     "PooledGrids",
+    "PooledIndexerSpec",
     "PoolingAttentionSpec",
     "ProjectorSpec",
     "QKNormSpec",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec
+from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec
 
@@ -91,7 +91,7 @@ class AttentionSpec(_Heads):
     slopes: tuple[float, ...] | None = None
     dropout: float = 0.0
     v_head_dim: int | None = None
-    indexer: BlockIndexerSpec | None = None
+    indexer: BlockIndexerSpec | PooledIndexerSpec | None = None
     k_bias: bool = True
 
     @property

@@ -20,7 +20,7 @@ from liger_models.layers.specs.attention import (
     SharedAttentionSpec,
 )
 from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
-from liger_models.layers.specs.mlp import MLPSpec, MoESpec, PerLayerInputSpec
+from liger_models.layers.specs.mlp import MLPSpec, MoESpec, NgramSpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
 from liger_models.layers.specs.rotary import RopeSpec
@@ -58,6 +58,7 @@ Topology = Literal[
     "shared_transformer",
     "hyper_connected",
     "conformer",
+    "gated_streams",
 ]
 
 
@@ -76,6 +77,16 @@ class StreamsSpec:
     eps: float = 1e-6
     norm_eps: float = 1e-6
     magnitude: float = 2.0
+
+
+@dataclass(frozen=True)
+class GatedStreamsSpec:
+    """Several residual streams, `count` of them, with gates by channel before each branch, computed through a
+    `rank`: layers/parts/gated_streams.py.
+    """
+
+    count: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,10 @@ class BlockSpec:
     scales of the branches. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
-    second mixer and the MLP are shared with other layers. The topology "hyper_connected" has several residual
-    `streams`. In a "conformer" `second_mixer` has a branch of its own, `residual_scale` multiplies the
-    branches of both MLPs alone, and inputs of norms are clamped to +-`bound`.
+    second mixer and the MLP are shared with other layers. The topologies "hyper_connected" and
+    "gated_streams" have several residual `streams`, and the latter may add embeddings of `ngrams` to them. In
+    a "conformer" `second_mixer` has a branch of its own, `residual_scale` multiplies the branches of both
+    MLPs alone, and inputs of norms are clamped to +-`bound`.
     """
 
     mixer: MixerSpec | None
@@ -126,8 +138,9 @@ class BlockSpec:
     initial_scale: float = 0.1
     branch_norm: NormSpec | LayerNormSpec | None = None
     shared: SharedSpec | None = None
-    streams: StreamsSpec | None = None
+    streams: StreamsSpec | GatedStreamsSpec | None = None
     bound: float | None = None
+    ngrams: NgramSpec | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

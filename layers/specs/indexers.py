@@ -35,3 +35,16 @@ class BlockIndexerSpec:
     size: int
     top_k: int
     local: int
+
+
+@dataclass(frozen=True)
+class PooledIndexerSpec:
+    """The choice of `top_k` whole blocks of `size` keys for each query (Qwen4's indexer), by `num_heads`
+    queries of `head_dim` against one mean key per block. Keys after the last whole block are always chosen.
+    Norms and rotation are those of the layer's own queries and keys.
+    """
+
+    num_heads: int
+    head_dim: int
+    size: int
+    top_k: int

@@ -116,3 +116,25 @@ class PerLayerInputSpec:
 
     size: int
     activation: Activation | ClampedSwiGLU = "gelu_tanh"
+
+
+@dataclass(frozen=True)
+class NgramSpec:
+    """Embeddings of the tokens that end at each token, added to all residual streams
+    (layers/recurrent/ngrams.py).
+
+    For each length from 2 to `size` there are `heads` tables of numbers of rows that hashes are divided by,
+    `table_sizes` in all, one after another in one table of `rows` rows, and `width` elements of a token
+    together. `eos` ends what n-grams may hold. A convolution of `conv` taps, `size` tokens apart, follows.
+    `factors` are those of the hash, and a checkpoint may hold the table in `pieces` of equal height.
+    """
+
+    size: int
+    heads: int
+    width: int
+    eos: int
+    table_sizes: tuple[int, ...]
+    factors: tuple[int, ...]
+    rows: int
+    conv: int = 4
+    pieces: int = 1

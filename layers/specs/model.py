@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.audio import AudioSpec
-from liger_models.layers.specs.block import BlockSpec, StreamsSpec
+from liger_models.layers.specs.block import BlockSpec, GatedStreamsSpec, StreamsSpec
 from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -84,7 +84,7 @@ class ModelSpec:
     fresh: tuple[tuple[str, Fresh], ...] = ()
 
     @property
-    def streams(self) -> StreamsSpec | None:
+    def streams(self) -> StreamsSpec | GatedStreamsSpec | None:
         """The residual streams between layers; None for one."""
         return self.blocks[-1].streams if self.blocks else None
 

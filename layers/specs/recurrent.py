@@ -19,7 +19,7 @@ class GatedDeltaSpec:
 
     Each key head serves `value_heads / key_heads` value heads in a row. `conv` is the width of the
     convolution. `beta_scale` multiplies the learning rate. `norm_eps` is that of the norm of each value
-    head's output, which is gated.
+    head's output, which is gated by `gate_activation`.
     `projections` says which of the input projections checkpoints hold as one matrix: "qkvz", queries, keys,
     values and the output gate (Qwen3-Next); "qkv", all but the gate (Qwen3.5); "apart", none, nor the taps of
     the convolution (OLMo hybrid).
@@ -33,6 +33,7 @@ class GatedDeltaSpec:
     beta_scale: float = 1.0
     norm_eps: float = 1e-6
     projections: Projections = "qkv"
+    gate_activation: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def key_size(self) -> int:

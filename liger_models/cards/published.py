@@ -208,6 +208,7 @@ FEATURES: Mapping[str, Any] = {
     "latent experts": lambda spec: any(experts.latent_size for experts in _experts(spec)),
     "shared experts": lambda spec: any(experts.shared_expert for experts in _experts(spec)),
     "several residual streams": lambda spec: spec.streams is not None,
+    "embeddings of n-grams": lambda spec: any(block.ngrams for block in spec.blocks),
     "LayerNorm": lambda spec: isinstance(spec.norm, LayerNormSpec),
     "sandwich norms": lambda spec: any(b.topology == "sandwich" for b in spec.blocks),
     "post-norms": lambda spec: any(b.topology == "post_norm" for b in spec.blocks),

@@ -186,21 +186,27 @@ class TransformersCache(KVCache):
         slots = self.seen + torch.arange(self.shape[1], device=first.device)
         return slots - first[:, None], first
 
-    def states(self, layer: int) -> tuple[Tensor, ...] | None:
+    def states(self, layer: int, first: int = 0) -> tuple[Tensor, ...] | None:
         """Return the convolution's last inputs [batch, width - 1, channels], and the recurrent state if there
-        is one.
+        is one; from the `first` on, those of n-grams.
         """
         if self.seen == 0:
             return None
         held: Any = self.cache.layers[layer]
+        if first:
+            return held.conv_states[1].transpose(1, 2), held.conv_states[2]
         both = held.conv_states, held.recurrent_states
         conv, state = (x[0] if isinstance(x, dict) else x for x in both)  # older transformers have no dict
         return (conv.transpose(1, 2),) if state is None else (conv.transpose(1, 2), state)
 
-    def keep_states(self, layer: int, *states: Tensor) -> None:
+    def keep_states(self, layer: int, *states: Tensor, first: int = 0) -> None:
         """Store the states where transformers' own model keeps them; the convolution's is always complete."""
         cache: Any = self.cache
         conv, *scanned = states
+        if first:
+            cache.update_conv_state(conv.transpose(1, 2), layer, state_idx=1)
+            cache.update_conv_state(scanned[0], layer, state_idx=2)
+            return
         cache.update_conv_state(conv.transpose(1, 2), layer)
         for state in scanned:
             cache.update_recurrent_state(state, layer)

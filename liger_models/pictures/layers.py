@@ -57,6 +57,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
         ["norm", "mlp", "norm"],
     ],
     "hyper_connected": [["sum of streams", "norm", "mixer"], ["sum of streams", "norm", "mlp"]],
+    "gated_streams": [["n-grams"], ["norm", "mean of streams", "mixer"], ["norm", "mean of streams", "mlp"]],
 }
 MIXERS = {
     LatentAttentionSpec: "latent attention",
@@ -101,6 +102,8 @@ def look(block: BlockSpec) -> Look:
     steps = BRANCHES[block.topology]
     if block.per_layer_input is None:
         steps = [branch for branch in steps if branch != ["per-layer input"]]
+    if block.ngrams is None:
+        steps = [branch for branch in steps if branch != ["n-grams"]]
     return tuple(tuple(_step(block, step) for step in branch) for branch in steps)
 
 
@@ -142,6 +145,7 @@ def _mixer(mixer: object) -> tuple[str, str]:
         details.append(f"{mixer.num_key_value_heads} KV")
     traits = {"QK-norm": mixer.qk_norm, "sinks": mixer.sinks, "gate": mixer.gate_size}
     traits |= {"ALiBi": bool(mixer.slopes), "NoPE": not mixer.rope and not mixer.slopes}
+    traits |= {"indexer": mixer.indexer}
     return name, ", ".join([*details, *(name for name, has in traits.items() if has)])
 
 

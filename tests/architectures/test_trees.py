@@ -37,7 +37,8 @@ def test_answers_with_a_shared_prompt_equal_separate_sequences(family, make_pair
     items = items_of(pair.vocab_size)
     batch = shared_prompts(items)
     mixers = [m for block in pair.ours.spec.blocks for m in block.mixers]
-    if any(getattr(m, "slopes", None) or isinstance(m, CompressedAttentionSpec) for m in mixers):
+    refused = any(getattr(m, "slopes", None) or isinstance(m, CompressedAttentionSpec) for m in mixers)
+    if refused or any(block.ngrams for block in pair.ours.spec.blocks):
         with pytest.raises(DataError, match="without parents"):
             pair.ours.score(**batch)
         return

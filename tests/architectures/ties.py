@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 router = importlib.import_module("liger_models.layers.experts.router")
+ngrams = importlib.import_module("liger_models.layers.recurrent.ngrams")
 
 
 class TieError(AssertionError):
@@ -26,9 +27,14 @@ class TieError(AssertionError):
 @contextmanager
 def clear_of_ties(margin: float) -> Iterator[None]:
     """Check every choice of experts made in the context: it must not change when each logit of a token
-    changes by `margin` times the norm of the token's logits, in the worst direction.
+    changes by `margin` times the norm of the token's logits, in the worst direction. Nor may scores of
+    n-grams lie near zero, where the slope of their root has no bound.
     """
-    route, decide = router.route, router.decide
+    route, decide, gates_of = router.route, router.decide, ngrams.gates_of
+
+    def checked_gates(scores: Tensor) -> Tensor:
+        _refuse(scores.detach().abs() < 250 * margin)
+        return gates_of(scores)
 
     def checked_route(logits: Tensor, top_k: int, **options: Any) -> Any:
         routing = route(logits, top_k, **options)
@@ -62,6 +68,7 @@ def clear_of_ties(margin: float) -> Iterator[None]:
     with (
         mock.patch.object(router, "route", checked_route),
         mock.patch.object(router, "decide", checked_decide),
+        mock.patch.object(ngrams, "gates_of", checked_gates),
     ):
         yield
 
@@ -69,4 +76,7 @@ def clear_of_ties(margin: float) -> Iterator[None]:
 def _refuse(near: Tensor) -> None:
     if near.any():
         tokens = near.flatten(1).any(-1).nonzero().flatten().tolist()
-        raise TieError(f"the experts of tokens {tokens} are near a tie: choose other inputs (another seed)")
+        raise TieError(
+            f"the experts of tokens {tokens} are near a tie, or a root is near zero: choose other inputs "
+            "(another seed)"
+        )

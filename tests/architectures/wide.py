@@ -111,6 +111,9 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     experts = max(EXPERTS, text.get("num_experts_per_tok") or 0)
     for most, keys in ((WINDOW, ["sliding_window"]), (experts, NUMBERS_OF_EXPERTS)):
         text |= {key: min(most, text[key]) for key in keys if text.get(key)}
+    if "ple_layer_ids" in text:  # tables of n-grams as small as the vocabulary
+        text |= {"ple_layer_ids": [1], "ngram_vocab_size_base": 2000, "eos_token_id": 1}
+        text["split_ngram_parts"] = 2
     if "zero_expert_num" in text:  # transformers makes matrices for these experts that released files lack
         text["zero_expert_num"] = 0
     fewest = 4 * text.get("num_experts_per_tok", EXPERTS)  # so that routers have a choice

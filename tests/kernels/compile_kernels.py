@@ -28,6 +28,7 @@ from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import quantize_columns
 from liger_models.kernels.float8.quantize import turned as transposed
+from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
 from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 BF16 = torch.bfloat16
@@ -267,6 +268,7 @@ def streams() -> None:
     apart = weighted_streams(x, operand(8, 512), operand(8), operand(2), **options)
     backward(mixed_streams(x, *apart))
     backward(*weighted_streams(x, operand(4, 512), operand(4), operand(1), **options))
+    backward(added_to_streams(x, gated_mean(operand(8, 512), x, 4), operand(8, 4)))
 
 
 def optimizer() -> None:

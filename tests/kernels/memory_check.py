@@ -39,6 +39,7 @@ from liger_models.kernels.experts._expert_float8 import stack_by_columns
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import turned
 from liger_models.kernels.recurrent import _chunk_table
+from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
 from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 # Rows that do not fill a tile, with a width that no block size divides.
@@ -131,6 +132,8 @@ def mix_streams(device: str) -> None:
     streams, *weights = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
     summed, *mixing = weighted_streams(streams, *weights, count=3, iterations=2, eps=1e-2, norm_eps=1e-3)
     mixed_streams(streams, summed, *mixing).sum().backward()
+    logits, shares = (torch.randn(shape, device=device).requires_grad_() for shape in ((5, 3 * 37), (5, 3)))
+    added_to_streams(streams, gated_mean(logits, streams, 3), shares).sum().backward()
 
 
 def normalise_wide_groups(device: str) -> None:

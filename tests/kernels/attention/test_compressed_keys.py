@@ -6,9 +6,15 @@ import itertools
 import pytest
 import torch
 
-from liger_models.kernels.attention.choose_compressed import choose_compressed, choose_compressed_plain
+from liger_models.kernels.attention.choose_compressed import (
+    as_blocks,
+    choose_compressed,
+    choose_compressed_plain,
+)
+from liger_models.kernels.attention.chosen_blocks import blocks_mask
 from liger_models.kernels.attention.compressed_keys import compressed_attention, compressed_keys
 from liger_models.kernels.attention.indexer_loss import compressed_indexer_loss
+from liger_models.kernels.attention.visible_keys import document_bounds
 
 module = importlib.import_module("liger_models.kernels.attention.compressed_keys")
 losses = importlib.import_module("liger_models.kernels.attention.indexer_loss")
@@ -121,6 +127,22 @@ def test_the_keys_with_the_highest_scores_are_chosen(blocks):
     for row, (score, visible) in enumerate(zip(scores, mask, strict=True)):
         order = sorted(visible.nonzero()[:, 0].tolist(), key=lambda i, s=score: (-s[i].item(), i))
         assert set((found[row] & visible).nonzero()[:, 0].tolist()) == set(order[:TOP_K])
+
+
+def test_chosen_keys_stand_for_their_tokens_and_those_after_the_last_whole_key():
+    torch.manual_seed(0)
+    places = compressed_keys(PACKED, RATE, torch.device("cpu"))
+    operands = torch.randn(PACKED[-1], 5, 4), torch.randn(len(places.first), 4), torch.rand(PACKED[-1], 5)
+    chosen = choose_compressed(*operands, places, TOP_K, scale=0.5)
+    cu = torch.tensor(PACKED)
+    found = blocks_mask(as_blocks(chosen, places), document_bounds(cu, PACKED[-1]), PACKED[-1])[0]
+    for row in range(PACKED[-1]):
+        start = places.start[row].item()
+        tokens = set(range(start + (row + 1 - start) // RATE * RATE, row + 1))
+        for key in chosen[row].tolist():
+            if key < len(places.first):
+                tokens |= set(range(places.first[key].item(), places.first[key].item() + RATE))
+        assert set(found[row, : row + 1].nonzero()[:, 0].tolist()) == tokens
 
 
 def test_scores_of_16_bits_are_summed_in_float32():

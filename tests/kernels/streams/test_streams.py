@@ -5,6 +5,12 @@ float64.
 import pytest
 import torch
 
+from liger_models.kernels.streams.gated_streams import (
+    added_to_streams,
+    added_to_streams_plain,
+    gated_mean,
+    gated_mean_plain,
+)
 from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
 
 TOKENS, COUNT, WIDTH, ITERATIONS = 5, 3, 20, 4
@@ -38,6 +44,24 @@ def test_sums_mixtures_and_gradients_follow_the_formula(parts, implementation, a
     # Sums of 60 products, and iterations of which each rounds what goes into the next.
     for a, b in zip(found, run(inputs, [torch.float64] * 4), strict=True):
         assert_near(a, b, 60)
+
+
+def gated(inputs, dtype, mean=gated_mean, added=added_to_streams):
+    """Streams after a branch that doubles their gated mean, and all gradients."""
+    leaves = [x.to(dtype).requires_grad_() for x in inputs]
+    streams, logits, weights = leaves
+    out = added(streams, 2 * mean(logits, streams, COUNT), weights)
+    torch.manual_seed(1)
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.randn(out.shape).to(out))]
+
+
+def test_gated_means_sums_and_gradients_follow_the_formula(implementation, assert_near):
+    shapes = (TOKENS, COUNT * WIDTH), (TOKENS, COUNT * WIDTH), (TOKENS, COUNT)
+    inputs = [torch.randn(shape) for shape in shapes]
+    truth = gated(inputs, torch.float64, gated_mean_plain, added_to_streams_plain)
+    # Sums of 20 products, whose terms are rounded a few times.
+    for a, b in zip(gated(inputs, torch.float32), truth, strict=True):
+        assert_near(a, b, 20)
 
 
 @pytest.mark.gpu

@@ -19,12 +19,15 @@ from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     DifferentialAttentionSpec,
+    GatedDeltaSpec,
+    GatedStreamsSpec,
     LatentAttentionSpec,
     LayerNormSpec,
     LightningSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
+    NgramSpec,
     NormSpec,
     PerLayerInputSpec,
     QKNormSpec,
@@ -64,6 +67,14 @@ BLOCKS = {
     "several streams": replace(PRE_NORM, topology="hyper_connected", streams=StreamsSpec(3, 4)),
     "streams that are not mixed": replace(
         PRE_NORM, topology="hyper_connected", streams=StreamsSpec(3, 0), mixer=LATENT
+    ),
+    "gated streams": replace(PRE_NORM, topology="gated_streams", streams=GatedStreamsSpec(3, 5)),
+    "n-grams": replace(
+        PRE_NORM,
+        mixer=GatedDeltaSpec(2, 4, 8, 8),
+        topology="gated_streams",
+        streams=GatedStreamsSpec(2, 5),
+        ngrams=NgramSpec(3, 2, 16, 1, (5, 7, 11, 13), (3, 5, 7), 36),
     ),
     "sandwich": replace(PRE_NORM, topology="sandwich"),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
@@ -275,13 +286,15 @@ def test_every_parameter_and_buffer_has_a_fresh_value(block):
     tensors = model.saved_tensors()
     with torch.no_grad():
         for tensor in tensors.values():
-            tensor.fill_(float("nan"))
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
     model.reset_parameters(torch.Generator().manual_seed(0))
     for name, tensor in tensors.items():
         if tensor.dim() > 1:  # hundreds of draws: the tolerance is several times the error of their spread
             assert tensor.std().item() == pytest.approx(0.3, rel=0.5 if tensor.numel() < 200 else 0.2), name
-        elif ".lambda_" in name or name.endswith("_hc.base"):  # drawn, or different for each use
+        elif ".lambda_" in name or name.endswith(("_hc.base", ".A_log")):  # drawn, or different by use
             assert tensor.isfinite().all(), name
+        elif not tensor.is_floating_point():  # constants of hashes
+            assert (tensor >= 0).all(), name
         else:
             assert tensor.unique().numel() == 1, name
-    assert not model.norm.weight.any()
+    assert not any(p.any() for p in model.norm.parameters() if p.dim() == 1)
