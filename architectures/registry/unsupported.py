@@ -17,16 +17,20 @@ MISSING: dict[str, str] = {
 _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
 _STREAMS = "several residual streams"
-_UNDESCRIBED = "a description of its parts, which nobody has written yet"
 _SEES = "its image encoder"
+_Q_FORMER = "a projector whose queries attend to the features of images (Q-Former)"
+_WITHIN = "an image encoder that merges patches between two of its layers"
+_CODES = "images as tokens of a learned codebook (VQ-VAE)"
+_TIMM = "an image encoder from the package timm"
 _HEARS = "its audio encoder"
 
 MISSING |= {
     "axk1": "a norm of the output of experts, and checkpoints without their correction bias",
-    "bitnet": "norms within attention and within the MLP",
+    "bitnet": "products of weights rounded to three values with inputs rounded to 8 bits; without these its "
+    "published weights, those in bfloat16 too, compute another function",
     "blt": "models of bytes and of patches of them, with cross-attention between",
     "cpmant": "learned biases by distance",
-    "ctrl": "sinusoidal positions",
+    "ctrl": "sinusoidal positions with frequencies of its own",
     "axk2": "norms with gates, and queries from a latent before and after its norm",
     "beam": "residual sums that are scaled by depth, and gates of attention with biases",
     "doge": "attention biased by learned functions of the values",
@@ -42,7 +46,17 @@ MISSING |= {
     "reformer": "attention within hashed buckets",
     "zaya": "attention on convolved, compressed projections",
     **dict.fromkeys(("inkling_text", "inkling2_text"), "short convolutions and relative scores in attention"),
-    **dict.fromkeys(("dots3_note_text", "xlm"), _UNDESCRIBED),
+    "dots3_note_text": "latent attention of two shapes in turn, with windows and gates, and with an indexer",
+    "xlm": "learned positions and languages, next to norms after each sum",
+    "granite_docling": "image tokens at two resolutions, between which a router chooses",
+    "granite4_vision": f"{_Q_FORMER}, by windows and for several layers of the language model",
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _WITHIN),
+    **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _Q_FORMER),
+    **dict.fromkeys(("chameleon", "emu3", "janus"), _CODES),
+    **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),
+    "idefics": "cross-attention to the features of images, resampled by queries",
+    "video_llava": "two encoders, of images and of videos",
+    "shieldgemma2": "a classifier of images around Gemma 3",
     **dict.fromkeys(
         (
             *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
@@ -68,16 +82,10 @@ MISSING |= {
     **dict.fromkeys(("muse_spark",), _HEARS),
     **dict.fromkeys(
         (
-            *("blip", "blip-2", "chameleon", "cosmos3_edge"),
-            *("cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
-            *("diffusion_gemma", "emu3", "evolla", "fast_vlm", "fuyu", "git"),
-            *("glmga", "granite4_vision"),
-            *("granite_docling", "hyperclovax_vision_v2", "idefics"),
-            *("inkling2", "inkling_mm_model", "instructblip", "instructblipvideo", "janus"),
-            *("kosmos-2", "kosmos-2.5"),
-            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
-            *("perception_lm", "pi0", "pp_chart2table"),
-            *("qianfan_ocr", "shieldgemma2", "unlimited_ocr", "video_llava"),
+            *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
+            *("diffusion_gemma", "evolla", "fuyu", "git", "glmga", "hyperclovax_vision_v2"),
+            *("inkling2", "inkling_mm_model", "kosmos-2", "kosmos-2.5", "pi0", "pp_chart2table"),
+            *("qianfan_ocr", "unlimited_ocr"),
         ),
         _SEES,
     ),
