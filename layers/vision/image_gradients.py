@@ -56,10 +56,8 @@ class ImageGradients:
         self.note_groups(parts)
         groups = self._groups if wrapper is None else [wrapper.process_group]
         if not groups:
-            device = output.device
-            output.register_hook(
-                lambda _: _after_backward(lambda: self._end_first(parts, with_images, device))
-            )
+            flag = torch.full((1,), int(with_images or self._seen), device=output.device)
+            output.register_hook(lambda _: _after_backward(lambda: self._end_first(parts, flag)))
             return
         any_images = with_images or self._seen
         flag = torch.full((1,), int(any_images), device=output.device)

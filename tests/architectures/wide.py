@@ -186,6 +186,8 @@ def fill(model: nn.Module) -> None:
             if name in saved and buffer.is_floating_point() and not name.endswith(FOLLOWING):
                 if buffer.isinf().any():  # a bound that clips nothing
                     buffer.copy_(1.5 * buffer.sign())
+                elif name.endswith("layer_scalar"):  # small ones of many layers leave nothing of the stream
+                    buffer.normal_(1.0, 0.2)
                 else:
                     buffer.normal_(0.0, 0.02)
 
