@@ -11,12 +11,22 @@ if triton is not None and not interpreted and not ROCM:
     def reciprocal(x):
         """1 / x by NVIDIA's instruction, to one unit in the last place; 0 for |x| > 2^126."""
         return libdevice.fast_dividef(1.0, x)
+
+    @jit
+    def exp(x):
+        """exp(x) as `tl.exp` computes it, but zero below 2^-126."""
+        return libdevice.fast_expf(x)
 else:
 
     @jit
     def reciprocal(x):
         """1 / x."""
         return 1.0 / x
+
+    @jit
+    def exp(x):
+        """exp(x)."""
+        return tl.exp(x)
 
 
 @jit

@@ -253,6 +253,7 @@ def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundar
         scores,
         y,
         final,
+        *_pass_tiles((own.x,), (own.B, own.C)),
         *own.strides,
         tokens,
         heads,
@@ -338,28 +339,43 @@ def _chunk_grads(
             **sizes | {"BLOCK_N": _TILE, "SHARED": together},
             num_warps=4,
         )
-    block = min(sizes["BLOCK_N"], 256 if shared_memory(own.x) >= 96 * 1024 else 128)
     count = len(table.first_segments) if tiled else chunks
     head_grads_kernel[(count * held,)](
         *(own.x, own.B, own.C, own.D, dy, own.gates),
         *(table.ranges, table.cu_seqlens, table.segments, table.first_segments),
         *(states, dx, dgates, sums),
         *(*strides, dx.stride(0), *numbers, table.segments.shape[1]),
-        **sizes | {"BLOCK_N": block, "TENSOR_MEMORY": tensor_memory},
+        **sizes | _head_tile(own),
+        TENSOR_MEMORY=tensor_memory,
         LAST=tiled,
         SEGMENT=table.segment,
         MOST=table.most,
-        **_options("head", own),
     )
 
 
-def _tiles(*operands: Tensor) -> list[Any]:
+def _head_tile(own: _Operands) -> dict[str, int]:
+    """Columns, channels and launch options of a tile of `head_grads_kernel`."""
+    block, options = _block_of_channels(own.B.shape[2]), _options("head", own)
+    if gpu_of(own.x).capability[0] == 8 and own.x.shape[2] > _TILE and own.x.element_size() == 2:
+        # For Ampere ptxas spills two tiles of columns, which are unrolled: here one has room for most heads.
+        wide = {"BLOCK_P": 2 * _TILE, "BLOCK_N": min(block, 128)}
+        return {**options, **wide, "num_warps": 8, "maxnreg": 255}
+    return {**options, "BLOCK_N": min(block, 256 if shared_memory(own.x) >= 96 * 1024 else 128)}
+
+
+def _tiles(*operands: Tensor, columns: int | None = _TILE) -> list[Any]:
     """Descriptors with which Hopper's copy engine fetches tiles of operands [T, heads, D] without registers;
     None for each elsewhere, and where states wider than 128 leave no room.
     """
     if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128:
         return [None] * len(operands)
-    return rows_to_copy(CHUNK, *operands, columns=_TILE)
+    return rows_to_copy(CHUNK, *operands, columns=columns)
+
+
+def _pass_tiles(values: tuple[Tensor, ...], channels: tuple[Tensor, ...]) -> list[Any]:
+    """`_tiles` for the passes of states: of some columns of values, and of all channels."""
+    tiles = [*_tiles(*values), *_tiles(*channels, columns=None)]
+    return [None] * len(tiles) if None in tiles else tiles
 
 
 def _gate_grads(
@@ -462,6 +478,9 @@ def _pass(
     count = table.segments.shape[1]
     held = heads if states is None else states.shape[2]
     block = min(_block_of_channels(N), 128)
+    tiles, options = _pass_tiles((own.x, dy), (own.B, own.C)), _options("pass", own)
+    if states is None and None not in tiles:
+        options["maxnreg"] = 80  # then three programs fit on a multiprocessor, which hold all segments
     pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, block), held, count)](
         own.x,
         own.B,
@@ -476,6 +495,7 @@ def _pass(
         transfers,
         states,
         dstate,
+        *tiles,
         *own.strides,
         dy.stride(0),
         tokens,
@@ -490,5 +510,5 @@ def _pass(
         **own.sizes,
         LOCAL=states is None,
         BACK=back,
-        **_options("pass", own),
+        **options,
     )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from liger_models.kernels._dispatch import jit, tl
+from liger_models.kernels._fast_math import exp
 from liger_models.kernels.recurrent._chunk_tiles import (
+    columns_of,
     rows_of,
     segment_of,
     softplus,
@@ -14,7 +16,7 @@ from liger_models.kernels.recurrent._chunk_tiles import (
 @jit
 def decay(g_row, g_column):
     """exp(G_row - G_column), and 1 where the row comes first: mask those. G falls, so nothing overflows."""
-    return tl.exp(tl.minimum(g_row - g_column, 0.0))
+    return exp(tl.minimum(g_row - g_column, 0.0))
 
 
 @jit
@@ -108,6 +110,41 @@ def scores_kernel(
 
 
 @jit
+def _chunk_output(
+    y,
+    x_rows,
+    b_rows,
+    c_rows,
+    scores,
+    gates,
+    skip,
+    state,
+    rounded,
+    start,
+    count,
+    head,
+    column,
+    heads,
+    tokens,
+    P: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Write the output of a chunk; return the state after it, and the same in x's dtype."""
+    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    dtype = x_rows.dtype
+    step, g, last = decays_of(gates, start, count, heads, tokens)
+    weights = tl.load(scores + row * 64 + other) * step[None, :] * decay(g[:, None], g[None, :])
+    wide = x_rows.to(tl.float32)
+    out = wide * skip + tl.dot(weights.to(dtype), x_rows, input_precision=PRECISION)
+    out += tl.dot(c_rows, tl.trans(rounded), input_precision=PRECISION) * exp(g)[:, None]
+    store_strided_rows(y, out, heads * P, start, count, head, column, P)
+    written = (wide * (step * exp(last - g))[:, None]).to(dtype)
+    state = state * exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
+    # Round here: a product that nothing waits for in its iteration makes ptxas serialise all.
+    return state, state.to(dtype)
+
+
+@jit
 def states_kernel(
     x,
     B,
@@ -121,6 +158,9 @@ def states_kernel(
     scores,
     y,
     final,
+    x_tiles,
+    b_tiles,
+    c_tiles,
     x_stride,
     b_stride,
     c_stride,
@@ -142,13 +182,13 @@ def states_kernel(
         return
     head = tl.program_id(1)
     group, groups = head // PER_GROUP, heads // PER_GROUP
-    column = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
+    begin = tl.program_id(0) * BLOCK_P
+    column = begin + tl.arange(0, BLOCK_P)
     channel = tl.arange(0, BLOCK_N)
     inside = (column < P)[:, None] & (channel < N)[None, :]
     place = column[:, None] * N + channel[None, :]
     of_document = (document.to(tl.int64) * heads + head) * P * N
     gates += head.to(tl.int64) * tokens
-    row, other = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
     dtype = x.dtype.element_ty
     skip = tl.load(D + head).to(tl.float32)
     state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
@@ -158,25 +198,41 @@ def states_kernel(
         before = ((boundary - 1) * heads + head) * P * N
         state += tl.load(boundaries + before + place, inside & (first > opening), 0.0)
     rounded = state.to(dtype)
-    for nth in range(0, tl.cdiv(end - first, 64)):
+    chunk_count = tl.cdiv(end - first, 64)
+    # Tiles of a chunk that is not full would contain rows of the next document.
+    by_tiles = chunk_count if x_tiles is None else (end - first) // 64
+    for nth in tl.range(0, by_tiles, disable_licm=True):
         start = first + nth * 64
-        count = end - start
-        step, g, last = decays_of(gates, start, count, heads, tokens)
-        x_rows = rows_of(x, x_stride, start, count, head, column, P)
-        b_rows = rows_of(B, b_stride, start, count, group, channel, N)
-        c_rows = rows_of(C, c_stride, start, count, group, channel, N)
-        tile = tl.load(scores + (chunk * groups + group) * 4096 + row * 64 + other)
-        weights = tile * step[None, :] * decay(g[:, None], g[None, :])
-        wide = x_rows.to(tl.float32)
-        out = wide * skip + tl.dot(weights.to(dtype), x_rows, input_precision=PRECISION)
-        out += tl.dot(c_rows, tl.trans(rounded), input_precision=PRECISION) * tl.exp(g)[:, None]
-        store_strided_rows(y, out, heads * P, start, count, head, column, P)
-        written = (wide * (step * tl.exp(last - g))[:, None]).to(dtype)
-        state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
-        # Read the state here: a product that nothing waits for in its iteration makes ptxas serialise all.
-        rounded = state.to(dtype)
+        count = end - start if x_tiles is None else 64
+        x_rows = columns_of(x, x_tiles, x_stride, start, count, head, begin, BLOCK_P, P)
+        b_rows = columns_of(B, b_tiles, b_stride, start, count, group, 0, BLOCK_N, N)
+        c_rows = columns_of(C, c_tiles, c_stride, start, count, group, 0, BLOCK_N, N)
+        tile = scores + (chunk * groups + group) * 4096
+        state, rounded = _chunk_output(
+            y, x_rows, b_rows, c_rows, tile, gates, skip, state, rounded, start, count, head, column, heads,
+            tokens, P, PRECISION
+        )  # fmt: skip
         chunk += 1
+    if x_tiles is not None:  # noqa: SIM102
+        if by_tiles < chunk_count:
+            start = first + by_tiles * 64
+            count = end - start
+            x_rows = rows_of(x, x_stride, start, count, head, column, P)
+            b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+            c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+            tile = scores + (chunk * groups + group) * 4096
+            state, rounded = _chunk_output(
+                y, x_rows, b_rows, c_rows, tile, gates, skip, state, rounded, start, count, head, column,
+                heads, tokens, P, PRECISION
+            )  # fmt: skip
     tl.store(final + of_document + place, state, inside & (end == ending))
+
+
+@jit
+def _next_state(state, values, channels, factors, last, PRECISION: tl.constexpr):
+    """exp(last) state + (factors values)^T channels."""
+    scaled = (values.to(tl.float32) * factors[:, None]).to(values.dtype)
+    return state * exp(last) + tl.dot(tl.trans(scaled), channels, input_precision=PRECISION)
 
 
 @jit
@@ -194,6 +250,10 @@ def pass_kernel(
     transfers,
     states,
     dinitial,
+    x_tiles,
+    dy_tiles,
+    b_tiles,
+    c_tiles,
     x_stride,
     b_stride,
     c_stride,
@@ -232,8 +292,9 @@ def pass_kernel(
         return
     local, head = tl.program_id(1), first_head + tl.program_id(1)
     group = head // PER_GROUP
-    column = block % tl.cdiv(P, BLOCK_P) * BLOCK_P + tl.arange(0, BLOCK_P)
-    channel = block // tl.cdiv(P, BLOCK_P) * BLOCK_N + tl.arange(0, BLOCK_N)
+    of_values = block % tl.cdiv(P, BLOCK_P) * BLOCK_P
+    of_channels = block // tl.cdiv(P, BLOCK_P) * BLOCK_N
+    column, channel = of_values + tl.arange(0, BLOCK_P), of_channels + tl.arange(0, BLOCK_N)
     inside = (column < P)[:, None] & (channel < N)[None, :]
     place = column[:, None] * N + channel[None, :]
     of_document = (document.to(tl.int64) * heads + head) * P * N
@@ -241,24 +302,35 @@ def pass_kernel(
     state = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     total = 0.0
     chunk_count = tl.cdiv(end - first, 64)
+    by_tiles = chunk_count if b_tiles is None else (end - first) // 64  # as in `states_kernel`
     if back:
-        chunk += chunk_count - 1
         if dfinal is not None:
             state += tl.load(dfinal + of_document + place, inside & (end == ending), 0.0)
         if not LOCAL and boundaries is not None:
             after = boundaries + ((boundary_count + boundary) * heads + head) * P * N
             state += tl.load(after + place, inside & (end < ending), 0.0)
-        for nth in range(0, chunk_count):
-            start = first + (chunk_count - 1 - nth) * 64
-            count = end - start
+        chunk += chunk_count - 1
+        if b_tiles is not None:  # noqa: SIM102
+            if by_tiles < chunk_count:
+                start = first + by_tiles * 64
+                _, g, last = decays_of(gates, start, end - start, heads, tokens)
+                dy_rows = rows_of(dy, dy_stride, start, end - start, head, column, P)
+                c_rows = rows_of(C, c_stride, start, end - start, group, channel, N)
+                if not LOCAL:
+                    here = states + ((chunks + chunk) * held + local) * P * N
+                    tl.store(here + place, state.to(states.dtype.element_ty), inside)
+                state = _next_state(state, dy_rows, c_rows, exp(g), last, PRECISION)
+                chunk -= 1
+        for nth in range(0, by_tiles):
+            start = first + (by_tiles - 1 - nth) * 64
+            count = end - start if c_tiles is None else 64
             _, g, last = decays_of(gates, start, count, heads, tokens)
-            dy_rows = rows_of(dy, dy_stride, start, count, head, column, P)
-            c_rows = rows_of(C, c_stride, start, count, group, channel, N)
+            dy_rows = columns_of(dy, dy_tiles, dy_stride, start, count, head, of_values, BLOCK_P, P)
+            c_rows = columns_of(C, c_tiles, c_stride, start, count, group, of_channels, BLOCK_N, N)
             if not LOCAL:
                 here = states + ((chunks + chunk) * held + local) * P * N
                 tl.store(here + place, state.to(states.dtype.element_ty), inside)
-            asked = (dy_rows.to(tl.float32) * tl.exp(g)[:, None]).to(dy.dtype.element_ty)
-            state = state * tl.exp(last) + tl.dot(tl.trans(asked), c_rows, input_precision=PRECISION)
+            state = _next_state(state, dy_rows, c_rows, exp(g), last, PRECISION)
             chunk -= 1
         if LOCAL:
             before = boundaries + ((boundary_count + boundary - 1) * heads + head) * P * N
@@ -271,19 +343,29 @@ def pass_kernel(
         if not LOCAL and boundaries is not None:
             before = boundaries + ((boundary - 1) * heads + head) * P * N
             state += tl.load(before + place, inside & (first > opening), 0.0)
-        for nth in range(0, chunk_count):
+        for nth in range(0, by_tiles):
             start = first + nth * 64
-            count = end - start
+            count = end - start if b_tiles is None else 64
             step, g, last = decays_of(gates, start, count, heads, tokens)
-            x_rows = rows_of(x, x_stride, start, count, head, column, P)
-            b_rows = rows_of(B, b_stride, start, count, group, channel, N)
+            x_rows = columns_of(x, x_tiles, x_stride, start, count, head, of_values, BLOCK_P, P)
+            b_rows = columns_of(B, b_tiles, b_stride, start, count, group, of_channels, BLOCK_N, N)
             if not LOCAL:
                 here = states + (chunk * held + local) * P * N
                 tl.store(here + place, state.to(states.dtype.element_ty), inside)
-            written = (x_rows.to(tl.float32) * (step * tl.exp(last - g))[:, None]).to(x.dtype.element_ty)
-            state = state * tl.exp(last) + tl.dot(tl.trans(written), b_rows, input_precision=PRECISION)
+            state = _next_state(state, x_rows, b_rows, step * exp(last - g), last, PRECISION)
             total += last
             chunk += 1
+        if b_tiles is not None:  # noqa: SIM102
+            if by_tiles < chunk_count:
+                start = first + by_tiles * 64
+                step, g, last = decays_of(gates, start, end - start, heads, tokens)
+                x_rows = rows_of(x, x_stride, start, end - start, head, column, P)
+                b_rows = rows_of(B, b_stride, start, end - start, group, channel, N)
+                if not LOCAL:
+                    here = states + (chunk * held + local) * P * N
+                    tl.store(here + place, state.to(states.dtype.element_ty), inside)
+                state = _next_state(state, x_rows, b_rows, step * exp(last - g), last, PRECISION)
+                total += last
         if LOCAL:
             tl.store(boundaries + (boundary * heads + head) * P * N + place, state, inside)
-            tl.store(transfers + boundary * heads + head, tl.exp(total), block == 0)
+            tl.store(transfers + boundary * heads + head, exp(total), block == 0)
