@@ -30,7 +30,7 @@ MODULES = (
     (".self_attn.indexer.weights_proj.", ".self_attn.compressor.indexer.scorer.weights_proj."),
     (".self_attn.indexer.", ".self_attn.compressor.indexer."),
     (".router.correction_bias", ".gate.e_score_correction_bias"),
-    *(("hc_head.", "hc_head.hc_"), *EXPERTS),
+    *(("stream_ends.", "hc_head.hc_"), *EXPERTS),
 )
 
 
@@ -44,8 +44,8 @@ MODULES = (
         **{"max_position_embeddings": 1048576},
     },
     layouts=(
-        Layout((("hc_head.", "hc_head.hc_"), *RELEASED)),
-        Layout((("hc_head.", "hc_head_"), ("embed_tokens.", "embed."), *RELEASED), root=""),
+        Layout((("stream_ends.", "hc_head.hc_"), *RELEASED)),
+        Layout((("stream_ends.", "hc_head_"), ("embed_tokens.", "embed."), *RELEASED), root=""),
         Layout(MODULES, ("*.experts.*",)),
     ),
     carried=lambda c: ("mtp.*", "model.mtp.*"),

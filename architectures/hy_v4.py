@@ -32,7 +32,7 @@ def layout(within: str, parts: str = "", *more: tuple[str, str]) -> Layout:
     """With the parameters of connections to streams `within` a module, or with `parts` of it in one."""
     connections = (
         (".attn_hc.", f"{within}.hc_attn_layer{parts}.hc_"),
-        (".hc_head.", f"{within}.hc_head.hc_head_"),
+        (".stream_ends.", f"{within}.hc_head.hc_head_"),
     )
     names = (
         *connections,
@@ -55,7 +55,8 @@ def layout(within: str, parts: str = "", *more: tuple[str, str]) -> Layout:
         *(layout(""), layout("", ".hc_pre")),
         layout(".hc_pre", "", (".gate_proj.", ".linear_gate.")),  # as transformers saves models
         replace(
-            STACKED, rename=((".hc_head.", ".hc_head.hc_"), (GATE, ".self_attn.gate_proj."), *STACKED.rename)
+            STACKED,
+            rename=((".stream_ends.", ".hc_head.hc_"), (GATE, ".self_attn.gate_proj."), *STACKED.rename),
         ),
     ),
     carried=lambda c: ("model.mtp_layers.*",),

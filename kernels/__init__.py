@@ -15,6 +15,7 @@ from liger_models.kernels.activations.gated import (
     swiglu,
 )
 from liger_models.kernels.activations.softmax import softmax
+from liger_models.kernels.activations.sparse_gated import sparse_gated
 from liger_models.kernels.activations.xielu import xielu
 from liger_models.kernels.attention.chosen_blocks import ChosenBlocks, choose_blocks
 from liger_models.kernels.attention.chosen_keys import choose_keys
@@ -124,6 +125,7 @@ __all__ = [
     "short_conv_step",
     "sigmoid_gated",
     "softmax",
+    "sparse_gated",
     "split_norm_rotary_qkv",
     "split_rotary_qkv",
     "ssd",

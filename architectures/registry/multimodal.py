@@ -18,7 +18,7 @@ _ASIDE_NAMES = """
     architectures auto_map model_type text_config vision_config audio_config ignore_index
     image_token_id image_token_index image_seq_length image_grid_pinpoints video_token_id audio_token_id
     boi_token_index eoi_token_index boi_token_id eoi_token_id boa_token_id eoa_token_id eoa_token_index
-    mm_tokens_per_image vision_token_id vision_soft_tokens_per_image
+    mm_tokens_per_image vision_token_id vision_soft_tokens_per_image audio_soft_tokens_per_image
     vision_start_token_id vision_end_token_id vision_feature_layer vision_feature_layers
     vision_feature_select_strategy projector_hidden_act multimodal_projector_bias spatial_merge_size
     projection_dim

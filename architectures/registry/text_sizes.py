@@ -51,6 +51,7 @@ SIZES: dict[str, dict[str, int]] = {
     "gemma": _sizes(256000, 3072, 24576, 28, 16),
     "gemma2": _sizes(256000, 2304, 9216, 26, 8),
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8),
+    "gemma3n_text": _sizes(262400, 2048, 16384, 35, 8),
     "gemma4_text": _sizes(262144, 2304, 9216, 30, 8),
     "glm4_moe": _sizes(
         *(151424, 4096, 10944, 46, 96),

@@ -5,8 +5,6 @@ has as causal or image-text models.
 """
 
 MISSING: dict[str, str] = {
-    "gemma3n": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
-    "gemma3n_text": "several residual streams (AltUp), low-rank branches (LAuReL) and sparse activations",
     "recurrent_gemma": "gated linear recurrences (RG-LRU)",
     "rwkv": "the recurrence of RWKV",
     "xlstm": "the matrix memories of xLSTM",

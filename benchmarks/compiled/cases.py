@@ -22,7 +22,7 @@ from liger_models.kernels.experts._expert_order import sort_by_expert
 from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_eight_bits
 from liger_models.kernels.float8.quantize import casts_to_float8, quantize_columns, turned
 from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
-from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
+from liger_models.kernels.streams.streams import mixed_streams, summed_streams, weighted_streams
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS, VOCAB = 4096, 128256
@@ -78,6 +78,7 @@ def gated(width):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
     backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))
     backward(kernels.capped_swiglu(operand(TOKENS, 2 * width)))
+    backward(kernels.sparse_gated(operand(TOKENS, 2 * width), "gelu_tanh", 1.6448536))
     backward(kernels.sigmoid_gated(operand(TOKENS, width), operand(TOKENS, width)))
     backward(gated_linear(operand(TOKENS, width), operand(128, width), None, "relu2"))
     backward(kernels.relu2(operand(TOKENS, width)))
@@ -288,6 +289,13 @@ def gated_streams(width, count, dtype=BF16):
     backward(added_to_streams(x, gated_mean(logits, x, count), weights))
 
 
+def altup(width, count, dtype=BF16):
+    """The prediction of one of several streams, and the correction of all."""
+    x, change, own = (operand(TOKENS, n * width, dtype=dtype) for n in (count, 1, 1))
+    weights, mixture = operand(TOKENS, count, dtype=dtype), operand(TOKENS, count, count, dtype=F32)
+    backward(summed_streams(x, mixture[..., 0]), mixed_streams(x, change, weights, mixture, own))
+
+
 def compressed_attention(heads, head_dim, window, rate, top_k=None, dtype=BF16):
     """Attention to a window and to compressed keys of one document, of which `top_k` are chosen, or all."""
     count = TOKENS // rate if rate else 0
@@ -376,6 +384,7 @@ CASES: dict[str, Callable[[], None]] = {
     ),
     "chosen keys, DeepSeek V3.2": lambda: chosen_keys(64, 128, 8),
     "streams, DeepSeek V4": lambda: streams(4096, 4, 20),
+    "streams, Gemma 3n": lambda: altup(2048, 4),
     "streams that stay apart, Hunyuan 4": lambda: streams(2816, 4, 0),
     "streams, Qwen4": lambda: gated_streams(2048, 4),
     "attention to chosen compressed keys, DeepSeek V4": lambda: compressed_attention(64, 512, 128, 4, 512),

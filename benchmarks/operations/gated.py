@@ -91,6 +91,28 @@ def _capped_swiglu(shape, dtype, device):
     )
 
 
+@operation("sparse_gated", "tokens x intermediate", ((16384, 16384),), tiny=(64, 256), small=(512, 16384))
+def _sparse_gated(shape, dtype, device):
+    """Gemma 3n's first layers, in the reference's operations."""
+    gate_up, dy = normal((shape[0], 2 * shape[1]), dtype, device), normal(shape, dtype, device)
+
+    def eager(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        deviations = torch.tensor(1.6448536, device=gate.device).to(gate.dtype)
+        cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * deviations
+        return F.gelu(F.relu(gate - cutoff), approximate="tanh") * up
+
+    return standard_case(
+        (gate_up,),
+        (dy,),
+        ours=lambda gate_up: kernels.sparse_gated(gate_up, "gelu_tanh", 1.6448536),
+        liger=None,
+        eager=eager,
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
 @operation("sigmoid_gated", "tokens x channels", ((16384, 4096),), tiny=(64, 256), small=(512, 1280))
 def _sigmoid_gated(shape, dtype, device):
     gate, up, dy = (

@@ -126,28 +126,36 @@ def mixed_forward_kernel(
     branch,
     post,
     mixture,
+    also,
     out,
     width,
     MIXED: tl.constexpr,
     N: tl.constexpr,
-    NS: tl.constexpr,
+    M: tl.constexpr,
+    MS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Compute M sums of N streams of a token, and of the branch and `also` where there are any."""
     token = tl.program_id(0).to(tl.int64)
-    i, column = tl.arange(0, NS), tl.arange(0, BLOCK)
-    weights = tl.load(post + token * N + i, i < N, 0.0).to(tl.float32)
+    i, column = tl.arange(0, MS), tl.arange(0, BLOCK)
     streams += token * N * width
-    out += token * N * width
+    out += token * M * width
     for start in range(0, width, BLOCK):
-        total = weights[:, None] * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
+        total = tl.zeros([MS, BLOCK], tl.float32)
+        if branch is not None:
+            weights = tl.load(post + token * M + i, i < M, 0.0).to(tl.float32)
+            total += weights[:, None] * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
+        if also is not None:
+            more = _load_columns(also + token * width, start, width, BLOCK)
+            total += tl.where(i[:, None] > 0, more[None, :], 0.0)
         if MIXED:
             for source in tl.static_range(N):
-                row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
+                row = tl.load(mixture + (token * N + source) * M + i, i < M, 0.0).to(tl.float32)
                 x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
                 total += row[:, None] * x.to(tl.float32)[None, :]
         else:
-            total += _load_streams(streams, start, width, N, NS, BLOCK)
-        _store_streams(out, total, start, width, N, NS, BLOCK)
+            total += _load_streams(streams, start, width, M, MS, BLOCK)
+        _store_streams(out, total, start, width, M, MS, BLOCK)
 
 
 @jit
@@ -161,40 +169,47 @@ def mixed_backward_kernel(
     dbranch,
     dpost,
     dmixture,
+    dalso,
     width,
     MIXED: tl.constexpr,
     N: tl.constexpr,
-    NS: tl.constexpr,
+    M: tl.constexpr,
+    MS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    i, column = tl.arange(0, NS), tl.arange(0, BLOCK)
-    weights = tl.load(post + token * N + i, i < N, 0.0).to(tl.float32)
-    dout += token * N * width
+    i, column = tl.arange(0, MS), tl.arange(0, BLOCK)
+    dout += token * M * width
     if MIXED:
         streams += token * N * width
         dstreams += token * N * width
-    of_post = tl.zeros([NS, BLOCK], tl.float32)
+    of_post = tl.zeros([MS, BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
-        own = _load_streams(dout, start, width, N, NS, BLOCK)
-        of_post += own * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
-        total = tl.sum(own * weights[:, None], 0)
-        _store_columns(dbranch + token * width, total, start, width, BLOCK)
+        own = _load_streams(dout, start, width, M, MS, BLOCK)
+        if branch is not None:
+            weights = tl.load(post + token * M + i, i < M, 0.0).to(tl.float32)
+            of_post += own * _load_columns(branch + token * width, start, width, BLOCK)[None, :]
+            total = tl.sum(own * weights[:, None], 0)
+            _store_columns(dbranch + token * width, total, start, width, BLOCK)
+        if dalso is not None:
+            total = tl.sum(tl.where(i[:, None] > 0, own, 0.0), 0)
+            _store_columns(dalso + token * width, total, start, width, BLOCK)
         if MIXED:
             inside = start + column < width
             for source in tl.static_range(N):
-                row = tl.load(mixture + token * N * N + source * N + i, i < N, 0.0).to(tl.float32)
+                row = tl.load(mixture + (token * N + source) * M + i, i < M, 0.0).to(tl.float32)
                 total = tl.sum(own * row[:, None], 0)
                 places = dstreams + source * width + start + column
                 tl.store(places, total.to(dstreams.dtype.element_ty), inside)
-    tl.store(dpost + token * N + i, tl.sum(of_post, 1), i < N)
+    if branch is not None:
+        tl.store(dpost + token * M + i, tl.sum(of_post, 1), i < M)
     if MIXED:
         for source in tl.static_range(N):
-            products = tl.zeros([NS, BLOCK], tl.float32)
+            products = tl.zeros([MS, BLOCK], tl.float32)
             for start in range(0, width, BLOCK):
                 x = tl.load(streams + source * width + start + column, start + column < width, 0.0)
-                products += _load_streams(dout, start, width, N, NS, BLOCK) * x.to(tl.float32)[None, :]
-            tl.store(dmixture + token * N * N + source * N + i, tl.sum(products, 1), i < N)
+                products += _load_streams(dout, start, width, M, MS, BLOCK) * x.to(tl.float32)[None, :]
+            tl.store(dmixture + (token * N + source) * M + i, tl.sum(products, 1), i < M)
 
 
 @jit

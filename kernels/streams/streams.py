@@ -9,7 +9,8 @@ M is softmax(mix) + eps over its rows, whose columns, then rows and columns in t
 plus eps (Sinkhorn and Knopp, 1967). Everything is in float32, and results are rounded once.
 
 Streams may also stay apart (Hunyuan 4): there is no `mix`, M is the identity, and the weight of the branch's
-output is magnitude sigmoid(post_j) + eps.
+output is magnitude sigmoid(post_j) + eps. Mixtures by weights from elsewhere (AltUp) may add a second tensor
+to all streams but the first.
 
 Traffic of a token with streams of b bytes in all: 2 b and the sum forward, 5 b and the sum's gradient
 backward, as y and its gradients are products of torch's; of the mixtures 2 b and 4 b, and the branch's (of
@@ -118,12 +119,19 @@ def weighted_streams_plain(
     return summed, weights, mixture
 
 
-def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None = None) -> Tensor:
+def mixed_streams(
+    streams: Tensor,
+    branch: Tensor,
+    post: Tensor,
+    mixture: Tensor | None = None,
+    also: Tensor | None = None,
+) -> Tensor:
     """Add a branch's output to mixtures of streams, or to the streams themselves.
 
     Args:
         streams: [T, n H]; branch: [T, H].
         post: [T, n]; mixture: [T, n, n] or None, as `weighted_streams` returns them.
+        also: [T, H], added to all streams but the first; or None.
 
     Returns:
         [T, n H] in the streams' dtype.
@@ -133,30 +141,73 @@ def mixed_streams(streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor
     """
     tokens, count = post.shape
     fits = branch.shape[0] == tokens and streams.shape == (tokens, count * branch.shape[1])
+    fits = fits and (also is None or also.shape == branch.shape)
     if not fits or (mixture is not None and mixture.shape != (tokens, count, count)):
-        of_mixture = None if mixture is None else tuple(mixture.shape)
+        of_mixture, of_also = (None if x is None else tuple(x.shape) for x in (mixture, also))
         raise ValueError(
-            f"found streams {tuple(streams.shape)}, branch {tuple(branch.shape)}, post {tuple(post.shape)} "
-            f"and mixture {of_mixture}; expected [T, n H], [T, H], [T, n] and [T, n, n] or None"
+            f"found streams {tuple(streams.shape)}, branch {tuple(branch.shape)}, post {tuple(post.shape)}, "
+            f"mixture {of_mixture} and also {of_also}; expected [T, n H], [T, H], [T, n], [T, n, n] or None, "
+            "and [T, H] or None"
         )
-    if use_triton(streams, branch, post, mixture):
-        operands = streams, branch.to(streams.dtype), post, mixture
+    return _mixed(streams, branch, post, mixture, also)
+
+
+def summed_streams(streams: Tensor, weights: Tensor) -> Tensor:
+    """Sum streams by given weights.
+
+    Args:
+        streams: [T, n H]; weights: [T, n].
+
+    Returns:
+        [T, H] in the streams' dtype.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    tokens, count = weights.shape
+    if streams.shape[0] != tokens or streams.shape[1] % count:
+        raise ValueError(
+            f"found streams {tuple(streams.shape)} and weights {tuple(weights.shape)}; expected [T, n H] and "
+            "[T, n]"
+        )
+    return _mixed(streams, None, None, weights[..., None], None)
+
+
+def _mixed(
+    streams: Tensor, branch: Tensor | None, post: Tensor | None, mixture: Tensor | None, also: Tensor | None
+) -> Tensor:
+    if use_triton(streams, branch, post, mixture, also):
+        dtype = streams.dtype
+        branch, also = (None if x is None else x.to(dtype) for x in (branch, also))
+        operands = streams, branch, post, mixture, also
         out: Tensor = _Mixed.apply(*(None if x is None else x.contiguous() for x in operands))
         return out
-    result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture))
+    result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture, also))
     return result
 
 
 def mixed_streams_plain(
-    streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None = None
+    streams: Tensor,
+    branch: Tensor | None,
+    post: Tensor | None,
+    mixture: Tensor | None = None,
+    also: Tensor | None = None,
 ) -> Tensor:
-    """Plain twin of `mixed_streams`."""
+    """Plain twin of `mixed_streams` and, without a branch, of `summed_streams`."""
     dtype = streams.dtype
-    if mixture is None:
+    if mixture is not None:
+        mixed = torch.bmm(mixture.to(dtype).mT, streams.unflatten(-1, (mixture.shape[1], -1)))
+        if branch is not None and post is not None:
+            mixed = post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed
+    else:
+        assert branch is not None
+        assert post is not None
         added = post[..., None] * branch.to(post.dtype)[:, None]
-        return (streams.to(post.dtype).unflatten(-1, added.shape[1:]) + added).to(dtype).flatten(1)
-    mixed = torch.bmm(mixture.to(dtype).mT, streams.unflatten(-1, (post.shape[1], -1)))
-    return (post.to(dtype)[..., None] * branch.to(dtype)[:, None] + mixed).flatten(1)
+        mixed = (streams.to(post.dtype).unflatten(-1, added.shape[1:]) + added).to(dtype)
+    if also is not None:
+        first, others = mixed[:, :1], mixed[:, 1:]
+        mixed = torch.cat([first, others + also.to(dtype)[:, None].expand_as(others)], 1)
+    return mixed.flatten(1)
 
 
 class _Weighted(torch.autograd.Function):
@@ -218,36 +269,47 @@ class _Weighted(torch.autograd.Function):
 
 class _Mixed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, streams: Tensor, branch: Tensor, post: Tensor, mixture: Tensor | None) -> Tensor:
-        out, (tokens, width) = torch.empty_like(streams), branch.shape
+    def forward(
+        ctx: Any,
+        streams: Tensor,
+        branch: Tensor | None,
+        post: Tensor | None,
+        mixture: Tensor | None,
+        also: Tensor | None,
+    ) -> Tensor:
+        tokens, width, constants = ctx.sizes = _sizes_of_mixture(streams, post, mixture)
+        out = streams.new_empty(tokens, constants["M"] * width)
         if tokens:
             with on_device_of(streams):
-                mixed_forward_kernel[(tokens,)](
-                    *(streams, branch, post, mixture, out, width),
-                    MIXED=mixture is not None,
-                    **_constants(post.shape[1], width),
-                )
+                mixed_forward_kernel[(tokens,)](streams, branch, post, mixture, also, out, width, **constants)
         # Of streams that stay apart no gradient needs them.
-        ctx.save_for_backward(*(() if mixture is None else (streams, mixture)), branch, post)
+        ctx.save_for_backward(None if mixture is None else streams, branch, post, mixture)
+        ctx.also = also is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        *mixing, branch, post = ctx.saved_tensors
-        streams, mixture = mixing or (None, None)
-        tokens, width = branch.shape
-        dbranch, dpost = torch.empty_like(branch), torch.empty_like(post)
-        dstreams, dmixture = (None if x is None else torch.empty_like(x) for x in (streams, mixture))
+        saved, (tokens, width, constants) = ctx.saved_tensors, ctx.sizes
+        found = [None if x is None else torch.empty_like(x) for x in saved]
+        found.append(dout.new_empty(tokens, width) if ctx.also else None)
         dout = dout.contiguous()
         if tokens:
             with on_device_of(dout):
-                mixed_backward_kernel[(tokens,)](
-                    *(streams, branch, post, mixture, dout, dstreams, dbranch, dpost, dmixture, width),
-                    MIXED=mixture is not None,
-                    **_constants(post.shape[1], width),
-                )
-        return dout if dstreams is None else dstreams, dbranch, dpost, dmixture
+                mixed_backward_kernel[(tokens,)](*saved, dout, *found, width, **constants)
+        return dout if found[0] is None else found[0], *found[1:]
+
+
+def _sizes_of_mixture(
+    streams: Tensor, post: Tensor | None, mixture: Tensor | None
+) -> tuple[int, int, dict[str, int]]:
+    """Number of tokens, width of a stream, and constants of the kernels of mixtures."""
+    first: Any = post if mixture is None else mixture
+    count, sums = first.shape[1], first.shape[-1]
+    width = streams.shape[1] // count
+    constants = _constants(count, width) | {"M": sums, "MS": next_power_of_2(sums)}
+    del constants["NS"]
+    return len(streams), width, constants | {"MIXED": mixture is not None}
 
 
 def _padded(others: list[Tensor]) -> list[Tensor | None]:

@@ -18,7 +18,7 @@ from liger_models.layers.blocks.encoders.conformer import ConformerBlock
 from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
-from liger_models.layers.blocks.hyper_connected import GatedStreamsBlock, HyperConnectedBlock
+from liger_models.layers.blocks.hyper_connected import AltUpBlock, GatedStreamsBlock, HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
@@ -67,5 +67,6 @@ BLOCKS: dict[str, type[Block]] = {
     "hyper_connected": HyperConnectedBlock,
     "conformer": ConformerBlock,
     "gated_streams": GatedStreamsBlock,
+    "altup": AltUpBlock,
 }
 """The class of a block, by the topology of its spec."""

@@ -118,6 +118,7 @@ class Block(nn.Module):
             "streams": spec.streams,
             "bound": spec.bound,
             "ngrams": spec.ngrams,
+            "laurel_rank": spec.laurel_rank,
         }
         if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
             raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")

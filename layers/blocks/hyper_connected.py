@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.blocks.block import IDS, Block
+from liger_models.layers.blocks.block import IDS, Block, keys_and_values, own_input
+from liger_models.layers.blocks.per_layer_input import PerLayerInput
+from liger_models.layers.parts.altup import AltUp, Laurel
 from liger_models.layers.parts.gated_streams import GatedConnection
 from liger_models.layers.parts.hyper_connection import HyperConnection
 from liger_models.layers.parts.norm import make_norm
@@ -16,11 +18,13 @@ from liger_models.layers.recompute.activation_memory import RERUN, ActivationMem
 from liger_models.layers.recurrent.ngrams import NgramInput
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
+    AltUpSpec,
     BlockSpec,
     GatedStreamsSpec,
     LayerNormSpec,
     MoESpec,
     RecurrentSpec,
+    SharedAttentionSpec,
     StreamsSpec,
 )
 
@@ -153,3 +157,78 @@ class GatedStreamsBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2
+
+
+class AltUpBlock(Block):
+    """A layer that computes the prediction P of its active stream, and corrects all streams by the result y
+    (layers/parts/altup.py); with n streams the hidden states are [T, n H] (Gemma 3n):
+
+        x = norm(P),     h = (P + norm(attention(x)) + x + norm(right(left(x)))) / sqrt(2)
+        y = h + norm(mlp(norm(h)))
+
+    Streams but the first also get norm(own(s X)), with X the corrected active stream, s a learned vector, and
+    `own` the branch of the layer's own input (layers/blocks/per_layer_input.py).
+
+    Raises:
+        ValueError: a spec without one of these parts, or with other streams.
+    """
+
+    has_room_for = ("per_layer_input", "keys of another layer", "streams", "laurel_rank")
+    needs = ("mixer", "mlp", "streams", "laurel_rank", "per_layer_input")
+    norms_after_branches = 2
+
+    def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
+        super().__init__(hidden_size, spec, layer, attention)
+        if not isinstance(spec.streams, AltUpSpec):
+            raise ValueError(f"layers of topology 'altup' have an AltUpSpec, found {spec.streams}")
+        assert spec.laurel_rank is not None
+        assert spec.per_layer_input is not None
+        self.altup = AltUp(hidden_size, spec.streams, spec.norm)
+        self.laurel = Laurel(hidden_size, spec.laurel_rank, spec.norm)
+        self.per_layer_input = PerLayerInput(hidden_size, spec.per_layer_input)
+        self.input_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.pre_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_feedforward_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_per_layer_input_norm = make_norm(hidden_size, spec.norm)
+        self.reads_keys = isinstance(spec.mixer, SharedAttentionSpec)
+        self.reads = (own_input(layer),)
+        if isinstance(spec.mixer, SharedAttentionSpec):
+            self.reads = (*keys_and_values(spec.mixer.keys_of), *self.reads)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, sequences: Sequences, *read: Tensor
+    ) -> tuple[Any, ...]:
+        assert residual is None
+        streams = x
+        predicted, mixture = self.altup.predict(streams)
+        x = self.input_layernorm(predicted)
+        keys = read[:2] if self.reads_keys else (True,) if self.makes else ()
+        attended = self.token_mixer(x, sequences, *keys)
+        attended, *made = attended if self.makes else (attended,)
+        attended = predicted + self._scaled(self.post_attention_layernorm(attended))
+        h = (attended + self.laurel(x)) * 2**-0.5
+        y = h + self._scaled(self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(h))))
+        change, shares, corrected = self.altup.correct(predicted, y)
+        own = self.post_per_layer_input_norm(self.per_layer_input(corrected, read[-1]))
+        return (self.altup.add(streams, change, shares, mixture, own), None, *made)
+
+    def stream_bytes(self, itemsize: int) -> int:
+        """Bytes per token of all residual streams."""
+        assert isinstance(self.spec.streams, AltUpSpec)
+        return self.spec.streams.count * super().stream_bytes(itemsize)
+
+    def connection_bytes(self, itemsize: int) -> int:
+        """Bytes per token of gradients in the backward pass of the corrections: of the streams after them, of
+        those before, and of what is added to them.
+        """
+        assert isinstance(self.spec.streams, AltUpSpec)
+        return itemsize * (2 * self.spec.streams.count + 2) * self.hidden_size
+
+    def _branch_inputs(self, level: ActivationMemory) -> int:
+        # Outputs of norms before products, both routers' among them, the change, and the corrected stream.
+        return 7 if level == "all" else 0
+
+    def _shared_kv_bytes(self, itemsize: int) -> int:
+        own: int = self.per_layer_input.activation_bytes("checkpoint", itemsize)
+        return super()._shared_kv_bytes(itemsize) + own

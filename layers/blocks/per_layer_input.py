@@ -3,6 +3,7 @@ DeepMind, 2025 and 2026).
 
     for all L layers at once, from a token's id and its embedding e [H]: inputs = (norm(e W^T / sqrt(H)) +
         table[id] sqrt(P)) / sqrt(2)       [L, P], a norm for each layer
+    table[0] for ids beyond the table
     layer l, after its MLP, with the residual stream h: h + norm(project(act(gate(h)) * inputs[l]))
         the outer norm is the block's
 
@@ -52,6 +53,7 @@ class PerLayerInputs(nn.Module):
     def forward(self, ids: Tensor, embeddings: Tensor) -> tuple[Tensor, ...]:
         """ids [T], embeddings [T, H] -> the inputs of the L layers, [T, P] each."""
         projected = (self.per_layer_model_projection(embeddings) * self.scale).unflatten(-1, (-1, self.size))
+        ids = torch.where(ids < self.embed_tokens_per_layer.num_embeddings, ids, 0)
         looked_up = self.embed_tokens_per_layer(ids).unflatten(-1, (-1, self.size))
         inputs = (self.per_layer_projection_norm(projected).to(looked_up.dtype) + looked_up) * 2**-0.5
         return inputs.unbind(1)

@@ -37,16 +37,16 @@ from liger_models.layers.model.first_step import compile_first_step
 from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
+from liger_models.layers.parts.altup import make_stream_ends, spread_streams
 from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.gated_streams import make_last_norm
-from liger_models.layers.parts.hyper_connection import StreamsHead
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
-from liger_models.layers.specs import ModelSpec, StreamsSpec
+from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
@@ -102,8 +102,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
-        streams = spec.streams
-        self.hc_head = StreamsHead(spec.hidden_size, streams) if isinstance(streams, StreamsSpec) else None
+        self.stream_ends = make_stream_ends(spec.hidden_size, spec.streams)
         self.norm = make_last_norm(spec)
         self.rotary_emb = make_frequencies(spec.ropes)
         self.mtp = make_mtp(spec, attention)
@@ -213,7 +212,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         if self.embed_dropout is not None:
             inputs_embeds = self.embed_dropout(inputs_embeds)
         if self.spec.streams is not None:
-            inputs_embeds = inputs_embeds.repeat(1, self.spec.streams.count)
+            inputs_embeds = spread_streams(inputs_embeds, self.spec.streams.count, self.stream_ends)
         compile_first_step(self, inputs_embeds, sequences)
         run = partial(self._run_blocks, inputs_of_layers=inputs_of_layers, vision_inputs=media.vision)
         first = [inputs_embeds]
@@ -260,8 +259,8 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             if self.vision is not None and vision_inputs is not None:
                 x = self.vision.add(vision_inputs, number, x)
         offload.finish()
-        if self.hc_head is not None:
-            x = self.hc_head(x)
+        if self.stream_ends is not None:
+            x = self.stream_ends(x)
         return add_and_norm(self.norm, x, residual)[0]
 
     def _noted(self, x: Tensor, inputs_of_layers: list[Tensor], sequences: Sequences) -> Tensor:
@@ -294,7 +293,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
     def recorded_parts(self) -> list[nn.Module]:
         """The modules that `recorded` runs."""
         more = [] if self.shared is None else [*self.shared.values()]
-        return [*self.layers, self.norm, *more, *([] if self.hc_head is None else [self.hc_head])]
+        return [*self.layers, self.norm, *more, *([] if self.stream_ends is None else [self.stream_ends])]
 
     def _offloaded_bytes(self, x: Tensor, sequences: Sequences) -> int | None:
         """Host memory of this call's layers at the level `offload`; None without such layers."""
@@ -367,7 +366,7 @@ _OF_LANGUAGE = (
     "layers",
     "shared",
     "per_layer_inputs",
-    "hc_head",
+    "stream_ends",
     "norm",
     "lm_head",
 )

@@ -30,6 +30,7 @@ from liger_models.kernels import (
 )
 from liger_models.kernels._dispatch import autocasts, use_triton
 from liger_models.kernels.activations.gated_linear import gated_linear
+from liger_models.kernels.activations.sparse_gated import sparse_gated
 from liger_models.kernels.float8.eight_bits import (
     eight_bits_bytes,
     gated_eight_bits,
@@ -153,7 +154,7 @@ class _MLP(nn.Module):
         spec, down = self.spec, self.down_proj
         plain = type(down) is Linear and down.float8 is None and not has_hooks(down)
         weight = down._parameters.get("weight") if plain else None
-        with_kernel = (spec.gated and spec.gate_scale == 1.0) or spec.activation == "relu2"
+        with_kernel = (spec.gated and spec.plain_gate) or spec.activation == "relu2"
         return type(weight) is nn.Parameter and weight.requires_grad and with_kernel
 
     def _down_in_place(self, inputs: Tensor, first: nn.Module) -> Tensor | None:
@@ -179,9 +180,17 @@ class GatedMLP(_MLP):
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
         self.spec = spec
+        if spec.sparsity and spec.gate_scale != 1.0:
+            raise ValueError(f"an MLP has a sparsity, {spec.sparsity}, or a gate_scale, {spec.gate_scale}")
         self.gated_product = gated_product(spec.activation)
         if spec.gate_scale != 1.0:
             self.gated_product = functools.partial(scaled_product, self.gated_product, spec.gate_scale)
+        elif spec.sparsity:
+            share = torch.tensor(spec.sparsity, dtype=torch.float32, device="cpu")
+            deviations = torch.special.ndtri(share).item()  # in float32, as in the reference
+            self.gated_product = functools.partial(
+                sparse_gated, activation=spec.activation, deviations=deviations
+            )
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.gate_up_proj = projections(hidden_size, parts, spec.bias)
@@ -189,7 +198,7 @@ class GatedMLP(_MLP):
 
     def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
         settings = float8_of(self.down_proj)
-        plain = self.spec.gate_scale == 1.0 and added is None
+        plain = self.spec.plain_gate and added is None
         if settings is not None and plain and not torch.compiler.is_compiling():
             return self._forward_in_eight_bits(x, settings)
         gate_up = self.gate_up_proj(x)
@@ -220,8 +229,12 @@ class GatedMLP(_MLP):
         return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Saved bytes per token: gate, up and their product, depending on the level; and a scaled gate."""
+        """Saved bytes per token: gate, up and their product, depending on the level; a scaled gate; and two
+        moments in float32 of a sparse one.
+        """
         kept = {"all": 3.0, "lean": 2.0}.get(level, 0.0)
+        if kept and self.spec.sparsity:
+            return int(kept) * itemsize * self.spec.intermediate_size + 8
         if kept and self.spec.gate_scale != 1.0:
             kept += 1
         elif kept and float8_of(self.down_proj) is not None:
@@ -235,7 +248,8 @@ class GatedMLP(_MLP):
         return 8 * self.spec.intermediate_size if float8_of(self.down_proj) is not None else 0
 
     def extra_repr(self) -> str:
-        return f"activation={self.spec.activation!r}"
+        sparse = f", sparsity={self.spec.sparsity}" if self.spec.sparsity else ""
+        return f"activation={self.spec.activation!r}{sparse}"
 
 
 class PlainMLP(_MLP):
@@ -248,8 +262,10 @@ class PlainMLP(_MLP):
 
     def __init__(self, hidden_size: int, spec: MLPSpec):
         super().__init__()
-        if spec.gate_scale != 1.0:
-            raise ValueError(f"gate_scale is {spec.gate_scale}, but a plain MLP has no gate")
+        if not spec.plain_gate:
+            raise ValueError(
+                f"gate_scale is {spec.gate_scale} and sparsity {spec.sparsity}, but a plain MLP has no gate"
+            )
         self.spec = spec
         if spec.activation == "xielu":
             self.act_fn = XIELU()

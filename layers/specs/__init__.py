@@ -24,6 +24,7 @@ from liger_models.layers.specs.audio import (
     WaveformSounds,
 )
 from liger_models.layers.specs.block import (
+    AltUpSpec,
     BlockSpec,
     GatedStreamsSpec,
     MixerSpec,
@@ -106,6 +107,7 @@ from liger_models.layers.specs.vision import (
 __all__ = [
     "Activation",
     "AdapterSpec",
+    "AltUpSpec",
     "AntialiasedTable",
     "AnyresPictures",
     "AttentionSpec",

@@ -59,6 +59,7 @@ Topology = Literal[
     "hyper_connected",
     "conformer",
     "gated_streams",
+    "altup",
 ]
 
 
@@ -90,6 +91,21 @@ class GatedStreamsSpec:
 
 
 @dataclass(frozen=True)
+class AltUpSpec:
+    """Several residual streams, of which a layer computes one and corrects all: layers/parts/altup.py.
+
+    `count` is their number, and `active` the index of the stream that layers compute. In training the
+    matrices of coefficients are clamped to -limit .. limit. With `scaled` the branch of
+    per-layer inputs reads the active stream times a learned vector.
+    """
+
+    count: int
+    active: int
+    limit: float
+    scaled: bool = True
+
+
+@dataclass(frozen=True)
 class SharedSpec:
     """A layer's use of attention and an MLP whose weights several layers share
     (layers/blocks/shared_transformer.py).
@@ -118,8 +134,9 @@ class BlockSpec:
     scales of the branches. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
-    second mixer and the MLP are shared with other layers. The topologies "hyper_connected" and
-    "gated_streams" have several residual `streams`, and the latter may add embeddings of `ngrams` to them. In
+    second mixer and the MLP are shared with other layers. The topologies "hyper_connected",
+    "gated_streams" and "altup" have several residual `streams`; the second may add embeddings of `ngrams` to
+    them, and the third has a branch of rank `laurel_rank`. In
     a "conformer" `second_mixer` has a branch of its own, `residual_scale` multiplies the branches of both
     MLPs alone, and inputs of norms are clamped to +-`bound`.
     """
@@ -138,9 +155,10 @@ class BlockSpec:
     initial_scale: float = 0.1
     branch_norm: NormSpec | LayerNormSpec | None = None
     shared: SharedSpec | None = None
-    streams: StreamsSpec | GatedStreamsSpec | None = None
+    streams: StreamsSpec | GatedStreamsSpec | AltUpSpec | None = None
     bound: float | None = None
     ngrams: NgramSpec | None = None
+    laurel_rank: int | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

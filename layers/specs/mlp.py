@@ -14,7 +14,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2",
 @dataclass(frozen=True)
 class MLPSpec:
     """MLP: gated, `down(act(gate_scale * gate(x)) * up(x))`, or plain, `down(act(up(x)))`. `clipped`
-    projections clamp to stored bounds: layers/projections/clipped_linear.py.
+    projections clamp to stored bounds: layers/projections/clipped_linear.py. With `sparsity` about
+    that share of a token's gates are cut to zero: kernels/activations/sparse_gated.py.
     """
 
     intermediate_size: int
@@ -23,6 +24,12 @@ class MLPSpec:
     gated: bool = True
     clipped: bool = False
     gate_scale: float = 1.0
+    sparsity: float = 0.0
+
+    @property
+    def plain_gate(self) -> bool:
+        """Whether the activation's input is the gate itself."""
+        return self.gate_scale == 1.0 and self.sparsity == 0.0
 
 
 @dataclass(frozen=True)

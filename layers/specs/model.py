@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.audio import AudioSpec
-from liger_models.layers.specs.block import BlockSpec, GatedStreamsSpec, StreamsSpec
+from liger_models.layers.specs.block import AltUpSpec, BlockSpec, GatedStreamsSpec, StreamsSpec
 from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -38,9 +38,9 @@ class ModelSpec:
     `logit_scale` multiplies the logits, and `logit_softcap` bounds them: softcap * tanh(logit / softcap).
     `padding_idx` is the embedding row whose lookup has no gradient, as in the reference, and that is
     initialised with zeros. (A tied head still gives it a gradient.) `per_layer_vocab_size` is the number of
-    ids with per-layer embeddings, if there are any. `vision` is the image encoder, and `audio` the audio
-    encoder. `extra_ids` ids after the vocabulary have embeddings and are never predicted. `mtp` are modules
-    that predict further tokens.
+    ids with per-layer embeddings, if there are any; ids beyond have those of id 0. `vision` is the image
+    encoder, and `audio` the audio encoder. `extra_ids` ids after the vocabulary have embeddings and are never
+    predicted. `mtp` are modules that predict further tokens.
 
     `learned_positions` is the number of positions with a learned vector, which is added to the embedding;
     `unused_positions` rows of their table come before them. With `sinusoidal_positions` it is a fixed vector
@@ -84,7 +84,7 @@ class ModelSpec:
     fresh: tuple[tuple[str, Fresh], ...] = ()
 
     @property
-    def streams(self) -> StreamsSpec | GatedStreamsSpec | None:
+    def streams(self) -> StreamsSpec | GatedStreamsSpec | AltUpSpec | None:
         """The residual streams between layers; None for one."""
         return self.blocks[-1].streams if self.blocks else None
 

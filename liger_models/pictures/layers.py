@@ -58,6 +58,12 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     ],
     "hyper_connected": [["sum of streams", "norm", "mixer"], ["sum of streams", "norm", "mlp"]],
     "gated_streams": [["n-grams"], ["norm", "mean of streams", "mixer"], ["norm", "mean of streams", "mlp"]],
+    "altup": [
+        ["prediction", "norm", ("mixer", "low rank"), "norm"],
+        ["norm", "mlp", "norm"],
+        ["correction of all streams"],
+        ["per-layer input"],
+    ],
 }
 MIXERS = {
     LatentAttentionSpec: "latent attention",

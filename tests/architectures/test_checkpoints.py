@@ -230,7 +230,7 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
     return model
 
 
-WIDER = ("_hc.fn", "hc_head.fn", ".position_bias")
+WIDER = ("_hc.fn", "stream_ends.fn", ".position_bias")
 """Ends of the names of matrices that released checkpoints store in float32 (DeepSeek-V4)."""
 
 

@@ -237,6 +237,22 @@ CASES = {
             "mm_tokens_per_image": 4,
         },
     ),
+    "gemma3n": (
+        "Gemma3nForConditionalGeneration",
+        {
+            "model_type": "gemma3n",
+            "text_config": {
+                **find_architecture("gemma3n_text").tiny,
+                "model_type": "gemma3n_text",
+                "altup_coef_clip": 120.0,  # acts in training alone
+            },
+            "vision_config": {"hidden_size": 32},
+            "audio_config": {
+                **{"hidden_size": 32, "conf_num_attention_heads": 2, "conf_num_hidden_layers": 1},
+                "sscp_conv_channel_size": [4, 4],
+            },
+        },
+    ),
     "gemma4": (
         "Gemma4ForConditionalGeneration",
         {

@@ -101,6 +101,8 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
     text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
+    if "vocab_size_per_layer_input" in text:
+        text["vocab_size_per_layer_input"] = text["vocab_size"]
     # transformers 5.17 does not read it
     if {"head_dim", "rope_theta"} <= text.keys() and (turning := text.pop("rotary_dim", None)):
         turns = {"rope_type": "default", "partial_rotary_factor": turning / text["head_dim"]}

@@ -29,7 +29,7 @@ from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_
 from liger_models.kernels.float8.quantize import quantize_columns
 from liger_models.kernels.float8.quantize import turned as transposed
 from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
-from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
+from liger_models.kernels.streams.streams import mixed_streams, summed_streams, weighted_streams
 
 BF16 = torch.bfloat16
 
@@ -64,6 +64,7 @@ def run_everything() -> None:
     backward(kernels.clamped_swiglu(operand(8, 256)))
     backward(kernels.clamped_swiglu(operand(8, 256), plus_one=False))
     backward(kernels.capped_swiglu(operand(8, 256)))
+    backward(kernels.sparse_gated(operand(8, 256), "gelu_tanh", 1.6448536))
     backward(kernels.sigmoid_gated(operand(8, 128), operand(8, 128)))
     backward(kernels.relu2(operand(8, 128)))
     backward(kernels.embedding(torch.arange(8), operand(16, 128)))
@@ -265,6 +266,7 @@ def streams() -> None:
     options = {"count": 4, "iterations": 2, "eps": 1e-2, "norm_eps": 1e-3}
     summed, *mixing = weighted_streams(x, fn, base, scale, **options)
     backward(mixed_streams(x, summed, *mixing))
+    backward(mixed_streams(x, summed, *mixing, operand(8, 128)), summed_streams(x, mixing[0]))
     apart = weighted_streams(x, operand(8, 512), operand(8), operand(2), **options)
     backward(mixed_streams(x, *apart))
     backward(*weighted_streams(x, operand(4, 512), operand(4), operand(1), **options))

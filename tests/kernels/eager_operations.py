@@ -173,6 +173,12 @@ def eager_capped_swiglu(x, limit):
     return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
 
 
+def eager_sparse_geglu(x, deviations):
+    gate, up = halves(x)
+    cutoff = gate.mean(-1, keepdim=True) + deviations * gate.std(-1, keepdim=True, unbiased=False)
+    return F.gelu(F.relu(gate - cutoff), approximate="tanh") * up
+
+
 def eager_clamped_experts(x, weights, gate_up, down, gate_up_bias, down_bias, alpha, limit):
     hidden = torch.einsum("th,eih->tei", x, gate_up) + gate_up_bias
     rows = torch.einsum("tei,ehi->teh", eager_clamped_swiglu(hidden, alpha, limit), down) + down_bias

@@ -18,6 +18,7 @@ from eager_operations import (
     eager_rms_norm,
     eager_selective_scan,
     eager_short_conv,
+    eager_sparse_geglu,
     eager_split,
     eager_split_norm,
     eager_split_norm_last,
@@ -52,6 +53,7 @@ from liger_models.kernels import (
     short_conv,
     sigmoid_gated,
     softmax,
+    sparse_gated,
     split_norm_rotary_qkv,
     split_rotary_qkv,
     swiglu,
@@ -252,6 +254,11 @@ OPERATIONS = {
     "capped_swiglu": Operation(
         lambda x: capped_swiglu(x, limit=0.8),
         lambda x: eager_capped_swiglu(x, 0.8),
+        lambda rows, width: [(rows, 2 * width)],
+    ),
+    "sparse_gated": Operation(
+        lambda x: sparse_gated(x, "gelu_tanh", 0.5),
+        lambda x: eager_sparse_geglu(x, 0.5),
         lambda rows, width: [(rows, 2 * width)],
     ),
     "xielu": Operation(

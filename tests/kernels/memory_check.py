@@ -40,7 +40,7 @@ from liger_models.kernels.float8.eight_bits import gated_eight_bits, gated_from_
 from liger_models.kernels.float8.quantize import turned
 from liger_models.kernels.recurrent import _chunk_table
 from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
-from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
+from liger_models.kernels.streams.streams import mixed_streams, summed_streams, weighted_streams
 
 # Rows that do not fill a tile, with a width that no block size divides.
 SHAPE = (5, 37)
@@ -131,9 +131,9 @@ def mix_streams(device: str) -> None:
     shapes = (5, 3 * 37), (15, 3 * 37), (15,), (3,)
     streams, *weights = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
     summed, *mixing = weighted_streams(streams, *weights, count=3, iterations=2, eps=1e-2, norm_eps=1e-3)
-    mixed_streams(streams, summed, *mixing).sum().backward()
     logits, shares = (torch.randn(shape, device=device).requires_grad_() for shape in ((5, 3 * 37), (5, 3)))
     added_to_streams(streams, gated_mean(logits, streams, 3), shares).sum().backward()
+    (mixed_streams(streams, summed, *mixing, summed) + summed_streams(streams, mixing[0])).sum().backward()
 
 
 def normalise_wide_groups(device: str) -> None:

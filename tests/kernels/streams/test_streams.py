@@ -11,7 +11,7 @@ from liger_models.kernels.streams.gated_streams import (
     gated_mean,
     gated_mean_plain,
 )
-from liger_models.kernels.streams.streams import mixed_streams, weighted_streams
+from liger_models.kernels.streams.streams import mixed_streams, summed_streams, weighted_streams
 
 TOKENS, COUNT, WIDTH, ITERATIONS = 5, 3, 20, 4
 
@@ -76,3 +76,24 @@ def test_kernels_are_as_accurate_as_the_twin_in_bfloat16(parts):
     for own, bound, exact in zip(found, twin, truth, strict=True):
         far, limit = (((x.double() - exact).norm() / exact.norm()).item() for x in (own, bound))
         assert far <= 1.1 * limit
+
+
+def test_sums_by_given_weights_and_a_second_branch_follow_the_formula(implementation, assert_near):
+    shapes = *((TOKENS, n * WIDTH) for n in (COUNT, 1, 1)), (TOKENS, COUNT), (TOKENS, COUNT, COUNT)
+    found, truth = [], []
+    inputs = [torch.randn(shape) for shape in shapes]
+    for results, dtype in ((found, torch.float32), (truth, torch.float64)):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        streams, branch, also, weights, mixture = leaves
+        if dtype == torch.float32:
+            outs = summed_streams(streams, weights), mixed_streams(streams, branch, weights, mixture, also)
+        else:
+            parts, first = streams.unflatten(1, (COUNT, WIDTH)), torch.zeros(TOKENS, 1, WIDTH)
+            rest = also[:, None].expand(-1, COUNT - 1, -1)
+            mixed = torch.einsum("tij,tih->tjh", mixture, parts) + torch.einsum("tj,th->tjh", weights, branch)
+            outs = torch.einsum("ti,tih->th", weights, parts), mixed + torch.cat([first, rest], 1)
+        total = sum(out.reshape(TOKENS, -1).square().sum() for out in outs)
+        results += [*outs, *torch.autograd.grad(total, leaves)]
+    for a, b in zip(found, truth, strict=True):
+        # As above: a gradient of a weight is a sum over WIDTH products with sums of COUNT + 2.
+        assert_near(a, b.reshape(a.shape), 60)

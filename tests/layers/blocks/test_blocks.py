@@ -16,6 +16,7 @@ from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute import activation_memory
 from liger_models.layers.recompute.activation_memory import Kept
 from liger_models.layers.specs import (
+    AltUpSpec,
     AttentionSpec,
     BlockSpec,
     DifferentialAttentionSpec,
@@ -75,6 +76,14 @@ BLOCKS = {
         topology="gated_streams",
         streams=GatedStreamsSpec(2, 5),
         ngrams=NgramSpec(3, 2, 16, 1, (5, 7, 11, 13), (3, 5, 7), 36),
+    ),
+    "altup": replace(
+        PRE_NORM,
+        topology="altup",
+        mlp=MLPSpec(40, "gelu_tanh", sparsity=0.6),
+        streams=AltUpSpec(3, 1, 0.02),
+        laurel_rank=5,
+        per_layer_input=PerLayerInputSpec(6, "gelu_tanh"),
     ),
     "sandwich": replace(PRE_NORM, topology="sandwich"),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
@@ -186,6 +195,8 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
     most = 4 * (spec.num_experts + 1) + 8 * tiles if routed else 0
     if isinstance(block.mixer, DifferentialAttentionSpec):
         most += 3 * 4  # two exponentials and lambda, whatever the number of tokens
+    if isinstance(block.streams, AltUpSpec):
+        most += 4 * block.streams.count**2  # clamped coefficients, the same
     assert 0 <= unsaid <= most
 
 
