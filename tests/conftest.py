@@ -9,6 +9,7 @@ import contextlib
 import gc
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -22,6 +23,7 @@ sys.path.append(str(Path(__file__).parent))  # for interpreter, and for others i
 import interpreter
 from night import register_night
 from older import skip_other_releases
+from preloaded import SERVER, command, start_server
 from rewriting import rewrite_for_all
 
 if not torch.cuda.is_available():
@@ -53,10 +55,18 @@ def pytest_configure(config):
 
         config.pluginmanager.register(TableWriter())
     if getattr(config.option, "numprocesses", None):
+        start_server()
         rewrite_for_all(config)
     register_night(config)
     if hasattr(config, "workerinput"):  # to free the objects of all libraries one by one takes seconds
         atexit.register(os._exit, 0)  # after what is registered later
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(specs):
+    if SERVER in os.environ:
+        for spec in specs:
+            spec.python = shlex.join(command(os.environ[SERVER]))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-k` and markers leave out cases

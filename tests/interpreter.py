@@ -9,6 +9,7 @@ import functools
 import types
 
 
+@functools.cache
 def prepare():
     """Patch the interpreter of this process, if Triton is installed."""
     with contextlib.suppress(ImportError):

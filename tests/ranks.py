@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from preloaded import SERVER, command
 
 
 class Count:
@@ -103,7 +104,8 @@ def _server() -> Any:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     # Unbuffered: `wait` would not see data read ahead.
-    return subprocess.Popen([sys.executable, __file__], env=environment, bufsize=0, **pipes)
+    python = command(os.environ[SERVER]) if SERVER in os.environ else [sys.executable]
+    return subprocess.Popen([*python, __file__], env=environment, bufsize=0, **pipes)
 
 
 @functools.cache
