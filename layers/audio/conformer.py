@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.audio.frames import Convolution, unpadded
 from liger_models.layers.audio.sounds import Sounds
@@ -115,5 +116,5 @@ def without_padding(x: Tensor, columns: Sequence[int]) -> Tensor:
     if min(columns) == x.shape[1]:
         return x
     place, ends = torch.arange(x.shape[1]), torch.tensor(columns)
-    padding = (place >= ends[:, None]).to(x.device, non_blocking=True)
+    padding = to_device(place >= ends[:, None], x.device)
     return x.masked_fill(padding[:, :, None, None], 0)
