@@ -96,6 +96,8 @@ def imitated_mps(any_operation: bool = False) -> Iterator[None]:
             (torch.mps, "manual_seed", torch.default_generator.manual_seed),
             (torch.mps, "synchronize", lambda: None),
             (torch, "Generator", _generator),
+            # A parameter moved to MPS is of another class.
+            (torch.__future__, "_overwrite_module_params_on_conversion", True),
         ):
             stack.enter_context(mock.patch.object(where, name, instead))
         stack.enter_context(_Operations())
@@ -127,7 +129,9 @@ def _run(func: Any, args: Any, kwargs: Any) -> Any:
         raise RuntimeError("a copy does not wait, and may read freed memory on MPS")
     if not _has_kernel(func):
         raise NotImplementedError(f"{func} has no kernel for MPS")
-    stays = asked == "mps" or (asked is None and here)
+    # The gradient of a cast goes to the device of what was cast, which torch takes for a CPU.
+    of_cast = func is _aten._to_copy.default and torch._C._current_graph_task_id() != -1
+    stays = asked == "mps" or ((asked is None or of_cast) and here)
     if asked == "mps":
         kwargs = {**kwargs, "device": torch.device("cpu")}
     with no_dispatch():
