@@ -55,7 +55,7 @@ def gated_mean(logits: Tensor, normed: Tensor, count: int) -> Tensor:
 def gated_mean_plain(logits: Tensor, normed: Tensor, count: int) -> Tensor:
     """Plain twin of `gated_mean`."""
     pairs = zip(logits.chunk(count, 1), normed.chunk(count, 1), strict=True)
-    total = sum(at_least_float32(gate).sigmoid() * at_least_float32(x) for gate, x in pairs)
+    total: Any = sum(at_least_float32(gate).sigmoid() * at_least_float32(x) for gate, x in pairs)
     return (total / count).to(normed.dtype)
 
 

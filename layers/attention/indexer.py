@@ -40,7 +40,7 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.float32_product import Float32Linear
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AttentionSpec, LatentAttentionSpec, LayerNormSpec
+from liger_models.layers.specs import AttentionSpec, BlockIndexerSpec, LatentAttentionSpec, LayerNormSpec
 
 
 class Indexer(nn.Module):
@@ -221,8 +221,10 @@ class BlockIndexer(nn.Module):
 
     def __init__(self, hidden_size: int, spec: AttentionSpec, layer: int = 0):
         super().__init__()
-        if spec.indexer is None or spec.num_attention_heads % spec.indexer.num_groups or spec.qk_norm is None:
-            raise ValueError("an indexer needs its spec, groups that divide the heads, and a norm (qk_norm)")
+        if not isinstance(spec.indexer, BlockIndexerSpec) or spec.qk_norm is None:
+            raise ValueError("an indexer needs its spec and a norm (qk_norm)")
+        if spec.num_attention_heads % spec.indexer.num_groups:
+            raise ValueError("an indexer needs groups that divide the heads")
         self.spec, self.rope, self.layer = spec.indexer, spec.rope, layer
         groups, dim = self.spec.num_groups, self.spec.head_dim
         self.q_proj = Linear(hidden_size, groups * dim, bias=False)

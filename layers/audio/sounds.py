@@ -139,6 +139,6 @@ def blank_sound(spec: AudioSpec, like: Tensor) -> Sounds:
     if spec.sounds.columns_first:
         return Sounds(spec, like.new_zeros(1, 1, spec.bins), [1])
     least = 4 * spec.projector.merge**2
-    most = least if isinstance(spec.sounds, ChunkedSounds) else 2 * spec.sounds.frames
+    most = 2 * spec.sounds.frames if isinstance(spec.sounds, PaddedSounds) else least
     columns = min(least, most) if spec.sounds.masked else most
     return Sounds(spec, like.new_zeros(1, spec.bins, most), [columns])

@@ -27,7 +27,7 @@ from liger_models.layers.recompute.activation_memory import ActivationMemory, ca
 from liger_models.layers.specs import GatedStreamsSpec, ModelSpec, NormSpec
 
 
-def make_last_norm(spec: ModelSpec) -> nn.Module:
+def make_last_norm(spec: ModelSpec) -> Any:
     """Create the norm after the last block, which of gated streams is their mean.
 
     Raises:

@@ -252,7 +252,9 @@ class SpacedConvolution(ShortConvolution):
         super().__init__(((1, channels),), width)
         self.spacing, self.before = spacing, (width - 1) * spacing
 
-    def forward(self, x: Tensor, order: Tensor, target: Tensor, bounds: Tensor) -> Any:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, order: Tensor, target: Tensor, bounds: Tensor
+    ) -> Any:
         """x [T, C] -> [T, C], with what `_every` returns."""
         together = _Ordered.apply(x, order, target)
         y = short_conv(together, self.weight, activation="silu", bounds=bounds)

@@ -149,7 +149,7 @@ def _mixer(mixer: object) -> tuple[str, str]:
     details = [f"{mixer.num_attention_heads} heads"]
     if mixer.num_key_value_heads < mixer.num_attention_heads:
         details.append(f"{mixer.num_key_value_heads} KV")
-    traits = {"QK-norm": mixer.qk_norm, "sinks": mixer.sinks, "gate": mixer.gate_size}
+    traits: dict[str, object] = {"QK-norm": mixer.qk_norm, "sinks": mixer.sinks, "gate": mixer.gate_size}
     traits |= {"ALiBi": bool(mixer.slopes), "NoPE": not mixer.rope and not mixer.slopes}
     traits |= {"indexer": mixer.indexer}
     return name, ", ".join([*details, *(name for name, has in traits.items() if has)])
