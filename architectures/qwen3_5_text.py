@@ -47,9 +47,9 @@ def centred_norm(c: HFConfig) -> NormSpec:
     return NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), offset=1.0, cast="gemma")
 
 
-def gated_attention(c: HFConfig, norm: NormSpec, **rotary: Any) -> AttentionSpec:
-    """Gated attention with QK-norm per head. `rotary` are options of `rope`."""
-    attn = attention(c, bias=c.take_flag("attention_bias", False), partial=0.25, **rotary)
+def gated_attention(c: HFConfig, norm: NormSpec, partial: float = 0.25, **rotary: Any) -> AttentionSpec:
+    """Gated attention with QK-norm per head. `partial` and `rotary` are options of `rope`."""
+    attn = attention(c, bias=c.take_flag("attention_bias", False), partial=partial, **rotary)
     return replace(attn, qk_norm=QKNormSpec(norm), gated=True)
 
 

@@ -57,7 +57,7 @@ def qwen4_exp_text(c: HFConfig) -> ModelSpec:
     experts = replace(experts, shared_expert=shared, shared_gate=True)
     gate: Any = c.take_choice("output_gate_type", "silu", "sigmoid")
     linear = gated_delta(c, "qkv", norm.eps, gate_activation=gate)
-    attn = indexed(c, gated_attention(c, norm, text_of_images=True))
+    attn = indexed(c, gated_attention(c, norm, 1.0, text_of_images=True))
     kinds = mixers(c, linear, attn, ("indexed_attention", FULL))
     own = ngrams(c, [kind == linear for kind in kinds])
     streams = GatedStreamsSpec(c.take_count("hc_count"), c.take_count("hc_lowrank"))
@@ -93,6 +93,9 @@ for_tests(
         "n-grams twice": {"ple_layer_ids": [1, 3], "hc_count": 3},
         "without n-grams": {"ple_layer_ids": []},
         "no block is left out": {"indexer_budget": 64},
+        "whole heads turn": {
+            **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "indexer_head_dim": 18}
+        },
     },
     skip={
         **SKIP,

@@ -34,6 +34,12 @@ SIZES: dict[str, dict[str, int]] = {
         "linear_num_key_heads": 16,
         "linear_num_value_heads": 32,
     },
+    "qwen4_exp_text": {
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+    },
     "minimax_m3_vl_text": _sizes(200064, 6144, 3072, 60, 64),
     "cohere2": _sizes(256000, 8192, 22528, 40, 64),
     "deepseek_v3": _sizes(

@@ -287,6 +287,9 @@ def test_missing_keys_of_a_text_config_have_the_references_defaults(case):
         kept["hidden_size_per_layer_input"] = 0  # the default is not supported
     if kind == "minimax_m3_vl_text":  # the default of half a head is that of a key without effect
         kept["rope_parameters"] = {"partial_rotary_factor": 0.5}
+    if kind == "qwen4_exp_text":  # by default there is no indexer, which layers with attention need
+        kept |= {f"indexer_{name}": 16 for name in ("n_heads", "compress_ratio", "budget")}
+        kept |= {"indexer_kv_heads": 1, "indexer_head_dim": 256}
     if kind == "qwen3_omni_moe_text":
         kept["head_dim"] = 64  # by default 2048 / 28
     if kind == "cohere_compass_text":  # has no default

@@ -56,6 +56,14 @@ CASES = {
             "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
         },
     ),
+    "qwen4_exp": (
+        "Qwen4ExpForConditionalGeneration",
+        {
+            "model_type": "qwen4_exp",
+            "text_config": find_architecture("qwen4_exp_text").tiny,
+            "vision_config": QWEN_TOWER,
+        },
+    ),
     "minimax_m3_vl": (
         "MiniMaxM3SparseForConditionalGeneration",
         {
