@@ -219,11 +219,11 @@ class AltUpBlock(Block):
         return self.spec.streams.count * super().stream_bytes(itemsize)
 
     def connection_bytes(self, itemsize: int) -> int:
-        """Bytes per token of gradients in the backward pass of the corrections: of the streams after them, of
-        those before, and of what is added to them.
+        """Bytes per token of gradients at the end of the backward pass: of the streams after the layer, of those
+        before it by the mixture, the prediction and the router, the sum of two of these, and two of one stream.
         """
         assert isinstance(self.spec.streams, AltUpSpec)
-        return itemsize * (2 * self.spec.streams.count + 2) * self.hidden_size
+        return itemsize * (5 * self.spec.streams.count + 2) * self.hidden_size
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         # Outputs of norms before products, both routers' among them, the change, and the corrected stream.
