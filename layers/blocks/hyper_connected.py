@@ -219,8 +219,9 @@ class AltUpBlock(Block):
         return self.spec.streams.count * super().stream_bytes(itemsize)
 
     def connection_bytes(self, itemsize: int) -> int:
-        """Bytes per token of gradients at the end of the backward pass: of the streams after the layer, of those
-        before it by the mixture, the prediction and the router, the sum of two of these, and two of one stream.
+        """Bytes per token of gradients at the end of the backward pass: of the streams after the layer, of
+        those before it by the mixture, the prediction and the router, the sum of two of these, and two of one
+        stream.
         """
         assert isinstance(self.spec.streams, AltUpSpec)
         return itemsize * (5 * self.spec.streams.count + 2) * self.hidden_size
