@@ -302,7 +302,7 @@ OTHERS = {
     LightningSpec: "the scan of SSDSpec; its bytes: tests/layers/blocks/test_blocks.py",
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
-    LocalAttentionSpec: "attention of an encoder of sound: tests/audio/test_conformer.py",
+    LocalAttentionSpec: "attention of an encoder of sound; its bytes: tests/layers/blocks/test_blocks.py",
     LightConvSpec: "convolutions of an encoder of sound: the same",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
     CompressedAttentionSpec: "plain torch by blocks of queries, whose bytes a plan estimates",

@@ -22,6 +22,7 @@ from liger_models.layers.experts.modal_experts import make_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
+from liger_models.layers.projections.clipped_linear import ClippedLinear
 from liger_models.layers.projections.linear import saved_input_bytes, unwrapped
 from liger_models.layers.recompute.activation_memory import (
     ON_HOST,
@@ -195,7 +196,15 @@ class Block(nn.Module):
         kept = (part.activation_bytes(level, itemsize) for part in parts if hasattr(part, "activation_bytes"))
         masks = 0 if self.branch_dropout is None else 2 * self.hidden_size  # of one byte per element
         inputs = itemsize * self.hidden_size * self._branch_inputs("lean")
-        return sum(kept) + inputs + (level == "all") * self.norm_output_bytes(itemsize) + masks
+        kept_by_parts = sum(kept) + inputs + self._clip_bytes(level, itemsize) + masks
+        return kept_by_parts + (level == "all") * self.norm_output_bytes(itemsize)
+
+    def _clip_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Bytes per token that clipped projections keep of their clips, but for MLPs that run again."""
+        again = (GatedMLP, PlainMLP) if level == "mlp" else ()
+        children = [child for child in self.children() if not isinstance(child, again)]
+        parts = (part for child in children for part in child.modules())
+        return sum(part.clip_bytes(itemsize) for part in parts if isinstance(part, ClippedLinear))
 
     def stream_bytes(self, itemsize: int) -> int:
         """Bytes per token of the residual stream."""

@@ -34,7 +34,7 @@ class ClippedLinear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False):
         super().__init__()
-        self.linear = Linear(in_features, out_features, bias)
+        self.linear, self.widths = Linear(in_features, out_features, bias), in_features + out_features
         for name, bound in BOUNDS.items():
             self.register_buffer(name, torch.tensor(bound))
 
@@ -42,6 +42,10 @@ class ClippedLinear(nn.Module):
         """x [..., in] -> [..., out]."""
         out = self.linear(x.clamp(self.input_min, self.input_max))
         return out.clamp(self.output_min, self.output_max)
+
+    def clip_bytes(self, itemsize: int) -> int:
+        """Bytes per row that the clips keep: the clipped input, and the output before its clip."""
+        return itemsize * self.widths
 
     def reset_parameters(self, *_: Any) -> None:
         """Set infinite bounds, which clip nothing."""

@@ -24,7 +24,9 @@ from liger_models.layers.specs import (
     GatedStreamsSpec,
     LatentAttentionSpec,
     LayerNormSpec,
+    LightConvSpec,
     LightningSpec,
+    LocalAttentionSpec,
     MLPSpec,
     ModelSpec,
     MoESpec,
@@ -62,6 +64,14 @@ ROUTED = {
     "weighted inputs": replace(EXPERTS, weighted="inputs", shared_expert=MLPSpec(20)),
     "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
 }
+CONFORMER = BlockSpec(
+    LocalAttentionSpec(4, 8, q_scale=0.5, k_scale=2.0, window=3, softcap=5.0),
+    MLPSpec(40, gated=False),
+    NormSpec(),
+    "conformer",
+    second_mixer=LightConvSpec(3, NormSpec(), bound=9.0),
+    bound=9.0,
+)
 BLOCKS = {
     "pre_norm": PRE_NORM,
     "layer scale": replace(PRE_NORM, topology="layer_scale"),
@@ -140,6 +150,13 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(), query_scale=GROWING)
     ),
     **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
+    "conformer": CONFORMER,
+    "clipped conformer": replace(
+        CONFORMER,
+        mixer=replace(CONFORMER.mixer, clipped=True),
+        mlp=replace(CONFORMER.mlp, clipped=True),
+        second_mixer=replace(CONFORMER.second_mixer, clipped=True),
+    ),
 }
 
 
@@ -197,12 +214,14 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
         most += 3 * 4  # two exponentials and lambda, whatever the number of tokens
     if isinstance(block.streams, AltUpSpec):
         most += 4 * block.streams.count**2  # clamped coefficients, the same
+    if isinstance(block.mixer, LocalAttentionSpec):
+        # Relative positions, their projection and the scales of queries, whatever the number of tokens.
+        most += 4 * ((block.mixer.window + 1) * 2 * HIDDEN + block.mixer.head_dim)
     assert 0 <= unsaid <= most
 
 
 # Topologies whose bytes are compared elsewhere.
 ELSEWHERE = {
-    "conformer": "of an encoder of sound alone: tests/audio/test_conformer.py",
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
     "shared_latents": "two layers together: see below",
