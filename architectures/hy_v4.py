@@ -19,10 +19,11 @@ from liger_models.architectures.common.deepseek import (
     indexed_layers,
     latent_attention,
 )
+from liger_models.architectures.common.mlps import clamped_activation
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ClampedSwiGLU, Constant, IndexerSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import BlockSpec, Constant, IndexerSpec, ModelSpec, NormSpec
 from liger_models.layers.specs import StreamsSpec as Streams
 
 GATE, STACKED = ".self_attn.g_proj.", corrected_layouts()[1]
@@ -70,8 +71,8 @@ def hy_v4(c: HFConfig) -> ModelSpec:
     indexer = IndexerSpec(heads, dim, top_k, rotates_last=True, norm_eps=norm.eps, float32_weights=True)
     mixers = [mixer] * c.take_count("num_hidden_layers")
     mixers = choices_of_keys(c, mixers, indexer, lambda i: "shared" if i and (i - 1) % 4 else "full")
-    clamped = ClampedSwiGLU(1.0, c.take_number("swiglu_limit", 10.0), plus_one=False)
-    mlps = dense_or_sparse(c, mlp(c), replace(corrected_experts(c), activation=clamped), 1)
+    sparse = replace(corrected_experts(c), activation=clamped_activation(c))
+    mlps = dense_or_sparse(c, mlp(c), sparse, 1)
     eps, magnitude = c.take_number("hc_eps", 1e-6), c.take_number("hc_magnitude", 2.0)
     streams = Streams(c.take_count("hc_mult", 4), 0, eps, norm.eps, magnitude)
     layers = zip(mixers, mlps, strict=True)

@@ -45,7 +45,7 @@ def latent_attention(
             f"{c.name}: num_attention_heads is {heads} and num_key_value_heads {kv_heads}; latent attention "
             "requires equal numbers"
         )
-    dim = c.take_count("qk_rope_head_dim")
+    dim = c.take_count("qk_rope_head_dim", least=int(positions))
     spec = LatentAttentionSpec(
         num_attention_heads=heads,
         qk_nope_head_dim=nope,

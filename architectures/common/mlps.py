@@ -8,7 +8,7 @@ from typing import Any
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, abbreviate
-from liger_models.layers.specs import Activation, MLPSpec, MoESpec
+from liger_models.layers.specs import Activation, ClampedSwiGLU, MLPSpec, MoESpec
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -32,6 +32,18 @@ def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Acti
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]
+
+
+def clamped_activation(c: HFConfig) -> ClampedSwiGLU:
+    """SwiGLU with gate and input clamped to `swiglu_limit`.
+
+    Raises:
+        ConfigError: a limit that is not above zero.
+    """
+    limit = c.take_number("swiglu_limit", 10.0)
+    if not limit > 0:
+        raise ConfigError(f"{c.name}: swiglu_limit must be above 0, found {limit}")
+    return ClampedSwiGLU(1.0, limit, plus_one=False)
 
 
 def mlp(c: HFConfig, *, bias: bool = False, gated: bool = True, key: str = "hidden_act") -> MLPSpec:

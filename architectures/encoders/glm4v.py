@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import activation
+from liger_models.architectures.common.mlps import clamped_activation
 from liger_models.architectures.encoders.parts import axial_attention, patches
 from liger_models.architectures.encoders.qwen import NAMES as QWEN
 from liger_models.convert.checkpoints.layout import Layout
@@ -122,4 +123,22 @@ def ocr_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
         projector=DownsamplingProjectorSpec(spec.projector.merge, 3 * text_size, activation(v)),
         position_table=None,
         norm_patches=None,
+    )
+
+
+def clamped_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
+    """The encoder of GLM-5.3-Flash: GLM-OCR's with clamped activations, for a language model without
+    positions.
+    """
+    v.take_only(hidden_act="silu")
+    spec = ocr_vision(c, v, text_size)
+    clamped = clamped_activation(v)
+    block, inner = spec.blocks[0], v.take_count("projection_intermediate_size", 10240)
+    assert isinstance(block.mlp, MLPSpec)
+    return replace(
+        spec,
+        blocks=(replace(block, mlp=replace(block.mlp, activation=clamped)),) * len(spec.blocks),
+        projector=DownsamplingProjectorSpec(spec.projector.merge, inner, clamped),
+        positions=None,
+        kinds=None,
     )

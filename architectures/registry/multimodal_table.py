@@ -318,6 +318,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         extra_ids=8,
     ),
     "mistral3": Multimodal({kind: kind for kind in ("mistral", "ministral3", "mistral4")}, tied=True),
+    "glm5_next": Multimodal({"glm5_next_text": "glm5_next_text"}, _OWN_ROOT),
     "mistral_large4": Multimodal(
         {"mistral_large4_text": "mistral_large4_text"},
         _OWN_ROOT,

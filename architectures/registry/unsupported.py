@@ -14,7 +14,6 @@ MISSING: dict[str, str] = {
 
 _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also run as a decoder"
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
-_STREAMS = "several residual streams"
 _SEES = "its image encoder"
 _Q_FORMER = "a projector whose queries attend to the features of images (Q-Former)"
 _WITHIN = "an image encoder that merges patches between two of its layers"
@@ -35,7 +34,6 @@ MISSING |= {
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "gpt_neox_japanese": "a bias of attention in only the last layer",
     "hrm_text": "two stacks of layers that run in turns, several times each",
-    "glm5_next": f"{_STREAMS}, and its image encoder",
     "jetmoe": "mixtures of attention heads",
     "kolibri1": "routers that correct logits, not scores",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",

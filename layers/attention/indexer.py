@@ -40,7 +40,8 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.float32_product import Float32Linear
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AttentionSpec, BlockIndexerSpec, LatentAttentionSpec, LayerNormSpec
+from liger_models.layers.specs import AttentionSpec, BlockIndexerSpec, IndexerSpec, LatentAttentionSpec
+from liger_models.layers.specs import LayerNormSpec
 
 
 class Indexer(nn.Module):
@@ -56,8 +57,8 @@ class Indexer(nn.Module):
 
     def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
         super().__init__()
-        if spec.indexer is None:
-            raise ValueError("an indexer needs its spec")
+        if not isinstance(spec.indexer, IndexerSpec):
+            raise ValueError(f"an indexer of keys needs its spec, found {spec.indexer}")
         self.spec, self.rope, self.rotated, self.layer = spec.indexer, spec.rope, spec.qk_rope_head_dim, layer
         heads, dim = self.spec.num_heads, self.spec.head_dim
         self.scale = dim**-0.5

@@ -18,21 +18,24 @@ them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from liger_models.kernels import rotary
+from liger_models.kernels import ChosenBlocks, rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend
 from liger_models.layers.attention.cached import attend_cached
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.indexer import Indexer
+from liger_models.layers.attention.pooled_indexer import PooledIndexer
 from liger_models.layers.attention.query_scale import LearnedQueryScale, scale_queries
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import LatentAttentionSpec
+from liger_models.layers.specs import IndexerSpec, LatentAttentionSpec, PooledIndexerSpec
 
 
 class LatentAttention(nn.Module):
@@ -70,7 +73,8 @@ class LatentAttention(nn.Module):
         if spec.learned_query_scale:
             self.softmax_scaling = LearnedQueryScale(heads)
         if spec.indexer is not None:
-            self.indexer = Indexer(hidden_size, spec, layer)
+            kind = PooledIndexer if isinstance(spec.indexer, PooledIndexerSpec) else Indexer
+            self.indexer: Any = kind(hidden_size, spec, layer)
         if spec.gates:
             self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)
         self.sinks = nn.Parameter(torch.zeros(heads)) if spec.sinks else None
@@ -105,7 +109,7 @@ class LatentAttention(nn.Module):
             k, v = self._keys_and_values(*latents)
             out = attend(q, k, v, spec, sequences, self.backend, self.sinks, chosen)
             losses = sequences.notes.indexer_losses
-            if self.spec.indexer is not None and losses.asked_for:
+            if isinstance(self.spec.indexer, IndexerSpec) and losses.asked_for:
                 layer = q, k, self.sinks
                 losses.note(self.indexer.loss(x, q_latent, layer, spec.scale, chosen, sequences))
         out = self.o_proj(gated(out.flatten(1), gate))
@@ -113,7 +117,7 @@ class LatentAttention(nn.Module):
 
     def _chosen(
         self, x: Tensor, q_latent: Tensor | None, keys: tuple[Tensor, ...], sequences: Sequences
-    ) -> Tensor | None:
+    ) -> Tensor | ChosenBlocks | None:
         """The keys that each token attends to, as `attend` takes them; None for all."""
         if self.spec.keys_of is not None:
             return sequences.notes.chosen_keys[self.spec.keys_of]
@@ -130,7 +134,7 @@ class LatentAttention(nn.Module):
         """The cached keys that each new token attends to: `mask`, or part of it."""
         if self.spec.keys_of is not None:
             chosen = sequences.notes.chosen_keys[self.spec.keys_of]
-            assert chosen is not None
+            assert isinstance(chosen, Tensor)
             return chosen.to(mask.device)
         if self.spec.indexer is None:
             return mask
@@ -195,7 +199,7 @@ class LatentAttention(nn.Module):
         if self.spec.latents_of is None:
             widths = [self.spec.kv_lora_rank, self.spec.qk_rope_head_dim]
         if self.spec.indexer is not None:
-            widths.append(self.spec.indexer.head_dim)
+            widths.append(self.spec.indexer.key_size)
         return tuple(torch.zeros(batch, max_length, width, device=device, dtype=dtype) for width in widths)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

@@ -9,8 +9,8 @@ to mixtures of them:
 M is softmax(mix) + eps over its rows, whose columns and rows are then divided by their sums in turn, so that
 all sums are close to one (Sinkhorn and Knopp, 1967). With no iterations streams are not mixed: M is the
 identity, and the weights of f(h) are magnitude sigmoid(post_j) + eps (Hunyuan 4, 2026). At the end of a model
-the streams are summed by weights of the same form as `pre`. Weights are computed in float32; they are the
-same for all elements of a stream.
+the streams are summed by weights of the same form as `pre`, or averaged. Weights are computed in float32;
+they are the same for all elements of a stream.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class HyperConnection(nn.Module):
 
 
 class StreamsHead(nn.Module):
-    """The streams of a model summed by weights at its end; at its beginning they are equal.
+    """The streams of a model summed by weights or averaged at its end; at its beginning they are equal.
 
     Args:
         hidden_size: the width H of a stream.
@@ -78,6 +78,8 @@ class StreamsHead(nn.Module):
     def __init__(self, hidden_size: int, spec: StreamsSpec):
         super().__init__()
         self.spec = spec
+        if not spec.weighted_head:
+            return
         self.fn = nn.Parameter(torch.empty(spec.count, spec.count * hidden_size))
         self.base = nn.Parameter(torch.empty(spec.count))
         self.scale = nn.Parameter(torch.empty(1))
@@ -85,10 +87,13 @@ class StreamsHead(nn.Module):
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise as `_reset` says."""
-        _reset(self.fn, self.base, self.scale, self.spec, std, generator)
+        if self.spec.weighted_head:
+            _reset(self.fn, self.base, self.scale, self.spec, std, generator)
 
     def forward(self, streams: Tensor) -> Tensor:
         """streams [T, n H] -> [T, H]."""
+        if not self.spec.weighted_head:
+            return streams.unflatten(-1, (self.spec.count, -1)).mean(1)
         return _weighted(streams, self.fn, self.base, self.scale, self.spec)[0]
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from liger_models.kernels import ChosenBlocks
 from liger_models.layers.sequences.router_loss import Noted, RouterLogits
 from liger_models.layers.sequences.routing_decisions import RoutingDecisions
 
@@ -23,5 +24,5 @@ class Notes:
     def __init__(self) -> None:
         self.router_logits = RouterLogits()
         self.routing = RoutingDecisions()
-        self.chosen_keys: dict[int, Tensor | None] = {}
+        self.chosen_keys: dict[int, Tensor | ChosenBlocks | None] = {}
         self.indexer_losses = Noted()

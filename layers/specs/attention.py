@@ -197,7 +197,7 @@ class LatentAttentionSpec:
     query_scale: QueryScaleSpec | None = None
     gates: Literal["channels", "heads"] | None = None
     sinks: bool = False
-    indexer: IndexerSpec | None = None
+    indexer: IndexerSpec | PooledIndexerSpec | None = None
     keys_of: int | None = None
     learned_query_scale: bool = False
     latents_of: int | None = None

@@ -70,7 +70,8 @@ class StreamsSpec:
 
     `count` is their number, `iterations` those of the Sinkhorn-Knopp algorithm, and 0 for streams that are
     not mixed. `eps` is added to its sums and to the weights of streams, `norm_eps` to the mean square of all
-    streams, and `magnitude` is the factor of the weights of a branch's output.
+    streams, and `magnitude` is the factor of the weights of a branch's output. Without `weighted_head` the
+    model's end is the streams' mean.
     """
 
     count: int
@@ -78,6 +79,7 @@ class StreamsSpec:
     eps: float = 1e-6
     norm_eps: float = 1e-6
     magnitude: float = 2.0
+    weighted_head: bool = True
 
 
 @dataclass(frozen=True)

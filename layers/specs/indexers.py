@@ -22,6 +22,28 @@ class IndexerSpec:
     norm_eps: float = 1e-6
     float32_weights: bool = False
 
+    @property
+    def key_size(self) -> int:
+        """Elements that are cached per token."""
+        return self.head_dim
+
+
+@dataclass(frozen=True)
+class PooledIndexerSpec:
+    """The choice of `top_k` pools of `size` keys for each query (GLM-5.3-Flash), by `num_heads` queries of
+    `head_dim` against one key per pool: layers/attention/pooled_indexer.py.
+    """
+
+    num_heads: int
+    head_dim: int
+    size: int
+    top_k: int
+
+    @property
+    def key_size(self) -> int:
+        """Elements that are cached per token: its key, and its gate in the pool."""
+        return 2 * self.head_dim
+
 
 @dataclass(frozen=True)
 class BlockIndexerSpec:

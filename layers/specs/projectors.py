@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_models.layers.specs.mlp import Activation
+from liger_models.layers.specs.mlp import Activation, ClampedSwiGLU
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 
 
@@ -92,7 +92,7 @@ class DownsamplingProjectorSpec:
 
     merge: int
     size: int
-    activation: Activation = "silu"
+    activation: Activation | ClampedSwiGLU = "silu"
 
 
 @dataclass(frozen=True)
