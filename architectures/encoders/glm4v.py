@@ -138,7 +138,7 @@ def clamped_vision(c: HFConfig, v: HFConfig, text_size: int) -> VisionSpec:
     return replace(
         spec,
         blocks=(replace(block, mlp=replace(block.mlp, activation=clamped)),) * len(spec.blocks),
-        projector=DownsamplingProjectorSpec(spec.projector.merge, inner, clamped),
+        projector=DownsamplingProjectorSpec(spec.projector.merge, inner, limit=clamped.limit),
         positions=None,
         kinds=None,
     )

@@ -54,7 +54,7 @@ def _share_chosen_keys(layers: Sequence[Block]) -> None:
         for mixer in layer.spec.mixers:
             if not isinstance(mixer, LatentAttentionSpec) or mixer.keys_of is None:
                 continue
-            source = layers[mixer.keys_of].self_attn if 0 <= mixer.keys_of < i else None
+            source = getattr(layers[mixer.keys_of], "self_attn", None) if 0 <= mixer.keys_of < i else None
             if not isinstance(source, LatentAttention) or source.spec.indexer is None or mixer.indexer:
                 raise ValueError(
                     f"layer {i} attends to the keys that layer {mixer.keys_of} chooses; expected an earlier "

@@ -102,6 +102,8 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)
+        if len({getattr(block.streams, "weighted_head", None) for block in spec.blocks}) > 1:
+            raise ValueError("the streams of all layers end alike: weighted_head differs between layers")
         self.stream_ends = make_stream_ends(spec.hidden_size, spec.streams)
         self.norm = make_last_norm(spec)
         self.rotary_emb = make_frequencies(spec.ropes)

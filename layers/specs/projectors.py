@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from liger_models.layers.specs.mlp import Activation, ClampedSwiGLU
+from liger_models.layers.specs.mlp import Activation
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 
 
@@ -87,12 +87,14 @@ class PoolProjectorSpec:
 @dataclass(frozen=True)
 class DownsamplingProjectorSpec:
     """Projector: one linear layer with a bias over `merge` times `merge` adjacent patches, one without, a
-    LayerNorm, an exact GELU, and a gated MLP of intermediate width `size` (GLM-4.1V).
+    LayerNorm, an exact GELU, and a gated MLP of intermediate width `size` (GLM-4.1V), whose gates and other
+    inputs a `limit` clamps (GLM-5.3-Flash).
     """
 
     merge: int
     size: int
-    activation: Activation | ClampedSwiGLU = "silu"
+    activation: Activation = "silu"
+    limit: float | None = None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
 from liger_models.kernels._copies import to_device
-from liger_models.layers.parts.mlp import gated_product, plain_activation
+from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.specs import (
@@ -228,7 +228,8 @@ class GatedProjector(nn.Module):
 
 class DownsamplingProjector(nn.Module):
     """`down_proj(act(gate_proj(y)) * up_proj(y))`, y = gelu(norm(linear(downsample(merge^2 patches))))
-    (GLM-4.1V, arXiv:2507.01006). `downsample` is a convolution whose windows do not overlap.
+    (GLM-4.1V, arXiv:2507.01006). `downsample` is a convolution whose windows do not overlap. With a limit
+    the outputs of `gate_proj` are clamped to it, and those of `up_proj` to both sides of zero.
 
     Args:
         width: of a patch, D.
@@ -238,7 +239,8 @@ class DownsamplingProjector(nn.Module):
 
     def __init__(self, width: int, hidden_size: int, spec: DownsamplingProjectorSpec):
         super().__init__()
-        self.patches, self.product = spec.merge**2, gated_product(spec.activation)
+        self.patches, self.activation = spec.merge**2, plain_activation(spec.activation)
+        self.limit = spec.limit
         self.downsample = PatchEmbedding(PatchSpec(spec.merge, channels=width, bias=True), hidden_size)
         self.linear = Linear(hidden_size, hidden_size, bias=False)
         self.norm = make_norm(hidden_size, LayerNormSpec(1e-5))
@@ -250,7 +252,10 @@ class DownsamplingProjector(nn.Module):
         """x [P, D], in blocks of patches to merge -> [P / merge^2, H]."""
         blocks = x.unflatten(0, (-1, self.patches)).transpose(1, 2)  # [P / merge^2, D, merge^2]
         x = F.gelu(self.norm(self.linear(self.downsample(blocks.flatten(1)))))
-        return self.down_proj(self.product(self.gate_proj(x), self.up_proj(x)))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return self.down_proj(self.activation(gate) * up)
 
 
 class TwiceProjected(nn.Module):
