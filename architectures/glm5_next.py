@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from liger_models.architectures.common import kimi
 from liger_models.architectures.common.deepseek import SKIP_LATENT, TINY_EXPERTS, corrected_layouts
-from liger_models.architectures.common.glm5_next import language_model
 from liger_models.architectures.common.images import own_text
 from liger_models.architectures.encoders import glm4v as encoder
 from liger_models.architectures.registry import for_tests, register
@@ -34,7 +33,7 @@ MODULES = replace(
     defaults={"image_token_id": 154854},
 )
 def glm5_next(c: HFConfig) -> ModelSpec:
-    text, v = language_model(own_text(c)), c.part("vision_config")
+    text, v = kimi.language_model(own_text(c)), c.part("vision_config")
     return replace(text, vision=encoder.clamped_vision(c, v, text.hidden_size))
 
 

@@ -26,16 +26,16 @@ from torch import Tensor, nn
 from liger_models.kernels import ChosenBlocks, rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend
 from liger_models.layers.attention.cached import attend_cached
+from liger_models.layers.attention.compressed.gated_pools import GatedPoolIndexer
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.indexer import Indexer
-from liger_models.layers.attention.pooled_indexer import PooledIndexer
 from liger_models.layers.attention.query_scale import LearnedQueryScale, scale_queries
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import IndexerSpec, LatentAttentionSpec, PooledIndexerSpec
+from liger_models.layers.specs import GatedPoolsSpec, IndexerSpec, LatentAttentionSpec
 
 
 class LatentAttention(nn.Module):
@@ -73,7 +73,7 @@ class LatentAttention(nn.Module):
         if spec.learned_query_scale:
             self.softmax_scaling = LearnedQueryScale(heads)
         if spec.indexer is not None:
-            kind = PooledIndexer if isinstance(spec.indexer, PooledIndexerSpec) else Indexer
+            kind = GatedPoolIndexer if isinstance(spec.indexer, GatedPoolsSpec) else Indexer
             self.indexer: Any = kind(hidden_size, spec, layer)
         if spec.gates:
             self.g_proj = Linear(hidden_size, spec.gate_size, bias=False)

@@ -16,6 +16,7 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     BlockIndexerSpec,
     CompressedAttentionSpec,
+    GatedPoolsSpec,
     ModelSpec,
     PooledIndexerSpec,
 )
@@ -173,7 +174,7 @@ def check_windows(spec: ModelSpec, extent: int) -> None:
         )
     sizes = [getattr(mixer, name, None) for mixer in mixers for name in ("window", "chunk")]
     indexers = [getattr(mixer, "indexer", None) for mixer in mixers]
-    of_blocks = BlockIndexerSpec | PooledIndexerSpec
+    of_blocks = BlockIndexerSpec | GatedPoolsSpec | PooledIndexerSpec
     sizes += [one.top_k * one.size for one in indexers if isinstance(one, of_blocks)]
     shortest = min((size for size in sizes if size is not None), default=extent)
     if shortest < extent:

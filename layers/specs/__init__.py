@@ -34,7 +34,12 @@ from liger_models.layers.specs.block import (
 )
 from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
-from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
+from liger_models.layers.specs.indexers import (
+    BlockIndexerSpec,
+    GatedPoolsSpec,
+    IndexerSpec,
+    PooledIndexerSpec,
+)
 from liger_models.layers.specs.mlp import (
     Activation,
     MLPSpec,
@@ -140,6 +145,7 @@ __all__ = [
     "Fresh",
     "GatedConvSpec",
     "GatedDeltaSpec",
+    "GatedPoolsSpec",
     "GatedProjectorSpec",
     "GatedStreamsSpec",
     "GridAttentionSpec",

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from liger_models.layers.specs.indexers import BlockIndexerSpec, IndexerSpec, PooledIndexerSpec
+from liger_models.layers.specs.indexers import (
+    BlockIndexerSpec,
+    GatedPoolsSpec,
+    IndexerSpec,
+    PooledIndexerSpec,
+)
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec
 
@@ -197,7 +202,7 @@ class LatentAttentionSpec:
     query_scale: QueryScaleSpec | None = None
     gates: Literal["channels", "heads"] | None = None
     sinks: bool = False
-    indexer: IndexerSpec | PooledIndexerSpec | None = None
+    indexer: IndexerSpec | GatedPoolsSpec | None = None
     keys_of: int | None = None
     learned_query_scale: bool = False
     latents_of: int | None = None

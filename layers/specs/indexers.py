@@ -29,9 +29,9 @@ class IndexerSpec:
 
 
 @dataclass(frozen=True)
-class PooledIndexerSpec:
+class GatedPoolsSpec:
     """The choice of `top_k` pools of `size` keys for each query (GLM-5.3-Flash), by `num_heads` queries of
-    `head_dim` against one key per pool: layers/attention/pooled_indexer.py.
+    `head_dim` against one key per pool: layers/attention/compressed/gated_pools.py.
     """
 
     num_heads: int

@@ -14,7 +14,7 @@ from torch import Tensor
 from variants import skipped
 
 from liger_models.images.scenes import Document, Image, Scenes, Video
-from liger_models.layers.specs import IndexerSpec, PlacedPictures, PooledIndexerSpec, TiledVisionSpec
+from liger_models.layers.specs import GatedPoolsSpec, IndexerSpec, PlacedPictures, TiledVisionSpec
 from liger_models.layers.vision.crops import renumbered
 from liger_models.layers.vision.packing import marks_tokens
 
@@ -74,7 +74,7 @@ class VisionPair(pairs.Pair):
     def chooses_tokens(self) -> bool:
         """Whether indexers choose among the tokens of short documents, which then cannot continue others."""
         mixers = (mixer for block in self.ours.spec.blocks for mixer in block.mixers)
-        kinds = IndexerSpec | PooledIndexerSpec
+        kinds = IndexerSpec | GatedPoolsSpec
         return any(isinstance(getattr(mixer, "indexer", None), kinds) for mixer in mixers)
 
     @property

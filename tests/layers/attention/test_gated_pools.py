@@ -7,18 +7,18 @@ import torch
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels.attention.chosen_blocks import blocks_mask
-from liger_models.layers.attention.pooled_indexer import PooledIndexer
+from liger_models.layers.attention.compressed.gated_pools import GatedPoolIndexer
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import LatentAttentionSpec, PooledIndexerSpec
+from liger_models.layers.specs import GatedPoolsSpec, LatentAttentionSpec
 
 HIDDEN, LENGTHS = 16, [11, 2, 13, 9]
-SPEC = LatentAttentionSpec(2, 8, 0, 8, 12, 0.3, 10, indexer=PooledIndexerSpec(24, 6, 3, 2))
+SPEC = LatentAttentionSpec(2, 8, 0, 8, 12, 0.3, 10, indexer=GatedPoolsSpec(24, 6, 3, 2))
 
 
 @pytest.fixture
 def indexer():
     torch.manual_seed(0)
-    made = PooledIndexer(HIDDEN, SPEC).double()
+    made = GatedPoolIndexer(HIDDEN, SPEC).double()
     for p in made.parameters():
         p.normal_()
     return made

@@ -27,12 +27,12 @@ from liger_models.kernels.attention.compressed_keys import CompressedKeys, compr
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import LatentAttentionSpec, LayerNormSpec, PooledIndexerSpec
+from liger_models.layers.specs import GatedPoolsSpec, LatentAttentionSpec, LayerNormSpec
 
 _SLICE = 1 << 25  # queries times pools whose bits are made at once
 
 
-class PooledIndexer(nn.Module):
+class GatedPoolIndexer(nn.Module):
     """The indexer of a layer with latent attention.
 
     Args:
@@ -49,7 +49,7 @@ class PooledIndexer(nn.Module):
 
     def __init__(self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0):
         super().__init__()
-        if not isinstance(spec.indexer, PooledIndexerSpec) or spec.q_lora_rank is None:
+        if not isinstance(spec.indexer, GatedPoolsSpec) or spec.q_lora_rank is None:
             raise ValueError("an indexer of pools needs its spec, and queries with a latent")
         self.spec, self.layer = spec.indexer, layer
         heads, dim = self.spec.num_heads, self.spec.head_dim
