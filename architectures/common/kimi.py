@@ -1,5 +1,5 @@
-"""Shared parts of Kimi Linear, Ling 3.0 and GLM-5.3-Flash: linear attention with a decay for each channel next
-to latent attention, and DeepSeek-V3's experts under other keys; and the language model of the last.
+"""Shared parts of Kimi Linear, Ling 3.0 and GLM-5.3-Flash: linear attention with a decay for each channel
+next to latent attention, and DeepSeek-V3's experts under other keys; and the language model of the last.
 """
 
 from __future__ import annotations
@@ -199,7 +199,8 @@ def language_model(c: HFConfig) -> ModelSpec:
 
 
 def bounded_delta(c: HFConfig, norm: NormSpec) -> ChannelDeltaSpec:
-    """The linear attention of GLM-5.3-Flash. Keys of the older `linear_attn_config` take precedence over others.
+    """The linear attention of GLM-5.3-Flash. Keys of the older `linear_attn_config` take precedence over
+    others.
 
     Raises:
         ConfigError: a bound of the decay that is not below zero.
