@@ -31,13 +31,10 @@ GATE, STACKED = ".self_attn.g_proj.", corrected_layouts()[1]
 
 def layout(within: str, parts: str = "", *more: tuple[str, str]) -> Layout:
     """With the parameters of connections to streams `within` a module, or with `parts` of it in one."""
-    connections = (
-        (".attn_hc.", f"{within}.hc_attn_layer{parts}.hc_"),
-        (".stream_ends.", f"{within}.hc_head.hc_head_"),
-    )
     names = (
-        *connections,
+        (".attn_hc.", f"{within}.hc_attn_layer{parts}.hc_"),
         (".ffn_hc.", f"{within}.hc_mlp_layer{parts}.hc_"),
+        (".stream_ends.", f"{within}.hc_head.hc_head_"),
         (".sinks", ".learnable_sink_param"),
     )
     return replace(STACKED, rename=(*names, (GATE, ".self_attn.linear_gate."), *more, *STACKED.rename))
