@@ -40,8 +40,13 @@ from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.float32_product import Float32Linear
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AttentionSpec, BlockIndexerSpec, IndexerSpec, LatentAttentionSpec
-from liger_models.layers.specs import LayerNormSpec
+from liger_models.layers.specs import (
+    AttentionSpec,
+    BlockIndexerSpec,
+    IndexerSpec,
+    LatentAttentionSpec,
+    LayerNormSpec,
+)
 
 
 class Indexer(nn.Module):
