@@ -62,6 +62,9 @@ IN_TURN: dict[str, str] = {
 # Tests with many cases of one kind, of which one in this number runs by day.
 SAMPLED: dict[str, int] = {
     "tests/architectures/test_published.py::test_a_published_config_has_the_published_parameters": 12,
+    "tests/architectures/test_published.py::"
+    "test_a_published_config_cut_to_a_layer_of_every_kind_has_the_first_layers": 2,
+    "tests/architectures/test_published.py::test_the_dropout_of_a_published_config_acts_or_is_refused": 2,
     f"{TEMPLATES}renderings_match_transformers_and_can_be_trained_on": 4,
     f"{TEMPLATES}answers_match_prefixes_of_the_conversation": 4,
     f"{TEMPLATES}labels_match_trls_marks_apart_from_the_generation_prompt": 4,
