@@ -116,14 +116,8 @@ _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
 
 _QWEN2: dict[str, Any] = {
     "prefixes": (("model.language_model.", "model."),),
-    "tied_by_text": True,
-    "axes": True,
-    "defaults": {
-        "rope_theta": 1e6,
-        "rms_norm_eps": 1e-5,
-        "num_key_value_heads": 8,
-        "max_window_layers": 80,
-    },
+    **{"tied_by_text": True, "axes": True},
+    "defaults": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_window_layers": 80},
 }
 
 _THINKERS: dict[str, Multimodal] = {
@@ -151,8 +145,7 @@ _THINKERS: dict[str, Multimodal] = {
 
 MULTIMODAL: dict[str, Multimodal] = {
     **_THINKERS,
-    # The whole models, which also speak.
-    **{
+    **{  # the whole models, which also speak
         kind.removesuffix("_thinker"): replace(family, within=("thinker_config", "thinker."))
         for kind, family in _THINKERS.items()
     },

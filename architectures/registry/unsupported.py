@@ -81,7 +81,7 @@ MISSING |= {
             *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),
             *("diffusion_gemma", "evolla", "fuyu", "git", "glmga", "hyperclovax_vision_v2"),
             *("inkling2", "inkling_mm_model", "kosmos-2", "kosmos-2.5", "pi0", "pp_chart2table"),
-            *("qianfan_ocr", "qwen4_exp", "unlimited_ocr"),
+            *("qianfan_ocr", "unlimited_ocr"),
         ),
         _SEES,
     ),
