@@ -93,14 +93,14 @@ def _capped_swiglu(shape, dtype, device):
 
 @operation("sparse_gated", "tokens x intermediate", ((16384, 16384),), tiny=(64, 256), small=(512, 16384))
 def _sparse_gated(shape, dtype, device):
-    """Gemma 3n's first layers, in the reference's operations."""
+    """Gemma 3n's first layers, in the reference's operations, but with the cut-off computed in float32."""
     gate_up, dy = normal((shape[0], 2 * shape[1]), dtype, device), normal(shape, dtype, device)
 
     def eager(gate_up):
         gate, up = gate_up.chunk(2, -1)
-        deviations = torch.tensor(1.6448536, device=gate.device).to(gate.dtype)
-        cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * deviations
-        return F.gelu(F.relu(gate - cutoff), approximate="tanh") * up
+        wide = gate.float()
+        cutoff = wide.mean(-1, keepdim=True) + wide.std(-1, keepdim=True, unbiased=False) * 1.6448536
+        return F.gelu(F.relu(wide - cutoff), approximate="tanh").to(up.dtype) * up
 
     return standard_case(
         (gate_up,),

@@ -266,7 +266,8 @@ def streams() -> None:
     options = {"count": 4, "iterations": 2, "eps": 1e-2, "norm_eps": 1e-3}
     summed, *mixing = weighted_streams(x, fn, base, scale, **options)
     backward(mixed_streams(x, summed, *mixing))
-    backward(mixed_streams(x, summed, *mixing, operand(8, 128)), summed_streams(x, mixing[0]))
+    weights, mixture = operand(8, 4), operand(8, 4, 4)
+    backward(mixed_streams(x, operand(8, 128), weights, mixture, operand(8, 128)), summed_streams(x, weights))
     apart = weighted_streams(x, operand(8, 512), operand(8), operand(2), **options)
     backward(mixed_streams(x, *apart))
     backward(*weighted_streams(x, operand(4, 512), operand(4), operand(1), **options))

@@ -133,7 +133,8 @@ def mix_streams(device: str) -> None:
     summed, *mixing = weighted_streams(streams, *weights, count=3, iterations=2, eps=1e-2, norm_eps=1e-3)
     logits, shares = (torch.randn(shape, device=device).requires_grad_() for shape in ((5, 3 * 37), (5, 3)))
     added_to_streams(streams, gated_mean(logits, streams, 3), shares).sum().backward()
-    (mixed_streams(streams, summed, *mixing, summed) + summed_streams(streams, mixing[0])).sum().backward()
+    mixed = mixed_streams(streams, summed, *mixing, summed)
+    (mixed.sum() + summed_streams(streams, mixing[0]).sum()).backward()
 
 
 def normalise_wide_groups(device: str) -> None:

@@ -365,9 +365,9 @@ def _head_tile(own: _Operands) -> dict[str, int]:
 
 def _tiles(*operands: Tensor, columns: int | None = _TILE) -> list[Any]:
     """Descriptors with which Hopper's copy engine fetches tiles of operands [T, heads, D] without registers;
-    None for each elsewhere, and where states wider than 128 leave no room.
+    None for each elsewhere, without tokens, and where states wider than 128 leave no room.
     """
-    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128:
+    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128 or not len(operands[0]):
         return [None] * len(operands)
     return rows_to_copy(CHUNK, *operands, columns=columns)
 

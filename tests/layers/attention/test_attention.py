@@ -342,6 +342,7 @@ def test_auto_chooses_torch_on_a_gpu_where_the_kernel_would_run_its_twin(
     """As under torch.compile."""
     monkeypatch.setattr(backends, "use_triton", lambda q: False)
     monkeypatch.setattr(backends, "has_matrix_units", lambda index: True)
+    monkeypatch.setattr(backends, "has_varlen", lambda device: True)
     assert choice(dataclasses.replace(heads(1, None), **asked), dtype, form) == backend
 
 
