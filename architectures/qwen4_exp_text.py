@@ -83,7 +83,7 @@ for_tests(
         },
         "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
         **{"hc_count": 2, "hc_lowrank": 10, "indexer_kv_heads": 1},
-        **{"indexer_n_heads": 5, "indexer_head_dim": 12, "indexer_budget": 6, "indexer_compress_ratio": 2},
+        **{"indexer_n_heads": 5, "indexer_head_dim": 18, "indexer_budget": 6, "indexer_compress_ratio": 2},
         **{"ple_layer_ids": [3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "ngram_size": 4},
         **{"heads_per_ngram": 2, "ngram_vocab_size_base": 30, "make_ngram_vocab_size_divisible_by": 8},
         **{"split_ngram_parts": 2, "seed": 5},
@@ -93,9 +93,7 @@ for_tests(
         "n-grams twice": {"ple_layer_ids": [1, 3], "hc_count": 3},
         "without n-grams": {"ple_layer_ids": []},
         "no block is left out": {"indexer_budget": 64},
-        "whole heads turn": {
-            **{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "indexer_head_dim": 18}
-        },
+        "whole heads turn": {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}},
     },
     skip={
         **SKIP,

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from liger_models.kernels import ChosenBlocks, rotary
 from liger_models.layers.attention.backends import AttentionBackend, attend
 from liger_models.layers.attention.cached import attend_cached
-from liger_models.layers.attention.compressed.gated_pools import GatedPoolIndexer
 from liger_models.layers.attention.gates import gated
 from liger_models.layers.attention.indexer import Indexer
 from liger_models.layers.attention.query_scale import LearnedQueryScale, scale_queries
+from liger_models.layers.parts.gated_pools import GatedPoolIndexer
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear

@@ -50,13 +50,12 @@ def has_varlen(device: torch.device) -> bool:
 _BUILT = is_flash_attention_available()
 
 
-@torch.compiler.assume_constant_result
-def _runs_on(index: int | None) -> bool:
-    return _asked(index)
-
-
 @functools.cache
-def _asked(index: int | None) -> bool:
+def _runs_on(index: int | None) -> bool:
     device = torch.device("cuda" if index is None else f"cuda:{index}")
     like = torch.empty(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
     return can_use_flash_attention(SDPAParams(like, like, like, None, 0.0, True, False))
+
+
+if torch.version.hip is not None:  # elsewhere nobody needs torch._dynamo, which this imports
+    _runs_on = torch.compiler.assume_constant_result(_runs_on)

@@ -31,7 +31,7 @@ class IndexerSpec:
 @dataclass(frozen=True)
 class GatedPoolsSpec:
     """The choice of `top_k` pools of `size` keys for each query (GLM-5.3-Flash), by `num_heads` queries of
-    `head_dim` against one key per pool: layers/attention/compressed/gated_pools.py.
+    `head_dim` against one key per pool: layers/parts/gated_pools.py.
     """
 
     num_heads: int

@@ -7,7 +7,7 @@ import torch
 
 from liger_models.convert.errors import DataError
 from liger_models.kernels.attention.chosen_blocks import blocks_mask
-from liger_models.layers.attention.compressed.gated_pools import GatedPoolIndexer
+from liger_models.layers.parts.gated_pools import GatedPoolIndexer
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GatedPoolsSpec, LatentAttentionSpec
 
