@@ -14,7 +14,8 @@ from liger_models.architectures.common import (
     mixers,
 )
 from liger_models.architectures.common.qwen4 import indexed, ngrams
-from liger_models.architectures.qwen3_5_text import DEFAULTS, SKIP, TINY, centred_norm, gated_attention
+from liger_models.architectures.qwen3_5_text import DEFAULTS, SKIP, centred_norm, gated_attention
+from liger_models.architectures.qwen3_5_text import TINY as LINEAR
 from liger_models.architectures.qwen3_next import EXPERTS
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
@@ -70,24 +71,26 @@ def qwen4_exp_text(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
+TINY: dict[str, Any] = {
+    **LINEAR,
+    **EXPERTS,
+    **{
+        "intermediate_size": ...,
+        "norm_topk_prob": True,
+        "eos_token_id": 7,
+        "output_gate_type": "sigmoid",
+    },
+    "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+    **{"hc_count": 2, "hc_lowrank": 10, "indexer_kv_heads": 1},
+    **{"indexer_n_heads": 5, "indexer_head_dim": 18, "indexer_budget": 6, "indexer_compress_ratio": 2},
+    **{"ple_layer_ids": [3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "ngram_size": 4},
+    **{"heads_per_ngram": 2, "ngram_vocab_size_base": 30, "make_ngram_vocab_size_divisible_by": 8},
+    **{"split_ngram_parts": 2, "seed": 5},
+}
+
 for_tests(
     "qwen4_exp_text",
-    tiny={
-        **TINY,
-        **EXPERTS,
-        **{
-            "intermediate_size": ...,
-            "norm_topk_prob": True,
-            "eos_token_id": 7,
-            "output_gate_type": "sigmoid",
-        },
-        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
-        **{"hc_count": 2, "hc_lowrank": 10, "indexer_kv_heads": 1},
-        **{"indexer_n_heads": 5, "indexer_head_dim": 18, "indexer_budget": 6, "indexer_compress_ratio": 2},
-        **{"ple_layer_ids": [3], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "ngram_size": 4},
-        **{"heads_per_ngram": 2, "ngram_vocab_size_base": 30, "make_ngram_vocab_size_divisible_by": 8},
-        **{"split_ngram_parts": 2, "seed": 5},
-    },
+    tiny=TINY,
     variants={
         "every_second": {"layer_types": ..., "full_attention_interval": 2, "ple_layer_ids": [1]},
         "n-grams twice": {"ple_layer_ids": [1, 3], "hc_count": 3},

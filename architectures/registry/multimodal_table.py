@@ -372,12 +372,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     "qwen2_5_vl": Multimodal({"qwen2_5_vl_text": "qwen2"}, **_QWEN2),
     "qwen3_5": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "qwen3_5_moe": Multimodal({"qwen3_5_moe_text": "qwen3_5_moe_text"}, _OWN_ROOT, axes=True),
-    "qwen4_exp": Multimodal(
-        {"qwen4_exp_text": "qwen4_exp_text"},
-        _OWN_ROOT,
-        axes=True,
-        missing="positions of images in the indexer of its attention",
-    ),
+    "qwen4_exp": Multimodal({"qwen4_exp_text": "qwen4_exp_text"}, _OWN_ROOT, axes=True),
     "qwen3_vl": Multimodal(
         {"qwen3_vl_text": "qwen3"},
         _OWN_ROOT,

@@ -28,6 +28,8 @@ indexer has been published, so its parameters are frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -276,11 +278,12 @@ class BlockIndexer(nn.Module):
                 first_query=first,
             )
 
-    def of_cached(self, x: Tensor, keys: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
-        """Choose among cached keys [batch, extent, head_dim] for the new tokens. Returns `mask` [batch, new,
-        extent], or a part of it for each group, [batch, groups, new, extent].
+    def of_cached(self, x: Tensor, kept: Sequence[Tensor], mask: Tensor, sequences: Sequences) -> Tensor:
+        """Choose among cached keys, which are all that is `kept`, [batch, extent, head_dim], for the new
+        tokens. Returns `mask` [batch, new, extent], or a part of it for each group, [batch, groups, new,
+        extent].
         """
-        spec = self.spec
+        spec, (keys,) = self.spec, kept
         if mask.shape[-1] <= spec.top_k * spec.size:
             return mask
         with torch.no_grad():
@@ -294,6 +297,12 @@ class BlockIndexer(nn.Module):
         """x [t, H], of which `forward` makes the queries, and the tokens' keys, [t, head_dim]."""
         with torch.no_grad():
             return x, self._rotated(self.k_norm(self.k_proj(x)).to(x.dtype)[:, None], sequences)[:, 0]
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Allocate the tokens' keys, [batch, max_length, head_dim]."""
+        return (torch.zeros(batch, max_length, self.spec.head_dim, device=device, dtype=dtype),)
 
     def _queries(self, x: Tensor, sequences: Sequences) -> Tensor:
         """[t, groups, head_dim]."""

@@ -204,16 +204,13 @@ class Attention(nn.Module):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[Tensor, ...]:
-        """Allocate keys and values, [batch, max_length, num_key_value_heads, their width] each, and the keys
-        of an indexer, [batch, max_length, their width].
+        """Allocate keys and values, [batch, max_length, num_key_value_heads, their width] each, and what an
+        indexer keeps.
         """
         spec, rows = self.spec, (batch, max_length)
-        shapes: list[tuple[int, ...]] = [
-            (*rows, spec.num_key_value_heads, width) for width in (spec.head_dim, spec.value_dim)
-        ]
-        if spec.indexer is not None:
-            shapes.append((*rows, spec.indexer.head_dim))
-        return tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
+        shapes = [(*rows, spec.num_key_value_heads, width) for width in (spec.head_dim, spec.value_dim)]
+        own = tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes)
+        return own if self.indexer is None else (*own, *self.indexer.new_cache(*rows, device, dtype))
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
@@ -240,17 +237,17 @@ class Attention(nn.Module):
     def _attend_cached(
         self, asks: Tensor, q: Tensor, new: tuple[Tensor, ...], sequences: Sequences, layer: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`new`: keys, values, and the keys of an indexer; `asks`: what its queries are made of."""
+        """`new`: keys, values, and what an indexer keeps; `asks`: what its queries are made of."""
         cache = sequences.cache
         assert cache is not None
         keys, values, *index = cache.append(layer, *new)
         mask = cache.mask(layer, self.spec.window, self.spec.chunk)
         if mask is None:
-            k, v, *own = new
-            chosen = self._chosen(asks, own, sequences)
+            k, v = new[:2]
+            chosen = self._chosen(asks, new[2:3], sequences)
             return attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen), k, v
         if self.indexer is not None:
-            mask = self.indexer.of_cached(asks, index[0], mask, sequences)
+            mask = self.indexer.of_cached(asks, index, mask, sequences)
         return attend_cached(q, keys, values, self._product, mask, self.sinks), keys, values
 
     def extra_repr(self) -> str:

@@ -12,6 +12,8 @@ frozen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -60,14 +62,22 @@ class PooledIndexer(nn.Module):
         self.q_layernorm, self.k_layernorm = norms
         self.requires_grad_(False)
 
-    def projected(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
+    def projected(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, ...]:
         """x [T, H] -> its queries before their norm, [T, heads * head_dim], and what the tokens add to their
-        block's key, [T, head_dim].
+        block's key, [T, head_dim]; with a cache also their positions, [T, axes], since later calls rotate the
+        keys of blocks.
         """
         with torch.no_grad():
             dim = self.spec.head_dim
             queries, keys = self.index_qk_proj(x).split([self.spec.num_heads * dim, dim], dim=-1)
-            return queries, keys.contiguous()
+            if sequences.cache is None:
+                return queries, keys.contiguous()
+            positions = sequences.positions.of(self.rope).expand(self._axes, -1)
+            return queries, keys.contiguous(), positions.T
+
+    @property
+    def _axes(self) -> int:
+        return 1 if self.rope.axes is None else max(self.rope.axes) + 1
 
     def forward(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> ChosenBlocks | None:
         """Choose the blocks of each token.
@@ -104,10 +114,18 @@ class PooledIndexer(nn.Module):
             chosen = choose_compressed(q, pooled, weights, places, spec.top_k, scale=spec.head_dim**-0.5)
             return as_blocks(chosen, places)
 
-    def of_cached(self, queries: Tensor, keys: Tensor, mask: Tensor, sequences: Sequences) -> Tensor:
-        """Choose among cached keys [batch, extent, head_dim] for the new tokens. Returns a part of `mask`
-        [batch, new, extent].
+    def of_cached(
+        self, queries: Tensor, kept: Sequence[Tensor], mask: Tensor, sequences: Sequences
+    ) -> Tensor:
+        """Choose among cached tokens for the new ones. Returns a part of `mask` [batch, new, extent].
+
+        Args:
+            queries: from `projected`.
+            kept: the keys [batch, extent, head_dim] and positions [batch, extent, axes] of cached tokens.
+            mask: which of them each new token sees.
+            sequences: the new tokens.
         """
+        keys, positions = kept
         spec, (batch, extent, _), cache = self.spec, keys.shape, sequences.cache
         if extent // spec.size <= spec.top_k:
             return mask
@@ -115,14 +133,15 @@ class PooledIndexer(nn.Module):
         device = queries.device
         mask = mask.to(device).expand(batch, -1, -1)
         place, start = cache.places()
-        # Positions rise by one from token to token, so the first new token's tells those of the blocks.
-        shift = sequences.positions.ids.unflatten(0, place.shape)[:, 0] - place[:, 0]
         number = torch.arange(extent // spec.size, device=device)
         with torch.no_grad():
             slots = start[:, None] + torch.arange(len(number) * spec.size, device=device)
-            index = slots.clamp(max=extent - 1)[..., None].expand(-1, -1, keys.shape[2])
-            of_blocks = keys.gather(1, index).unflatten(1, (-1, spec.size)).flatten(0, 1)
-            first = (shift[:, None] + number * spec.size).flatten()
+            index = slots.clamp(max=extent - 1)[..., None]
+            of_blocks = keys.gather(1, index.expand(-1, -1, keys.shape[2]))
+            of_blocks = of_blocks.unflatten(1, (-1, spec.size)).flatten(0, 1)
+            index = index[:, :: spec.size].expand(-1, -1, positions.shape[2])
+            first = positions.gather(1, index).flatten(0, 1)  # [batch * blocks, axes]
+            first = first[:, 0] if self.rope.axes is None else first.T
             tables = rotary_tables(self.rope, first, sequences.positions.end)
             pooled = self._pooled(of_blocks.to(queries.dtype), tables).unflatten(0, (batch, -1))
             tables = sequences.positions.rotary[self.rope]
@@ -137,6 +156,15 @@ class PooledIndexer(nn.Module):
             own = block[:, None].expand(-1, best.shape[1], -1)
             # Padding attends to itself alone.
             return mask & (best.gather(2, own.clamp(max=len(number))) | (own == whole) | (visible == 1))
+
+    def new_cache(
+        self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        """Allocate what the tokens add to their block's key, [batch, max_length, head_dim], and positions,
+        [batch, max_length, axes].
+        """
+        keys = torch.zeros(batch, max_length, self.spec.head_dim, device=device, dtype=dtype)
+        return keys, torch.zeros(batch, max_length, self._axes, device=device, dtype=torch.int32)
 
     def _queries(self, queries: Tensor, tables: Tables) -> Tensor:
         """[T, heads, head_dim]."""

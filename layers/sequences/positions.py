@@ -70,9 +70,12 @@ class Positions(Part):
                     f"position_ids came on {len(self.axes)} axes, and the positions of this model "
                     f"have one: expected the shape of the tokens, {shape}"
                 )
-            positions = self.ids if rope.axes is None or self.axes is None else self._on_axes(rope.axes)
-            tables[rope] = rotary_tables(rope, positions, self.end, factors)
+            tables[rope] = rotary_tables(rope, self.of(rope), self.end, factors)
         return replace(self, rotary=tables)
+
+    def of(self, rope: RopeSpec) -> Tensor:
+        """The positions that rotate heads: [T], or [A, T] if both settings and tokens have several axes."""
+        return self.ids if rope.axes is None or self.axes is None else self._on_axes(rope.axes)
 
     def _on_axes(self, axes: tuple[int, ...]) -> Tensor:
         """The positions on axes, [A, T]; with those that count tokens as the first, if there are too few."""

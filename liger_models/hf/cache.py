@@ -128,11 +128,12 @@ class TransformersCache(KVCache):
 
     def append(self, layer: int, *new: Tensor) -> tuple[Tensor, ...]:
         """Store a layer's tensors for the new tokens, each [T, ...], and return those of all cached tokens,
-        each [batch, cached tokens, ...]. A third tensor, or a single one, holds the keys of an indexer.
+        each [batch, cached tokens, ...]. A third tensor, or a single one, holds the keys of an indexer, and a
+        fourth their positions.
         """
         if len(new) == 1:  # keys and values are those of another layer
             return (self._append_index(layer, self.documents.unpack(new[0])),)
-        keys_and_values, index = new[:2], new[2:]
+        keys_and_values, index, positions = new[:2], new[2:3], new[3:]
         self._extent[layer] = self.cache.get_mask_sizes(self.shape[1], layer)
         flat = [tensor.dim() == 2 for tensor in keys_and_values]  # add a head axis
         heads = [x[:, None] if alone else x for x, alone in zip(keys_and_values, flat, strict=True)]
@@ -140,7 +141,8 @@ class TransformersCache(KVCache):
         kept = cache.update(*(self.documents.unpack(x).transpose(1, 2) for x in heads), layer)
         rows = [x.transpose(1, 2) for x in kept]
         rows = [x[:, :, 0] if alone else x for x, alone in zip(rows, flat, strict=True)]
-        return (*rows, *(self._append_index(layer, self.documents.unpack(keys)) for keys in index))
+        rows += [self._append_index(layer, self.documents.unpack(keys)) for keys in index]
+        return (*rows, *(self._append_positions(layer, self.documents.unpack(ids)) for ids in positions))
 
     def _append_index(self, layer: int, keys: Tensor) -> Tensor:
         """Store an indexer's keys [batch, new, head_dim] and return those of all cached tokens."""
@@ -148,6 +150,16 @@ class TransformersCache(KVCache):
         if hasattr(kept, "update_index"):  # of MiniMax-M3, with an axis of heads
             return kept.update_index(keys[:, None])[:, 0]
         return kept.update_indexer(keys)
+
+    def _append_positions(self, layer: int, positions: Tensor) -> Tensor:
+        """Store the positions [batch, new, axes] of an indexer's keys where transformers' own model keeps
+        them, and return those of all cached tokens; 0 in slots without one.
+        """
+        kept: Any = self.cache.layers[layer]
+        new, before = positions.permute(2, 0, 1), kept.indexer_position_ids
+        kept.indexer_position_ids = new if before is None else torch.cat([before, new], dim=2)
+        rows = kept.indexer_position_ids.permute(1, 2, 0)
+        return F.pad(rows, (0, 0, 0, kept.indexer_keys.shape[1] - rows.shape[1]))
 
     def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
         """Store keys [T, D] and what compressors read of the new tokens, [T, ...], the latter where the

@@ -1,5 +1,6 @@
-"""Keep the inputs of comparisons clear of router ties. At a tie, rounding decides: another CPU chooses
-another expert, and every result changes by percents.
+"""Keep the inputs of comparisons clear of ties of routers, and of indexers of mean keys, whose scores
+are sums of few parts that may all be zero. At a tie, rounding decides: another CPU chooses another expert or
+block, and every result changes by percents.
 
     with clear_of_ties(1e-5):           # TieError if a change of 1e-5 of a token's scores changes its experts
         model(ids)
@@ -18,19 +19,33 @@ from torch import Tensor
 
 router = importlib.import_module("liger_models.layers.experts.router")
 ngrams = importlib.import_module("liger_models.layers.recurrent.ngrams")
+pooled = importlib.import_module("liger_models.layers.parts.pooled_indexer")
 
 
 class TieError(AssertionError):
-    """A router's choice is within rounding of another one: choose other inputs."""
+    """A router's or an indexer's choice is within rounding of another one: choose other inputs."""
 
 
 @contextmanager
 def clear_of_ties(margin: float) -> Iterator[None]:
     """Check every choice of experts made in the context: it must not change when each logit of a token
-    changes by `margin` times the norm of the token's logits, in the worst direction. Nor may scores of
-    n-grams lie near zero, where the slope of their root has no bound.
+    changes by `margin` times the norm of the token's logits, in the worst direction. So for blocks of keys
+    and their scores. Nor may scores of n-grams lie near zero, where the slope of their root has no bound.
     """
     route, decide, gates_of = router.route, router.decide, ngrams.gates_of
+    choose = pooled.choose_compressed
+
+    def checked_choose(
+        q: Tensor, keys: Tensor, weights: Tensor, places: Any, top_k: int, **scale: Any
+    ) -> Any:
+        scores = pooled.index_scores(q, keys, weights, **scale)  # [T, W]
+        number, (first, end) = torch.arange(len(keys)), places.seen.split(1, dim=1)
+        scores = scores.masked_fill((number < first) | (number >= end), -torch.inf)
+        if len(keys) > top_k:
+            best = scores.topk(top_k + 1).values  # -inf where a token sees fewer
+            size = scores.clamp(min=0).norm(dim=-1)
+            _refuse((best[:, top_k - 1] - best[:, top_k] <= 2 * margin * size)[:, None])
+        return choose(q, keys, weights, places, top_k, **scale)
 
     def checked_gates(scores: Tensor) -> Tensor:
         _refuse(scores.detach().abs() < 250 * margin)
@@ -69,6 +84,7 @@ def clear_of_ties(margin: float) -> Iterator[None]:
         mock.patch.object(router, "route", checked_route),
         mock.patch.object(router, "decide", checked_decide),
         mock.patch.object(ngrams, "gates_of", checked_gates),
+        mock.patch.object(pooled, "choose_compressed", checked_choose),
     ):
         yield
 
@@ -77,6 +93,6 @@ def _refuse(near: Tensor) -> None:
     if near.any():
         tokens = near.flatten(1).any(-1).nonzero().flatten().tolist()
         raise TieError(
-            f"the experts of tokens {tokens} are near a tie, or a root is near zero: choose other inputs "
-            "(another seed)"
+            f"the experts or blocks of tokens {tokens} are near a tie, or a root is near zero: choose other "
+            "inputs (another seed)"
         )

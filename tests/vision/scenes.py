@@ -71,11 +71,15 @@ class VisionPair(pairs.Pair):
         return Scenes(self.ours.spec, self.config)
 
     @property
-    def chooses_tokens(self) -> bool:
-        """Whether indexers choose among the tokens of short documents, which then cannot continue others."""
-        mixers = (mixer for block in self.ours.spec.blocks for mixer in block.mixers)
+    def needs_whole_documents(self) -> bool:
+        """Whether short documents cannot continue others: indexers choose among their tokens, or embeddings
+        of n-grams look back.
+        """
+        blocks = self.ours.spec.blocks
+        mixers = (mixer for block in blocks for mixer in block.mixers)
         kinds = IndexerSpec | GatedPoolsSpec
-        return any(isinstance(getattr(mixer, "indexer", None), kinds) for mixer in mixers)
+        chooses = any(isinstance(getattr(mixer, "indexer", None), kinds) for mixer in mixers)
+        return chooses or any(block.ngrams is not None for block in blocks)
 
     @property
     def vision(self) -> Any:

@@ -80,7 +80,7 @@ def test_scores_equal_those_of_separate_sequences(pair, tmp_path, monkeypatch):
     found = sequences_of(pair)
     expected = torch.stack([alone(pair, two[side]) for side in (0, 1) for two in found])
     corpus, row = written(tmp_path / "pairs", found, PAIRS)
-    for shares in (False, getattr(pair.vision, "spans", None) != "prefix" and not pair.chooses_tokens):
+    for shares in (False, getattr(pair.vision, "spans", None) != "prefix" and not pair.needs_whole_documents):
         documents = groups.Groups([Part(corpus)], pair.vision)
         documents.shares = shares
         batch = documents.batch([row])

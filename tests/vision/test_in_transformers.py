@@ -168,7 +168,8 @@ def test_hidden_states_match_the_reference(pair, ours):
     with torch.no_grad():
         models = (pair.reference, ours)
         expected, found = (m.model(**call, output_hidden_states=True).hidden_states for m in models)
-    distances = {f"{i}": relative_distance(*both) for i, both in enumerate(zip(found, expected, strict=True))}
+    both = zip(found, expected, strict=True)  # Qwen4's reference has the streams of a token in one axis
+    distances = {f"{i}": relative_distance(one.view_as(other), other) for i, (one, other) in enumerate(both)}
     assert not beyond_bound(distances)
 
 
