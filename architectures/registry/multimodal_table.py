@@ -102,6 +102,7 @@ _TOWERS = (
     "image_newline",
     *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
     "connector.",
+    "merger.",
     "projector.",
     "mm_projector.",
     "visual_embeddings_table.",
@@ -155,6 +156,8 @@ MULTIMODAL: dict[str, Multimodal] = {
         _OWN_ROOT,
         missing="positions on three axes in layers of two types",
     ),
+    "minicpmv4_6": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
+    "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),

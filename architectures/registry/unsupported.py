@@ -46,7 +46,7 @@ MISSING |= {
     "xlm": "learned positions and languages, next to norms after each sum",
     "granite_docling": "image tokens at two resolutions, between which a router chooses",
     "granite4_vision": f"{_Q_FORMER}, by windows and for several layers of the language model",
-    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), _WITHIN),
+    "minicpmv4_7": _WITHIN,
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _Q_FORMER),
     **dict.fromkeys(("chameleon", "emu3", "janus"), _CODES),
     **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),

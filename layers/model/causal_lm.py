@@ -38,7 +38,7 @@ from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.router_loss import router_loss
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
-from liger_models.layers.vision.processor_inputs import seconds_as_numbers
+from liger_models.layers.vision.grid_inputs import seconds_as_numbers
 
 
 class CausalLM(Scoring, Distilling, Decoder, ModelParameters):

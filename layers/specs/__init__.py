@@ -104,9 +104,11 @@ from liger_models.layers.specs.vision import (
     ShapedPictures,
     SquarePictures,
     StretchedTable,
+    StripPictures,
     TiledVisionSpec,
     VisionSpec,
     WindowedPictures,
+    WindowMergerSpec,
 )
 
 __all__ = [
@@ -203,6 +205,7 @@ __all__ = [
     "StreamsSpec",
     "StretchedTable",
     "StridedProjectorSpec",
+    "StripPictures",
     "SubsampledSounds",
     "TiledVisionSpec",
     "TimeSpec",
@@ -212,5 +215,6 @@ __all__ = [
     "VisionSpec",
     "VisualWordsSpec",
     "WaveformSounds",
+    "WindowMergerSpec",
     "WindowedPictures",
 ]

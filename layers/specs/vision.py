@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -112,10 +112,13 @@ class CubicTable:
 @dataclass(frozen=True)
 class FractionTable:
     """A table of `side` times `side` positions for images of any size: the row of a patch is that of the
-    table at the same fraction of the height, rounded down, and likewise the column (Idefics 3).
+    table at the same fraction of the height, rounded down, and likewise the column (Idefics 3). The fraction
+    is a product with the inverse of the height, or if `divided` a quotient (MiniCPM-V 4.6), which float32
+    may round to another side of a border.
     """
 
     side: int
+    divided: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,15 @@ class PooledGrids:
     """The same as `GridPictures`, with a number n for each picture in `image_merge_sizes` and
     `video_merge_sizes`: blocks of n times n patches are pooled before the projector. With
     `video_compression_mask` only those pooled patches of videos make tokens that it marks (VideoLLaMA 3).
+    """
+
+
+@dataclass(frozen=True)
+class StripPictures:
+    """Processor outputs `pixel_values` [1, channels, size, patches of all images * size], the patches of an
+    image next to one another, row by row, and `target_sizes` [images, 2], rows and columns of patches; for
+    frames of videos `pixel_values_videos` and `target_sizes_videos`. Parts of an image in higher resolution
+    (slices) are images of their own (MiniCPM-V 4.6).
     """
 
 
@@ -246,6 +258,21 @@ class AnyresPictures:
 
 
 @dataclass(frozen=True)
+class WindowMergerSpec:
+    """Merging of `merge` times `merge` adjacent patches after layer `after` of an encoder: in each window
+    attention in `num_attention_heads` heads after a `norm`; then another norm of the concatenated patches
+    and two linear layers of inner width `size`, with an approximate GELU between them, whose output is added
+    to the patches' mean (MiniCPM-V 4.6).
+    """
+
+    after: int
+    num_attention_heads: int
+    size: int
+    norm: LayerNormSpec
+    merge: ClassVar[int] = 2
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """An image encoder and its projector into a language model.
 
@@ -262,9 +289,9 @@ class VisionSpec:
     receives only with `class_feature`, as an additional feature. `prefix_tokens` are learned tokens before
     the patches of each image, which the projector does not receive. With `taken` it receives the concatenated
     outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary positions of
-    patches start at 1 if the class token is at 0. With `clips` all time steps of a video attend to one
-    another, and the projector receives their mean; with `joined_steps` they attend to one another, and rotary
-    positions have the time step as a third axis.
+    patches start at 1 if the class token is at 0. A `merger` merges patches between two layers. With `clips`
+    all time steps of a video attend to one another, and the projector receives their mean; with
+    `joined_steps` they attend to one another, and rotary positions have the time step as a third axis.
 
     In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
     projector's table in place of their embeddings (Ovis). `framing_ids` are tokens before and after an image
@@ -308,6 +335,7 @@ class VisionSpec:
         | ShapedPictures
         | GridPictures
         | PooledGrids
+        | StripPictures
         | PaddedPictures
         | SquarePictures
         | CroppedPictures
@@ -332,6 +360,12 @@ class VisionSpec:
     joined_steps: bool = False
     marker_ids: tuple[int, ...] = ()
     framing_ids: tuple[int, int, int, int] | None = None
+    merger: WindowMergerSpec | None = None
+
+    @property
+    def merge(self) -> int:
+        """The number of patches on a side of what makes a token."""
+        return self.projector.merge * (1 if self.merger is None else self.merger.merge)
 
     @property
     def rows_end(self) -> bool:

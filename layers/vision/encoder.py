@@ -29,6 +29,7 @@ from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Grids, Sequences
 from liger_models.layers.specs import GridConvSpec, PatchSpec, VisionSpec
+from liger_models.layers.vision.merging import WindowMerger
 from liger_models.layers.vision.patch_order import Grid, windows_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table
@@ -129,6 +130,9 @@ class VisionEncoder(nn.Module):
         recorded: runs the layers as CUDA graphs, if they were asked for (`Decoder.set_cuda_graphs`). Layers
             with windows of their own, that read the sizes of pictures, or with further outputs, run as
             without.
+
+    Raises:
+        ValueError: a merger that the encoder has no room for.
     """
 
     def __init__(self, spec: VisionSpec, attention: AttentionBackend = "auto"):
@@ -154,16 +158,21 @@ class VisionEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        self.merger = None
+        if spec.merger is not None:
+            _check_merger(spec, spec.merger.after)
+            self.merger = WindowMerger(spec.hidden_size, spec.merger, spec.projector.merge)
         if spec.norm_after is not None:
             self.norm_after = make_norm(spec.hidden_size, spec.norm_after)
-        self.reads_grids = any(isinstance(block.mixer, GridConvSpec) for block in spec.blocks)
+        reads_grids = any(isinstance(block.mixer, GridConvSpec) for block in spec.blocks)
+        self.is_plain = not (spec.deep or spec.taken or spec.merger or reads_grids)
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
         """Return the projector's input, [P, D], or wider if it concatenates several layers; and the outputs
         of the layers at `deep`, in ascending order. Rows are in the order of the pictures' patches, or with
-        `clips` in that of the patches of their first time steps.
+        `clips` in that of the patches of their first time steps, or with a `merger` one per window.
         """
-        merge, device = self.spec.projector.merge, pictures.patches.device
+        merge, device = self.spec.merge, pictures.patches.device
         x = self._embedded(pictures)
         ropes = tuple(dict.fromkeys(rope for block in self.spec.blocks for rope in block.ropes))
         lengths = [n + (self.class_token is not None) + self.spec.prefix_tokens for n in pictures.lengths]
@@ -182,8 +191,11 @@ class VisionEncoder(nn.Module):
         frames.grids = Grids(tuple((h, w) for t, h, w in pictures.grids for _ in range(t)), merge)
         for sequences in seen_by:
             sequences.positions = frames.positions
-        alone = order is None and not (self.spec.deep or self.spec.taken or self.reads_grids)
-        if alone and self.recorded is not None and torch.is_grad_enabled():
+        if self.spec.merger is not None:
+            lengths = [n // self.spec.merger.merge**2 for n in lengths]
+            first = self.spec.merger.after + 1
+            seen_by[first:] = [Sequences.of_lengths(lengths, device)] * len(seen_by[first:])
+        if order is None and self.is_plain and self.recorded is not None and torch.is_grad_enabled():
             made: tuple[Tensor, ...] = (self.recorded([x], frames, {}, self._run_alone),)
         else:
             made = self._run(x, seen_by)
@@ -200,11 +212,11 @@ class VisionEncoder(nn.Module):
         """The row and column of each token of `count` pictures, and with `joined_steps` its time step, on the
         host; `order` is of their blocks.
         """
-        places = pictures.places(self.spec.projector.merge)
+        places = pictures.places(self.spec.merge)
         if self.spec.joined_steps:
             places = torch.cat([places, pictures.steps()[None]])
         if order is not None:
-            places = _by_blocks(places.T, order, self.spec.projector.merge).T
+            places = _by_blocks(places.T, order, self.spec.merge).T
         if self.class_token is not None:  # not rotated: its position is 0
             places = self.class_token.among(places.T + 1, torch.zeros_like(places[:, 0]), count).T
         return places
@@ -223,6 +235,8 @@ class VisionEncoder(nn.Module):
             if number in kept:
                 x, residual = x if residual is None else x + residual, None
                 states[number] = x
+            if self.merger is not None and self.spec.merger is not None and number == self.spec.merger.after:
+                x, residual = self.merger(x if residual is None else x + residual), None
         if self.spec.taken:
             x = torch.cat([states[state - 1] for state in self.spec.taken], -1)
         elif self.norm_after is not None:
@@ -246,7 +260,7 @@ class VisionEncoder(nn.Module):
         if self.class_token is not None:
             x = self.class_token(x, len(pictures.lengths))
         if self.table is not None:
-            x = x + self.table(pictures.grids, self.spec.projector.merge).to(x.dtype)
+            x = x + self.table(pictures.grids, self.spec.merge).to(x.dtype)
         if self.prefix is not None:
             x = self.prefix(x, pictures.lengths)
         return x if self.norm_before is None else self.norm_before(x)
@@ -254,6 +268,17 @@ class VisionEncoder(nn.Module):
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""
         set_levels(self.layers, levels)
+
+
+def _check_merger(spec: VisionSpec, after: int) -> None:
+    others = (spec.class_token, spec.prefix_tokens, spec.windowed, spec.deep, spec.taken, spec.clips)
+    if any(others) or any(block.ropes for block in spec.blocks):
+        raise ValueError(
+            "a merger is for encoders without rotary positions, windows, tokens of their own and outputs of "
+            "several layers"
+        )
+    if not 0 <= after < len(spec.blocks):
+        raise ValueError(f"the merger follows layer {after} of {len(spec.blocks)}")
 
 
 def _means_over_time(x: Tensor, grids: Sequence[Grid]) -> Tensor:

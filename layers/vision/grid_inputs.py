@@ -14,6 +14,7 @@ from liger_models.layers.vision.patch_order import Grid, in_blocks
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.pooled import PooledPictures
 
+DOWNSAMPLING = "downsample_mode"
 ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos
 
 
@@ -123,6 +124,71 @@ def _seconds(positions: TimeSpec, keywords: Mapping[str, Any], videos: list[Grid
                     "seconds"
                 )
     return seconds
+
+
+def strips(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
+    """Pictures as patches next to one another: see `StripPictures`. Frames of videos, and slices, are
+    pictures of their own.
+
+    Raises:
+        DataError: also another `downsample_mode` than the model's, which decides how many patches make a
+            token.
+    """
+    names = "pixel_values", "target_sizes", "pixel_values_videos", "target_sizes_videos"
+    given = taken(keywords, *names, DOWNSAMPLING)
+    mode, own = given.get(DOWNSAMPLING), "4x" if spec.merger is None else "16x"
+    if mode is not None and mode != own:
+        raise DataError(
+            f"{DOWNSAMPLING} is {mode!r}, and this model was loaded with {own!r}: change it in config.json "
+            "and load the model again"
+        )
+    images, image_grids = _of_strips(spec, merge, given, *names[:2])
+    videos, video_grids = _of_strips(spec, merge, given, *names[2:])
+    patches = [values for values in (images, videos) if values is not None]
+    return Pictures(torch.cat(patches), image_grids + video_grids, len(image_grids)) if patches else None
+
+
+def _of_strips(
+    spec: VisionSpec, merge: int, given: Mapping[str, Any], pixels: str, sizes: str
+) -> tuple[Tensor | None, list[Grid]]:
+    if not together(given, pixels, sizes):
+        return None, []
+    values, table = given[pixels], torch.as_tensor(given[sizes])
+    if table.dim() != 2 or table.shape[1] != 2 or table.is_floating_point():
+        raise DataError(
+            f"{sizes} must be integers [pictures, 2], their patches in height and width; found {table.dtype} "
+            f"of shape {tuple(table.shape)}"
+        )
+    grids: list[Grid] = [(1, h, w) for h, w in table.tolist()]
+    for i, (_, h, w) in enumerate(grids):
+        if min(h, w) < 1 or h % merge or w % merge:
+            raise DataError(
+                f"{sizes}[{i}] is {(h, w)}; expected numbers above 0, multiples of {merge}, since so many "
+                "patches side by side make one token"
+            )
+    size, count = spec.patches.size, sum(h * w for _, h, w in grids)
+    expected = (1, spec.patches.channels, size, count * size)
+    if tuple(values.shape) != expected or not values.is_floating_point():
+        raise DataError(
+            f"{pixels} must be floating point of shape {expected}, by {sizes} and the model's patches; found "
+            f"{values.dtype} of shape {tuple(values.shape)}"
+        )
+    if not grids:
+        return None, []
+    patches = values[0].unflatten(2, (count, size)).permute(2, 0, 1, 3).flatten(1)
+    return in_blocks(patches, grids, spec.patches, merge), grids
+
+
+def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Convert the seconds of videos in a call's keywords to numbers. Mixed precision of FSDP2 casts all
+    floating point tensors in the arguments of a sharded module, and seconds in bfloat16 would shift the
+    videos' positions.
+    """
+    for name in (TimeSpec.seconds, ClockSpec.seconds):
+        seconds = keywords.get(name)
+        if isinstance(seconds, Tensor) and seconds.dtype not in ROUNDED:
+            keywords = keywords | {name: seconds.tolist()}
+    return keywords
 
 
 def pooled_grids(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.specs import AnyresPictures, TiledVisionSpec
+from liger_models.layers.specs import AnyresPictures, StripPictures, TiledVisionSpec
 from liger_models.layers.vision.crops import renumbered
 from liger_models.layers.vision.positions import IMAGE, VIDEO
 
@@ -28,6 +28,7 @@ ON_HOST = frozenset(
             "batch_num_images",
         ),
         "num_local_patches",
+        *("target_sizes", "target_sizes_videos"),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
         *("spatial_shapes", "pixel_attention_mask", "pixel_mask"),
         *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
@@ -74,12 +75,22 @@ def pack_conversations(
     tiled = isinstance(spec, TiledVisionSpec)
     call = _frames_apart(spec, [images[_VIDEOS] for images in pictured if _VIDEOS in images])
     for name in sorted({name for images in pictured for name in images} - {*OF_TOKENS, *call}):
-        call[name] = _joined([images[name] for images in pictured if name in images], int(tiled), name)
+        dim = of_patches(spec, name) or int(tiled)
+        call[name] = _joined([images[name] for images in pictured if name in images], dim, name)
     if tiled:
         call[_SEEN] = _block_diagonal(spec, conversations, parents or [-1] * len(conversations))
     elif spec.kinds is not None:
         call[spec.kinds] = torch.cat([kinds_of(spec, one) for one in conversations])[None]
     return call
+
+
+def of_patches(spec: Any, name: str) -> int:
+    """The dimension of an output of the processor along which pictures are joined; 0 also if there is another
+    for all outputs.
+    """
+    return 3 * (
+        isinstance(getattr(spec, "pictures", None), StripPictures) and name.startswith("pixel_values")
+    )
 
 
 def marks_tokens(spec: Any) -> bool:

@@ -65,8 +65,8 @@ def make_table(spec: VisionSpec) -> PositionTable | PositionsByAxes | None:
             rows = side**2 + (spec.class_token is not None)
             kind = FixedPositions if isinstance(table, FixedTable) else CubicPositions
             return kind(rows, spec.hidden_size, side, int(spec.class_token == "first"))
-        case FractionTable(side):
-            return FractionPositions(side**2, spec.hidden_size, side)
+        case FractionTable(side, divided):
+            return FractionPositions(side**2, spec.hidden_size, side, divided)
         case AxesTable(size):
             return PositionsByAxes(size, spec.hidden_size)
     return None
@@ -181,10 +181,14 @@ class ClipPositions(ResizedPositions):
 
 
 class FractionPositions(PositionTable):
-    """The row and column of the table at the same fraction of the picture."""
+    """The row and column of the table at the same fraction of the picture, a quotient if `divided`."""
+
+    def __init__(self, rows: int, width: int, side: int, divided: bool):
+        super().__init__(rows, width, side)
+        self.divided = divided
 
     def forward(self, grids: Sequence[Grid], merge: int) -> Tensor:
-        rows = torch.cat([_at_fractions(grid, merge, self.side) for grid in grids])
+        rows = torch.cat([_at_fractions(grid, merge, self.side, self.divided) for grid in grids])
         return self.weight[to_device(rows, self.weight.device)]
 
 
@@ -230,13 +234,15 @@ def _times(steps: int, width: int) -> Tensor:
 
 
 @cached_tensors()
-def _at_fractions(grid: Grid, merge: int, side: int) -> Tensor:
+def _at_fractions(grid: Grid, merge: int, side: int, divided: bool) -> Tensor:
     """The table row of each patch, on the host; in the reference's float32, which may round a fraction to
     below a border.
     """
     borders = torch.arange(1 / side, 1.0, 1 / side, device="cpu")
 
     def place(index: Tensor, size: int) -> Tensor:
+        if divided:
+            return torch.bucketize(index / size, borders, right=True)
         fraction = index.float() * (1.0 / torch.tensor(size, device="cpu"))
         return torch.bucketize(fraction.clamp(max=1 - 1e-6), borders, right=True)
 

@@ -16,7 +16,6 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import (
     AnyresPictures,
     AxesTable,
-    ClockSpec,
     CroppedPictures,
     CubicTable,
     FlatGrids,
@@ -28,17 +27,17 @@ from liger_models.layers.specs import (
     PooledGrids,
     ShapedPictures,
     SquarePictures,
-    TimeSpec,
+    StripPictures,
     VisionSpec,
     WindowedPictures,
 )
 from liger_models.layers.vision.anyres import Taps, best_resolution, of_tiles, of_video, of_whole
 from liger_models.layers.vision.crops import cropped, masked, windowed
 from liger_models.layers.vision.grid_inputs import (
-    ROUNDED,
     flat_grids,
     grids,
     pooled_grids,
+    strips,
     taken,
     together,
 )
@@ -64,18 +63,6 @@ def take_pictures(
     if all_shown and isinstance(spec.pictures, SquarePictures):
         return _squares(spec, merge, keywords, all_shown)
     return READERS[type(spec.pictures)](spec, merge, keywords)
-
-
-def seconds_as_numbers(keywords: dict[str, Any]) -> dict[str, Any]:
-    """Convert the seconds of videos in a call's keywords to numbers. Mixed precision of FSDP2 casts all
-    floating point tensors in the arguments of a sharded module, and seconds in bfloat16 would shift the
-    videos' positions.
-    """
-    for name in (TimeSpec.seconds, ClockSpec.seconds):
-        seconds = keywords.get(name)
-        if isinstance(seconds, Tensor) and seconds.dtype not in ROUNDED:
-            keywords = keywords | {name: seconds.tolist()}
-    return keywords
 
 
 def _padded(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures | None:
@@ -389,6 +376,7 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     GridPictures: grids,
     FlatGrids: flat_grids,
     PooledGrids: pooled_grids,
+    StripPictures: strips,
     PaddedPictures: _padded,
     SquarePictures: _squares,
     CroppedPictures: cropped,

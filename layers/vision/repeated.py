@@ -19,10 +19,12 @@ from liger_models.layers.specs import (
     WindowedPictures,
 )
 from liger_models.layers.vision.crops import pictures_apart, renumbered
+from liger_models.layers.vision.packing import of_patches
 from liger_models.layers.vision.processor_inputs import take_pictures
 
 _OF_VIDEOS = (
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
+    "target_sizes_videos",
     *("second_per_grid_ts", "video_second_per_grid", "video_merge_sizes", "video_compression_mask"),
 )
 
@@ -47,7 +49,7 @@ def repeat_pictures(
             raise DataError(f"{wrong[0]} has {len(given[wrong[0]])} rows; expected {rows}, as input_ids")
         return {name: torch.as_tensor(x).repeat_interleave(times, 0) for name, x in given.items()}
     assert isinstance(spec, VisionSpec)
-    merge = spec.projector.merge
+    merge = spec.merge
     pictures = take_pictures(spec, merge, dict(given))
     assert pictures is not None
     counts = pictures.counts(merge)
@@ -72,8 +74,9 @@ def repeat_pictures(
         tokens = torch.eq(input_ids, -1 if token is None else token).sum(1).tolist()
         order = order_of(tokens, own, times)
         if isinstance(x, Tensor):
-            pieces = x.split(_sizes(spec, name, given, len(own)))
-            made[name] = torch.cat([pieces[i] for i in order])
+            dim = of_patches(spec, name)
+            pieces = x.split(_sizes(spec, name, given, len(own)), dim)
+            made[name] = torch.cat([pieces[i] for i in order], dim)
         else:
             made[name] = [x[i] for i in order]
     return made
@@ -108,6 +111,9 @@ def _sizes(spec: VisionSpec, name: str, given: Mapping[str, Any], pictures: int)
         of_images = "image_grid_hw" if isinstance(spec.pictures, FlatGrids) else "image_grid_thw"
         grids = given["video_grid_thw" if name in _OF_VIDEOS else of_images]
         return torch.as_tensor(grids).prod(1).tolist()
+    if of_patches(spec, name):
+        sizes = given["target_sizes_videos" if name in _OF_VIDEOS else "target_sizes"]
+        return (torch.as_tensor(sizes).prod(1) * spec.patches.size).tolist()
     if name == "video_compression_mask":
         sides = torch.as_tensor(given["video_merge_sizes"]).flatten()
         return (torch.as_tensor(given["video_grid_thw"]).prod(1) // sides**2).tolist()

@@ -109,10 +109,10 @@ class Vision(nn.Module):
         super().__init__()
         if spec.spans in ("prefix", "marked") and spec.kinds is None:
             raise ValueError(f"the spans are {spec.spans!r}, but no keyword marks them: kinds is None")
-        if spec.class_feature and (spec.class_token is None or spec.projector.merge > 1):
+        if spec.class_feature and (spec.class_token is None or spec.merge > 1):
             raise ValueError(
                 "class_feature is for encoders with a class_token whose projector merges no patches; found "
-                f"class_token={spec.class_token!r} and merge={spec.projector.merge}"
+                f"class_token={spec.class_token!r} and merge={spec.merge}"
             )
         if spec.prefix_tokens and (spec.class_token or spec.windowed or any(b.ropes for b in spec.blocks)):
             raise ValueError(
@@ -122,7 +122,7 @@ class Vision(nn.Module):
             raise ValueError(f"taken is {spec.taken}, of an encoder of {len(spec.blocks)} layers")
         if spec.clips and not isinstance(spec.pictures, GridPictures):
             raise ValueError("clips are videos with a grid, but pictures is not a GridPictures")
-        self.spec, self.merge = spec, spec.projector.merge
+        self.spec, self.merge = spec, spec.merge
         self.all_shown = False  # in the last call no images filled up rows: the next need not wait for that
         self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]

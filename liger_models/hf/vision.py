@@ -23,13 +23,15 @@ from liger_models.hf.models import HEAD, LigerForCausalLM
 from liger_models.layers.audio.sounds import KEYWORDS, repeat_sounds, take_sounds
 from liger_models.layers.model.call_checks import refuse_unknown
 from liger_models.layers.sequences.sequences import Sequences
+from liger_models.layers.vision.grid_inputs import DOWNSAMPLING, seconds_as_numbers
 from liger_models.layers.vision.pictures import Pictures
-from liger_models.layers.vision.processor_inputs import seconds_as_numbers, take_pictures
+from liger_models.layers.vision.processor_inputs import take_pictures
 from liger_models.layers.vision.repeated import repeat_pictures
 from liger_models.layers.vision.vision import SOUND_OF_VIDEO, VisionInputs
 
 PICTURES = (
     *("pixel_values", "image_grid_thw", "image_grid_hw", "image_sizes"),
+    *("target_sizes", "target_sizes_videos"),
     *("image_position_ids", "batch_num_images", "pixel_values_local", "num_local_patches"),
     *("pixel_values_videos", "video_grid_thw", "video_position_ids", "num_frames_per_video"),
     *(
@@ -173,6 +175,9 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         image_grid_thw: Tensor | None = None,
         image_grid_hw: Tensor | None = None,
         image_sizes: Tensor | None = None,
+        target_sizes: Tensor | None = None,
+        target_sizes_videos: Tensor | None = None,
+        downsample_mode: str | None = None,
         image_position_ids: Tensor | None = None,
         batch_num_images: Tensor | None = None,
         pixel_values_local: Tensor | None = None,
@@ -214,7 +219,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             DataError: an input is missing, or images or sounds do not match the tokens.
         """
         given = locals()
-        named = (*MEDIA, *OF_TOKENS, SOUND_OF_VIDEO)
+        named = (*MEDIA, *OF_TOKENS, SOUND_OF_VIDEO, DOWNSAMPLING)
         others |= {name: given[name] for name in named if given[name] is not None}
         if labels is None and "shift_labels" not in others:
             others |= self._all_prefix(input_ids, others)

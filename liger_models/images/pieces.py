@@ -40,6 +40,14 @@ def crops_of(piece: Any) -> int:
     return int(piece.height) // 8 % 3
 
 
+def slices_of(piece: Any, merge: int) -> list[list[tuple[int, int]]]:
+    """The rows of slices of an image or a frame, (height, width) in patches each: none, or one or two rows of
+    two, by its height. The last may be smaller than the others.
+    """
+    rows = [[(merge, 2 * merge)] * 2 for _ in range(crops_of(piece))]
+    return [*rows[:-1], [*rows[-1][:-1], (merge, merge)]] if rows else []
+
+
 def kept_of(video: Video) -> Tensor:
     """Mask of the tokens of a video pooled by 2 that a processor keeps."""
     return torch.arange(video.steps * video.height * video.width // 4) % 5 != 3
@@ -65,7 +73,7 @@ def documents_with_media(spec: ModelSpec) -> list[Document]:
     if spec.vision is None:
         return [[5, Sound(23), 7, Sound(9), 9], [11, Sound(14), 10]]
     heard = [] if spec.audio is None else [Sound(23), 3]
-    merge = getattr(getattr(spec.vision, "projector", None), "merge", 2)
+    merge = getattr(spec.vision, "merge", 2)
     return [
         [5, Image(2 * merge, merge), 7, *heard, Image(merge, 3 * merge), 9],
         [11, Image(3 * merge, 2 * merge), 10],

@@ -19,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.images.pieces import Document, Image, Piece, Video, crops_of, kept_of, windows_of
+from liger_models.images.pieces import (
+    Document,
+    Image,
+    Piece,
+    Video,
+    crops_of,
+    kept_of,
+    slices_of,
+    windows_of,
+)
 from liger_models.images.sounds import WORD, Sound, framed_sound, heard
 from liger_models.layers.specs import (
     AnyresPictures,
@@ -34,6 +43,7 @@ from liger_models.layers.specs import (
     PooledGrids,
     ShapedPictures,
     SquarePictures,
+    StripPictures,
     TiledVisionSpec,
     WindowedPictures,
 )
@@ -118,10 +128,13 @@ class Scenes:
                 if isinstance(self.vision.pictures, MaskedPictures):
                     tokens += [self.vision.image_id] * max(self.vision.pictures.tokens)[1]
                     continue
-                grid, merge = self._grid(piece), self.vision.projector.merge
+                grid, merge = self._grid(piece), self.vision.merge
                 if isinstance(self.vision.pictures, CroppedPictures):
                     for _ in range(crops_of(piece)):
                         tokens += [self.vision.image_id] * (self._crop() // merge) ** 2 + [BETWEEN_STEPS]
+                if isinstance(self.vision.pictures, StripPictures):
+                    tokens += self._sliced(piece)
+                    continue
                 if isinstance(self.vision.pictures, PooledGrids):
                     of_image = isinstance(piece, Image)
                     count = grid[1] * grid[2] if of_image else int(kept_of(piece).sum())
@@ -135,6 +148,23 @@ class Scenes:
                 before, after = self._frame(piece)
                 tokens += [*before, *step, *[*([BETWEEN_STEPS] if between else []), *step] * more, *after]
         return tokens
+
+    def _sliced(self, piece: Image | Video) -> list[int]:
+        """The tokens of an image, or of each frame of a video, and its slices."""
+        one, merge = (
+            self.vision.video_id if isinstance(piece, Video) else self.vision.image_id,
+            self.vision.merge,
+        )
+        tokens: list[int] = []
+        for _ in range(getattr(piece, "steps", 1)):
+            for _, h, w in self._with_slices(piece):
+                tokens += [WORD, *[one] * (h * w // merge**2), WORD]
+        return tokens
+
+    def _with_slices(self, piece: Image | Video) -> list[tuple[int, int, int]]:
+        """The grids of an image, or a frame, and of its slices."""
+        slices = [(1, *size) for row in slices_of(piece, self.vision.merge) for size in row]
+        return [(1, *self._grid(piece)[1:]), *slices]
 
     def _frame(self, piece: Image | Video) -> tuple[Sequence[int], Sequence[int]]:
         """The tokens before and after a picture."""
@@ -242,6 +272,25 @@ class Scenes:
             "image_grid_hw": grids,
         }
 
+    def _strips(self, pieces: list[Piece]) -> dict[str, Any]:
+        call: dict[str, Any] = {}
+        for kind, pixels, sizes in (
+            (Image, "pixel_values", "target_sizes"),
+            (Video, "pixel_values_videos", "target_sizes_videos"),
+        ):
+            own = [
+                grid[1:]
+                for piece in pieces
+                if isinstance(piece, kind)
+                for _ in range(getattr(piece, "steps", 1))
+                for grid in self._with_slices(piece)
+            ]
+            if own:
+                call[sizes] = torch.tensor(own)
+                size, patches = self.vision.patches.size, int(call[sizes].prod(1).sum())
+                call[pixels] = 0.1 * self._normal(1, self.vision.patches.channels, size, patches * size)
+        return call
+
     def _pooled_grids(self, pieces: list[Piece]) -> dict[str, Any]:
         """Videos are pooled by 2, and some of their tokens left out; images have all."""
         call = self._grids(pieces)
@@ -334,7 +383,7 @@ class Scenes:
 
     def _crop(self) -> int:
         """Side of a crop, in patches: three quarters of the image's, in whole tokens."""
-        merge = self.vision.projector.merge
+        merge = self.vision.merge
         side = self.vision.pictures.size // self.vision.patches.size
         return max(merge, side * 3 // 4 // merge * merge)
 
@@ -375,19 +424,25 @@ class Scenes:
         return [self.vision.image_id] * len(taps.features)
 
     def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
-        """Padded images have an extra row and column without tokens; square ones have a fixed size."""
+        """Padded images have an extra row and column without tokens; square ones have a fixed size. Where
+        more patches make a token than in most families, sides are rounded up.
+        """
         if isinstance(self.vision.pictures, SquarePictures | CroppedPictures):
             return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
-        more = int(isinstance(self.vision.pictures, PaddedPictures))
+        more, block = int(isinstance(self.vision.pictures, PaddedPictures)), 1
+        if isinstance(self.vision.pictures, StripPictures):
+            block = self.vision.merge
         steps = getattr(piece, "steps", 1)
         steps += steps % 2 if self.vision.paired and isinstance(piece, Video) else 0
-        return steps, piece.height + more, piece.width + more
+        height, width = (-(-size // block) * block + more for size in (piece.height, piece.width))
+        return steps, height, width
 
 
 _KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
     GridPictures: Scenes._grids,
     FlatGrids: Scenes._flat_grids,
     PooledGrids: Scenes._pooled_grids,
+    StripPictures: Scenes._strips,
     PaddedPictures: Scenes._padded,
     SquarePictures: Scenes._squares,
     CroppedPictures: Scenes._cropped,

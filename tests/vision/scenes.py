@@ -16,7 +16,7 @@ from variants import skipped
 from liger_models.images.scenes import Document, Image, Scenes, Video
 from liger_models.layers.specs import GatedPoolsSpec, IndexerSpec, PlacedPictures, TiledVisionSpec
 from liger_models.layers.vision.crops import renumbered
-from liger_models.layers.vision.packing import marks_tokens
+from liger_models.layers.vision.packing import marks_tokens, of_patches
 
 DOCUMENTS: dict[str, Document] = {
     "two images": [2, Image(6, 10), 1, Image(4, 4), 3],
@@ -98,7 +98,7 @@ class VisionPair(pairs.Pair):
         packed = {
             name: torch.cat(
                 [call[name] for call in calls if name in call],
-                1 if tiled or by_row or name in OF_TOKENS else 0,
+                of_patches(self.vision, name) or int(tiled or by_row or name in OF_TOKENS),
             )
             for name in {name for call in calls for name in call} - {"cross_attention_mask", "attention_mask"}
         }
