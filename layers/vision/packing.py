@@ -88,9 +88,8 @@ def of_patches(spec: Any, name: str) -> int:
     """The dimension of an output of the processor along which pictures are joined; 0 also if there is another
     for all outputs.
     """
-    return 3 * (
-        isinstance(getattr(spec, "pictures", None), StripPictures) and name.startswith("pixel_values")
-    )
+    strips = isinstance(getattr(spec, "pictures", None), StripPictures)
+    return 3 if strips and name.startswith("pixel_values") else 0
 
 
 def marks_tokens(spec: Any) -> bool:

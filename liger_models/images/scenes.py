@@ -11,14 +11,13 @@ patches, a multiple of the projector's merge size, or a sound. Families with a f
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from liger_models.images.outputs import OUTPUTS, Outputs
 from liger_models.images.pieces import (
     Document,
     Image,
@@ -26,7 +25,6 @@ from liger_models.images.pieces import (
     Video,
     crops_of,
     kept_of,
-    slices_of,
     windows_of,
 )
 from liger_models.images.sounds import WORD, Sound, framed_sound, heard
@@ -34,15 +32,9 @@ from liger_models.layers.specs import (
     AnyresPictures,
     ClockSpec,
     CroppedPictures,
-    FlatGrids,
-    GridPictures,
     MaskedPictures,
     ModelSpec,
-    PaddedPictures,
-    PlacedPictures,
     PooledGrids,
-    ShapedPictures,
-    SquarePictures,
     StripPictures,
     TiledVisionSpec,
     WindowedPictures,
@@ -52,10 +44,9 @@ from liger_models.layers.vision.vision import FRAMED
 
 FIRST_OF_TEXT = 10  # ids below may be special
 PADDING, BETWEEN_STEPS = 9, 11
-LEAST_SIDE, LEAST_PATCHES = 18, 96  # smaller images are padded to this, so that calls can be joined
 
 
-class Scenes:
+class Scenes(Outputs):
     """Makes inputs for a multimodal model.
 
     Args:
@@ -161,11 +152,6 @@ class Scenes:
                 tokens += [WORD, *[one] * (h * w // merge**2), WORD]
         return tokens
 
-    def _with_slices(self, piece: Image | Video) -> list[tuple[int, int, int]]:
-        """The grids of an image, or a frame, and of its slices."""
-        slices = [(1, *size) for row in slices_of(piece, self.vision.merge) for size in row]
-        return [(1, *self._grid(piece)[1:]), *slices]
-
     def _frame(self, piece: Image | Video) -> tuple[Sequence[int], Sequence[int]]:
         """The tokens before and after a picture."""
         if self.vision.framing_ids is not None:
@@ -192,9 +178,6 @@ class Scenes:
         ids = torch.randint(FIRST_OF_TEXT, self.vocab_size, (count,), generator=self.generator)
         return ids.where(self.kinds(ids) == 0, WORD).tolist()
 
-    def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator)
-
     def _kinds_keyword(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
         if self.vision.kinds is None:
             return {}
@@ -214,178 +197,13 @@ class Scenes:
         pieces = [p for document in documents for p in document if isinstance(p, Image | Video)]
         if not pieces:
             return {}
-        call = _KINDS[type(self.vision.pictures)](self, pieces)
+        call = OUTPUTS[type(self.vision.pictures)](self, pieces)
         if getattr(self.vision.pictures, "by_row", False):
             return self._by_row(call["pixel_values"], call.get("pixel_mask", torch.ones(1)), documents)
         if isinstance(self.vision.pictures, AnyresPictures) and self.vision.pictures.most is not None:
             counts = [sum(isinstance(piece, Image) for piece in document) for document in documents]
             call["batch_num_images"] = torch.tensor(counts)
         return call
-
-    def _tiles(self, documents: Sequence[Document], ids: Tensor) -> dict[str, Tensor]:
-        """Rows padded with empty images; each image is visible up to the next."""
-        images = [[piece for piece in document if not isinstance(piece, int)] for document in documents]
-        rows, most = len(images), max(map(len, images))
-        if not most:
-            return {}
-        spec, shapes = self.vision, self.config["vision_config"]["supported_aspect_ratios"]
-        ratios, filled = torch.zeros(rows, most).long(), torch.zeros(rows, most, spec.tiles).long()
-        seen = torch.zeros(*ids.shape, most, spec.tiles).long()
-        size = spec.image_size
-        pixels = 0.1 * self._normal(rows, most, spec.tiles, spec.patches.channels, size, size)
-        filled[..., 0] = 1
-        for row, own in enumerate(images):
-            starts = (ids[row] == spec.image_id).nonzero()[:, 0].tolist()
-            for i, (image, start) in enumerate(zip(own, starts, strict=True)):
-                ratios[row, i] = 1 + (image.height + image.width) // 2 % len(shapes)
-                count = math.prod(shapes[ratios[row, i] - 1])
-                filled[row, i, :count] = 1
-                seen[row, start : (*starts, ids.shape[1])[i + 1], i, :count] = 1
-        return {
-            "pixel_values": pixels,
-            "aspect_ratio_ids": ratios,
-            "aspect_ratio_mask": filled,
-            "cross_attention_mask": seen,
-        }
-
-    def _grids(self, pieces: list[Piece]) -> dict[str, Any]:
-        call: dict[str, Any] = {}
-        for kind, pixels, grids in (
-            (Image, "pixel_values", "image_grid_thw"),
-            (Video, "pixel_values_videos", "video_grid_thw"),
-        ):
-            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
-            if own:
-                call[grids] = torch.tensor(own)
-                patches = int(call[grids].prod(1).sum())
-                # Small relative to the norms' eps, so that eps matters.
-                call[pixels] = 0.1 * self._normal(patches, *self._patch())
-        videos = [piece.seconds for piece in pieces if isinstance(piece, Video)]
-        timed = self.vision.positions is not None and self.vision.positions.tokens_per_second
-        return call | ({self.vision.positions.seconds: torch.tensor(videos)} if videos and timed else {})
-
-    def _flat_grids(self, pieces: list[Piece]) -> dict[str, Any]:
-        grids = torch.tensor([self._grid(piece)[1:] for piece in pieces])
-        patches = int(grids.prod(1).sum())
-        return {
-            "pixel_values": 0.1 * self._normal(patches, self.vision.patches.width),
-            "image_grid_hw": grids,
-        }
-
-    def _strips(self, pieces: list[Piece]) -> dict[str, Any]:
-        call: dict[str, Any] = {}
-        for kind, pixels, sizes in (
-            (Image, "pixel_values", "target_sizes"),
-            (Video, "pixel_values_videos", "target_sizes_videos"),
-        ):
-            own = [
-                grid[1:]
-                for piece in pieces
-                if isinstance(piece, kind)
-                for _ in range(getattr(piece, "steps", 1))
-                for grid in self._with_slices(piece)
-            ]
-            if own:
-                call[sizes] = torch.tensor(own)
-                size, patches = self.vision.patches.size, int(call[sizes].prod(1).sum())
-                call[pixels] = 0.1 * self._normal(1, self.vision.patches.channels, size, patches * size)
-        return call
-
-    def _pooled_grids(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Videos are pooled by 2, and some of their tokens left out; images have all."""
-        call = self._grids(pieces)
-        for name, side in (("image", 1), ("video", 2)):
-            if f"{name}_grid_thw" in call:
-                call[f"{name}_merge_sizes"] = torch.full((len(call[f"{name}_grid_thw"]),), side)
-        videos = [kept_of(piece) for piece in pieces if isinstance(piece, Video)]
-        return call | ({"video_compression_mask": torch.cat(videos)} if videos else {})
-
-    def _patch(self) -> tuple[int, ...]:
-        spec = self.vision.patches
-        whole = (
-            getattr(self.vision.pictures, "raster", False) and spec.frames == 1 and not self.vision.rows_end
-        )
-        return (spec.channels, spec.size, spec.size) if whole else (spec.width,)
-
-    def _padded(self, pieces: list[Piece]) -> dict[str, Any]:
-        """With unused pixels below each image, all on a canvas of one size."""
-        size, grids = self.vision.patches.size, torch.tensor([self._grid(image)[1:] for image in pieces])
-        sizes = grids * size + torch.tensor([1, 0])
-        canvas = (max(LEAST_SIDE, int(side) + 1) * size for side in grids.amax(0))
-        pixels = 0.1 * self._normal(len(pieces), self.vision.patches.channels, *canvas)
-        return {"pixel_values": pixels, "image_sizes": sizes}
-
-    def _placed(self, pieces: list[Piece]) -> dict[str, Any]:
-        """All padded to the same number of patches, with contents that must not be read."""
-        call: dict[str, Any] = {}
-        most = max(LEAST_PATCHES, *(h * w for _, h, w in map(self._grid, pieces)))
-        for kind, pixels, ids in (
-            (Image, "pixel_values", "image_position_ids"),
-            (Video, "pixel_values_videos", "video_position_ids"),
-        ):
-            own = [self._grid(piece) for piece in pieces if isinstance(piece, kind)]
-            if not own:
-                continue
-            pictures = [(h, w) for t, h, w in own for _ in range(t)]
-            call[pixels] = 0.5 + 0.1 * self._normal(len(pictures), most, self.vision.patches.width)
-            call[ids] = torch.full((len(pictures), most, 2), -1)
-            for places, (h, w) in zip(call[ids], pictures, strict=True):
-                row, column = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
-                places[: h * w] = torch.stack([column.flatten(), row.flatten()], 1)
-            if kind is Video:
-                call["num_frames_per_video"] = torch.tensor([t for t, _, _ in own])
-        return call
-
-    def _shaped(self, pieces: list[Piece]) -> dict[str, Any]:
-        """All padded to the same number of patches, with contents that must not be read."""
-        shapes = torch.tensor([self._grid(piece)[1:] for piece in pieces])
-        most = max(LEAST_PATCHES, int(shapes.prod(1).max()))
-        return {
-            "pixel_values": 0.1 * self._normal(len(pieces), most, self.vision.patches.width),
-            "spatial_shapes": shapes,
-            "pixel_attention_mask": (torch.arange(most) < shapes.prod(1)[:, None]).int(),
-        }
-
-    def _squares(self, pieces: list[Piece]) -> dict[str, Any]:
-        size = self.vision.pictures.size
-        return {"pixel_values": 0.1 * self._normal(len(pieces), self.vision.patches.channels, size, size)}
-
-    def _cropped(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Whole images, and crops of some."""
-        counts, side = [crops_of(piece) for piece in pieces], self._crop() * self.vision.patches.size
-        crops = 0.1 * self._normal(sum(counts), self.vision.patches.channels, side, side)
-        call = {**self._squares(pieces), "num_local_patches": torch.tensor(counts)}
-        return call | ({"pixel_values_local": crops} if sum(counts) else {})
-
-    def _masked(self, pieces: list[Piece]) -> dict[str, Any]:
-        """All in the largest square, with contents below and beside them that must not be read."""
-        side, size = math.isqrt(max(self.vision.pictures.tokens)[0]), self.vision.patches.size
-        place = torch.arange(side * size)
-        sides = (min(side, piece.height) for piece in pieces), (min(side, piece.width) for piece in pieces)
-        rows, columns = (place < size * torch.tensor(list(own))[:, None] for own in sides)
-        pixels = 0.1 * self._normal(len(pieces), self.vision.patches.channels, side * size, side * size)
-        return {"pixel_values": pixels, "pixel_mask": (rows[:, :, None] & columns[:, None]).long()}
-
-    def _windowed(self, pieces: list[Piece]) -> dict[str, Any]:
-        side = self.vision.pictures.side
-        counts, windows, grids = [2 + crops_of(piece) for piece in pieces], [], []
-        for piece, before in zip(pieces, itertools.accumulate(counts, initial=0), strict=False):
-            whole, crops = windows_of(piece, self.vision.pictures.side)
-            own = torch.cat([whole, crops])
-            windows.append(own.where(own < 0, own + before * side**2))
-            grids.append([1, len(whole), 1, len(crops)])
-        return {
-            "pixel_values": 0.1 * self._normal(sum(counts), side**2, self.vision.patches.width),
-            "image_token_pooling": torch.cat(windows),
-            "image_grids": torch.tensor(grids),
-            "image_num_crops": torch.tensor(counts),
-        }
-
-    def _crop(self) -> int:
-        """Side of a crop, in patches: three quarters of the image's, in whole tokens."""
-        merge = self.vision.merge
-        side = self.vision.pictures.size // self.vision.patches.size
-        return max(merge, side * 3 // 4 // merge * merge)
 
     def _by_row(self, images: Tensor, masks: Tensor, documents: Sequence[Document]) -> dict[str, Any]:
         """The images of each row, filled up with images of zeros."""
@@ -395,19 +213,6 @@ class Scenes:
         values[there] = images
         mask = torch.zeros_like(values[:, :, 0]).index_put((there,), masks.to(values.dtype))
         return {"pixel_values": values, "pixel_attention_mask": mask.long()}
-
-    def _anyres(self, pieces: list[Piece]) -> dict[str, Any]:
-        """Images with spare tiles."""
-        size, call = self.vision.pictures.size, {}
-        shape = self.vision.patches.channels, size, size
-        images = [piece for piece in pieces if isinstance(piece, Image)]
-        videos = [piece for piece in pieces if isinstance(piece, Video)]
-        if images:
-            call["pixel_values"] = 0.1 * self._normal(len(images), 9, *shape)
-            call["image_sizes"] = torch.tensor([[image.height * 3, image.width * 3] for image in images])
-        if videos:
-            call["pixel_values_videos"] = 0.1 * self._normal(len(videos), videos[0].steps, *shape)
-        return call
 
     def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:
         pictures, side = self.vision.pictures, self.vision.pictures.size // self.vision.patches.size
@@ -422,34 +227,3 @@ class Scenes:
             tiles = height // pictures.size, width // pictures.size
             taps = anyres.of_tiles(side, *tiles, *pixels, pictures.most)
         return [self.vision.image_id] * len(taps.features)
-
-    def _grid(self, piece: Image | Video) -> tuple[int, int, int]:
-        """Padded images have an extra row and column without tokens; square ones have a fixed size. Where
-        more patches make a token than in most families, sides are rounded up.
-        """
-        if isinstance(self.vision.pictures, SquarePictures | CroppedPictures):
-            return 1, *[self.vision.pictures.size // self.vision.patches.size] * 2
-        more, block = int(isinstance(self.vision.pictures, PaddedPictures)), 1
-        if isinstance(self.vision.pictures, StripPictures):
-            block = self.vision.merge
-        steps = getattr(piece, "steps", 1)
-        steps += steps % 2 if self.vision.paired and isinstance(piece, Video) else 0
-        height, width = (-(-size // block) * block + more for size in (piece.height, piece.width))
-        return steps, height, width
-
-
-_KINDS: dict[type, Callable[[Scenes, list[Piece]], dict[str, Any]]] = {
-    GridPictures: Scenes._grids,
-    FlatGrids: Scenes._flat_grids,
-    PooledGrids: Scenes._pooled_grids,
-    StripPictures: Scenes._strips,
-    PaddedPictures: Scenes._padded,
-    SquarePictures: Scenes._squares,
-    CroppedPictures: Scenes._cropped,
-    WindowedPictures: Scenes._windowed,
-    MaskedPictures: Scenes._masked,
-    PlacedPictures: Scenes._placed,
-    ShapedPictures: Scenes._shaped,
-    AnyresPictures: Scenes._anyres,
-}
-"""Builders of a processor's output, by kind of spec."""
