@@ -157,6 +157,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         missing="positions on three axes in layers of two types",
     ),
     "minicpmv4_6": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
+    "minicpmv4_7": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),
     "minimax_m3_vl": Multimodal({"minimax_m3_vl_text": "minimax_m3_vl_text"}, tied_by_text=True),
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),

@@ -16,7 +16,6 @@ _ENCODER_BLOCKS = "the blocks of an encoder (BERT), which transformers can also 
 _ENCODER_DECODER = "an encoder, and cross-attention to it"
 _SEES = "its image encoder"
 _Q_FORMER = "a projector whose queries attend to the features of images (Q-Former)"
-_WITHIN = "an image encoder that merges patches between two of its layers"
 _CODES = "images as tokens of a learned codebook (VQ-VAE)"
 _TIMM = "an image encoder from the package timm"
 _HEARS = "its audio encoder"
@@ -46,7 +45,6 @@ MISSING |= {
     "xlm": "learned positions and languages, next to norms after each sum",
     "granite_docling": "image tokens at two resolutions, between which a router chooses",
     "granite4_vision": f"{_Q_FORMER}, by windows and for several layers of the language model",
-    "minicpmv4_7": _WITHIN,
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _Q_FORMER),
     **dict.fromkeys(("chameleon", "emu3", "janus"), _CODES),
     **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),

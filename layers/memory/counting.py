@@ -124,7 +124,8 @@ class StepMemory:
         self, kept: list[int], levels: Sequence[ActivationMemory]
     ) -> list[tuple[str, dict[str, int]]]:
         found, first, edges = [], len(self.encoder), self._edges
-        deep = getattr(self.model.spec.vision, "deep", ())
+        vision = self.model.spec.vision
+        deep, merger = getattr(vision, "deep", ()), getattr(vision, "merger", None)
         new = 0 if self.step.accumulates else 1
         of_encoder, of_way, of_layers = self._own_gradients
         gradients = self.gradients - new * (sum(of_encoder) + of_way + sum(of_layers))
@@ -141,6 +142,8 @@ class StepMemory:
                 found.append(("backward of the projector", self._parts(left, edges.backward, gradients)))
                 left += len(deep) * edges.state - edges.projector
                 gradients += new * of_way
+            if merger is not None and i == merger.after and number < 0:
+                found.append(("backward of the encoder's merger", self._parts(left, edges.merger, gradients)))
             own = new * (of_layers[number] if number >= 0 else of_encoder[i])
             of_adapters = own if self.step.lora_rank else 0  # small, and counted from the layer's end on
             gradients += own - of_adapters

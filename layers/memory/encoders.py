@@ -61,11 +61,14 @@ def inputs_of(part: Any, step: Step) -> Shown:
 
 def _layers(part: Any, step: Step, shown: Shown, itemsize: int) -> Iterator[LayerCosts]:
     known: dict[Any, LayerCosts] = {}
-    windowed = getattr(part.spec, "windowed", ())
+    windowed, merger = getattr(part.spec, "windowed", ()), getattr(part.spec, "merger", None)
     # Every rank has all images and sounds.
     step = replace(step, batch=1, seq=shown.tokens, shown=NOTHING, heard=NOTHING, sequence_ranks=1)
     for number, layer in enumerate(part.encoder.layers):
         longest = shown.window if number in windowed else shown.longest
+        if merger is not None and number == merger.after + 1:
+            shown = replace(shown, longest=longest // merger.merge**2)
+            step, longest = replace(step, seq=step.seq // merger.merge**2), shown.longest
         if (layer.spec, longest) not in known:
             known[layer.spec, longest] = LayerCosts.of(layer, replace(step, longest=longest), itemsize)
         yield known[layer.spec, longest]

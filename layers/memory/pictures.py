@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from liger_models.layers.memory.measured import measured
+from liger_models.layers.memory.measured import Measured, measured
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
@@ -23,6 +23,7 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
+from liger_models.layers.vision.merging import WindowMerger
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 
@@ -67,7 +68,7 @@ def shown_by(spec: VisionSpec | TiledVisionSpec | None, pictures: Any) -> Shown:
         return NOTHING
     if isinstance(spec, TiledVisionSpec):
         return _tiles(spec, *pictures.ratios.shape)
-    merge, extra = spec.projector.merge, int(spec.class_token is not None) + spec.prefix_tokens
+    merge, extra = spec.merge, int(spec.class_token is not None) + spec.prefix_tokens
     frames, longest = pictures.lengths, max(pictures.lengths) + extra
     window = 0 if spec.window is None else min((spec.window * merge) ** 2, longest)
     tokens = sum(frames) + extra * len(frames)
@@ -85,7 +86,7 @@ def shown_of_size(
     if isinstance(spec, TiledVisionSpec):
         shown = _tiles(spec, rows, images)
         return _with_pixels(shown, rows * images * spec.tiles * spec.patches.channels * spec.image_size**2)
-    count, size, merge = rows * images, spec.patches.size, spec.projector.merge
+    count, size, merge = rows * images, spec.patches.size, spec.merge
     match spec.pictures:
         case SquarePictures(side):
             grids = [(1, side // size, side // size)] * count
@@ -159,6 +160,7 @@ class Edges:
             parameters and of its input.
         state: the gradient of one encoder layer's output that the language model reads; those of earlier
             layers wait for the layer.
+        merger: needed by the backward pass of a merger between layers, in addition to these, as `backward`.
     """
 
     encoder: int = 0
@@ -166,6 +168,7 @@ class Edges:
     language: int = 0
     backward: int = 0
     state: int = 0
+    merger: int = 0
 
 
 def edges_of(
@@ -197,13 +200,19 @@ def edges_of(
         linear = nn.Linear(spec.width, hidden_size, device="meta", dtype=dtype)
         made = measured(linear, shown.read, spec.width, dtype, encoder)
         return Edges(encoder * kept, made.saved, shown.read * hidden_size * size, made.backward)
-    norms = [x for x in (spec.norm_patches, spec.norm_before, spec.norm_after) if x is not None]
-    kept += len(norms) * shown.tokens * (width * size + 8)
+    tokens, merger = shown.tokens, Measured(0, 0)
+    if spec.merger is not None:
+        with torch.device("meta"):
+            within = WindowMerger(width, spec.merger, spec.projector.merge).to(dtype)
+        merger = measured(within, tokens, width, dtype, encoder)
+        kept, tokens = kept + merger.saved, tokens // spec.merger.merge**2
+    norms = [x for x in (spec.norm_patches, spec.norm_before) if x is not None]
+    kept += (len(norms) * shown.tokens + (spec.norm_after is not None) * tokens) * (width * size + 8)
     if spec.norm_pixels is not None:
         kept += shown.patches * (spec.patches.width * size + 8)
     taken = max(len(spec.taken), 1) * width
     ways = [(taken, spec.projector), *((width, spec.deep_projector) for _ in spec.deep)]
-    patches = shown.patches // spec.projector.merge**2 * spec.projector.merge**2
+    patches = shown.patches // spec.merge**2 * spec.projector.merge**2
     patches = shown.tokens if spec.class_feature else patches
     if isinstance(spec.pictures, PooledGrids):
         patches = shown.features
@@ -228,4 +237,11 @@ def edges_of(
         done += gradients + state - one.saved
     saved = sum(one.saved for one, _ in found)
     # The input of the encoder's next layer is shared with that layer.
-    return Edges(encoder * kept, saved - len(spec.deep) * state, len(spec.deep) * features, backward, state)
+    return Edges(
+        encoder * kept,
+        saved - len(spec.deep) * state,
+        len(spec.deep) * features,
+        backward,
+        state,
+        merger.backward,
+    )

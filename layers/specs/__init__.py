@@ -50,7 +50,7 @@ from liger_models.layers.specs.mlp import (
 )
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
-from liger_models.layers.specs.positions import ClockSpec, PlaceSpec, TimeSpec
+from liger_models.layers.specs.positions import CanvasSpec, ClockSpec, PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
     AdapterSpec,
     ConvolutionProjectorSpec,
@@ -124,6 +124,7 @@ __all__ = [
     "BilinearTable",
     "BlockIndexerSpec",
     "BlockSpec",
+    "CanvasSpec",
     "CappedSwiGLU",
     "ChannelDeltaSpec",
     "ChunkedSounds",

@@ -39,6 +39,21 @@ class ClockSpec(TimeSpec):
 
 
 @dataclass(frozen=True)
+class CanvasSpec:
+    """Positions of image tokens on three axes, time, row and column, where the slices of an image lie on one
+    canvas (MiniCPM-V 4.7): see layers/vision/canvas.py. Tokens before and after an image have the ids
+    `image_ids`, those before and after a slice `slice_ids`, and the one that ends a row of slices has
+    `newline_id`.
+    """
+
+    image_ids: tuple[int, int]
+    slice_ids: tuple[int, int]
+    newline_id: int
+    tokens_per_second: ClassVar[None] = None  # each frame of a video is an image
+    steps_apart: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
 class PlaceSpec:
     """Positions of image tokens on four axes: the count of tokens, and in an image column, row and the number
     of the image in its document; the first and the last token of an image, as text, have the count on all

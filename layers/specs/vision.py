@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from liger_models.layers.specs.block import BlockSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
-from liger_models.layers.specs.positions import PlaceSpec, TimeSpec
+from liger_models.layers.specs.positions import CanvasSpec, PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
     PatchMergerSpec,
     ProjectorSpec,
@@ -312,7 +312,7 @@ class VisionSpec:
     projector: ProjectorSpec
     image_id: int
     video_id: int | None = None
-    positions: TimeSpec | PlaceSpec | None = None
+    positions: TimeSpec | CanvasSpec | PlaceSpec | None = None
     windowed: tuple[int, ...] = ()
     window: int | None = None
     position_table: (

@@ -18,14 +18,19 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
-from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.modality import Modality
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.spans import prefixes, spans_of
 from liger_models.layers.sequences.visibility import Visibility
-from liger_models.layers.specs import AnyresPictures, ClockSpec, GridPictures, PlaceSpec, VisionSpec
+from liger_models.layers.specs import (
+    AnyresPictures,
+    ClockSpec,
+    GridPictures,
+    VisionSpec,
+)
 from liger_models.layers.vision.anyres import Newline
+from liger_models.layers.vision.axes import axes_of
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced
@@ -34,10 +39,6 @@ from liger_models.layers.vision.positions import (
     SOUND,
     TEXT,
     VIDEO,
-    AxisPositions,
-    axis_positions,
-    end_of_positions,
-    place_positions,
 )
 from liger_models.layers.vision.processor_inputs import HIDDEN_IN_PART, take_pictures
 from liger_models.layers.vision.projectors import PROJECTORS, further_inputs
@@ -268,7 +269,9 @@ class Vision(nn.Module):
                 _continue_positions(sequences.cache, positions.axes, ahead)
         elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
             heard = found if self.spec.audio_id is None else found.where(ids != self.spec.audio_id, SOUND)
-            (axes, misfit, joint), end = self._axes(documents, heard, vision_inputs.pictures, positions.end)
+            shown, spec = vision_inputs.pictures, self.spec.positions
+            found_axes, end = axes_of(spec, documents, heard, ids, shown, self.merge, positions.end)
+            axes, misfit, joint = found_axes
             if isinstance(self.spec.positions, ClockSpec) and joint is not None:
                 of_video, of_sound = self.spec.positions.start_ids
                 counts.append(5 * (joint & ((ids.roll(2) != of_video) | (ids.roll(1) != of_sound))).any())
@@ -288,21 +291,6 @@ class Vision(nn.Module):
         if hidden is not None:
             counted = torch.cat([counted, hidden[None]])
         vision_inputs.checks = HostCopy(counted)
-
-    def _axes(
-        self, documents: Documents, kinds: Tensor, pictures: Pictures, end: int
-    ) -> tuple[AxisPositions, int]:
-        """Positions of tokens of these kinds, and an upper bound."""
-        if isinstance(self.spec.positions, PlaceSpec):
-            return place_positions(documents, kinds, pictures, self.merge), end
-        assert self.spec.positions is not None
-        rate = self.spec.positions.tokens_per_second
-        if self.spec.positions.steps_apart:
-            pictures = pictures.steps_apart()
-        past_time = self.spec.positions.past_time
-        shared_frame = isinstance(self.spec.positions, ClockSpec) and self.spec.positions.shared_frame
-        axes = axis_positions(documents, kinds, pictures, self.merge, rate, past_time, shared_frame)
-        return axes, end_of_positions(end, pictures, rate)
 
     def _framed(self, ids: Tensor, kinds: Tensor) -> Tensor:
         """Kinds of tokens ids [T], in which those that frame a picture have its kind."""

@@ -104,6 +104,8 @@ def get_rope_index(
     second_per_grid_ts: Any = None,
     attention_mask: Tensor | None = None,
     second_per_grids: Any = None,
+    target_sizes: Tensor | None = None,
+    target_sizes_videos: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor]:
     """Return (positions [3, batch, seq], 0 at padding; next position minus the row's number of tokens,
@@ -113,10 +115,12 @@ def get_rope_index(
         DataError: the grids do not match the tokens.
     """
     second_per_grid_ts = second_per_grids if second_per_grid_ts is None else second_per_grid_ts
-    given = [
-        () if grid is None else torch.as_tensor(grid).tolist() for grid in (image_grid_thw, video_grid_thw)
-    ]
-    images, videos = ([(t, h, w) for t, h, w in grids] for grids in given)
+    given = (
+        target_sizes if image_grid_thw is None else image_grid_thw,
+        target_sizes_videos if video_grid_thw is None else video_grid_thw,
+    )
+    tables = ([] if grids is None else torch.as_tensor(grids).tolist() for grids in given)
+    images, videos = ([(*[1] * (3 - len(grid)), *grid) for grid in table] for table in tables)
     seconds = None if second_per_grid_ts is None else torch.as_tensor(second_per_grid_ts).tolist()
     vision = self.base_decoder.vision
     spec = vision.spec

@@ -25,11 +25,13 @@ from liger_models.images.pieces import (
     Video,
     crops_of,
     kept_of,
+    slices_of,
     windows_of,
 )
 from liger_models.images.sounds import WORD, Sound, framed_sound, heard
 from liger_models.layers.specs import (
     AnyresPictures,
+    CanvasSpec,
     ClockSpec,
     CroppedPictures,
     MaskedPictures,
@@ -142,15 +144,18 @@ class Scenes(Outputs):
 
     def _sliced(self, piece: Image | Video) -> list[int]:
         """The tokens of an image, or of each frame of a video, and its slices."""
-        one, merge = (
-            self.vision.video_id if isinstance(piece, Video) else self.vision.image_id,
-            self.vision.merge,
-        )
-        tokens: list[int] = []
-        for _ in range(getattr(piece, "steps", 1)):
-            for _, h, w in self._with_slices(piece):
-                tokens += [WORD, *[one] * (h * w // merge**2), WORD]
-        return tokens
+        one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
+        canvas, merge = self.vision.positions, self.vision.merge
+        of_image, of_slice, newline = [WORD, WORD], [WORD, WORD], WORD
+        if isinstance(canvas, CanvasSpec):
+            of_image, of_slice, newline = canvas.image_ids, canvas.slice_ids, canvas.newline_id
+        _, height, width = self._grid(piece)
+        tokens = [of_image[0], *[one] * (height * width // merge**2), of_image[1]]
+        for number, row in enumerate(slices_of(piece, merge)):
+            tokens += [newline] * (number > 0)
+            for h, w in row:
+                tokens += [of_slice[0], *[one] * (h * w // merge**2), of_slice[1]]
+        return tokens * getattr(piece, "steps", 1)
 
     def _frame(self, piece: Image | Video) -> tuple[Sequence[int], Sequence[int]]:
         """The tokens before and after a picture."""

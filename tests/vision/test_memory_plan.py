@@ -79,7 +79,7 @@ KINDS = [
         "llama4",
         "llava",
     ),
-    *("mistral3", "mllama", "molmo2", "ovis2", "qwen3_vl", "step3p7", "video_llama_3"),
+    *("minicpmv4_6", "mistral3", "mllama", "molmo2", "ovis2", "qwen3_vl", "step3p7", "video_llama_3"),
 ]
 
 

@@ -6,7 +6,7 @@ import pytest
 from pairs import beyond_bound
 from scenes import Image
 
-OF_IMAGES = ("visual", "vision", "projector", "aligner", "connector", "newline", "resampler")
+OF_IMAGES = ("visual", "vision", "projector", "aligner", "connector", "merger", "newline", "resampler")
 
 
 @pytest.mark.of_layers("tokens")
