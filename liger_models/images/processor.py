@@ -10,7 +10,6 @@ and for videos, torchvision must be installed.
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import importlib.metadata
@@ -26,6 +25,7 @@ from liger_models.convert.errors import DataError
 from liger_models.convert.json_file import read_json
 from liger_models.images.files import ImageSource, Video, open_image
 from liger_models.images.spans import Span, tokens_within
+from liger_models.images.wrapped import BEGIN, END, Remembering, Unused, marked, unmarking
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import ModelSpec
 from liger_models.layers.vision import VISIONS
@@ -44,8 +44,6 @@ FILES = (
     "chat_template.json",
 )
 """Parts of a processor other than its tokenizer."""
-
-BEGIN, END = "\U0010fffd", "\U0010fffc"  # private use area, not expected in text
 
 
 class Shown(NamedTuple):
@@ -112,7 +110,7 @@ class Preprocessor:
         try:
             made = processor(
                 images=[pictures] if pictures else None,
-                text=[_marked(text, spans)],
+                text=[marked(text, spans)],
                 return_tensors="pt",
                 add_special_tokens=False,
                 padding=False,
@@ -186,13 +184,13 @@ class Preprocessor:
 
     @functools.cached_property
     def _processor(self) -> Any:
-        processor = _unmarking(load_processor(self.folder))
-        processor.image_processor = _Remembering(processor.image_processor)
+        processor = unmarking(load_processor(self.folder))
+        processor.image_processor = Remembering(processor.image_processor)
         return processor
 
     @functools.cached_property
     def _processor_of_videos(self) -> Any:
-        return _unmarking(load_processor(self.folder, videos=True))
+        return unmarking(load_processor(self.folder, videos=True))
 
 
 def load_processor(folder: Path, videos: bool = False) -> Any:
@@ -232,19 +230,25 @@ def load_processor(folder: Path, videos: bool = False) -> Any:
                 "image_processor": lambda: image_class.from_pretrained(name),
                 "tokenizer": lambda: tokenizer_class.from_pretrained(name),
             }
+            made["video_processor"] = Unused  # some read its settings for images, too
             if videos:
                 made["video_processor"] = lambda: transformers.AutoVideoProcessor.from_pretrained(name)
             return [made.get(attribute, lambda: None)() for attribute in cls.get_attributes()]
 
         def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
-            return None if argument is None else super().check_argument_for_proper_class(name, argument)
+            if argument is None or isinstance(argument, Unused):
+                return None
+            return super().check_argument_for_proper_class(name, argument)
 
     try:
-        return Chosen.from_pretrained(str(folder))
+        processor = Chosen.from_pretrained(str(folder))
     except Exception as error:  # caused by the checkpoint's files
         raise DataError(
             f"the processor in {folder} cannot be loaded ({type(error).__name__}: {error})"
         ) from error
+    if not videos and hasattr(processor, "video_processor"):
+        processor.video_processor = None
+    return processor
 
 
 def _check_videos(folder: Path, processor_class: Any) -> None:
@@ -330,66 +334,6 @@ def _as_given(videos: Sequence[tuple[list[Any], float]]) -> dict[str, Any]:
     ]
     pixels = [numpy.stack([numpy.asarray(frame) for frame in frames]) for frames, _ in videos]
     return {"videos": pixels, "video_metadata": about, "do_sample_frames": False}
-
-
-def _unmarking(processor: Any) -> Any:
-    """Wrap the processor's tokenizer to remove markers."""
-    processor.tokenizer = _Unmarking(processor.tokenizer)
-    return processor
-
-
-def _marked(text: str, spans: Sequence[Span]) -> str:
-    pieces, last = [], 0
-    for start, stop in spans:
-        pieces += [text[last:start], BEGIN, text[start:stop], END]
-        last = stop
-    return "".join(pieces) + text[last:]
-
-
-class _Remembering:
-    """An image processor that caches its last result: two answers to a prompt share the prompt's pictures."""
-
-    def __init__(self, image_processor: Any) -> None:
-        self.image_processor = image_processor
-        self.last: tuple[Any, Any, Any] = None, None, None  # a summary of the call, its pictures, its result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["image_processor"], name)
-
-    def __call__(self, images: Any, **options: Any) -> Any:
-        brief = _identities(images), repr(sorted(options.items(), key=lambda option: option[0]))
-        if self.last[0] != brief:
-            self.last = brief, images, self.image_processor(images, **options)
-        return copy.copy(self.last[2])  # processors remove entries
-
-
-def _identities(images: Any) -> Any:
-    return [_identities(one) for one in images] if isinstance(images, list | tuple) else id(images)
-
-
-class _Unmarking:
-    """A tokenizer that removes markers and records the spans between them and its tokens' characters."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.spans: list[Span] = []
-        self.offsets: list[Span] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["tokenizer"], name)
-
-    def __call__(self, text: list[str], **options: Any) -> Any:
-        (marked,) = text
-        clean, self.spans = "", []
-        for piece in marked.split(BEGIN):
-            said, end, rest = piece.partition(END)
-            if end:
-                self.spans.append((len(clean), len(clean) + len(said)))
-            clean += said + rest
-        made = self.tokenizer([clean], return_offsets_mapping=True, **options)
-        (offsets,) = made.pop("offset_mapping")
-        self.offsets = [(start, end) for start, end in torch.as_tensor(offsets).tolist()]
-        return made
 
 
 _CLASSES = ("processor_class", "image_processor_type")

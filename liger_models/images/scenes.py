@@ -155,7 +155,7 @@ class Scenes(Outputs):
             tokens += [newline] * (number > 0)
             for h, w in row:
                 tokens += [of_slice[0], *[one] * (h * w // merge**2), of_slice[1]]
-        return tokens * getattr(piece, "steps", 1)
+        return [*tokens * getattr(piece, "steps", 1), newline]
 
     def _frame(self, piece: Image | Video) -> tuple[Sequence[int], Sequence[int]]:
         """The tokens before and after a picture."""

@@ -132,6 +132,16 @@ FAMILIES = {
             *("<frame_end>", "<im_low>", "<|image|>", "<|video|>"),
         ],
     ),
+    "minicpmv4_7": (
+        "MiniCPMV4_7",
+        "MiniCPMV4_6",
+        {"patch_size": 3, "scale_resolution": 24, "max_slice_nums": 4},
+        {},
+        [
+            *("<|image_pad|>", "<|video_pad|>", "<image>", "</image>", "<slice>", "</slice>"),
+            *("<image_id>", "</image_id>"),
+        ],
+    ),
     "mllama": (
         *("Mllama", "Mllama", {"size": {"height": 14, "width": 14}, "max_image_tiles": 3}, {}),
         ["<|image|>"],
@@ -145,6 +155,11 @@ FAMILIES = {
     ),
 }
 NAMED = {
+    "minicpmv4_7": {
+        **{f"{kind}_token": f"<|{kind}_pad|>" for kind in ("image", "video")},
+        **{f"{kind}_start_token": f"<{kind}>" for kind in ("image", "slice", "image_id")},
+        **{f"{kind}_end_token": f"</{kind}>" for kind in ("image", "slice", "image_id")},
+    },
     "ernie4_5_vl_moe": {
         f"{kind}{place}_token": f"<{kind}{place}>"
         for kind in ("image", "video")
