@@ -5,14 +5,16 @@ any size, that merges patches between two of its layers. `minicpm_ocr` is MiniCP
 from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model
-from liger_models.architectures.encoders import minicpm as encoder
+from liger_models.architectures.encoders import siglip2 as encoder
 from liger_models.architectures.qwen3_5_text import TINY as TEXT
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
 
-LAYOUT = Layout(root="model.language_model.", parts=(("vision.", Layout(encoder.NAMES, root="model.")),))
+LAYOUT = Layout(
+    root="model.language_model.", parts=(("vision.", Layout(encoder.STRIP_NAMES, root="model.")),)
+)
 
 
 @register(
@@ -21,10 +23,10 @@ LAYOUT = Layout(root="model.language_model.", parts=(("vision.", Layout(encoder.
     vision=True,
     layouts=(LAYOUT,),
     carried=lambda c: encoder.unread_tensors(c, encoder.WHOLE),
-    unread=encoder.UNREAD,
+    unread=encoder.UNREAD_STRIPS,
 )
 def minicpmv4_6(c: HFConfig) -> ModelSpec:
-    return replace(language_model(c), vision=encoder.vision(c, c.part("vision_config"), encoder.WHOLE))
+    return replace(language_model(c), vision=encoder.strip_vision(c, c.part("vision_config"), encoder.WHOLE))
 
 
 @register(
@@ -33,20 +35,22 @@ def minicpmv4_6(c: HFConfig) -> ModelSpec:
     vision=True,
     layouts=(LAYOUT,),
     carried=lambda c: encoder.unread_tensors(c, encoder.DETAILED),
-    unread=encoder.UNREAD,
+    unread=encoder.UNREAD_STRIPS,
 )
 def minicpm_ocr(c: HFConfig) -> ModelSpec:
     """MiniCPM-OCR (OpenBMB, 2026): MiniCPM-V 4.6 whose tokens keep the detail of documents: four patches each
     instead of sixteen.
     """
-    return replace(language_model(c), vision=encoder.vision(c, c.part("vision_config"), encoder.DETAILED))
+    return replace(
+        language_model(c), vision=encoder.strip_vision(c, c.part("vision_config"), encoder.DETAILED)
+    )
 
 
 # -- tests
 
 TINY = {
     "text_config": {"model_type": "qwen3_5_text", **TEXT},
-    "vision_config": encoder.TINY,
+    "vision_config": encoder.TINY_STRIPS,
     "image_token_id": 3,
     "video_token_id": 4,
     "insert_layer_id": 1,

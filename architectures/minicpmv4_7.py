@@ -5,7 +5,7 @@ lie on one canvas.
 from dataclasses import replace
 
 from liger_models.architectures.common.images import language_model, with_interleaved_axes
-from liger_models.architectures.encoders import minicpm as encoder
+from liger_models.architectures.encoders import siglip2 as encoder
 from liger_models.architectures.minicpmv4_6 import LAYOUT, NO_COPY, SKIP
 from liger_models.architectures.minicpmv4_6 import TINY as TINY_4_6
 from liger_models.architectures.registry import for_tests, register
@@ -19,12 +19,12 @@ from liger_models.layers.specs import CanvasSpec, ModelSpec
     vision=True,
     layouts=(LAYOUT,),
     carried=lambda c: encoder.unread_tensors(c, encoder.WHOLE),
-    unread=encoder.UNREAD,
+    unread=encoder.UNREAD_STRIPS,
 )
 def minicpmv4_7(c: HFConfig) -> ModelSpec:
     names = "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
     first, last, first_of_slice, last_of_slice, newline = (c.take_count(name, least=0) for name in names)
-    vision = encoder.vision(
+    vision = encoder.strip_vision(
         c,
         c.part("vision_config"),
         encoder.WHOLE,
@@ -40,7 +40,7 @@ TEXT = TINY_4_6["text_config"]
 MARKERS = {"image_start_id": 5, "image_end_id": 6, "slice_start_id": 7, "slice_end_id": 8, "newline_id": 2}
 OWN = {
     "field:CanvasSpec.image_ids": "read where no image follows or precedes: tests/vision/test_canvas.py",
-    "field:RopeSpec.frequencies": "no other ones are known",
+    "field:RopeSpec.frequencies": "the encoder's layers have no rotary positions, so there is no value",
 }
 for_tests(
     "minicpmv4_7",

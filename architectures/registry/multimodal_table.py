@@ -234,11 +234,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"max_position_embeddings": 128000, "pad_token_id": 1},
         },
     ),
-    "video_llama_3": Multimodal(
-        {"qwen2": "qwen2"},
-        _OWN_ROOT,
-        tied_by_text=True,
-    ),
+    "video_llama_3": Multimodal({"qwen2": "qwen2"}, _OWN_ROOT, tied_by_text=True),
     **{
         kind: Multimodal(
             {"glm4v_text": "glm4"},

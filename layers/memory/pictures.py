@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from liger_models.layers.memory.measured import Measured, measured
+from liger_models.layers.parts.window_merger import WindowMerger
 from liger_models.layers.specs import (
     AnyresPictures,
     CroppedPictures,
@@ -23,7 +24,6 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
-from liger_models.layers.vision.merging import WindowMerger
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 

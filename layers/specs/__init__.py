@@ -81,20 +81,23 @@ from liger_models.layers.specs.recurrent import (
     SSDSpec,
 )
 from liger_models.layers.specs.rotary import QueryScaleSpec, RopeSpec, RopeType
-from liger_models.layers.specs.vision import (
+from liger_models.layers.specs.tables import (
     AntialiasedTable,
-    AnyresPictures,
     AxesTable,
     BicubicTable,
     BilinearTable,
     ClipTable,
-    CroppedPictures,
     CroppedTable,
     CubicTable,
     FadingTable,
     FixedTable,
-    FlatGrids,
     FractionTable,
+    StretchedTable,
+)
+from liger_models.layers.specs.vision import (
+    AnyresPictures,
+    CroppedPictures,
+    FlatGrids,
     GridPictures,
     MaskedPictures,
     PaddedPictures,
@@ -103,7 +106,6 @@ from liger_models.layers.specs.vision import (
     PooledGrids,
     ShapedPictures,
     SquarePictures,
-    StretchedTable,
     StripPictures,
     TiledVisionSpec,
     VisionSpec,

@@ -32,9 +32,16 @@ from torch import Tensor
 
 from liger_models.kernels._copies import to_device
 from liger_models.layers.sequences.documents import Documents
-from liger_models.layers.specs import CanvasSpec
+from liger_models.layers.specs import CanvasSpec, ClockSpec, PlaceSpec, TimeSpec
 from liger_models.layers.vision.pictures import Pictures
-from liger_models.layers.vision.positions import IMAGE, TEXT, AxisPositions
+from liger_models.layers.vision.positions import (
+    IMAGE,
+    TEXT,
+    AxisPositions,
+    axis_positions,
+    end_of_positions,
+    place_positions,
+)
 
 
 def canvas_positions(
@@ -187,3 +194,28 @@ def end_on_canvases(end: int, pictures: Pictures, merge: int) -> int:
     sizes = [(h // merge, w // merge) for _, h, w in pictures.grids]
     largest = max(max(size) for size in sizes)
     return end + sum(max(0, largest - h * w) for h, w in sizes)
+
+
+# -- every kind of positions
+
+
+def axes_of(
+    spec: TimeSpec | CanvasSpec | PlaceSpec,
+    documents: Documents,
+    kinds: Tensor,
+    ids: Tensor,
+    pictures: Pictures,
+    merge: int,
+    end: int,
+) -> tuple[AxisPositions, int]:
+    """Positions of tokens ids [T] of these kinds, and an upper bound, for tokens that end at `end`."""
+    if isinstance(spec, CanvasSpec):
+        axes = canvas_positions(documents, kinds, ids, pictures, merge, spec)
+        return axes, end_on_canvases(end, pictures, merge)
+    if isinstance(spec, PlaceSpec):
+        return place_positions(documents, kinds, pictures, merge), end
+    rate = spec.tokens_per_second
+    pictures = pictures.steps_apart() if spec.steps_apart else pictures
+    shared_frame = isinstance(spec, ClockSpec) and spec.shared_frame
+    axes = axis_positions(documents, kinds, pictures, merge, rate, spec.past_time, shared_frame)
+    return axes, end_of_positions(end, pictures, rate)

@@ -24,12 +24,12 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.parts.window_merger import WindowMerger
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Grids, Sequences
 from liger_models.layers.specs import GridConvSpec, PatchSpec, VisionSpec
-from liger_models.layers.vision.merging import WindowMerger
 from liger_models.layers.vision.patch_order import Grid, windows_of
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.position_table import make_table

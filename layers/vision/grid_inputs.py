@@ -11,8 +11,7 @@ from torch import Tensor
 from liger_models.convert.errors import DataError
 from liger_models.layers.specs import ClipTable, ClockSpec, FlatGrids, GridPictures, TimeSpec, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, in_blocks
-from liger_models.layers.vision.pictures import Pictures
-from liger_models.layers.vision.pooled import PooledPictures
+from liger_models.layers.vision.pictures import Pictures, PooledPictures
 
 DOWNSAMPLING = "downsample_mode"
 ROUNDED = (torch.bfloat16, torch.float16)  # too coarse for the seconds of videos

@@ -30,7 +30,7 @@ from liger_models.layers.specs import (
     VisionSpec,
 )
 from liger_models.layers.vision.anyres import Newline
-from liger_models.layers.vision.axes import axes_of
+from liger_models.layers.vision.canvas import axes_of
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.patch_order import Grid, cut, whole_blocks
 from liger_models.layers.vision.pictures import Pictures, TiledPictures, blank_picture, replaced

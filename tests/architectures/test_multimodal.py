@@ -117,6 +117,7 @@ def test_the_text_part_gives_the_references_logits(written, failures):
         "projector",
         "visual_embeddings_table",
         "image_newline",
+        "merger",
         "mm_projector",
         "patch_merge_mlp",
     }

@@ -56,6 +56,15 @@ CASES = {
             "vision_config": {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
         },
     ),
+    "minicpmv4_7": (
+        "MiniCPMV4_7ForConditionalGeneration",
+        {
+            "model_type": "minicpmv4_7",
+            "text_config": find_architecture("qwen3_5_text").tiny,
+            "vision_config": {**TOWER, "image_size": 28, "patch_size": 14},
+            "insert_layer_id": 0,
+        },
+    ),
     "qwen4_exp": (
         "Qwen4ExpForConditionalGeneration",
         {

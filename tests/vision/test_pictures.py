@@ -14,7 +14,7 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers import vision
 from liger_models.layers.specs import FadingTable, PatchSpec
 from liger_models.layers.vision.patch_order import cut, in_blocks, places_of, windows_of
-from liger_models.layers.vision.pooled import PooledPictures
+from liger_models.layers.vision.pictures import PooledPictures
 from liger_models.layers.vision.position_table import make_table
 
 
