@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from liger_models.convert.checkpoints.adapter_layers import is_transposed
 from liger_models.convert.checkpoints.expressions import write
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.checkpoints.reading import CheckpointReader
@@ -32,7 +33,7 @@ PREFIX = "base_model.model."  # of names in PEFT's files
 PARTS = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector", ".lora_magnitude_vector.weight")
 ROWS = ".token_adapter.trainable_tokens_delta"  # trained rows themselves, in spite of the name
 # Settings with another meaning than that of the formulas above, and the values without effect.
-_REFUSED = ("fan_in_fan_out", "lora_bias", "alpha_pattern", "alora_invocation_tokens", "layer_replication")
+_REFUSED = ("lora_bias", "alpha_pattern", "alora_invocation_tokens", "layer_replication")
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,18 @@ class LowRankAdapter:
                 parameters[native].copy_(self._merged_stack(name, parameters[native], layers[name], order))
                 continue
             tensors = write((expr, parameters[name]) for name, expr in group.items())
+            # PEFT's `fan_in_fan_out` follows from the layer: GPT-2's have transposed weights.
+            transposed = any(map(is_transposed, group.values()))
             for name in found:
                 if tensors[name].dim() == 3:
                     raise CheckpointError(
                         f"{self.folder}: adapts {name!r}, experts that {self.base} divides otherwise; merge "
                         "it with PEFT's merge_and_unload()"
                     )
-                tensors[name] = self._merged(name, tensors[name], layers.get(name), whole.get(name))
+                if transposed and name in layers and name.endswith(".weight"):
+                    tensors[name] = self._merged(name, tensors[name].t(), layers[name], None).t()
+                else:
+                    tensors[name] = self._merged(name, tensors[name], layers.get(name), whole.get(name))
             for native, expr in group.items():
                 parameters[native].copy_(expr.read(tensors.__getitem__))
 

@@ -38,6 +38,8 @@ class SharedTransformer(nn.Module):
         attention: the attention backend.
     """
 
+    is_shared = True  # in transformers each layer has modules of its own over these weights
+
     def __init__(
         self, hidden_size: int, spec: BlockSpec, uses: Sequence[SharedSpec], attention: AttentionBackend
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.architectures import Architecture
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import checkpoint_tensors
 from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.checkpoints.weight_map import WeightMap
@@ -110,6 +112,15 @@ class LigerCausalLM(CausalLM):
         from liger_models.hf.adapters.lora import take_over  # imports PEFT
 
         take_over(self)
+
+    @functools.cached_property
+    def modules_layout(self) -> Layout:
+        """The layout with the names of transformers' own modules, which PEFT's files have."""
+        if not self.architecture.multimodal:
+            return self.architecture.layouts[-1]
+        from liger_models.hf.checkpoints.unread import modules_layout  # imports transformers
+
+        return modules_layout(self)
 
     @property
     def device(self) -> torch.device:

@@ -23,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.adapter import PREFIX
-from liger_models.convert.checkpoints.expressions import Expr, Ref
+from liger_models.convert.checkpoints.adapter_layers import adapter_layers
+from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.checkpoints.fingerprint import fingerprints
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.shards import is_sharded, local_tensor, shape_of, whole
@@ -359,16 +360,18 @@ def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
     from peft import get_peft_model_state_dict
 
     found = get_peft_model_state_dict(model, save_embedding_layers=False)
-    sources, weight_map = dict[str, Tensor](), model.weight_map()
+    sources, weight_map = dict[str, Tensor](), model.weight_map(model.modules_layout)
     for name, tensor in found.items():
         path, point, rest = name.partition(".lora_")
         expr = weight_map.get(f"{path}.weight")
-        if not point or not isinstance(expr, Ref):
+        layers = adapter_layers(expr) if point and expr is not None else ""
+        if isinstance(layers, str) or not layers.is_one:
             raise CheckpointError(
-                f"{name} does not adapt a single linear layer of the checkpoint; call split_projections() "
-                "before adding adapters and leave out stacks of experts, or stream with adapter='merged'"
+                f"{name} does not adapt a single linear layer of transformers' own model; call "
+                "split_projections() before adding adapters and leave out stacks of experts, or stream with "
+                "adapter='merged'"
             )
-        sources[f"{PREFIX}{expr.name.removesuffix('.weight')}{point}{rest}"] = tensor
+        sources[f"{PREFIX}{next(iter(layers.rows))}{point}{rest}"] = tensor
     if left := [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]:
         raise CheckpointError(
             f"{left[0]} is trained, too, but is no part of the adapter; stream with adapter='merged'"

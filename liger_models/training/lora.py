@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.adapter import ROWS, absolute_if_folder
+from liger_models.convert.checkpoints.adapter import PREFIX, ROWS, absolute_if_folder
+from liger_models.convert.checkpoints.adapter_layers import AdapterLayers
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.stack_order import StackOrder
 from liger_models.convert.errors import CheckpointError, ConfigError
@@ -28,8 +29,8 @@ from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.models.quantization import dequantised
 from liger_models.models.stored_weights import decode_stored
-from liger_models.training.adapters.lora_settings import ALL, LoraSettings
-from liger_models.training.adapters.lora_targets import find_tables, find_targets, leaf, stated_targets
+from liger_models.training.adapters.lora_settings import LoraSettings
+from liger_models.training.adapters.lora_targets import find_tables, find_targets, leaf, target_names
 from liger_models.training.random_numbers import seed_generators
 
 TENSORS = "adapter_model.safetensors"
@@ -63,27 +64,24 @@ class Adapters:
         self.model, self._peft = model, peft
         # A classification head is trained in full, and saved with the adapters.
         self.head = model.lm_head if isinstance(model, LigerSequenceClassifier) else None
-        self.names, parameters = find_targets(model, settings, frozen)
+        self.layers, parameters = find_targets(model, settings, frozen)
         self.stacks: dict[str, tuple[str, StackOrder | None]] = {}
         if settings.experts:
             from liger_models.hf.adapters.expert_lora import stacks_of_experts
 
             self.stacks = stacks_of_experts(model, frozen)
-        self.new, self.tables = new, find_tables(model, self.names, frozen) if new else {}
-        whole = {path: name for path, name in self.names.items() if path not in parameters}
-        last = {leaf(name) for name in whole.values()}
+        self.new, self.tables = new, find_tables(model, self.layers, frozen) if new else {}
+        modules = [name for path, own in self.layers.items() if path not in parameters for name in own.rows]
+        weights = [f"{name}.weight" for path in parameters for name in self.layers[path].rows]
         self.config = peft.LoraConfig(
             r=settings.r,
             lora_alpha=settings.scaling_alpha,
             lora_dropout=settings.dropout,
             use_dora=settings.dora,
             use_rslora=settings.rslora,
-            target_modules=sorted(
-                last if settings.targets == ALL else stated_targets(settings.targets, whole)
-            ),
-            target_parameters=[f"{name}.weight" for name in parameters.values()]
-            + [name for name, _ in self.stacks.values()]
-            or None,
+            target_modules=target_names(model, modules),
+            target_parameters=sorted(weights) + [name for name, _ in self.stacks.values()] or None,
+            fan_in_fan_out=any(own.transposed for own in self.layers.values()),
             task_type="CAUSAL_LM" if self.head is None else "SEQ_CLS",
             modules_to_save=None if self.head is None else [HEAD.removesuffix(".")],
             base_model_name_or_path=absolute_if_folder(base),
@@ -92,7 +90,8 @@ class Adapters:
         model.requires_grad_(False)
         # A list would match suffixes: `layers.0.mlp.down_proj` also ends an encoder layer's name.
         own = {
-            "target_modules": "|".join(map(re.escape, self.names)),
+            "target_modules": "|".join(map(re.escape, self.layers)),
+            "fan_in_fan_out": False,
             "target_parameters": [*self.stacks] or None,
             "modules_to_save": None,
             "trainable_token_indices": None,
@@ -132,9 +131,7 @@ class Adapters:
         """
         from safetensors.torch import save_file
 
-        tensors = {name: x.detach().cpu() for name, x in self._tensors().items()}
-        for names, order in self._orders():
-            tensors.update(zip(names, order.write(*(tensors[name] for name in names)), strict=True))
+        tensors = self._as_in_files({name: x.detach().cpu() for name, x in self._tensors().items()})
         tensors = {name: x.contiguous() for name, x in tensors.items()}
         save_file(tensors, folder / TENSORS, {"format": "pt"})
         written = self._peft.LoraConfig(**self._options())
@@ -153,21 +150,20 @@ class Adapters:
         own = self._tensors()
         with CheckpointReader(folder) as reader:
             found = {name: tuple(info.shape) for name, info in reader.tensors.items()}
-            expected = {name: tuple(x.shape) for name, x in own.items()}
-            for names, order in self._orders():
-                meta = [torch.empty(expected[name], device="meta") for name in names]
-                expected.update(
-                    (name, tuple(x.shape)) for name, x in zip(names, order.write(*meta), strict=True)
-                )
+            shapes = {name: torch.empty(x.shape, device="meta") for name, x in own.items()}
+            expected = {name: tuple(x.shape) for name, x in self._as_in_files(shapes).items()}
             if found != expected:
                 differ = sorted(n for n in {*found, *expected} if found.get(n) != expected.get(n))
                 raise CheckpointError(
                     f"{folder / TENSORS}: it differs from this run's adapters in {differ[:3]}: found "
                     f"{found.get(differ[0])}, expected {expected.get(differ[0])}; keep --lora as it was"
                 )
-            tensors = {name: reader.read(name) for name in own}
+            tensors = {name: reader.read(name) for name in expected}
         for names, order in self._orders():
             tensors.update(zip(names, order.read(*(tensors[name] for name in names)), strict=True))
+        for name, kind, layers in self._divided(own):
+            parts = {layer: tensors.pop(f"{PREFIX}{layer}.{kind}") for layer in layers.rows}
+            tensors[name] = layers.read(kind, parts)
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
 
@@ -177,7 +173,7 @@ class Adapters:
         the merged model computes the same function. The model must not be sharded.
         """
         decode_stored(self.model)
-        for path in self.names:
+        for path in self.layers:
             layer: Any = self.model.get_submodule(path)
             layer.base_layer = dequantised(layer.base_layer, self.model.dtype)
             change_class(layer, self._peft.tuners.lora.Linear)
@@ -198,17 +194,37 @@ class Adapters:
         names = {field.name for field in fields(self._peft.LoraConfig) if field.init}
         return {name: getattr(self.config, name) for name in names}
 
+    def _as_in_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of `_tensors` as PEFT's files have them."""
+        tensors = {**tensors}
+        for names, order in self._orders():
+            tensors.update(zip(names, order.write(*(tensors[name] for name in names)), strict=True))
+        for name, kind, layers in self._divided(tensors):
+            for layer, part in layers.write(kind, tensors.pop(name)).items():
+                tensors[f"{PREFIX}{layer}.{kind}"] = part
+        return tensors
+
+    def _divided(self, tensors: Iterable[str]) -> Iterator[tuple[str, str, AdapterLayers]]:
+        """Yield (name, kind, layers) of the tensors of native layers that files have as other layers."""
+        divided = {f"{PREFIX}{path}": own for path, own in self.layers.items() if not own.is_one}
+        for name in [*tensors]:
+            path, point, kind = name.partition(".lora_")
+            if path in divided:
+                yield name, f"{point[1:]}{kind}", divided[path]
+
     def _tensors(self) -> dict[str, Tensor]:
-        """Return the adapter tensors by their names in PEFT's files."""
+        """Return the adapter tensors by their names in PEFT's files, those of native layers that files have
+        as other layers by the native name.
+        """
         own = self._peft.get_peft_model_state_dict(self.model, save_embedding_layers=False)
         usual = {}
         for name, tensor in own.items():
             path, point, rest = name.partition(".lora_")
             usual[f"{self._usual_name(path)}{point}{rest}"] = tensor
         for name, table in self.tables.items():
-            usual[f"base_model.model.{name}{ROWS}"] = table.trained_rows.weight
+            usual[f"{PREFIX}{name}{ROWS}"] = table.trained_rows.weight
         if self.head is not None:
-            usual[f"base_model.model.{HEAD}weight"] = self.head.weight
+            usual[f"{PREFIX}{HEAD}weight"] = self.head.weight
         return usual
 
     def _usual_name(self, path: str) -> str:
@@ -216,8 +232,9 @@ class Adapters:
         names = {
             stack.rpartition(".")[0]: usual.rpartition(".")[0] for stack, (usual, _) in self.stacks.items()
         }
+        names |= {path: next(iter(own.rows)) if own.is_one else path for path, own in self.layers.items()}
         path, inner, _ = path.partition(".base_layer")  # the wrapper of an experts' first matrices
-        return f"base_model.model.{(names | self.names)[path]}{inner}"
+        return f"{PREFIX}{names[path]}{inner}"
 
     def _orders(self) -> Iterator[tuple[tuple[str, str], StackOrder]]:
         """Yield the names in files of A and B of stacks that files store in another order, and that order."""

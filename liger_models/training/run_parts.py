@@ -288,7 +288,7 @@ class RunParts:
         dtype = str(self.model.dtype).removeprefix("torch.")
         if self.adapters:
             trained = sum(p.numel() for p in self.parameters)
-            self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.names)} layers")
+            self.world.say(f"adapters: {trained:,} parameters on {len(self.adapters.layers)} layers")
         elif self.config.freeze or self.config.train_only:
             trained = sum(p.numel() for p in self.parameters)
             self.world.say(f"trained: {trained:,} of {self.size:,} parameters ({trained / self.size:.1%})")

@@ -46,7 +46,7 @@ def stacks_of_experts(model: Any, frozen: Collection[str]) -> dict[str, tuple[st
     Raises:
         ConfigError: there are none, or adapter files cannot express an adapter of them.
     """
-    weight_map = model.weight_map(model.architecture.layouts[-1])  # of transformers' modules in memory
+    weight_map = model.weight_map(model.modules_layout)
     found = {}
     for path, experts in model.named_modules():
         if not isinstance(experts, Experts) or path in frozen or path.startswith("mtp."):

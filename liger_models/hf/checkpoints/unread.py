@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from liger_models.architectures import Architecture
@@ -76,6 +76,21 @@ def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
         f"this transformers has other modules in its {type(theirs).__name__} than are known here; it lacks "
         f"{difference[:4]}"
     )
+
+
+def modules_layout(model: Any) -> Layout:
+    """Find the layout with the names of transformers' own modules for one of our native multimodal models,
+    which may depend on its encoder: the family's last if transformers lacks the family, or if the model is a
+    part of one.
+    """
+    architecture, raw = model.architecture, model.config.to_dict()
+    layouts = architecture.layouts
+    if architecture.model_type not in CONFIG_MAPPING or raw.get("model_type") != architecture.model_type:
+        return layouts[-1]
+    known = set(own_skeleton(architecture, AutoConfig.for_model(**raw)).state_dict())
+    forms = {name: form for name, form in model.canonical_forms.items() if not name.startswith("mtp.")}
+    fitting = (x for x in layouts if checkpoint_shapes(x.weight_map(forms)).keys() <= known)
+    return next(fitting, layouts[-1])
 
 
 def carry_unread(model: Any, theirs: nn.Module) -> None:

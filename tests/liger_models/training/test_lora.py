@@ -11,6 +11,7 @@ import sys
 
 import pytest
 import torch
+from randomised import randomise, randomise_trained
 from rounding import BOUND
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +26,7 @@ from liger_models.training.adapters.lora_targets import find_targets
 from liger_models.training.data import Documents
 from liger_models.training.learning_rate import LearningRate
 from liger_models.training.loop import Run
+from liger_models.training.lora import Adapters
 from liger_models.training.optimizer import BETAS, EPS
 from liger_models.training.processes.world import World
 
@@ -170,7 +172,7 @@ def test_files_of_experts_are_those_that_vllm_reads_as_stacks(checkpoints, setti
 
 def test_all_linear_layers_of_deepseek_v3_are_adapted(checkpoints, settings):
     adapters = Run(settings(model=str(checkpoints("deepseek_v3")), lora="r=4"), World("cpu")).adapters
-    adapted = {name.partition("layers.")[2] for name in adapters.names.values()}
+    adapted = {name.partition("layers.")[2] for own in adapters.layers.values() for name in own.rows}
     assert {f"0.mlp.{name}_proj" for name in ("gate", "up", "down")} <= adapted
     assert {f"1.mlp.shared_experts.{name}_proj" for name in ("gate", "up", "down")} <= adapted
 
@@ -179,24 +181,96 @@ def test_indexers_which_no_loss_reaches_get_no_adapter(checkpoints, settings):
     folder = str(checkpoints("deepseek_v32"))
     run = Run(settings(model=folder, lora="r=4"), World("cpu"))
     assert any(".indexer." in name for name, _ in run.model.named_parameters())
-    assert not any(".indexer." in name for name in run.adapters.names)
+    assert not any(".indexer." in name for name in run.adapters.layers)
     with pytest.raises(ConfigError, match="no linear layer is called 'weights_proj'"):
         Run(settings(model=folder, lora="r=4,targets=weights_proj"), World("cpu"))
 
 
-def test_layers_whose_adapters_transformers_passes_over_get_none():
+@pytest.mark.parametrize(
+    ("family", "left_out", "reason"),
+    [
+        ("aria", "vision.projector.out_proj", "multiplies by their weights without calling them"),
+        ("jamba", "layers.0.mamba.dt_proj", "multiplies by their weights without calling them"),
+        ("minimax_m3_vl", "layers.0.mlp.gate_proj", "joins their weights with those of other layers"),
+        ("gemma3", "vision.projector.linear", "holds their weights as plain parameters"),
+        ("zamba2", "shared.1.shared_transformer.self_attn.q_proj", "several layers share their weights"),
+    ],
+)
+def test_layers_whose_adapters_peft_cannot_read_get_none(family, left_out, reason):
+    model = liger_models.from_config(find_architecture(family).tiny, device="meta")
+    model.split_projections()
+    with pytest.warns(UserWarning, match=rf"layers \({left_out}, ...\) get no adapter: .*{reason}"):
+        layers, _ = find_targets(model, LoraSettings.parse(""), ())
+    assert layers
+    assert left_out not in layers
+    stored = next(model.weight_map()[f"{left_out}.weight"].refs()).name.removesuffix(".weight")
+    with pytest.raises(ConfigError, match=f"{left_out} cannot have this adapter: .*{reason}"):
+        find_targets(model, LoraSettings.parse(f"targets={stored}"), ())
+
+
+def test_targets_that_also_fit_layers_without_adapters_say_so():
     model = liger_models.from_config(find_architecture("aria").tiny, device="meta")
     model.split_projections()
-    named, _ = find_targets(model, LoraSettings.parse(""), ())
-    assert "vision.projector.linear" in named
-    assert "vision.projector.out_proj" not in named
+    with pytest.warns(UserWarning, match=r"1 layers \(vision.projector.out_proj, ...\) get no adapter"):
+        layers, _ = find_targets(model, LoraSettings.parse("targets=out_proj"), ())
+    assert layers
+    assert "vision.projector.out_proj" not in layers
 
 
-def test_a_warning_names_layers_that_a_checkpoint_stores_in_parts():
-    model = liger_models.from_config(find_architecture("molmo2").tiny, device="meta")
+def test_a_layer_that_is_several_in_transformers_is_adapted_as_a_whole():
+    model = liger_models.from_config(find_architecture("kimi_k25").tiny, device="meta")
     model.split_projections()
-    with pytest.warns(UserWarning, match=r"3 layers \(layers.0.self_attn.qkv_proj, ...\) get no adapter"):
-        find_targets(model, LoraSettings.parse(""), ())
+    encoder = {"q_proj", "k_proj", "v_proj"}
+
+    def adapted(targets):
+        found = find_targets(model, LoraSettings.parse(f"targets={targets}"), ())[0]
+        return {path for path in found if path.startswith("vision.encoder.layers.0.")}
+
+    whole = {"vision.encoder.layers.0.self_attn.qkv_proj"}
+    assert adapted("wqkv") == adapted("attn.q_proj+attn.k_proj+attn.v_proj") == whole
+    with pytest.raises(ConfigError, match=r"qkv_proj is one layer here, .* name all of them, or none"):
+        adapted("attn.q_proj")
+    found = find_targets(model, LoraSettings.parse(""), ())[0]
+    assert {name.rpartition(".")[2] for name in found[whole.pop()].rows} == encoder
+
+
+def test_adapters_of_one_a_are_read_back_and_those_of_several_are_refused(tmp_path):
+    model = liger_models.from_config(find_architecture("kimi_k25").tiny, device="cpu")
+    model.split_projections()
+    adapters = Adapters(model, LoraSettings.parse("r=2,dora,targets=wqkv"), "base", seed=0)
+    randomise_trained(model)
+    adapters.write(tmp_path)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    for parameter in expected:
+        model.get_parameter(parameter).data.zero_()
+    adapters.read(tmp_path)
+    for name, tensor in expected.items():
+        assert torch.equal(model.get_parameter(name), tensor), name
+    tensors = load_file(tmp_path / ADAPTER)
+    changed = next(name for name in tensors if name.endswith("k_proj.lora_A.weight"))
+    save_file(tensors | {changed: tensors[changed] + 1}, tmp_path / ADAPTER)
+    with pytest.raises(CheckpointError, match="have different lora_A, but the model holds these as one"):
+        adapters.read(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "kimi_k25", "molmo2"])
+def test_a_merged_adapter_of_joined_or_transposed_layers_is_the_trained_model(family, tmp_path):
+    """Merged here, and read with its base from files: of weights in parts, in another order, transposed."""
+    tiny = find_architecture(family).tiny
+    model = liger_models.from_config(tiny, device="cpu")
+    randomise(model)
+    model.save_pretrained(tmp_path / "base")
+    model.split_projections()
+    adapters = Adapters(model, LoraSettings.parse("r=2,dora"), str(tmp_path / "base"), seed=0)
+    randomise_trained(model)
+    (tmp_path / "adapter").mkdir()
+    adapters.write(tmp_path / "adapter")
+    read = dict(liger_models.from_hub(tmp_path / "adapter", dtype=torch.float32).checkpoint_tensors())
+    adapters.merge()
+    merged = dict(model.checkpoint_tensors())
+    before = load_file(tmp_path / "base" / "model.safetensors")
+    assert distance(read, merged) <= 1e-6
+    assert sum(not torch.equal(before[name], x) for name, x in merged.items()) >= len(adapters.layers)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +290,7 @@ def test_layers_that_peft_could_not_adapt_as_parameters_are_named(option, checkp
     folder = str(checkpoints("deepseek_v3"))
     with pytest.warns(UserWarning, match=r"6 layers \(.*mlp.*\) get no adapter: .*without dropout"):
         adapters = Run(settings(model=folder, lora=f"r=4,{option}"), World("cpu")).adapters
-    assert not any(".mlp." in name for name in adapters.names)
+    assert not any(".mlp." in name for name in adapters.layers)
     with pytest.raises(ConfigError, match=r"down_proj cannot have this adapter: .*stacks of experts"):
         Run(settings(model=folder, lora=f"r=4,targets=o_proj+down_proj,{option}"), World("cpu"))
 
