@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.convert.checkpoints.adapter_layers import is_transposed
+from liger_models.convert.checkpoints.adapter_forms import StackOrder, is_transposed, stack_order
 from liger_models.convert.checkpoints.expressions import write
 from liger_models.convert.checkpoints.hub import ADAPTER_CONFIG, local_path, resolve
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.shards import is_sharded
-from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.checkpoints.weight_map import WeightMap, connected
 from liger_models.convert.errors import CheckpointError, LigerModelsError
 from liger_models.convert.json_file import read_json

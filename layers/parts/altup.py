@@ -119,7 +119,6 @@ class Coefficients(Linear):
     def __init__(self, in_features: int, out_features: int, limit: float, stored: bool = False):
         super().__init__(in_features, out_features, bias=False)
         self.limit, self.stored = limit, stored
-        # In training transformers multiplies by the clamped weight without calling the layer.
         self.passes_adapters = not stored
 
     def forward(self, x: Tensor) -> Tensor:

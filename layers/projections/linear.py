@@ -21,8 +21,11 @@ class Linear(nn.Linear):
         float8: how its products run in float8; None: in the weight's dtype. See `set_float8`.
         float8_largest: of a weight that is gathered in float8 with one scale: its largest magnitude, and the
             event after which it is known (layers/projections/gathered.py).
+        passes_adapters: transformers multiplies by the weight without calling the layer, so an adapter has no
+            effect there.
     """
 
+    passes_adapters: bool = False
     float8: Float8Settings | None = None
     float8_largest: tuple[Tensor, Any] | None = None
 

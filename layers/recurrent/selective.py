@@ -57,7 +57,6 @@ class SelectiveScan(RecurrentMixer):
         self.conv1d = ShortConvolution(((spec.channels, 1),), spec.conv, spec.conv_bias)
         self.x_proj = Linear(spec.channels, spec.step_rank + 2 * spec.state, bias=False)
         self.dt_proj = Linear(spec.step_rank, spec.channels, bias=False)
-        # transformers multiplies by its weight without calling it, so an adapter has no effect there.
         self.dt_proj.passes_adapters = True
         self.dt_bias, self.D = (nn.Parameter(torch.empty(spec.channels)) for _ in range(2))
         self.A_log = nn.Parameter(torch.empty(spec.channels, spec.state))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.adapter import PREFIX
-from liger_models.convert.checkpoints.adapter_layers import adapter_layers
+from liger_models.convert.checkpoints.adapter_forms import adapter_layers
 from liger_models.convert.checkpoints.expressions import Expr
 from liger_models.convert.checkpoints.fingerprint import fingerprints
 from liger_models.convert.checkpoints.layout import Layout

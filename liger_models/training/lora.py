@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.checkpoints.adapter import PREFIX, ROWS, absolute_if_folder
-from liger_models.convert.checkpoints.adapter_layers import AdapterLayers
+from liger_models.convert.checkpoints.adapter_forms import AdapterLayers, StackOrder
 from liger_models.convert.checkpoints.reading import CheckpointReader
-from liger_models.convert.checkpoints.stack_order import StackOrder
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.in_place import change_class

@@ -3,7 +3,7 @@
     W_e + s B_e A_e                     lora_A [rank E, inputs], lora_B [outputs, rank E]
 
 Our stacks have the names and axes that PEFT expects. Where a checkpoint orders a stack differently, the
-adapter computes in our order and appears in theirs in every state dict (convert/checkpoints/stack_order.py),
+adapter computes in our order and appears in theirs in every state dict (convert/checkpoints/adapter_forms.py),
 so PEFT's, Trainer's and run checkpoints are interchangeable with those of transformers' own model.
 
 `stack_single_experts` stacks adapters of single experts (transformers 4): gate and up together get A stacked
@@ -21,8 +21,8 @@ from peft import LoraConfig
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.adapter_forms import StackOrder, stack_order
 from liger_models.convert.checkpoints.expressions import Cat, Expr, Stack
-from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.errors import CheckpointError
 from liger_models.layers.experts.moe import Experts
 

@@ -17,8 +17,8 @@ from typing import Any
 from peft.tuners.lora import layer as peft_lora
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.adapter_forms import StackOrder, stack_order
 from liger_models.convert.checkpoints.shards import is_sharded
-from liger_models.convert.checkpoints.stack_order import StackOrder, stack_order
 from liger_models.convert.errors import ConfigError
 from liger_models.hf.adapters.kept_bits import refuse_merging
 from liger_models.hf.adapters.peft_layers import active_adapters, has_only

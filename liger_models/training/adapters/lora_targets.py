@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from liger_models.convert.checkpoints.adapter_layers import AdapterLayers, adapter_layers
+from liger_models.convert.checkpoints.adapter_forms import AdapterLayers, adapter_layers
 from liger_models.convert.errors import ConfigError
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.training.adapters.lora_settings import ALL, LoraSettings
