@@ -3,7 +3,7 @@
     W_e + s B_e A_e                     lora_A [rank E, inputs], lora_B [outputs, rank E]
 
 Our stacks have the names and axes that PEFT expects. Where a checkpoint orders a stack differently, the
-adapter computes in our order and appears in theirs in every state dict (convert/checkpoints/adapter_forms.py),
+adapter computes in our order and appears in theirs in every state dict (adapter_forms.py in convert/),
 so PEFT's, Trainer's and run checkpoints are interchangeable with those of transformers' own model.
 
 `stack_single_experts` stacks adapters of single experts (transformers 4): gate and up together get A stacked
