@@ -256,6 +256,18 @@ def test_modules_are_changed_in_place_in_one_file():
     assert files == [home]
 
 
+def test_torchs_attention_is_called_in_one_file():
+    """Which kernels are right on a device is decided there."""
+    home = ROOT / "layers" / "attention" / "fused.py"
+    files = [
+        path
+        for part in MAY_IMPORT
+        for path in sources(part)
+        if "F.scaled_dot_product_attention(" in path.read_text()
+    ]
+    assert files == [home]
+
+
 def run_python(code, cwd, **env):
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels._copies import to_device
 from liger_models.kernels._dispatch import at_least_float32
+from liger_models.layers.attention.fused import unmasked_attention
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear, project, unwrapped
@@ -109,7 +110,7 @@ class PerceiverLayer(nn.Module):
         pieces = zip(q, of_patches.split(list(lengths)), of_latents.split(count), strict=True)
         for query, *keys in pieces:
             k, v = torch.cat(keys).permute(1, 2, 0, 3)  # [heads, patches and latents, dim]
-            seen.append(F.scaled_dot_product_attention(query.transpose(0, 1), k, v).transpose(0, 1))
+            seen.append(_attention(query.transpose(0, 1), k, v).transpose(0, 1))
         latents = latents + self.o_proj(torch.cat(seen).flatten(1))
         return latents + self.mlp(self.norm_mlp(latents))
 
@@ -204,10 +205,15 @@ class QueryProjector(nn.Module):
         made = self.in_proj(self.q_proj(query), self.k_proj(patches), self.v_proj(patches))
         q, k, v = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in made)  # [heads, ..., dim]
         keys = zip(sizes, k.split(list(lengths), 1), v.split(list(lengths), 1), strict=True)
-        seen = [F.scaled_dot_product_attention(q[:, :n], own_k, own_v) for n, own_k, own_v in keys]
+        seen = [_attention(q[:, :n], own_k, own_v) for n, own_k, own_v in keys]
         y = self.linear(unwrapped(self.out_proj)(torch.cat(seen, 1).transpose(0, 1).flatten(1)))
         return self.linear_2(F.gelu(self.linear_1(self.norm(y)), approximate="tanh"))
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise the queries like a matrix."""
         nn.init.normal_(self.query, 0.0, std, generator)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of q [heads, queries, dim] to all keys and values [heads, keys, dim]."""
+    return unmasked_attention(q[None], k[None], v[None], q.shape[-1] ** -0.5, causal=False)[0]
