@@ -15,7 +15,7 @@ and backward, with dS' from the next chunk, dV the gradient of d X, and R the gr
     dB      = R^T C + sum over heads of (exp(G_C - G) d X) dS'
     dS      = exp(G_C) dS' + (exp(G) dY)^T C
 
-The kernels (`_ssd_kernels.py`); only states and pass depend on other chunks:
+The kernels (`_ssd_kernels.py`); only states and pass depend on other chunks (`_ssd_states.py`):
 
     prepare        d and G, by chunk
     scores         C B^T, by chunk and group
@@ -27,15 +27,12 @@ The kernels (`_ssd_kernels.py`); only states and pass depend on other chunks:
 
 S and dS' of all chunks together are larger than X: with N = 128, four times as large. The backward pass goes
 through slices of the heads, one after another, whose S and dS' take no more memory than X.
-
-Documents are divided into segments as in `_states.py`. The state after a segment is the state before it times
-one factor, plus the segment's own.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,18 +43,15 @@ from liger_models.kernels._dispatch import (
     num_sms,
     on_device_of,
     once_differentiable,
-    rows_to_copy,
     shared_memory,
 )
 from liger_models.kernels._gpu import gpu_of
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
-    NARROWEST,
     ChunkTable,
     product_precision,
     with_whole_heads,
 )
-from liger_models.kernels.recurrent._state_kernels import decayed_boundaries_kernel
 from liger_models.kernels.recurrent._states import Boundaries, save, saved
 from liger_models.kernels.recurrent.state_spaces._ssd_grad_kernels import (
     gate_grads_kernel,
@@ -66,45 +60,26 @@ from liger_models.kernels.recurrent.state_spaces._ssd_grad_kernels import (
     tiled_head_grads_kernel,
 )
 from liger_models.kernels.recurrent.state_spaces._ssd_kernels import (
-    pass_kernel,
     prepare_kernel,
     scores_kernel,
     states_kernel,
+)
+from liger_models.kernels.recurrent.state_spaces._ssd_states import (
+    TILE,
+    Operands,
+    block_of_channels,
+    boundary_states,
+    launch_options,
+    pass_states,
+    pass_tiles,
+    tiles_to_copy,
+    with_gradients,
 )
 
 WIDEST = 256  # maximum of P and N
 LEAST_SLICE = 2**25  # bytes that S and dS' of a slice may take, even if X takes less
 _HEADS = 32  # heads per program of the first kernel
-_TILE = 64  # rows of a state per tile
-# Warps and stages of kernels.
-_SETTINGS = {"states": (4, 2), "pass": (8, 3), "group": (8, 3), "head": (4, 1)}
 _TOGETHER = 16  # heads per program of the last kernel where it has tiles
-
-
-class _Operands(NamedTuple):
-    x: Tensor  # [T, heads, P]
-    B: Tensor  # [T, groups, N]
-    C: Tensor
-    D: Tensor  # [heads]
-    gates: Tensor  # d and G: [2, heads, T]
-    state: Tensor | None  # [documents, heads, P, N]
-    dy: Tensor | None = None
-    dfinal: Tensor | None = None
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Constants of the kernels."""
-        heads, width = self.x.shape[1:]
-        return {
-            "PER_GROUP": heads // self.B.shape[1],
-            "P": width,
-            "N": self.B.shape[2],
-            "PRECISION": product_precision(self.x.dtype),
-        }
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        return self.x.stride(0), self.B.stride(0), self.C.stride(0)
 
 
 class SSD(torch.autograd.Function):
@@ -120,7 +95,7 @@ class SSD(torch.autograd.Function):
         final = torch.empty(documents, *x.shape[1:], B.shape[2], dtype=torch.float32, device=x.device)
         with on_device_of(x):
             gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
-            between = _run(_Operands(x, B, C, D, gates, state), table, y, final)
+            between = _run(Operands(x, B, C, D, gates, state), table, y, final)
         save(ctx, (x, dt, B, C, A_log, D, dt_bias, state), between)
         return y, final
 
@@ -141,7 +116,7 @@ class SSD(torch.autograd.Function):
         with on_device_of(x):
             gates = _prepare(dt, A_log, dt_bias, table, ctx.limit)
             dgates = torch.empty_like(gates)
-            own = _Operands(x, B, C, D, gates, state, dy, dfinal)
+            own = Operands(x, B, C, D, gates, state, dy, dfinal)
             if tokens:
                 _operand_grads(own, table, between, dx, dB, dC, dgates, sums, dstate)
                 _gate_grads(dt, A_log, dt_bias, gates, dgates, ddt, sums, table, ctx.limit)
@@ -174,24 +149,6 @@ def _parts(heads: int, programs: int, x: Tensor) -> int:
     return parts
 
 
-def _block_of_channels(N: int) -> int:
-    return max(NARROWEST, next_power_of_2(N))
-
-
-def _options(kernel: str, own: _Operands) -> dict[str, int]:
-    """Launch options. States wider than 128, and GPUs with less shared memory than an A100, leave no room to
-    load ahead.
-    """
-    warps, stages = _SETTINGS[kernel]
-    if own.B.shape[2] > 128 and kernel != "pass":
-        warps, stages = 8, 1
-    if kernel == "group":  # which loads all tiles of a head ahead
-        tiles, N = ceil_div(own.x.shape[2], _TILE), _block_of_channels(own.B.shape[2])
-        ahead = 2 * tiles * _TILE * (CHUNK + N) * own.x.element_size()
-        stages = max(min(stages, shared_memory(own.x) // ahead), 1)
-    return {"num_warps": warps, "num_stages": stages if shared_memory(own.x) >= 160 * 1024 else 1}
-
-
 def _prepare(
     dt: Tensor, A_log: Tensor, dt_bias: Tensor, table: ChunkTable, limit: tuple[float, float]
 ) -> Tensor:
@@ -217,14 +174,14 @@ def _prepare(
     return gates
 
 
-def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundaries | None:
+def _run(own: Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundaries | None:
     """Write y and the final states of all heads; return the states at the boundaries of segments."""
     x, B, C = own.x, own.B, own.C
     (tokens, heads, width), N = x.shape, B.shape[2]
     count = table.segments.shape[1]
     if not count:
         return None
-    between = _boundaries(own, table)
+    between = boundary_states(own, table)
     groups, chunks = B.shape[1], table.ranges.shape[1]
     scores = torch.empty(chunks, groups, CHUNK, CHUNK, dtype=torch.float32, device=x.device)
     scores_kernel[(chunks, groups)](
@@ -236,11 +193,11 @@ def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundar
         C.stride(0),
         chunks,
         N=N,
-        BLOCK_N=_block_of_channels(N),
+        BLOCK_N=block_of_channels(N),
         PRECISION=product_precision(x.dtype),
         num_warps=4,
     )
-    states_kernel[(ceil_div(width, _TILE), heads, count)](
+    states_kernel[(ceil_div(width, TILE), heads, count)](
         x,
         B,
         C,
@@ -253,21 +210,21 @@ def _run(own: _Operands, table: ChunkTable, y: Tensor, final: Tensor) -> Boundar
         scores,
         y,
         final,
-        *_pass_tiles((own.x,), (own.B, own.C)),
+        *pass_tiles((own.x,), (own.B, own.C)),
         *own.strides,
         tokens,
         heads,
         count,
-        BLOCK_P=_TILE,
-        BLOCK_N=_block_of_channels(N),
+        BLOCK_P=TILE,
+        BLOCK_N=block_of_channels(N),
         **own.sizes,
-        **_options("states", own),
+        **launch_options("states", own),
     )
     return between
 
 
 def _operand_grads(
-    own: _Operands,
+    own: Operands,
     table: ChunkTable,
     between: Boundaries | None,
     dx: Tensor,
@@ -290,9 +247,9 @@ def _operand_grads(
         partial = torch.empty(2, parts, tokens, groups, N, dtype=torch.float32, device=x.device)
         to_B, to_C = partial
     states = torch.empty(2, chunks, held, width, N, dtype=x.dtype, device=x.device)
-    boundaries = None if between is None else _with_gradients(own, table, between)
+    boundaries = None if between is None else with_gradients(own, table, between)
     for first in range(0, heads, held):
-        _pass(own, table, boundaries, None, states, dstate, first, directions=2)
+        pass_states(own, table, boundaries, None, states, dstate, first, directions=2)
         tensors = states, dx, to_B, to_C, dgates, sums
         _chunk_grads(own, table, tensors, first, held, shared, parts)
     if partial is not None:
@@ -301,7 +258,7 @@ def _operand_grads(
 
 
 def _chunk_grads(
-    own: _Operands,
+    own: Operands,
     table: ChunkTable,
     tensors: tuple[Any, ...],
     first: int,
@@ -315,7 +272,7 @@ def _chunk_grads(
     assert dy is not None
     chunks = table.ranges.shape[1]
     strides, numbers = (*own.strides, dy.stride(0)), (tokens, heads, chunks, first, held)
-    sizes = {**own.sizes, "BLOCK_P": _TILE, "BLOCK_N": _block_of_channels(N)}
+    sizes = {**own.sizes, "BLOCK_P": TILE, "BLOCK_N": block_of_channels(N)}
     # Data-centre Blackwell's tensor memory is too small for products with all of 256 channels.
     tensor_memory = gpu_of(own.x).capability[0] == 10
     columns = min(sizes["BLOCK_N"], 128 if tensor_memory else 256)
@@ -327,16 +284,16 @@ def _chunk_grads(
         PARTS=parts,
         ADD=first % (heads // groups) > 0,
         **sizes | {"BLOCK_N": columns},
-        **_options("group", own),
+        **launch_options("group", own),
     )
-    tiles = _tiles(own.x, own.B, own.C, dy, states.view(-1, 1, N))
+    tiles = tiles_to_copy(own.x, own.B, own.C, dy, states.view(-1, 1, N))
     tiled = None not in tiles
     if tiled:
         together = math.gcd(shared, _TOGETHER)
         tiled_head_grads_kernel[(chunks * held // together,)](
             *(own.D, own.gates, table.ranges, dx, dgates, sums),
             *(*tiles, dx.stride(0), *numbers),
-            **sizes | {"BLOCK_N": _TILE, "SHARED": together},
+            **sizes | {"BLOCK_N": TILE, "SHARED": together},
             num_warps=4,
         )
     count = len(table.first_segments) if tiled else chunks
@@ -353,29 +310,14 @@ def _chunk_grads(
     )
 
 
-def _head_tile(own: _Operands) -> dict[str, int]:
+def _head_tile(own: Operands) -> dict[str, int]:
     """Columns, channels and launch options of a tile of `head_grads_kernel`."""
-    block, options = _block_of_channels(own.B.shape[2]), _options("head", own)
-    if gpu_of(own.x).capability[0] == 8 and own.x.shape[2] > _TILE and own.x.element_size() == 2:
+    block, options = block_of_channels(own.B.shape[2]), launch_options("head", own)
+    if gpu_of(own.x).capability[0] == 8 and own.x.shape[2] > TILE and own.x.element_size() == 2:
         # For Ampere ptxas spills two tiles of columns, which are unrolled: here one has room for most heads.
-        wide = {"BLOCK_P": 2 * _TILE, "BLOCK_N": min(block, 128)}
+        wide = {"BLOCK_P": 2 * TILE, "BLOCK_N": min(block, 128)}
         return {**options, **wide, "num_warps": 8, "maxnreg": 255}
     return {**options, "BLOCK_N": min(block, 256 if shared_memory(own.x) >= 96 * 1024 else 128)}
-
-
-def _tiles(*operands: Tensor, columns: int | None = _TILE) -> list[Any]:
-    """Descriptors with which Hopper's copy engine fetches tiles of operands [T, heads, D] without registers;
-    None for each elsewhere, without tokens, and where states wider than 128 leave no room.
-    """
-    if gpu_of(operands[0]).capability[0] != 9 or operands[-1].shape[2] > 128 or not len(operands[0]):
-        return [None] * len(operands)
-    return rows_to_copy(CHUNK, *operands, columns=columns)
-
-
-def _pass_tiles(values: tuple[Tensor, ...], channels: tuple[Tensor, ...]) -> list[Any]:
-    """`_tiles` for the passes of states: of some columns of values, and of all channels."""
-    tiles = [*_tiles(*values), *_tiles(*channels, columns=None)]
-    return [None] * len(tiles) if None in tiles else tiles
 
 
 def _gate_grads(
@@ -409,106 +351,4 @@ def _gate_grads(
         *limit,
         BLOCK_HEADS=block,
         num_warps=4,
-    )
-
-
-def _boundaries(own: _Operands, table: ChunkTable) -> Boundaries | None:
-    """The states between a document's segments, [boundaries, heads, P, N] float32, and the decays of the
-    segments before them, [boundaries, heads]. None if there are no such segments.
-    """
-    if not table.boundaries:
-        return None
-    heads, (width, N) = own.x.shape[1], (own.x.shape[2], own.B.shape[2])
-    like: dict[str, Any] = {"dtype": torch.float32, "device": own.x.device}
-    states = torch.empty(table.boundaries, heads, width, N, **like)
-    transfers = torch.empty(table.boundaries, heads, **like)
-    _pass(own, table, states[None], transfers, None, None, directions=1)
-    _join(states[None], transfers, table, back=False)
-    return Boundaries(states, transfers)
-
-
-def _with_gradients(own: _Operands, table: ChunkTable, between: Boundaries) -> Tensor:
-    """The states between a document's segments and their gradients: [2, boundaries, heads, P, N] float32."""
-    boundaries = between.states.new_empty(2, *between.states.shape)
-    boundaries[0].copy_(between.states)
-    _pass(own, table, boundaries, between.transfers, None, None, directions=1, back=True)
-    _join(boundaries, between.transfers, table, back=True)
-    return boundaries
-
-
-def _join(boundaries: Tensor, transfers: Tensor, table: ChunkTable, *, back: bool) -> None:
-    """Turn local states at boundaries [directions, boundaries, heads, P, N] into the true ones, or local
-    gradients, the last of these.
-    """
-    _, count, heads, width, N = boundaries.shape
-    size, block = width * N, 1024
-    decayed_boundaries_kernel[(ceil_div(size, block), heads, len(table.first_segments))](
-        boundaries,
-        transfers,
-        table.cu_seqlens,
-        table.first_segments,
-        count,
-        heads,
-        size,
-        SEGMENT=table.segment,
-        MOST=table.most,
-        BLOCK=block,
-        BACK=back,
-        num_warps=4,
-    )
-
-
-def _pass(
-    own: _Operands,
-    table: ChunkTable,
-    boundaries: Tensor | None,
-    transfers: Tensor | None,
-    states: Tensor | None,
-    dstate: Tensor | None,
-    first: int = 0,
-    *,
-    directions: int,
-    back: bool = False,
-) -> None:
-    """Launch `pass_kernel` for as many heads as `states` holds, from `first` on; without, for the segments of
-    all heads. With one direction, for the states only, or with `back` for their gradients.
-    """
-    (tokens, heads, width), N = own.x.shape, own.B.shape[2]
-    dy = own.x if own.dy is None else own.dy  # not read
-    count = table.segments.shape[1]
-    held = heads if states is None else states.shape[2]
-    block = min(_block_of_channels(N), 128)
-    tiles, options = _pass_tiles((own.x, dy), (own.B, own.C)), _options("pass", own)
-    if states is None and None not in tiles:
-        options["maxnreg"] = 80  # then three programs fit on a multiprocessor, which hold all segments
-    pass_kernel[(directions * ceil_div(width, _TILE) * ceil_div(N, block), held, count)](
-        own.x,
-        own.B,
-        own.C,
-        dy,
-        own.gates,
-        table.cu_seqlens,
-        table.segments,
-        own.state,
-        own.dfinal,
-        boundaries,
-        transfers,
-        states,
-        dstate,
-        *tiles,
-        *own.strides,
-        dy.stride(0),
-        tokens,
-        heads,
-        table.ranges.shape[1],
-        table.boundaries,
-        count,
-        first,
-        held,
-        BLOCK_P=_TILE,
-        BLOCK_N=block,
-        **own.sizes,
-        LOCAL=states is None,
-        BACK=back,
-        **options,
     )

@@ -12,7 +12,7 @@ from delta_problem import DOCUMENTS, in_float64, relative
 
 from liger_models.kernels._gpu import INTERPRETED
 from liger_models.kernels.recurrent import _chunk_table
-from liger_models.kernels.recurrent.state_spaces import _ssd_chunks
+from liger_models.kernels.recurrent.state_spaces import _ssd_chunks, _ssd_states
 from liger_models.kernels.recurrent.state_spaces.ssd import ssd, ssd_step
 
 LENGTHS = [70, 1, 0, 64, 3]
@@ -162,8 +162,9 @@ def test_kernels_follow_the_recurrence(shape, documents, options, interpreted):
 
 
 def test_wide_states_are_read_in_blocks_where_shared_or_tensor_memory_is_small(interpreted, monkeypatch):
-    monkeypatch.setattr(_ssd_chunks, "shared_memory", lambda x: 64 * 1024)
-    monkeypatch.setattr(_ssd_chunks, "gpu_of", lambda x: INTERPRETED._replace(capability=(10, 0)))
+    for module in (_ssd_chunks, _ssd_states):
+        monkeypatch.setattr(module, "shared_memory", lambda x: 64 * 1024)
+        monkeypatch.setattr(module, "gpu_of", lambda x: INTERPRETED._replace(capability=(10, 0)))
     assert_exact(tensors(20, 1, 16, 1, 144), 2e-5)  # as above
 
 
