@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import as_once_differentiable
+from liger_models.layers.attention.reach import REACH
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
@@ -77,6 +78,7 @@ def _refuse_others(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibil
         f"heads of {sizes[0]} with values of {sizes[1]} (only {known} are supported)": sizes not in _SIZES,
         "values of another size than keys that query heads share": shared and sizes[0] != sizes[1],
         f"{q.dtype} (only 16 bits are supported)": q.dtype not in _DTYPES,
+        f"{q.numel()} elements (only {REACH} are addressed)": q.numel() > REACH,
         f"{_device(q)} (only Hopper GPUs are supported)": _device(q) != "sm_90",
     }
     for other, asked in others.items():

@@ -9,6 +9,7 @@ it wants and sets nothing. It asks torch whether the kernel can run, which respe
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -23,7 +24,14 @@ from torch.backends.cuda import (
 
 from liger_models.kernels._dispatch import has_matrix_units
 from liger_models.kernels.attention.flash_attention import Once
-from liger_models.layers.attention.fused_once import REACH, attend_once, chooses_flash_on_a_cpu, within_reach
+from liger_models.layers.attention.fused_once import attend_once, chooses_flash_on_a_cpu
+from liger_models.layers.attention.reach import (
+    REACH,
+    attend_in_parts,
+    dense,
+    is_within_reach,
+    with_gradient_in_reach,
+)
 from liger_models.layers.specs import AttentionSpec
 
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -31,7 +39,7 @@ _CUDNN_TILE = 128  # keys
 _ALIGNMENT = 8  # elements: rows of a mask in the memory-efficient kernel start at a multiple
 # The memory-efficient kernel indexes a mask with 32 bits: beyond 2^32 queries x keys, in some versions of its
 # backward pass beyond 2^31, it silently reads the mask of other queries (pytorch 187227).
-_MOST_SCORES = 1 << 31
+_MOST_SCORES = REACH
 
 
 def grouped_attention(
@@ -76,7 +84,8 @@ def unmasked_attention(
     dropout: float = 0.0,
     once: Once | None = None,
 ) -> Tensor:
-    """Attention without a mask, by cuDNN if its result is right, else by another kernel of torch's.
+    """Attention without a mask, by cuDNN if its result is right, else by another kernel of torch's; in parts
+    if there are more elements than these address.
 
     Args:
         q: [batch, heads, queries, dim]; k, v: [batch, kv_heads, keys, dim], or values of another size.
@@ -87,45 +96,50 @@ def unmasked_attention(
 
     Returns:
         [batch, heads, queries, the size of v's heads].
+
+    Raises:
+        ValueError: one head has more elements than torch's kernels address.
     """
     if q.device.type == "mps":
         return _by_formula(q, k, v, None, scale, dropout, causal)
+    if q.is_cuda and not is_within_reach(q, v, dropout):
+        attend = functools.partial(_unmasked, scale=scale, causal=causal, dropout=dropout, once=once)
+        return attend_in_parts(attend, q, k, v, dropout)
+    return _unmasked(q, k, v, scale, causal, dropout, once)
+
+
+def _unmasked(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float, once: Once | None
+) -> Tensor:
+    """`unmasked_attention` that a kernel takes at once."""
     once = None if dropout or torch.compiler.is_compiling() else once
     if q.is_cuda and not torch.compiler.is_compiling():
         q, k, v = _under_autocast(q, k, v)
         if cudnn_takes(q, k, v, causal):
             return _by_cudnn(q, k, v, scale, causal, dropout, once)
+        q, k, v = dense(q), dense(k), dense(v)
         if _spoils_gradients(k, causal) and not dropout:
-            return _without_cudnn(q, k, v, scale)
+            return with_gradient_in_reach(_without_cudnn(q, k, v, scale))
     grouped = q.shape[1] != k.shape[1]
     if once is not None and chooses_flash_on_a_cpu(q, k, v, scale, causal):
         return attend_once(q, k, v, scale, causal, once)
-    return F.scaled_dot_product_attention(
+    out = F.scaled_dot_product_attention(
         q, k, v, dropout_p=dropout, is_causal=causal, scale=scale, enable_gqa=grouped
     )
+    return with_gradient_in_reach(out) if q.is_cuda else out
 
 
 def _by_cudnn(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, dropout: float, once: Once | None
 ) -> Tensor:
-    """Attention by cuDNN: one row at a time, or one key head of a row, if its backward pass would not reach
-    all elements at once.
-    """
-    batch, groups = q.shape[0], k.shape[1]
-    if batch * groups > 1 and q.shape[:-1].numel() * max(q.shape[-1], v.shape[-1]) > REACH:
-        dim, sizes = (0, (1, 1, 1)) if batch > 1 else (1, (q.shape[1] // groups, 1, 1))
-        split = (x.split(size, dim) for x, size in zip((q, k, v), sizes, strict=True))
-        pieces = zip(*split, strict=True)
-        return torch.cat([_by_cudnn(q, k, v, scale, causal, dropout, once) for q, k, v in pieces], dim)
+    """Attention by cuDNN."""
     if once is not None:
         return attend_once(q, k, v, scale, causal, once)
     keep = _is_differentiated(q, k, v)
     out: Tensor = torch._scaled_dot_product_cudnn_attention(
         q, k, v, None, keep, dropout, causal, False, scale=scale
     )[0]
-    if keep:
-        out.register_hook(within_reach)
-    return out
+    return with_gradient_in_reach(out)
 
 
 def _by_formula(
@@ -182,7 +196,9 @@ def masked_attention(
         [batch, heads, queries, the size of v's heads].
     """
     queries, keys = q.shape[2], k.shape[2]
-    rows = max(_MOST_SCORES // _aligned(keys), 1)
+    # It numbers the weights of all heads to drop them.
+    scores = _aligned(keys) * (q.shape[0] * q.shape[1] if dropout else 1)
+    rows = max(min(_MOST_SCORES // scores, REACH // (q.shape[1] * max(q.shape[-1], v.shape[-1]))), 1)
     if queries > rows:
         masks = mask.expand(*mask.shape[:-2], queries, keys).split(rows, dim=-2)
         pieces = zip(q.split(rows, dim=2), masks, strict=True)
@@ -191,15 +207,19 @@ def masked_attention(
         )
     if q.device.type == "mps":
         return _by_formula(q, k, v, mask, scale, dropout)
-    if not q.is_cuda or torch.compiler.is_compiling():
+    if not q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+    q, k, v = dense(q), dense(k), dense(v)
+    if torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
     q, k, v = _under_autocast(q, k, v)
     if q.dtype not in _16_BITS:  # cuDNN does not support it, so torch cannot choose it
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale)
+        return with_gradient_in_reach(F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale))
     bias = _bias(mask, q, k)
     if can_use_efficient_attention(SDPAParams(q, k, v, bias, 0.0, False, False)):
         keep = _is_differentiated(q, k, v)
-        return torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout, scale=scale)[0]
+        out = torch._scaled_dot_product_efficient_attention(q, k, v, bias, keep, dropout, scale=scale)[0]
+        return with_gradient_in_reach(out)
     return torch._scaled_dot_product_attention_math(q, k, v, bias, dropout, scale=scale)[0]
 
 

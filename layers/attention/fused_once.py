@@ -14,12 +14,9 @@ from torch.nn.attention import SDPBackend
 
 from liger_models.kernels._dispatch import once_differentiable
 from liger_models.kernels.attention.flash_attention import Once
+from liger_models.layers.attention.reach import within_reach
 
 _aten = torch.ops.aten
-
-# cuDNN's backward pass (9.19, measured on an H200) addresses attention's output and its gradient with 32
-# bits: with elements further apart than this, the gradients of queries and keys are wrong, silently.
-REACH = 1 << 31
 
 
 def attend_once(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, once: Once) -> Tensor:
@@ -68,14 +65,6 @@ class _FusedOnce(torch.autograd.Function):
                 dout, q, k, v, out, lse, 0.0, causal, scale=scale
             )
         return *gradients, None, None, None
-
-
-def within_reach(gradient: Tensor) -> Tensor:
-    """The gradient of attention's output [batch, heads, queries, dim], copied if it is a view with elements
-    that cuDNN's backward pass does not reach, such as some heads of a long row.
-    """
-    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True))
-    return gradient if last < REACH else gradient.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def chooses_flash_on_a_cpu(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention, is_flash_attention_available
 
+from liger_models.layers.attention.reach import attend_in_parts, is_within_reach
 from liger_models.layers.sequences.visibility import Visibility
 from liger_models.layers.specs import AttentionSpec
 
@@ -17,8 +18,10 @@ from liger_models.layers.specs import AttentionSpec
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visibility: Visibility) -> Tensor:
     """Attention of packed documents, with a window and without spans.
 
+    Some heads at a time if there are more elements than the kernel addresses (`reach.py`).
+
     Raises:
-        ValueError: spans in causal attention.
+        ValueError: spans in causal attention, or one head has too many elements.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -28,11 +31,21 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visib
     left = -1 if spec.window is None else spec.window - 1
     right = 0 if spec.causal else left
     options: dict[str, Any] = {"enable_gqa": True} if _varlen_takes_gqa_flag() else {}
-    # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it also
-    # takes.
-    return varlen_attn(  # type: ignore[return-value]  # one tensor: lse is not asked for
-        q, k, v, cu, cu, longest, longest, scale=spec.scale, window_size=(left, right), **options
-    )
+    options |= {"scale": spec.scale, "window_size": (left, right)}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # [1, heads, T, dim]
+        # Its backward reads dense rows of heads; the packed q|k|v row gives them a common stride, which it
+        # also takes.
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen_attn(q, k, v, cu, cu, longest, longest, **options)
+        return out.transpose(0, 1)[None]  # type: ignore[union-attr]  # one tensor: lse is not asked for
+
+    # Each document's rows of the float32 sums are rounded up.
+    padded = 128 * (len(cu) - 1)
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    whole = is_within_reach(heads[0], heads[2], more=padded)
+    out = attend(*heads) if whole else attend_in_parts(attend, *heads, more=padded)
+    return out[0].transpose(0, 1)
 
 
 @functools.cache

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from liger_models.layers.attention.fused_once import REACH
 from liger_models.layers.attention.qk_norm import norm_work
+from liger_models.layers.attention.reach import REACH
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory.on_host import heads_at_a_time, mixers_of
 from liger_models.layers.memory.step import Step

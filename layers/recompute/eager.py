@@ -18,8 +18,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Make `function`, and everything it calls, run outside of torch.compile's graphs."""
+def not_compiled(function: Callable[P, R], why: str | None = None) -> Callable[P, R]:
+    """Make `function`, and everything it calls, run outside of torch.compile's graphs; `why` is the message
+    under fullgraph=True, by default that of whole models.
+    """
     # torch's internal decorator: the public one imports the compiler, which takes seconds.
     outside = torch._disable_dynamo(function)
 
@@ -27,7 +29,7 @@ def not_compiled(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        torch._dynamo.graph_break(msg=_WHY)  # gives fullgraph=True a clear message
+        torch._dynamo.graph_break(msg=why or _WHY)  # gives fullgraph=True a clear message
         return outside(*args, **kwargs)
 
     return run
