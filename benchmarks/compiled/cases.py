@@ -65,10 +65,10 @@ def qk_norm(heads, kv_heads, head_dim, turned=None, weights=True, per_head=True,
     backward(*kernels.split_norm_rotary_qkv(qkv, *pair, *tables, heads, kv_heads, head_dim, **options))
 
 
-def embedding():
+def embedding(rows=32768, width=4096):
     ids = torch.zeros(TOKENS, dtype=torch.int64)
     for dtype in (BF16, F32):
-        backward(kernels.embedding(ids, operand(32768, 4096, dtype=dtype)))
+        backward(kernels.embedding(ids, operand(rows, width, dtype=dtype)))
 
 
 def gated(width):

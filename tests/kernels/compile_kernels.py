@@ -321,8 +321,7 @@ def instead_of_launching(
     each kernel only the first launch is compiled.
     """
     done: set[JITFunction] = set()
-    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "liger_models.kernels.")]
-    modules = [importlib.import_module(name) for name in names]
+    modules = modules_of_kernels()
     launch = JITFunction.run
 
     def compile_only(self, *args, **kwargs):
@@ -342,6 +341,23 @@ def instead_of_launching(
             module.early_start = lambda x: {"EARLY_START": True, "launch_pdl": True}
     torch.manual_seed(0)
     return modules
+
+
+def modules_of_kernels() -> list[ModuleType]:
+    names = [module.name for module in pkgutil.walk_packages(kernels.__path__, "liger_models.kernels.")]
+    return [importlib.import_module(name) for name in names]
+
+
+def kernels_of(modules: list[ModuleType]) -> dict[str, JITFunction]:
+    """The kernels that these modules define, by name."""
+    return {
+        f"{module.__name__}.{name}": value
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, JITFunction)
+        and name.endswith("_kernel")
+        and value.fn.__module__ == module.__name__
+    }
 
 
 def without_code(last: str) -> Callable[..., tuple[str, str] | None]:
@@ -376,16 +392,9 @@ def main() -> None:
         compiled.add(name)
 
     modules = instead_of_launching(note, once=not everything)
-    found = {
-        f"{module.__name__}.{name}"
-        for module in modules
-        for name, value in vars(module).items()
-        if isinstance(value, JITFunction)
-        and name.endswith("_kernel")
-        and value.fn.__module__ == module.__name__
-    }
+    found = kernels_of(modules)
     run_everything()
-    missed = sorted(found - compiled)
+    missed = sorted(found.keys() - compiled)
     assert not missed, f"no operation above launches {missed}"
     print(f"compiled {len(compiled)} kernels")
 

@@ -29,7 +29,7 @@ def state_of(states, nth, column, channel, P: tl.constexpr, N: tl.constexpr):
 @jit
 def cumulative_of(gates, heads, tokens):
     """G [heads, tokens], which follows d in `gates`."""
-    return gates + heads * tokens
+    return gates + tokens.to(tl.int64) * heads
 
 
 @jit
