@@ -1,16 +1,14 @@
 """Compile every Triton kernel for a Hopper GPU on a machine without one; test_compilation.py runs this.
 
-Operations run on CPU tensors, and every launch is replaced by a compilation of the kernel. The results are
-meaningless: the test is that the compiler accepts each kernel with the arguments that its operation passes.
-The interpreter, which runs the other tests, accepts more than the compiler does. With `--all` every
-specialisation is compiled, up to LLVM IR. Without, one of each kernel is, up to Triton's IR, whose types the
-interpreter does not check: its IR for GPUs, with the layouts of tensors, takes twice as long. `python -m
+Operations run on CPU tensors, and every launch is replaced by a compilation of the kernel, up to LLVM IR. The
+results are meaningless: the test is that the compiler accepts each kernel with the arguments that its
+operation passes. The interpreter, which runs the other tests, accepts more than the compiler does.
+check_offsets.py compiles kernels for large operands up to Triton's IR, in a fraction of the time. `python -m
 benchmarks devices` runs the code generators on kernels at real sizes.
 """
 
 import importlib
 import pkgutil
-import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -312,22 +310,15 @@ def losses() -> None:
         backward(kernels.linear_log_probs(*operands, coefficients=torch.ones(4), **choice).weighted_sum)
 
 
-def instead_of_launching(
-    take: Callable[[JITFunction, dict, Any], None], once: bool = False
-) -> list[ModuleType]:
+def instead_of_launching(take: Callable[[JITFunction, dict, Any], None]) -> list[ModuleType]:
     """Compile every launch on CPU tensors for sm_90 from now on; return the modules that define kernels.
 
-    `take` is called with the kernel, the keyword arguments of its launch and the compiled kernel. `once`: of
-    each kernel only the first launch is compiled.
+    `take` is called with the kernel, the keyword arguments of its launch and the compiled kernel.
     """
-    done: set[JITFunction] = set()
     modules = modules_of_kernels()
     launch = JITFunction.run
 
     def compile_only(self, *args, **kwargs):
-        if once and self in done:
-            return take(self, kwargs, None)
-        done.add(self)
         compiled = launch(self, *args, **{**kwargs, "warmup": True})
         take(self, kwargs, compiled)
         return compiled
@@ -383,16 +374,14 @@ def without_code(last: str) -> Callable[..., tuple[str, str] | None]:
 
 def main() -> None:
     compiled: set[str] = set()
-    everything = "--all" in sys.argv
-    triton.knobs.runtime.add_stages_inspection_hook = without_code("llir" if everything else "ttir")
+    triton.knobs.runtime.add_stages_inspection_hook = without_code("llir")
 
     def note(kernel: JITFunction, kwargs: dict, _: Any) -> None:
         name = f"{kernel.fn.__module__}.{kernel.fn.__name__}"
         assert "enable_fp_fusion" in kwargs, f"{name} leaves the fusion of products and sums to Triton"
         compiled.add(name)
 
-    modules = instead_of_launching(note, once=not everything)
-    found = kernels_of(modules)
+    found = kernels_of(instead_of_launching(note))
     run_everything()
     missed = sorted(found.keys() - compiled)
     assert not missed, f"no operation above launches {missed}"

@@ -119,23 +119,23 @@ class Ranges:
         index, low, high, step = head.groups()[:4]
         carried = re.findall(r"(%[\w.$-]+) = (%[\w.$-]+(?:#\d+)?)", head[5] or "")
         first, last, by = (self.ranges.get(value) for value in (low, high, step))
-        trips = 0
+        trips = 1
         if first is None or last is None:
             self._set(index, None, [low, high])
         else:
             self._set(index, (first[0], max(first[0], last[1] - 1)), [low, high])
-            trips = max(0, -(-(last[1] - first[0]) // max(1, by[0] if by else 1)))
+            trips = max(1, -(-(last[1] - first[0]) // max(1, by[0] if by else 1)))
         start = [self.ranges.get(value) for _, value in carried]
         for (inside, value), found in zip(carried, start, strict=True):
             self._set(inside, found, [value])
         once = self._block(node.regions[0])
-        # What one pass adds, every pass may add.
+        # What one pass adds, every earlier pass may have added.
         kinds = _types(head[6] or "")
         for (inside, _), before, value, kind in zip(carried, start, once, kinds, strict=True):
             after, found = self.ranges.get(value), None
             if before is not None and after is not None:
                 down, up = min(0, after[0] - before[0]), max(0, after[1] - before[1])
-                found = before[0] + trips * down, before[1] + trips * up
+                found = before[0] + (trips - 1) * down, before[1] + (trips - 1) * up
             self._set(inside, self._checked(inside, found, _bits(kind), node, "carried by a loop"), [value])
         yielded = self._block(node.regions[0])
         for result, (inside, _), value in zip(names, carried, yielded, strict=True):

@@ -12,8 +12,8 @@ from benchmarks.compiled import cases
 from benchmarks.compiled.cases import BF16, backward, operand
 
 # Rows of 4096 elements in 16 bits take 128 GiB. There are fewer tokens, and still more than 2^31 elements,
-# for operations on many slices of rows, one after another, and where a kernel loads numbers of chunks or tiles
-# and multiplies them by their sizes in 32 bits: index_ranges.py takes them for numbers of tokens.
+# for operations on many slices of rows, one after another, and where a kernel loads numbers of chunks or
+# tiles and multiplies them by their sizes in 32 bits: index_ranges.py takes them for numbers of tokens.
 TOKENS = 1 << 24
 FEWER = {
     **dict.fromkeys(("entropy", "log-probabilities", "divergences", "chosen"), 1 << 17),
@@ -28,7 +28,17 @@ def tokens_of(case: str) -> int:
 
 def routing() -> None:
     for groups in ({}, {"num_groups": 8, "top_groups": 4}):
-        backward(kernels.route(operand(cases.TOKENS, 128), 8, **groups)[0])
+        backward(kernels.route(operand(cases.TOKENS, 512), 8, **groups)[0])
+
+
+def logits(rows: int) -> None:
+    """Losses of logits that the caller made, and of a head of 2^33 numbers, whose gradient is scaled."""
+    labels, vocab = torch.empty(rows, dtype=torch.int64), 1 << 18
+    backward(kernels.log_probs(operand(rows, vocab), labels, entropy=True)[0])
+    backward(kernels.cross_entropy(operand(rows, vocab), labels))
+    backward(kernels.kl_div(operand(rows, vocab), operand(rows, vocab).detach()))
+    head, few = operand(1 << 20, 8192), labels[:4096]
+    backward(2 * kernels.linear_cross_entropy(operand(4096, 8192), head, few, num_valid=4096))
 
 
 def divided_experts(tokens: int) -> None:
@@ -45,8 +55,11 @@ DEEPSEEK = 1 << 20, 7168, 2048, 256, 8  # tokens, hidden and intermediate size, 
 
 CASES: dict[str, Callable[[], None]] = {
     "routing": routing,
+    "logits": lambda: logits(1 << 18),
     "experts of two ranks": lambda: divided_experts(1 << 20),
     "experts of DeepSeek V3": lambda: cases.experts(*DEEPSEEK),
+    "experts with few rows": lambda: cases.experts(1 << 11, *DEEPSEEK[1:]),
+    "experts with weighted inputs": lambda: cases.experts(*DEEPSEEK, weighted="inputs"),
     "experts with biases": lambda: cases.experts(*DEEPSEEK, biases=True),
     "experts with paths": lambda: cases.experts(*DEEPSEEK, rank=64),
     "experts in float8": lambda: cases.float8_experts(*DEEPSEEK),

@@ -13,9 +13,12 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.slow
-def test_every_kernel_compiles_for_a_hopper_gpu(request):
-    """At night every specialisation, by day one of each kernel."""
-    run("compile_kernels.py", *(["--all"] if request.config.getoption("--all-families") else []))
+def test_every_kernel_compiles_for_a_hopper_gpu_and_no_offset_overflows_32_bits(request):
+    """At night every specialisation, by day one of each kernel, up to Triton's IR."""
+    at_night = request.config.getoption("--all-families")
+    run("check_offsets.py", *(["--all"] if at_night else []))
+    if at_night:
+        run("compile_kernels.py")  # up to LLVM's, with the smallest operands
 
 
 @pytest.mark.slow
