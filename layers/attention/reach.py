@@ -12,7 +12,6 @@ Their offsets have 32 bits in places, with nothing that checks them:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -44,8 +43,7 @@ def _up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-@functools.partial(not_compiled, why="attention of more than 2^31 elements runs eagerly, in parts")
-def attend_in_parts(
+def _attend_in_parts(
     attend: Callable[[Tensor, Tensor, Tensor], Tensor],
     q: Tensor,
     k: Tensor,
@@ -77,13 +75,18 @@ def attend_in_parts(
     some = max(1, REACH * count // _size(q, v, dropout, more))
     found = []
     for first in range(0, count, some):
-        part = [
+        a, b, c = (
             x.narrow(dim, first * size, min(some, count - first) * size) if size else x
             for x, size in zip((q, k, v), sizes, strict=True)
-        ]
-        whole = is_within_reach(part[0], part[2], dropout, more)
-        found.append(attend(*part) if whole else attend_in_parts(attend, *part, dropout, more))
+        )
+        whole = is_within_reach(a, c, dropout, more)
+        found.append(attend(a, b, c) if whole else _attend_in_parts(attend, a, b, c, dropout, more))
     return torch.cat(found, dim)
+
+
+attend_in_parts = not_compiled(
+    _attend_in_parts, "attention of more than 2^31 elements runs eagerly, in parts: leave out fullgraph=True"
+)
 
 
 def _check_one_head(q: Tensor, v: Tensor, dropout: float, more: int) -> None:

@@ -42,9 +42,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, visib
 
     # Each document's rows of the float32 sums are rounded up.
     padded = 128 * (len(cu) - 1)
-    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
-    whole = is_within_reach(heads[0], heads[2], more=padded)
-    out = attend(*heads) if whole else attend_in_parts(attend, *heads, more=padded)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    whole = is_within_reach(q, v, more=padded)
+    out = attend(q, k, v) if whole else attend_in_parts(attend, q, k, v, more=padded)
     return out[0].transpose(0, 1)
 
 
