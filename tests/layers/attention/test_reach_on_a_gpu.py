@@ -75,9 +75,13 @@ def test_the_last_head_of_the_last_row_equals_it_alone(rows, heads, kv_heads, to
     alone = [x.clone().unflatten(0, (1, -1)).transpose(1, 2).requires_grad_() for x in (q1, k1, v1)]
     dout1 = dout1.clone().unflatten(0, (1, -1)).transpose(1, 2)
 
-    def one_by_one(q, k, v):  # one query head at a time, all well within reach
-        heads = q.split(1, 1)
-        return torch.cat([unmasked_attention(head, k, v, spec.scale, causal) for head in heads], 1)
+    def one_by_one(q, k, v):  # one query head at a time, within reach; gradients of k and v add up in float32
+        of_heads = (x.expand(-1, q.shape[1], -1, -1).split(1, 1) for x in (k, v))
+        found = [
+            unmasked_attention(*head, spec.scale, causal)
+            for head in zip(q.split(1, 1), *of_heads, strict=True)
+        ]
+        return torch.cat(found, 1)
 
     expected = gradients(one_by_one, alone, dout1)
     cut = [x[-tokens:, -(group if i < 2 else 1) :] for i, x in enumerate(found)]
