@@ -59,6 +59,9 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, he
     """Compute the chunks and segments of documents in one kernel, without synchronising with the device.
 
     heads: of the states, each with a program of its own.
+
+    Raises:
+        ValueError: more segments than programs of a GPU's grid in this dimension.
     """
     if cu_seqlens is None:
         cu_seqlens = torch.arange(2, dtype=torch.int32, device=device) * tokens
@@ -67,6 +70,11 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, he
     documents = len(cu_seqlens) - 1
     boundaries = max(tokens - 1, 0) // (tokens_of_segment(tokens, most) if documents == 1 else SEGMENT)
     chunks, count = tokens // CHUNK + documents, boundaries + documents
+    if count > _MOST_SEGMENTS:
+        raise ValueError(
+            f"found {documents} documents in {tokens} tokens, of {count} segments; expected at most "
+            f"{_MOST_SEGMENTS}, the programs that a GPU runs for them: pack fewer documents in a batch"
+        )
     ranges = torch.empty(2, chunks, dtype=torch.int32, device=device)
     segments = torch.empty(5, count, dtype=torch.int32, device=device)
     first_segments = torch.empty(documents, dtype=torch.int32, device=device)
@@ -89,6 +97,7 @@ def chunk_table(cu_seqlens: Tensor | None, tokens: int, device: torch.device, he
     return ChunkTable(cu_seqlens, ranges, segments, first_segments, boundaries, SEGMENT, most)
 
 
+_MOST_SEGMENTS = 65535
 _PROGRAMS = 128  # per document
 _PIECES = 32  # chunks or segments per program
 

@@ -41,6 +41,8 @@ SPLIT = ("adafactor",)  # whose state has not the shape of a fused parameter, bu
 MIN_8BIT_SIZE = 4096  # elements; bitsandbytes keeps the moments of smaller tensors in float32
 QUANTISED_BLOCK = 256
 
+MOST_8BIT_SIZE = 2**31 - 1  # elements: bitsandbytes passes their number to its kernels in 32 bits, unchecked
+
 MOMENTUM = 0.9  # of SGD
 
 
@@ -76,6 +78,9 @@ class LibraryOptimizer(AdamW):
         forms: of fused parameters, the expressions by which they are split (canonical forms, see
             convert/checkpoints/layout.py).
 
+    Raises:
+        ConfigError: a parameter has more elements than the library numbers.
+
     Other arguments are AdamW's. `clip_grad_norm` is also AdamW's: the next step scales the gradients. With
     torch.amp.GradScaler, that unscales the gradients and skips steps, which synchronises the device.
     """
@@ -86,6 +91,7 @@ class LibraryOptimizer(AdamW):
         self, params: list[dict[str, Any]], *args: Any, forms: Mapping[Tensor, Expr], **options: Any
     ) -> None:
         super().__init__([{"library": None, **group} for group in params], *args, **options)
+        _check_sizes(self.param_groups)
         self._forms = dict(forms)
         self._libraries: dict[str, torch.optim.Optimizer] = {}
         self._step_sizes: dict[Tensor, float | Tensor] = {}  # of Muon
@@ -276,6 +282,15 @@ def _joined_state(
         else:
             joined |= {f"{key}.{number}": value for number, value in enumerate(values)}
     return joined
+
+
+def _check_sizes(groups: Sequence[Mapping[str, Any]]) -> None:
+    sizes = [p for group in groups if group["library"] == "adamw_8bit" for p in group["params"]]
+    if too_large := [tuple(p.shape) for p in sizes if p.numel() > MOST_8BIT_SIZE]:
+        raise ConfigError(
+            f"parameters of the shapes {too_large} have more than {MOST_8BIT_SIZE} elements, all that "
+            "bitsandbytes' kernels can number: use optimizer adamw, or freeze them"
+        )
 
 
 # ---------------------------------------------------------------------------------------- bfloat16 and shards

@@ -173,6 +173,14 @@ def test_the_table_names_every_chunk_and_segment_once(interpreted, monkeypatch):
     assert len(segments) - len(lengths) <= table.boundaries
 
 
+def test_more_documents_than_a_grid_has_programs_are_refused():
+    """They are counted before a kernel runs."""
+    for documents, tokens in ((65_536, 65_536), (65_530, 65_530 + 8 * 4096)):
+        bounds = torch.arange(documents + 1).clamp_(max=tokens)
+        with pytest.raises(ValueError, match=f"found {documents} documents.*at most 65535"):
+            chunk_table(bounds, tokens, torch.device("cpu"), heads=1)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

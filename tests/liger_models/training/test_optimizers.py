@@ -218,3 +218,10 @@ def test_default_rates_follow_the_optimizer(settings):
     assert settings(lr=None, optimizer="muon").lr == 2e-5
     assert settings(lr=None, optimizer="adafactor").lr == pytest.approx(1e-3)
     assert settings(lr=None, optimizer="adafactor", objective="dpo").lr == pytest.approx(5e-5)
+
+
+def test_parameters_that_bitsandbytes_cannot_number_are_refused():
+    """It counts elements in 32 bits, and would update few of them."""
+    stack = nn.Parameter(torch.empty(2**16, 2**15, device="meta", dtype=torch.bfloat16))
+    with pytest.raises(ConfigError, match=r"shapes \[\(65536, 32768\)\] have more than 2147483647 elements"):
+        LibraryOptimizer([{"params": [stack], "library": "adamw_8bit"}], lr=LR, forms={})
