@@ -31,6 +31,7 @@ from liger_models.layers.recompute.activation_memory import LEVELS, RERUN
 from liger_models.layers.specs import (
     CompressedAttentionSpec,
     CrossAttentionSpec,
+    DistanceAttentionSpec,
     GridAttentionSpec,
     GridConvSpec,
     LightConvSpec,
@@ -303,6 +304,7 @@ OTHERS = {
     CrossAttentionSpec: "tests/vision/test_memory_plan.py",
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
     LocalAttentionSpec: "attention of an encoder of sound; its bytes: tests/layers/blocks/test_blocks.py",
+    DistanceAttentionSpec: "the same, with a table that layers share: tests/audio/test_phi4_multimodal.py",
     LightConvSpec: "convolutions of an encoder of sound: the same",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
     CompressedAttentionSpec: "plain torch by blocks of queries, whose bytes a plan estimates",

@@ -111,7 +111,7 @@ def conformer(a: HFConfig, audio_id: int) -> AudioSpec:
         _attention(a, width, clipped),
         MLPSpec(4 * width, act, gated=False, clipped=clipped),
         norm,
-        "conformer",
+        "conformer_sandwich",
         residual_scale=a.take_number("residual_weight", 0.5),
         second_mixer=LightConvSpec(taps, of_convolution, act, bound, clipped),
         bound=bound,

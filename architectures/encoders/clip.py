@@ -1,5 +1,5 @@
-"""Encoders of CLIP (arXiv:2103.00020) and SigLIP (arXiv:2303.15343), for square images, and of Hunyuan-VL,
-which has the layers of SigLIP.
+"""Encoders of CLIP (arXiv:2103.00020) and SigLIP (arXiv:2303.15343), for square images, and of Hunyuan-VL and
+Phi-4-multimodal (arXiv:2503.01743, section 2.1.1), which have the layers of SigLIP.
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from liger_models.layers.specs import (
     BilinearTable,
     BlockSpec,
     FixedTable,
+    FractionTable,
     GridPictures,
     LayerNormSpec,
     MaskedPictures,
     NormSpec,
+    PartlyHiddenTiles,
     PatchSpec,
     PlaceSpec,
     ProjectorSpec,
     RowsProjectorSpec,
     SquarePictures,
+    TileRowsSpec,
     VisionSpec,
 )
 
@@ -216,4 +219,92 @@ TINY_WITH_ROWS = {
     **{"model_type": "hunyuan_vl_vision", "hidden_size": 32, "intermediate_size": 40},
     **{"num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 3, "max_image_size": 16},
     **{"rms_norm_eps": 2e-3, "spatial_merge_size": 2},
+}
+
+
+# -- Phi-4-multimodal
+
+NAMES_OF_TILES = (
+    *((f"encoder.{here}", f"img_processor.{there}") for here, there in NAMES if not here.startswith(".")),
+    *(pair for pair in NAMES if pair[0].startswith(".")),
+    ("projector.linear_1.", "img_projection_up."),
+    ("projector.linear_2.", "img_projection_down."),
+    ("projector.ends.row_end", "sub_img_feature_extensor"),
+    ("projector.ends.separator", "global_img_feature_extensor"),
+)
+"""Names of the encoder and the projector, after `image_embed.`."""
+PERMUTED_OF_TILES = (
+    ("vision.projector.ends.row_end", "1 1 1 d -> (1 1 1 d)"),
+    ("vision.projector.ends.separator", "1 1 d -> (1 1 d)"),
+)
+
+
+def vision_of_tiles(v: HFConfig) -> VisionSpec:
+    """Spec of the encoder, from its config.
+
+    Raises:
+        ConfigError: sizes that the reference cannot run, or an unsupported layer of features.
+    """
+    v.fill({"hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304})
+    width, depth = v.take_count("hidden_size", 1152), v.take_count("num_hidden_layers", 27)
+    size, patch = v.take_count("image_size", 448), v.take_count("patch_size", 14)
+    v.take_only(crop_size=size)
+    if size % patch or size // patch % 2:
+        raise ConfigError(
+            f"{v.name}: image_size is {size} and patch_size {patch}; expected an even number of whole "
+            "patches, two times two of which make a token"
+        )
+    attention = whole_attention(v, width, v.take_count("num_attention_heads", 16))
+    block = BlockSpec(
+        attention, mlp(v, bias=True, gated=False), LayerNormSpec(v.take_number("layer_norm_eps", 1e-6))
+    )
+    return VisionSpec(
+        width,
+        PatchSpec(patch, channels=v.take_count("num_channels", 3), bias=True),
+        (block,) * _layers_read(v, depth),
+        TileRowsSpec(),
+        v.take_count("image_token_id", 200010, least=0),
+        position_table=FractionTable(size // patch),
+        pictures=PartlyHiddenTiles(size),
+    )
+
+
+def _layers_read(v: HFConfig, depth: int) -> int:
+    """The number of layers up to the one whose output the projector reads, `feature_layer`.
+
+    Raises:
+        ConfigError: it is no output of a layer.
+    """
+    layer = v.take("feature_layer", -2)
+    if type(layer) is not int or not (-depth <= layer < 0 or 0 < layer <= depth):
+        raise ConfigError(
+            f"{v.name}: feature_layer must be the output of one of the {depth} layers, from 1 to {depth} or "
+            f"from -{depth} to -1, found {layer!r}"
+        )
+    return layer if layer > 0 else layer + depth + 1
+
+
+def unread_of_tiles(v: HFConfig) -> tuple[str, ...]:
+    """Patterns of the encoder's tensors that nothing reads: of later layers, of the norm after them, and of
+    the pooling head.
+    """
+    depth = v.take_count("num_hidden_layers", 27)
+    later = range(_layers_read(v, depth), depth)
+    return (
+        *(f"*img_processor.encoder.layers.{i}.*" for i in later),
+        *("*img_processor.post_layernorm.*", "*img_processor.head.*"),
+    )
+
+
+TINY_OF_TILES: dict[str, Any] = {
+    "model_type": "phi4_multimodal_vision",
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "image_size": 12,
+    "crop_size": 12,
+    "patch_size": 3,
+    "layer_norm_eps": 2e-5,
+    "image_token_id": 3,
 }

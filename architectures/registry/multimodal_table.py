@@ -111,6 +111,7 @@ _TOWERS = (
     "aligner.",
     "vit.",
     "mlp_AR.",
+    "embed_tokens_extend.",
 )
 
 _OWN_ROOT = (("model.language_model.", "model."), ("language_model.", "model."))
@@ -363,6 +364,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 5e5, "pad_token_id": 0},
         },
     ),
+    "phi4_multimodal": Multimodal({"phi3": "phi3"}),
     "paligemma": Multimodal(
         {"gemma": "gemma", "gemma2": "gemma2"},
         tied=True,

@@ -56,6 +56,8 @@ class Architecture:
             which the family follows.
         images_by_document: its positions number the images of each document, where the reference numbers
             those of all rows of a batch.
+        sounds_by_document: its sounds are encoded and projected by document, where the reference lets those
+            of all rows of a batch, and their padding, change one another's features.
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
@@ -85,6 +87,7 @@ class Architecture:
     says_transposed: bool = False
     masks_of_generation: bool = False
     images_by_document: bool = False
+    sounds_by_document: bool = False
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
@@ -169,6 +172,7 @@ def register(
     says_transposed: bool = False,
     masks_of_generation: bool = False,
     images_by_document: bool = False,
+    sounds_by_document: bool = False,
 ) -> Callable[[Callable[[HFConfig], ModelSpec]], Callable[[HFConfig], ModelSpec]]:
     """Add the decorated function to the table. The arguments are fields of `Architecture`; test configs
     follow below the function (`for_tests`).
@@ -195,6 +199,7 @@ def register(
             says_transposed,
             masks_of_generation,
             images_by_document,
+            sounds_by_document,
         )
         return build
 

@@ -69,6 +69,12 @@ SIZES: dict[str, dict[str, int]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40, intermediate_size_mlp=16384),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "phi3": _sizes(
+        *(200064, 3072, 8192, 32, 32),
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        pad_token_id=199999,
+    ),
     "nemotron_h": {"vocab_size": 131072, "hidden_size": 4096, "intermediate_size": 21504},
     "mistral4": _sizes(
         *(131072, 4096, 12288, 36, 32),

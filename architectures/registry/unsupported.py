@@ -1,5 +1,5 @@
 """Known families that are not supported, and the missing features that each needs: those that transformers
-has as causal or image-text models.
+has as causal or image-text models, and others that their publishers' code has.
 
     liger-models list --missing
 """
@@ -72,8 +72,10 @@ MISSING |= {
         "the keys and values of the model that it drafts for; it has none of its own to train",
     ),
     "gemma4_unified_text": "the whole model's config, of the type gemma4_unified, which loads",
-    **dict.fromkeys(("dots3_note", "moshi", "moss_transcribe_diarize", "phi4_multimodal"), _HEARS),
+    **dict.fromkeys(("dots3_note", "moshi", "moss_transcribe_diarize"), _HEARS),
     **dict.fromkeys(("muse_spark",), _HEARS),
+    "phi4mm": "adapters within its weights, of which the inputs choose one; the revision refs/pr/70 of its "
+    "repository, of the type phi4_multimodal, has them in folders of their own, and loads",
     **dict.fromkeys(
         (
             *("blip", "cosmos3_edge", "cosmos3_omni", "deepseek_ocr2", "deepseek_vl_hybrid"),

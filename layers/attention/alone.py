@@ -54,6 +54,7 @@ def check_alone(visibility: Visibility) -> None:
     of = visibility.documents.tree is not None and "documents that continue others (shared prompts)"
     of = of or (visibility.spans is not None and "spans of tokens that attend to one another")
     of = of or (visibility.padding is not None and "padding kept within rows")
+    of = of or (visibility.hidden is not None and "images whose last patches are hidden")
     if of:
         raise ValueError(f"batch_invariant() does not support {of}; pass separate sequences")
 

@@ -63,7 +63,7 @@ from liger_models.layers.attention.chosen_keys import attend_chosen
 from liger_models.layers.attention.flash import flash_attention
 from liger_models.layers.attention.fused import cudnn_takes, grouped_attention
 from liger_models.layers.attention.kept_output import keeps_output
-from liger_models.layers.attention.padded import attend_with_padding
+from liger_models.layers.attention.padded import attend_to_shown, attend_with_padding
 from liger_models.layers.attention.varlen import has_varlen, varlen_attention
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
@@ -135,6 +135,8 @@ def _attend(
         return _alone(q, k, v, spec, visibility, sinks)
     if visibility.padding is not None:
         return attend_with_padding(q, k, v, spec, visibility)
+    if visibility.hidden is not None:
+        return attend_to_shown(q, k, v, spec, visibility)
     visibility = _effective(spec, visibility)
     if backend == "auto":
         backend = _choose(q, k, v, spec, visibility)

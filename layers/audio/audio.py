@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.convert.errors import DataError
@@ -16,7 +17,13 @@ from liger_models.layers.audio.encoder import AudioEncoder, Pieces
 from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec, SubsampledSounds, WaveformSounds
+from liger_models.layers.specs import (
+    AudioSpec,
+    CountedSounds,
+    SubsampledSounds,
+    TwoWaysSpec,
+    WaveformSounds,
+)
 from liger_models.layers.vision.pictures import replaced
 from liger_models.layers.vision.projectors import PROJECTORS
 from liger_models.layers.vision.vision import is_of_several
@@ -27,6 +34,8 @@ class AudioInputs:
 
     Attributes:
         is_audio: mask of the audio tokens, [T].
+        with_images: mask of the audio tokens whose documents have images, [audio tokens] on the host; None:
+            there are none, or the projector does not ask.
         checks: the number of audio tokens, on its way to the host.
         wrong: sounds and tokens do not match, a bool on the device.
     """
@@ -34,6 +43,7 @@ class AudioInputs:
     def __init__(self, sounds: Sounds | None):
         self.sounds = sounds
         self.is_audio: Tensor | None = None
+        self.with_images: Tensor | None = None
         self.checks: HostCopy | None = None
         self.wrong: Tensor | None = None
 
@@ -47,7 +57,7 @@ def make_encoder(spec: AudioSpec, attention: AttentionBackend) -> nn.Module:
     """Create the encoder that the spec describes."""
     if isinstance(spec.sounds, WaveformSounds):
         return Pieces()
-    if isinstance(spec.sounds, SubsampledSounds):
+    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
         return ConformerEncoder(spec, attention)
     return AudioEncoder(spec, attention)
 
@@ -69,15 +79,19 @@ class Audio(nn.Module):
         # Access by name: transformers orders these modules differently.
         self._parts_of_projector = tuple(name for name, _ in self.projector.named_children())
 
-    def forward(self, sounds: Sounds) -> Tensor:
-        """Return the features of all clips, [F, H]. A frozen encoder saves nothing for backward."""
+    def forward(self, sounds: Sounds, with_images: Tensor | None = None) -> Tensor:
+        """Return the features of all clips, [F, H]. A frozen encoder saves nothing for backward.
+        `with_images` as in `AudioInputs`.
+        """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
             made = self.encoder(sounds)
         if isinstance(self.encoder, Pieces):  # no weights of an encoder gave them the model's dtype
             dtype = next(self.projector.parameters()).dtype
             made = made.to(dtype) if dtype.is_floating_point else made  # else: of quantised weights
-        return self.projector(made)
+        if not isinstance(self.spec.projector, TwoWaysSpec):
+            return self.projector(made)
+        return self.projector(made, with_images, is_of_several(self.encoder, *self.ways_out()))
 
     def ways_out(self) -> list[nn.Module]:
         """The modules between the encoder and the language model."""
@@ -107,6 +121,29 @@ class Audio(nn.Module):
         inputs.is_audio = sequences.documents.pack(input_ids) == self.spec.audio_id
         found = inputs.is_audio.sum()
         inputs.wrong, inputs.checks = found != inputs.expected, HostCopy(found[None])
+        if self.spec.image_id is not None and inputs.sounds is not None:
+            inputs.with_images = self._with_images(inputs, sequences, input_ids)
+
+    def _with_images(self, inputs: AudioInputs, sequences: Sequences, input_ids: Tensor) -> Tensor | None:
+        """As in `AudioInputs`. In calls with images and sounds this waits for the device.
+
+        Raises:
+            DataError: sounds and tokens do not match.
+        """
+        documents = sequences.documents
+        if not sequences.visibility.with_images:
+            return None
+        assert inputs.is_audio is not None
+        assert self.spec.image_id is not None
+        before = F.pad(torch.eq(documents.pack(input_ids), self.spec.image_id).long().cumsum(0), (1, 0))
+        bounds, tree = documents.bounds(), documents.tree
+        images = before[-1:].expand(documents.num_tokens) if bounds is None else _in(before, bounds)
+        if tree is not None:
+            images = images + _in(before, tree.continued())
+        found = (images > 0)[inputs.is_audio].cpu()
+        if len(found) != inputs.expected:
+            self.finish(inputs)
+        return found
 
     def place(self, inputs: AudioInputs | None, embeds: Tensor) -> Tensor:
         """Replace the embeddings [T, H] of audio tokens by features."""
@@ -116,7 +153,7 @@ class Audio(nn.Module):
             return self._blank_sounds(embeds)
         assert inputs.is_audio is not None
         number = (inputs.is_audio.cumsum(0) - 1).clamp(0, max(0, inputs.expected - 1))
-        features = self(inputs.sounds)
+        features = self(inputs.sounds, inputs.with_images)
         return replaced(embeds, features, inputs.is_audio[:, None], number) if len(features) else embeds
 
     def _blank_sounds(self, embeds: Tensor) -> Tensor:
@@ -143,3 +180,9 @@ class Audio(nn.Module):
                 f"{inputs.expected}; was the text cut, a sound left out, or the placeholder of each not "
                 "repeated, as the processor does?"
             )
+
+
+def _in(before: Tensor, ranges: Tensor) -> Tensor:
+    """The number of image tokens in the ranges of tokens [2, T], from those before each token, [T + 1]."""
+    first, end = before[ranges.long()]
+    return end - first

@@ -1,9 +1,11 @@
-"""The encoder of spectrograms by a conformer (Gemma 4, after USM, arXiv:2303.01037).
+"""The encoder of spectrograms by a conformer: Gemma 4 (after USM, arXiv:2303.01037), Phi-4-multimodal
+(arXiv:2503.01743, section 2.1.2).
 
     x = relu(norm(conv(relu(norm(conv(features)))))) @ W_in^T     a quarter of the columns, which are frames
+    or convolutions of each channel apart, and linear layers over channels
     [F, D] of all clips of a batch, without padding
-    blocks of two MLPs, attention to the last frames and a convolution (layers/blocks/encoders/conformer.py)
-    x @ W_out^T + b
+    blocks of two MLPs, attention and a convolution (layers/blocks/encoders/conformer.py)
+    x @ W_out^T + b, in some families
 
 Convolutions read zeros after the end of a clip. So each clip is encoded as if it were alone.
 """
@@ -19,15 +21,24 @@ from torch import Tensor, nn
 
 from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.frames import Convolution, unpadded
+from liger_models.layers.audio.frames import Convolution, StoredMoments, unpadded
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.blocks import BLOCKS, Block, run_block
+from liger_models.layers.conformer.distance_attention import DistanceTable
+from liger_models.layers.conformer.pointwise import PointwiseConvolution
+from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import AudioSpec, LayerNormSpec, SubsampledSounds
+from liger_models.layers.specs import (
+    AudioSpec,
+    CountedSounds,
+    DistanceAttentionSpec,
+    LayerNormSpec,
+    SubsampledSounds,
+)
 
 
 class ConformerEncoder(nn.Module):
@@ -40,7 +51,7 @@ class ConformerEncoder(nn.Module):
 
     def __init__(self, spec: AudioSpec, attention: AttentionBackend = "auto"):
         super().__init__()
-        assert isinstance(spec.sounds, SubsampledSounds)
+        assert isinstance(spec.sounds, SubsampledSounds | CountedSounds)
         self.spec = spec
         self.subsampling = Subsampling(spec.bins, spec.sounds, spec.hidden_size)
         layers = [
@@ -48,16 +59,24 @@ class ConformerEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
-        self.out_proj = Linear(spec.hidden_size, spec.features_size, bias=True)
+        self.distances = self.out_proj = None
+        if spec.distances is not None:
+            mixers = [b.mixer for b in spec.blocks if isinstance(b.mixer, DistanceAttentionSpec)]
+            self.distances = DistanceTable(spec.distances, mixers[0].num_attention_heads)
+        if spec.output_size is not None:
+            self.out_proj = Linear(spec.hidden_size, spec.output_size, bias=True)
 
     def forward(self, sounds: Sounds) -> Tensor:
-        """Return the projector's input, [F, output_size]."""
+        """Return the projector's input, [F, output_size] or as wide as the layers."""
         x, residual, offload = self.subsampling(sounds), None, Offload()
+        x = with_rows_after(x, sounds.frames, sounds.filling)
         sequences = Sequences.of_lengths(sounds.lengths, x.device)
         sequences.prepare_rotary(())
+        read = () if self.distances is None else (self.distances(),)
         for layer in self.layers:
-            x, residual = run_block(layer, x, residual, sequences, offload=offload)
-        return cast(Tensor, self.out_proj(x))
+            x, residual = run_block(layer, x, residual, sequences, *read, offload=offload)
+        x = without_rows_after(x, sounds.frames, sounds.filling)
+        return x if self.out_proj is None else cast(Tensor, self.out_proj(x))
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
         """Call `set_levels` on all layers."""
@@ -73,21 +92,30 @@ class Subsampling(nn.Module):
         hidden_size: the width D of frames.
     """
 
-    def __init__(self, bins: int, sounds: SubsampledSounds, hidden_size: int):
+    def __init__(self, bins: int, sounds: SubsampledSounds | CountedSounds, hidden_size: int):
         super().__init__()
+        self.channels_first = isinstance(sounds, CountedSounds)  # in the input of the last layer
+        self.moments = StoredMoments(bins) if isinstance(sounds, CountedSounds) else None
         for number, outputs in enumerate(sounds.channels):
             inputs = sounds.channels[number - 1] if number else 1
-            self.add_module(f"layer{number}", HalvedColumns(inputs, outputs, sounds.eps))
+            if isinstance(sounds, SubsampledSounds):
+                halved: nn.Module = HalvedColumns(inputs, outputs, sounds.eps)
+            else:
+                halved = HalvedColumnsApart(inputs, outputs, sounds.activation, first=not number)
+            self.add_module(f"layer{number}", halved)
         self.halvings = len(sounds.channels)
-        self.in_proj = Linear(sounds.channels[-1] * -(-bins // 2**self.halvings), hidden_size, bias=False)
+        width = sounds.channels[-1] * -(-bins // 2**self.halvings)
+        self.in_proj = Linear(width, hidden_size, bias=isinstance(sounds, CountedSounds))
 
     def forward(self, sounds: Sounds) -> Tensor:
         """The frames of all clips without padding, [F, D]."""
         columns = sounds.columns
-        x = sounds.features[:, : max(columns), :, None]  # [clips, columns, bins, 1]
+        x = sounds.features[:, : max(columns)]
+        x = (x if self.moments is None else self.moments(x))[..., None]  # [clips, columns, bins, 1]
         for number in range(self.halvings):
             x = getattr(self, f"layer{number}")(without_padding(x, columns))
             columns = [(n + 1) // 2 for n in columns]
+        x = x.transpose(2, 3) if self.channels_first else x
         return cast(Tensor, self.in_proj(unpadded(x.flatten(2), sounds.frames)))
 
 
@@ -109,6 +137,45 @@ class HalvedColumns(nn.Module):
         """x [clips, columns, frequencies, inputs] -> [clips, columns / 2, frequencies / 2, outputs]."""
         x = self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
         return F.relu(cast(Tensor, self.norm(x)))
+
+
+class HalvedColumnsApart(nn.Module):
+    """A convolution over three columns and three frequencies with stride 2 and an activation; after the
+    `first`, of each channel apart, and a linear layer over channels before the activation.
+
+    Args:
+        inputs, outputs: numbers of channels.
+        activation: its name.
+        first: whether its input is the spectrogram.
+    """
+
+    def __init__(self, inputs: int, outputs: int, activation: str, first: bool):
+        super().__init__()
+        self.activation = plain_activation(activation)
+        self.conv = Convolution(inputs, outputs if first else inputs, stride=2, axes=2, apart=not first)
+        self.pointwise = None if first else PointwiseConvolution(inputs, outputs, axes=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [clips, columns, frequencies, inputs] -> [clips, columns / 2, frequencies / 2, outputs]."""
+        x = self.conv(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return self.activation(x if self.pointwise is None else self.pointwise(x))
+
+
+def with_rows_after(x: Tensor, lengths: Sequence[int], more: Sequence[int]) -> Tensor:
+    """x [sum of lengths, D] with so many rows of zeros after the rows of each clip."""
+    if not any(more):
+        return x
+    return torch.cat(
+        [F.pad(clip, (0, 0, 0, n)) for clip, n in zip(x.split(list(lengths)), more, strict=True)]
+    )
+
+
+def without_rows_after(x: Tensor, lengths: Sequence[int], more: Sequence[int]) -> Tensor:
+    """x without these rows."""
+    if not any(more):
+        return x
+    clips = x.split([n for both in zip(lengths, more, strict=True) for n in both])
+    return torch.cat(clips[::2])
 
 
 def without_padding(x: Tensor, columns: Sequence[int]) -> Tensor:

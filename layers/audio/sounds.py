@@ -17,6 +17,7 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
+    CountedSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -24,8 +25,10 @@ from liger_models.layers.specs import (
 from liger_models.layers.vision.grid_inputs import taken, together
 from liger_models.layers.vision.repeated import order_of
 
-FEATURES = "input_features"
-KEYWORDS = (FEATURES, ChunkedSounds.mask, WaveformSounds.mask)
+KEYWORDS = (
+    *(ChunkedSounds.features, ChunkedSounds.mask, WaveformSounds.mask),
+    *(CountedSounds.features, CountedSounds.sizes, CountedSounds.mask),
+)
 """Outputs of processors for sounds."""
 
 
@@ -36,13 +39,18 @@ class Sounds:
         features: [clips, bins, columns], padded; with `columns_first` [clips, columns, bins].
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
-        lengths: the numbers of frames that attend to one another, in order.
+        filling: the number of frames of zeros after those of each clip.
+        lengths: the numbers of frames that attend to one another, in order, with those of zeros.
     """
 
     def __init__(self, spec: AudioSpec, features: Tensor, columns: Sequence[int]):
         self.spec, self.features, self.columns = spec, features, list(columns)
         self.frames = [frames_of(spec, n) for n in self.columns]
-        self.lengths = self.frames
+        self.lengths, self.filling = self.frames, [0] * len(self.frames)
+        if isinstance(spec.sounds, CountedSounds):
+            most = spec.sounds.piece
+            self.filling = [-n % most if n > most else 0 for n in self.frames]
+            self.lengths = [min(n, most) for n in self.frames for _ in range(0, n, most)]
         if isinstance(spec.sounds, ChunkedSounds):
             most = spec.sounds.window * frames_of(spec, spec.sounds.chunk)
             self.lengths = [min(most, n - first) for n in self.frames for first in range(0, n, most)]
@@ -59,7 +67,7 @@ def frames_of(spec: AudioSpec, columns: int) -> int:
         return whole * frames_of(spec, spec.sounds.chunk) + frames_of(spec, rest)
     if isinstance(spec.sounds, WaveformSounds):
         return columns
-    if isinstance(spec.sounds, SubsampledSounds):
+    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
         halvings = len(spec.sounds.channels)
     else:
         halvings = 1 if spec.channels is None else 3
@@ -79,12 +87,13 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     Raises:
         DataError: missing keywords, or incompatible shapes, dtypes or counts.
     """
-    masked, mask = spec.sounds.masked, spec.sounds.mask
-    names = (FEATURES, mask) if masked else (FEATURES,)
-    given = taken(keywords, *names)
-    if not together(given, *names):
+    masked, mask, name = spec.sounds.masked, spec.sounds.mask, spec.sounds.features
+    names = (name, mask) if masked else (name,)
+    counted = isinstance(spec.sounds, CountedSounds)
+    given = taken(keywords, *names, *([CountedSounds.sizes] if counted else []))
+    if not together(given, *((name, CountedSounds.sizes, *given) if counted else names)):
         return None
-    features = given[FEATURES]
+    features = given[name]
     shape: list[Any] = ["clips", spec.bins, "columns"]
     if isinstance(spec.sounds, PaddedSounds):
         shape[2] = 2 * spec.sounds.frames
@@ -93,21 +102,34 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     known = all(isinstance(n, str) or n == own for n, own in zip(shape, features.shape, strict=False))
     if features.dim() != 3 or not known or not features.is_floating_point():
         raise DataError(
-            f"{FEATURES} must be floating point of shape [{', '.join(map(str, shape))}], as "
+            f"{name} must be floating point of shape [{', '.join(map(str, shape))}], as "
             f"the model's processor returns them; found {features.dtype} of shape {tuple(features.shape)}"
         )
     if not len(features):
         return None
-    if not masked:
-        return Sounds(spec, features, [features.shape[2]] * len(features))
     clips, most = len(features), features.shape[1 if spec.sounds.columns_first else 2]
-    return Sounds(spec, features, _columns(mask, torch.as_tensor(given[mask]), clips, most))
+    columns = [most] * clips
+    if mask in given:
+        columns = _columns(spec, torch.as_tensor(given[mask]), clips, most)
+    sounds = Sounds(spec, features, columns)
+    if counted:
+        sizes = torch.as_tensor(given[CountedSounds.sizes]).flatten().tolist()
+        if sizes != sounds.counts():
+            missing = "" if mask in given else f" without {mask}"
+            raise DataError(
+                f"{CountedSounds.sizes} is {sizes}, and {name}{missing} makes {sounds.counts()} tokens; "
+                "give all outputs of the processor"
+            )
+    return sounds
 
 
-def _columns(name: str, mask: Tensor, clips: int, most: int) -> list[int]:
+def _columns(spec: AudioSpec, mask: Tensor, clips: int, most: int) -> list[int]:
     """The number of columns of each clip without padding. Reads the mask on the host."""
+    name = spec.sounds.mask
     if tuple(mask.shape) != (clips, most):
-        raise DataError(f"{name} must be {[clips, most]}, by {FEATURES}; found {list(mask.shape)}")
+        raise DataError(
+            f"{name} must be {[clips, most]}, by {spec.sounds.features}; found {list(mask.shape)}"
+        )
     mask = mask.cpu() != 0
     columns = mask.sum(1).tolist()
     if not torch.equal(mask, torch.arange(mask.shape[1], device="cpu") < mask.sum(1, keepdim=True)):

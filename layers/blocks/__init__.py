@@ -4,6 +4,7 @@ May import attention, experts and parts. A new topology is a new block, never a 
 """
 
 from liger_models.layers.blocks.block import (
+    DISTANCES,
     EMBEDDINGS,
     IDS,
     IMAGES,
@@ -14,7 +15,7 @@ from liger_models.layers.blocks.block import (
     own_input,
     run_block,
 )
-from liger_models.layers.blocks.encoders.conformer import ConformerBlock
+from liger_models.layers.blocks.encoders.conformer import ConformerBlock, ConformerSandwichBlock
 from liger_models.layers.blocks.from_norms import FromNormsBlock
 from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
@@ -36,6 +37,7 @@ from liger_models.layers.blocks.side_by_side import SideBySideBlock
 
 __all__ = [
     "BLOCKS",
+    "DISTANCES",
     "EMBEDDINGS",
     "IDS",
     "IMAGES",
@@ -66,6 +68,7 @@ BLOCKS: dict[str, type[Block]] = {
     "shared_transformer": SharedTransformerBlock,
     "hyper_connected": HyperConnectedBlock,
     "conformer": ConformerBlock,
+    "conformer_sandwich": ConformerSandwichBlock,
     "gated_streams": GatedStreamsBlock,
     "altup": AltUpBlock,
 }

@@ -62,6 +62,10 @@ IMAGES = "images"
 """Name of image features, for layers that read them."""
 
 
+DISTANCES = "distances"
+"""Name of a table of biases by distance, which the layers of an encoder share."""
+
+
 EMBEDDINGS = "embeddings"
 """Name of the first layer's input, for layers that read it again."""
 

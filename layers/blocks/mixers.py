@@ -14,6 +14,7 @@ from liger_models.layers.attention.differential import DifferentialAttention
 from liger_models.layers.attention.latent_attention import LatentAttention
 from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.attention.shared_attention import SharedAttention
+from liger_models.layers.conformer.distance_attention import DistanceAttention
 from liger_models.layers.conformer.light_conv import LightConvolution
 from liger_models.layers.conformer.local_attention import LocalAttention
 from liger_models.layers.grids.grid_attention import GridAttention
@@ -32,6 +33,7 @@ from liger_models.layers.specs import (
     CompressedAttentionSpec,
     CrossAttentionSpec,
     DifferentialAttentionSpec,
+    DistanceAttentionSpec,
     GatedConvSpec,
     GatedDeltaSpec,
     GridAttentionSpec,
@@ -71,6 +73,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     GridAttentionSpec: GridAttention,
     GridConvSpec: GridConvolution,
     LocalAttentionSpec: LocalAttention,
+    DistanceAttentionSpec: DistanceAttention,
     LightConvSpec: LightConvolution,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,

@@ -3,11 +3,18 @@
     a, b = split(x @ W_in^T)
     y = act(norm(clip(conv(a * sigmoid(b))))) @ W_out^T
 
+or, if it is separable, with convolutions of one frame W, which have biases as everything here:
+
+    a, b = split(W_in(x))
+    y = W_out(act(W(conv((a + b_1) * gate(b + b_2)))))
+
 The convolution is kernels/recurrent/short_conv.py, causal and depthwise, and restarts at every clip. `lean`
-keeps a, b and the convolution's output.
+keeps a, b and the convolution's output, and W's.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +22,8 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.conformer.clip import clip
-from liger_models.layers.parts.mlp import plain_activation
+from liger_models.layers.conformer.pointwise import PointwiseConvolution
+from liger_models.layers.parts.mlp import gated_product, plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.clipped_linear import ClippedLinear
 from liger_models.layers.projections.linear import Linear
@@ -40,19 +48,31 @@ class LightConvolution(nn.Module):
     ):
         super().__init__()
         self.spec, self.channels = spec, hidden_size
-        linear = ClippedLinear if spec.clipped else Linear
-        self.in_proj = linear(hidden_size, 2 * hidden_size, bias=False)
-        self.conv1d = ShortConvolution(((1, hidden_size),), spec.width, activation=None)
-        self.norm = make_norm(hidden_size, spec.norm)
+        self.conv1d = ShortConvolution(((1, hidden_size),), spec.width, spec.separable, activation=None)
         self.activation = plain_activation(spec.activation)
-        self.out_proj = linear(hidden_size, hidden_size, bias=False)
+        self.gated: Callable[..., Tensor] = F.glu
+        self.in_proj: nn.Module
+        self.out_proj: nn.Module
+        if spec.separable:
+            self.in_proj = PointwiseConvolution(hidden_size, 2 * hidden_size)
+            self.gate = BiasedGate(hidden_size, spec.gate)
+            self.gated = self.gate.product
+            self.pointwise = PointwiseConvolution(hidden_size, hidden_size)
+            self.out_proj = PointwiseConvolution(hidden_size, hidden_size)
+        else:
+            linear = ClippedLinear if spec.clipped else Linear
+            self.in_proj = linear(hidden_size, 2 * hidden_size, bias=False)
+            self.norm = make_norm(hidden_size, spec.norm)
+            self.out_proj = linear(hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [F, D] -> [F, D]."""
         gates = self.in_proj(x)
-        gated = carry_recipe(F.glu(gates), F.glu, gates, late=True)
+        gates = self.gate(gates) if self.spec.separable else gates
+        gated = carry_recipe(self.gated(gates), self.gated, gates, late=True)
         (y,) = self.conv1d(gated, None, sequences.documents.bounds())
-        y = self.norm(clip(y.flatten(1), self.spec.bound))
+        y = y.flatten(1)
+        y = self.pointwise(y) if self.spec.separable else self.norm(clip(y, self.spec.bound))
         return self.out_proj(carry_recipe(self.activation(y), self.activation, y, late=True, deep=True))
 
     def new_cache(
@@ -62,11 +82,41 @@ class LightConvolution(nn.Module):
         return ()
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per frame: a and b, the norm's input and 1/rms; with `all` also the gated input, the
-        norm's output and the activation's.
+        """Bytes kept per frame: a and b, the norm's input and 1/rms, or the convolution's output and
+        the input of the activation; with `all` also the gated input, the norm's output, and the activation's.
         """
+        if self.spec.separable:
+            return itemsize * self.channels * (6 if level == "all" else 4)
         own = self.norm.activation_bytes(level, itemsize)
         return own + itemsize * self.channels * (5 if level == "all" else 2)
 
     def extra_repr(self) -> str:
         return f"{self.channels} channels, width={self.spec.width}"
+
+
+class BiasedGate(nn.Module):
+    """Biases of a gate and of its factor, and their product.
+
+    Args:
+        channels: their number C.
+        activation: of the gate.
+    """
+
+    def __init__(self, channels: int, activation: str):
+        super().__init__()
+        self.b1, self.b2 = (nn.Parameter(torch.empty(1, channels, 1)) for _ in range(2))
+        self._product = gated_product(activation)
+
+    def forward(self, gates: Tensor) -> Tensor:
+        """a | b [F, 2 C] plus the biases."""
+        return gates + torch.cat([self.b1, self.b2], 1).flatten().to(gates.dtype)
+
+    def product(self, gates: Tensor) -> Tensor:
+        """`a * act(b)`, [F, C]."""
+        factor, gate = gates.chunk(2, dim=-1)
+        return self._product(gate, factor)
+
+    def reset_parameters(self, *_: object) -> None:
+        """Initialise to zero, as the reference does."""
+        nn.init.zeros_(self.b1)
+        nn.init.zeros_(self.b2)

@@ -33,9 +33,12 @@ class EncoderCosts(NamedTuple):
 
 def trains(part: Any) -> tuple[bool, bool]:
     """Whether an encoder is trained, and whether its projector is."""
+    encoder = {id(p): p for p in part.encoder.parameters()}
     way = {id(p): p for module in part.ways_out() for p in module.parameters()}
-    encoder = (p for p in part.encoder.parameters() if id(p) not in way)
-    return any(p.requires_grad for p in encoder), any(p.requires_grad for p in way.values())
+    inner, outer = sorted((encoder, way), key=len)  # in transformers' own model one may be within the other
+    outer = {key: p for key, p in outer.items() if key not in inner}
+    encoder, way = (inner, outer) if inner is encoder else (outer, inner)
+    return any(p.requires_grad for p in encoder.values()), any(p.requires_grad for p in way.values())
 
 
 def costs_of(

@@ -16,6 +16,7 @@ from liger_models.layers.specs import (
     CroppedPictures,
     MaskedPictures,
     PaddedPictures,
+    PartlyHiddenTiles,
     PooledGrids,
     SquarePictures,
     TiledVisionSpec,
@@ -24,6 +25,7 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
+from liger_models.layers.vision.hidden_tiles import BLOCK, tiles_and_tokens
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 
@@ -106,6 +108,15 @@ def shown_of_size(
             crop = crop_of(side) // size
             crops = [(1, crop, crop)] * crops_of(height, width, side)
             grids = [*crops, (1, side // size, side // size)] * count
+        case PartlyHiddenTiles(side):
+            rows_of_tiles, columns_of_tiles = (max(1, math.ceil(x / side)) for x in (height, width))
+            grid = side // size
+            whole = rows_of_tiles * grid, columns_of_tiles * grid
+            tiles_made, lines = tiles_and_tokens(grid, rows_of_tiles, columns_of_tiles, *whole)
+            grids = [(1, grid, grid)] * (count * len(tiles_made))
+            shown = shown_by(spec, Pictures(torch.empty(0, device="meta"), grids, len(grids)))
+            shown = replace(shown, features=count * len(lines))
+            return _with_pixels(shown, shown.patches * spec.patches.width)
         case WindowedPictures(side):
             crops_of_image, tokens = crops_and_tokens(height, width, side, size)
             grids = [(1, side, side)] * (count * crops_of_image)
@@ -224,6 +235,8 @@ def edges_of(
         others: list[Any] = [[grid]] if isinstance(projector_spec, OF_GRIDS) else []
         if isinstance(spec.pictures, MaskedPictures):
             others = [[patches], [shown.features]]
+        if isinstance(spec.pictures, PartlyHiddenTiles):
+            others = [torch.zeros(shown.features, BLOCK**2, dtype=torch.long, device="cpu")]
         if isinstance(spec.pictures, WindowedPictures):
             others = [torch.empty(shown.features, POOLED**2, dtype=torch.long, device="meta")]
         gradients = sum(p.nbytes for p in way.parameters())

@@ -14,6 +14,7 @@ from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
+    CountedSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -32,11 +33,11 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
         columns = sum(chunk.width for chunk in chunks_of(spec, sounds.columns))
     elif isinstance(spec.sounds, WaveformSounds):
         columns = 0
-    elif isinstance(spec.sounds, SubsampledSounds):
+    elif isinstance(spec.sounds, SubsampledSounds | CountedSounds):
         columns = len(sounds.columns) * max(sounds.columns)
     else:
         columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
-    return Shown(sum(sounds.frames), max(sounds.lengths), 0, columns, sum(sounds.counts()))
+    return Shown(sum(sounds.lengths), max(sounds.lengths), 0, columns, sum(sounds.counts()))
 
 
 def heard_of_length(spec: AudioSpec, sounds: int, seconds: float, rows: int = 1) -> Shown:
@@ -71,6 +72,12 @@ def edges_of_sounds(
             # Of each convolution the output, statistics of its norm, max(x, 0), and that without padding.
             kept += outputs * (3 * channels * size + 8)
         kept += shown.tokens * width * size  # the output projection's input
+    elif isinstance(spec.sounds, CountedSounds):
+        kept = 2 * shown.patches * spec.bins * size
+        for k, channels in enumerate(spec.sounds.channels, 1):
+            outputs = (shown.patches >> k) * -(-spec.bins >> k)
+            # Outputs of the convolution, of the linear layer and of its activation, and that without padding.
+            kept += outputs * 4 * channels * size
     elif spec.channels is None:
         # The columns, the first convolution's output and its activation, and the second's output.
         kept = shown.patches * (spec.bins + 2 * width) * size + shown.patches // 2 * width * size

@@ -96,7 +96,10 @@ def _trained(
     tied: str | None = None,
 ) -> set[str]:
     """Checkpoint names of the trained tensors."""
-    part_of = {id(p): part for part, modules in parts.items() for m in modules for p in m.parameters()}
+    held = [(part, list(m.parameters())) for part, modules in parts.items() for m in modules]
+    # In transformers' own model an encoder may be within its projector's module: the inner module decides.
+    inner_last = sorted(held, key=lambda own: (-len(own[1]), own[0] != "projector"))
+    part_of = {id(p): part for part, parameters in inner_last for p in parameters}
     of_part: dict[str, set[str]] = {part: set() for part in parts}
     for native, parameter in model.named_parameters():
         if id(parameter) in part_of:

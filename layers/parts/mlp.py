@@ -47,7 +47,7 @@ from liger_models.layers.projections.linear import (
     saved_input_bytes,
     unwrapped,
 )
-from liger_models.layers.projections.packed_linear import PackedLinear
+from liger_models.layers.projections.packed_linear import PackedLinear, in_order
 from liger_models.layers.recompute.activation_memory import (
     TILED,
     ActivationMemory,
@@ -201,18 +201,19 @@ class GatedMLP(_MLP):
         plain = self.spec.plain_gate and added is None
         if settings is not None and plain and not torch.compiler.is_compiling():
             return self._forward_in_eight_bits(x, settings)
-        gate_up = self.gate_up_proj(x)
+        first = in_order(self, "gate_up_proj")
+        gate_up = first(x)
         gate_up = gate_up if added is None else gate_up + added(x)
-        down = self._down_in_place(gate_up, self.gate_up_proj)
+        down = self._down_in_place(gate_up, first)
         if down is not None:
             return down
-        product = self.gated_product(gate_up, reuse_input=output_is_ours(self.gate_up_proj))
+        product = self.gated_product(gate_up, reuse_input=output_is_ours(first))
         return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
         copies, act = not settings.one_scale, self.spec.activation
-        gate_up = self.gate_up_proj(x)
+        gate_up = in_order(self, "gate_up_proj")(x)
         product, codes, scales = gated_eight_bits(
             gate_up.flatten(0, -2), act, float8=copies, float8_gradient=copies
         )
@@ -226,7 +227,7 @@ class GatedMLP(_MLP):
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         product = functools.partial(self.gated_product, reuse_input=True)
-        return mlp_in_tiles(self, x, self.gate_up_proj, product, self.down_proj, self._forward)
+        return mlp_in_tiles(self, x, in_order(self, "gate_up_proj"), product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: gate, up and their product, depending on the level; a scaled gate; and two

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels import KeyRanges, key_ranges, marked_spans
+from liger_models.kernels._copies import to_device
 from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.part import Part
 
@@ -24,6 +26,7 @@ class Visibility(Part):
         marked: [T] int32, 1 for tokens that attend to one another within their document, whatever is between
             them; their spans go from the first to the last of them.
         padding: [T] bool, padding kept at the end of each row, whose tokens do not attend to one another.
+        hidden: how many tokens at the end of each document attend to the others, and no token to them.
         tiles: the image tiles that each token attends to (`VisibleTiles`).
         with_images: whether the call has images.
     """
@@ -32,6 +35,7 @@ class Visibility(Part):
     spans: Tensor | None = None
     marked: Tensor | None = None
     padding: Tensor | None = None
+    hidden: tuple[int, ...] | None = None
     tiles: Any = None
     with_images: bool = False
 
@@ -71,6 +75,24 @@ class Visibility(Part):
         end = first + torch.where(padding & (real > 0), real, length)
         ranges = torch.stack([first.expand_as(end), end]).flatten(1).int()
         return KeyRanges(ranges, ranges)  # attention is symmetric
+
+    def ranges_without_hidden(self) -> KeyRanges:
+        """The ranges of keys if all tokens of a document attend to all but its `hidden` last ones. Made once
+        for all layers.
+        """
+        return self._once("ranges_without_hidden", self._ranges_without_hidden)
+
+    def _ranges_without_hidden(self) -> KeyRanges:
+        assert self.hidden is not None
+        bounds, total = self.documents.host_boundaries(), self.documents.num_tokens
+        of_queries, of_keys = torch.empty(2, 2, total, dtype=torch.int32, device="cpu")
+        for (start, end), hidden in zip(itertools.pairwise(bounds), self.hidden, strict=True):
+            for row, last in enumerate((start, end - hidden)):
+                of_queries[row, start:end] = last
+            of_keys[:, start : end - hidden] = torch.tensor([[start], [end]], device="cpu")
+            of_keys[:, end - hidden : end] = torch.tensor([[total], [0]], device="cpu")  # none
+        device = self.documents.device
+        return KeyRanges(to_device(of_queries, device), to_device(of_keys, device))
 
     def without_spans(self) -> Visibility:
         """A copy in which no token attends to later ones. Made once for all layers."""

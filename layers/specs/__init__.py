@@ -19,6 +19,7 @@ from liger_models.layers.specs.attention import (
 from liger_models.layers.specs.audio import (
     AudioSpec,
     ChunkedSounds,
+    CountedSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -32,7 +33,7 @@ from liger_models.layers.specs.block import (
     StreamsSpec,
     Topology,
 )
-from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
+from liger_models.layers.specs.conformer import DistanceAttentionSpec, LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.indexers import (
     BlockIndexerSpec,
@@ -68,7 +69,9 @@ from liger_models.layers.specs.projectors import (
     ResamplerSpec,
     RowsProjectorSpec,
     StridedProjectorSpec,
+    TileRowsSpec,
     TwiceProjectedSpec,
+    TwoWaysSpec,
     VisualWordsSpec,
 )
 from liger_models.layers.specs.recurrent import (
@@ -101,6 +104,7 @@ from liger_models.layers.specs.vision import (
     GridPictures,
     MaskedPictures,
     PaddedPictures,
+    PartlyHiddenTiles,
     PatchSpec,
     PlacedPictures,
     PooledGrids,
@@ -137,11 +141,13 @@ __all__ = [
     "CompressorSpec",
     "Constant",
     "ConvolutionProjectorSpec",
+    "CountedSounds",
     "CroppedPictures",
     "CroppedTable",
     "CrossAttentionSpec",
     "CubicTable",
     "DifferentialAttentionSpec",
+    "DistanceAttentionSpec",
     "DownsamplingProjectorSpec",
     "FadingTable",
     "FixedTable",
@@ -178,6 +184,7 @@ __all__ = [
     "Normal",
     "PaddedPictures",
     "PaddedSounds",
+    "PartlyHiddenTiles",
     "PatchMergerSpec",
     "PatchSpec",
     "PerLayerInputSpec",
@@ -210,10 +217,12 @@ __all__ = [
     "StridedProjectorSpec",
     "StripPictures",
     "SubsampledSounds",
+    "TileRowsSpec",
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",
     "TwiceProjectedSpec",
+    "TwoWaysSpec",
     "Uniform",
     "VisionSpec",
     "VisualWordsSpec",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from liger_models.layers.specs.block import BlockSpec
+from liger_models.layers.specs.mlp import Activation
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.projectors import ProjectorSpec
 
@@ -20,6 +21,7 @@ class PaddedSounds:
 
     frames: int
     masked: bool = False
+    features: ClassVar[str] = "input_features"
     mask: ClassVar[str] = "feature_attention_mask"
     columns_first: ClassVar[bool] = False
 
@@ -35,6 +37,7 @@ class ChunkedSounds:
     chunk: int
     window: int = 1
     masked: ClassVar[bool] = True
+    features: ClassVar[str] = "input_features"
     mask: ClassVar[str] = "feature_attention_mask"
     columns_first: ClassVar[bool] = False
 
@@ -47,6 +50,7 @@ class WaveformSounds:
     """
 
     masked: ClassVar[bool] = True
+    features: ClassVar[str] = "input_features"
     mask: ClassVar[str] = "input_features_mask"
     columns_first: ClassVar[bool] = True
 
@@ -62,7 +66,30 @@ class SubsampledSounds:
     channels: tuple[int, ...]
     eps: float = 1e-6
     masked: ClassVar[bool] = True
+    features: ClassVar[str] = "input_features"
     mask: ClassVar[str] = "input_features_mask"
+    columns_first: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class CountedSounds:
+    """Processor outputs `audio_input_features` [clips, columns, bins], spectrograms of any length padded to
+    the longest, `audio_embed_sizes` [clips], the number of tokens of each, and `audio_attention_mask` [clips,
+    columns], False for padding, which may be missing if there is none. Spectrograms are normalised by a
+    stored mean and scale of each frequency. Convolutions over three columns and three frequencies, with
+    stride 2 and biases, make so many `channels`; all but the first have one window for each channel, and
+    mix channels afterwards. `activation` follows each. Up to `piece` frames attend to one another; frames of
+    zeros fill up the last piece of longer clips, and are attended to (Phi-4-multimodal, arXiv:2503.01743,
+    section 2.1.2).
+    """
+
+    channels: tuple[int, ...]
+    piece: int
+    activation: Activation = "relu"
+    masked: ClassVar[bool] = True
+    features: ClassVar[str] = "audio_input_features"
+    mask: ClassVar[str] = "audio_attention_mask"
+    sizes: ClassVar[str] = "audio_embed_sizes"
     columns_first: ClassVar[bool] = True
 
 
@@ -76,8 +103,10 @@ class AudioSpec:
     `blocks` are the encoder's; a frame sees its own clip. If `paired`, two frames each are averaged, and the
     last of an odd number is left out. After `norm_after` the `projector` turns frames into features, one for
     each token with the id `audio_id`. `sounds` is the form of the processor's output. Pieces of waveforms
-    have `bins` samples, and no encoder. For `SubsampledSounds` the blocks are a conformer's, and a linear
-    layer with a bias turns their output into `output_size` numbers.
+    have `bins` samples, and no encoder. For `SubsampledSounds` and `CountedSounds` the blocks are a
+    conformer's. A linear layer with a bias turns their output into `output_size` numbers, if that is given.
+    The blocks share a table of biases by distance, one for each head and up to `distances` frames before and
+    after. In a document with tokens `image_id` the second of the projector's two ways is taken.
     """
 
     hidden_size: int
@@ -85,11 +114,13 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds | ChunkedSounds | WaveformSounds | SubsampledSounds
+    sounds: PaddedSounds | ChunkedSounds | WaveformSounds | SubsampledSounds | CountedSounds
     norm_after: NormSpec | LayerNormSpec | None = None
     paired: bool = False
     channels: int | None = None
     output_size: int | None = None
+    distances: int | None = None
+    image_id: int | None = None
 
     @property
     def features_size(self) -> int:

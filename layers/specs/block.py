@@ -19,7 +19,7 @@ from liger_models.layers.specs.attention import (
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.conformer import LightConvSpec, LocalAttentionSpec
+from liger_models.layers.specs.conformer import DistanceAttentionSpec, LightConvSpec, LocalAttentionSpec
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, NgramSpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
@@ -35,6 +35,7 @@ MixerSpec = (
     | GridAttentionSpec
     | GridConvSpec
     | LocalAttentionSpec
+    | DistanceAttentionSpec
     | LightConvSpec
     | RecurrentSpec
 )
@@ -58,6 +59,7 @@ Topology = Literal[
     "shared_transformer",
     "hyper_connected",
     "conformer",
+    "conformer_sandwich",
     "gated_streams",
     "altup",
 ]
@@ -139,8 +141,8 @@ class BlockSpec:
     second mixer and the MLP are shared with other layers. The topologies "hyper_connected",
     "gated_streams" and "altup" have several residual `streams`; the second may add embeddings of `ngrams` to
     them, and the third has a branch of rank `laurel_rank`. In
-    a "conformer" `second_mixer` has a branch of its own, `residual_scale` multiplies the branches of both
-    MLPs alone, and inputs of norms are clamped to +-`bound`.
+    a "conformer" and a "conformer_sandwich" `second_mixer` has a branch of its own, and `residual_scale`
+    multiplies the branches of both MLPs alone; in the latter inputs of norms are clamped to +-`bound`.
     """
 
     mixer: MixerSpec | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from liger_models.layers.specs.mlp import Activation
-from liger_models.layers.specs.norms import NormSpec
+from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import RopeSpec
 
 
@@ -35,17 +35,41 @@ class LocalAttentionSpec:
 
 
 @dataclass(frozen=True)
+class DistanceAttentionSpec:
+    """Attention of all frames of a clip to one another, with a bias by distance from a table that layers
+    share: layers/conformer/distance_attention.py.
+    """
+
+    num_attention_heads: int
+    head_dim: int
+    scale: float
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads: none."""
+        return ()
+
+
+@dataclass(frozen=True)
 class LightConvSpec:
     """A gated projection, a causal depthwise convolution of `width` frames, a norm and an activation:
     layers/conformer/light_conv.py. The convolution's output is clamped to +-`bound`. `norm` applies also to
-    the norm before the mixer.
+    the norm before the mixer. If `separable`, projections are convolutions of one frame, all have biases,
+    a gate of activation `gate` and its factor have further ones, and another such convolution is in the
+    norm's place.
     """
 
     width: int
-    norm: NormSpec
+    norm: NormSpec | LayerNormSpec
     activation: Activation = "silu"
     bound: float | None = None
     clipped: bool = False
+    separable: bool = False
+    gate: Activation = "silu"
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

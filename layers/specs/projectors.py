@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from liger_models.layers.specs.mlp import Activation
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
@@ -249,6 +250,25 @@ class PerceiverSpec:
         return 1
 
 
+@dataclass(frozen=True)
+class TileRowsSpec:
+    """Projector: means of two times two patches, a learned vector after each row of these and one between an
+    image's tiles and the whole, and two linear layers with biases and an exact GELU between them
+    (Phi-4-multimodal).
+    """
+
+    merge: ClassVar[int] = 1  # patches are in raster order, those of a token numbered
+
+
+@dataclass(frozen=True)
+class TwoWaysSpec:
+    """Projector: two linear layers with biases and an exact GELU between them; and two others, for sounds
+    next to images (Phi-4-multimodal).
+    """
+
+    merge: ClassVar[int] = 1
+
+
 ProjectorSpec = (
     QueryProjectorSpec
     | PerceiverSpec
@@ -267,4 +287,6 @@ ProjectorSpec = (
     | MistralMergerSpec
     | LinearProjectorSpec
     | MLPProjectorSpec
+    | TileRowsSpec
+    | TwoWaysSpec
 )

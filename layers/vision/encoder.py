@@ -31,7 +31,7 @@ from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Grids, Sequences
 from liger_models.layers.specs import GridConvSpec, PatchSpec, VisionSpec
 from liger_models.layers.vision.patch_order import Grid, windows_of
-from liger_models.layers.vision.pictures import Pictures
+from liger_models.layers.vision.pictures import Pictures, TilesOfPictures
 from liger_models.layers.vision.position_table import make_table
 
 
@@ -177,6 +177,9 @@ class VisionEncoder(nn.Module):
         ropes = tuple(dict.fromkeys(rope for block in self.spec.blocks for rope in block.ropes))
         lengths = [n + (self.class_token is not None) + self.spec.prefix_tokens for n in pictures.lengths]
         frames, order = Sequences.of_lengths(lengths, device), None
+        hidden = pictures.hidden if isinstance(pictures, TilesOfPictures) and any(pictures.hidden) else None
+        if hidden is not None:
+            frames.visibility = replace(frames.visibility, hidden=tuple(hidden))
         seen_by = [frames] * len(self.layers)
         if self.spec.window is not None and self.spec.windowed:
             order, lengths = windows_of(pictures.grids, merge, self.spec.window)
@@ -195,7 +198,8 @@ class VisionEncoder(nn.Module):
             lengths = [n // self.spec.merger.merge**2 for n in lengths]
             first = self.spec.merger.after + 1
             seen_by[first:] = [Sequences.of_lengths(lengths, device)] * len(seen_by[first:])
-        if order is None and self.is_plain and self.recorded is not None and torch.is_grad_enabled():
+        alone = order is None and hidden is None and self.is_plain
+        if alone and self.recorded is not None and torch.is_grad_enabled():
             made: tuple[Tensor, ...] = (self.recorded([x], frames, {}, self._run_alone),)
         else:
             made = self._run(x, seen_by)
@@ -260,7 +264,11 @@ class VisionEncoder(nn.Module):
         if self.class_token is not None:
             x = self.class_token(x, len(pictures.lengths))
         if self.table is not None:
-            x = x + self.table(pictures.grids, self.spec.merge).to(x.dtype)
+            places = self.table(pictures.grids, self.spec.merge)
+            if isinstance(pictures, TilesOfPictures) and any(pictures.hidden):
+                table: Any = self.table
+                places = table.with_first(places, [h * w for _, h, w in pictures.grids], pictures.hidden)
+            x = x + places.to(x.dtype)
         if self.prefix is not None:
             x = self.prefix(x, pictures.lengths)
         return x if self.norm_before is None else self.norm_before(x)

@@ -30,7 +30,7 @@ ON_HOST = frozenset(
         "num_local_patches",
         *("target_sizes", "target_sizes_videos"),
         *("image_position_ids", "video_position_ids", "num_frames_per_video"),
-        *("spatial_shapes", "pixel_attention_mask", "pixel_mask"),
+        *("spatial_shapes", "pixel_attention_mask", "pixel_mask", "image_attention_mask"),
         *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
         *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
         "cross_attention_mask",

@@ -15,6 +15,7 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers.specs import (
     AnyresPictures,
     MaskedPictures,
+    PartlyHiddenTiles,
     SquarePictures,
     VisionSpec,
     WindowedPictures,
@@ -156,6 +157,28 @@ class PicturesInWindows(Pictures):
         return self.sizes
 
 
+class TilesOfPictures(PicturesInWindows):
+    """Images as tiles, some with patches of padding that share a token with the image's.
+
+    Attributes:
+        patches: of each tile those of the image, as in `grids`, and then those of padding.
+        hidden: the number of the latter of each tile, to which no token attends.
+        windows: of tokens without patches `ROW_END` or `SEPARATOR` everywhere.
+    """
+
+    ROW_END, SEPARATOR = -1, -2
+
+    def __init__(
+        self, patches: Tensor, grids: list[Grid], windows: Tensor, sizes: list[int], hidden: list[int]
+    ):
+        super().__init__(patches, grids, windows, sizes)
+        self.hidden = hidden
+
+    @property
+    def lengths(self) -> list[int]:
+        return [n + hidden for n, hidden in zip(super().lengths, self.hidden, strict=True)]
+
+
 class QueriedPictures(Pictures):
     """Images with a number of tokens of their own each."""
 
@@ -225,6 +248,9 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
         return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
     if isinstance(spec.pictures, MaskedPictures):
         return QueriedPictures(patches, [(1, side, side)], [1])
+    if isinstance(spec.pictures, PartlyHiddenTiles):
+        windows = torch.tensor([[0] * 4, [TilesOfPictures.ROW_END] * 4, [TilesOfPictures.SEPARATOR] * 4])
+        return TilesOfPictures(patches, [(1, side, side)], windows, [3], [0])
     if isinstance(spec.pictures, WindowedPictures):
         return PicturesInWindows(patches, [(1, side, side)], torch.zeros(1, 1, dtype=torch.long), [1])
     return Pictures(

@@ -191,6 +191,14 @@ class FractionPositions(PositionTable):
         rows = torch.cat([_at_fractions(grid, merge, self.side, self.divided) for grid in grids])
         return self.weight[to_device(rows, self.weight.device)]
 
+    def with_first(self, places: Tensor, lengths: Sequence[int], more: Sequence[int]) -> Tensor:
+        """Positions [P, width] of pictures of these numbers of patches, with so many times the table's first
+        row after each.
+        """
+        first = [self.weight[:1].expand(count, -1) for count in more]
+        pieces = zip(places.split(list(lengths)), first, strict=True)
+        return torch.cat([part for both in pieces for part in both])
+
 
 class PositionsByAxes(nn.Module):
     """The sum of two rows of `width` for each patch, one by its column and one by its row, from `size`

@@ -23,6 +23,7 @@ from liger_models.layers.specs import (
     GridPictures,
     MaskedPictures,
     PaddedPictures,
+    PartlyHiddenTiles,
     PlacedPictures,
     PooledGrids,
     ShapedPictures,
@@ -41,6 +42,7 @@ from liger_models.layers.vision.grid_inputs import (
     taken,
     together,
 )
+from liger_models.layers.vision.hidden_tiles import hidden_tiles
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 
@@ -212,10 +214,8 @@ def _squares(
     side = size // spec.patches.size
     if not len(values):
         return None
-    patches, grids = (
-        cut_image(values, (1, side, side), merge, spec.patches.size),
-        [(1, side, side)] * len(values),
-    )
+    patches = cut_image(values, (1, side, side), merge, spec.patches.size)
+    grids: list[Grid] = [(1, side, side)] * len(values)
     return Pictures(patches, grids, len(values), extra=int(spec.class_feature), shown=shown)
 
 
@@ -285,11 +285,8 @@ def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     assert isinstance(spec.pictures, AnyresPictures)
     of_rows = () if spec.pictures.most is None else ("batch_num_images",)
     of_videos = () if spec.video_id is None else ("pixel_values_videos", "num_frames_per_video")
-    given, pool = (
-        taken(keywords, "pixel_values", "image_sizes", *of_rows, *of_videos),
-        spec.pictures.frame_pool,
-    )
-    side = _anyres_side(spec)
+    given = taken(keywords, "pixel_values", "image_sizes", *of_rows, *of_videos)
+    side, pool = _anyres_side(spec), spec.pictures.frame_pool
     tiles, taps = _tiles_of_images(spec, given)
     images = len(tiles)
     if "pixel_values_videos" in given:
@@ -382,6 +379,7 @@ READERS: dict[type, Callable[[VisionSpec, int, dict[str, Any]], Pictures | None]
     CroppedPictures: cropped,
     WindowedPictures: windowed,
     MaskedPictures: masked,
+    PartlyHiddenTiles: hidden_tiles,
     PlacedPictures: _placed,
     ShapedPictures: _shaped,
     AnyresPictures: _anyres,

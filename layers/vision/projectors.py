@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
-from liger_models.kernels._copies import to_device
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -33,13 +31,20 @@ from liger_models.layers.specs import (
     ResamplerSpec,
     RowsProjectorSpec,
     StridedProjectorSpec,
+    TileRowsSpec,
     TwiceProjectedSpec,
+    TwoWaysSpec,
     VisualWordsSpec,
 )
 from liger_models.layers.vision.attention_projectors import Perceiver, PoolingAttention, QueryProjector
-from liger_models.layers.vision.convolutions import ConvolutionProjector, RowsProjector, StridedProjector
+from liger_models.layers.vision.convolutions import (
+    ConvolutionProjector,
+    Resampler,
+    RowsProjector,
+    StridedProjector,
+)
 from liger_models.layers.vision.encoder import PatchEmbedding
-from liger_models.layers.vision.patch_order import Grid
+from liger_models.layers.vision.hidden_tiles import TileRows, TwoWays
 from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, QueriedPictures
 
 
@@ -319,55 +324,6 @@ class VisualWords(nn.Module):
         return self.table(self.norm(self.linear(x.reshape(-1, self.merged))).softmax(-1))
 
 
-class NormedMLP(nn.Module):
-    """`norm(linear_2(gelu(linear_1(x))))`, from `width` to `size`."""
-
-    def __init__(self, width: int, size: int, norm: LayerNormSpec):
-        super().__init__()
-        self.linear_1, self.linear_2 = Linear(width, size), Linear(size, size)
-        self.norm = make_norm(size, norm)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x [..., width] -> [..., size]."""
-        y: Tensor = self.norm(self.linear_2(F.gelu(self.linear_1(x))))
-        return y
-
-
-class Resampler(nn.Module):
-    """`norm(linear(temporal(pairs of spatial(merged))))`, with merged the `merge`^2 concatenated patches, and
-    pairs those at the same place of two consecutive time steps, or an image's own twice (ERNIE 4.5 VL).
-
-    Args:
-        width: of a patch, D.
-        hidden_size: of the language model, H.
-        spec: the merge factor, and the norms.
-    """
-
-    def __init__(self, width: int, hidden_size: int, spec: ResamplerSpec):
-        super().__init__()
-        self.merged = width * spec.merge**2
-        self.spatial = NormedMLP(self.merged, self.merged, spec.inner_norm)
-        self.temporal = NormedMLP(2 * self.merged, self.merged, spec.inner_norm)
-        self.linear = Linear(self.merged, hidden_size)
-        self.norm = make_norm(hidden_size, spec.norm)
-
-    def forward(self, x: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """x [P, D], in blocks of patches to merge of pictures with these grids -> [P / merge^2, H], of videos
-        half as many.
-        """
-        x = self.spatial(x.reshape(-1, self.merged))
-        first = second = x
-        if any(t > 1 for t, _, _ in grids):
-            patches, merged = sum(t * h * w for t, h, w in grids), len(x)
-            sizes = [t * h * w * merged // patches for t, h, w in grids]
-            numbers = torch.arange(merged, device="cpu").split(sizes)
-            steps = [(own.view(t, -1), t > 1) for own, (t, _, _) in zip(numbers, grids, strict=True)]
-            pairs = [torch.stack([own[:: 1 + two], own[two :: 1 + two]]).flatten(1) for own, two in steps]
-            of_first, of_second = to_device(torch.cat(pairs, 1), x.device)
-            first, second = x.index_select(0, of_first), x.index_select(0, of_second)
-        return self.norm(self.linear(self.temporal(torch.cat([first, second], -1))))
-
-
 PROJECTORS: dict[type, type[nn.Module]] = {
     PoolingAttentionSpec: PoolingAttention,
     PerceiverSpec: Perceiver,
@@ -386,6 +342,8 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     MistralMergerSpec: MistralMerger,
     LinearProjectorSpec: LinearProjector,
     MLPProjectorSpec: MLPProjector,
+    TileRowsSpec: TileRows,
+    TwoWaysSpec: TwoWays,
 }
 OF_GRIDS = (StridedProjectorSpec, ResamplerSpec, RowsProjectorSpec)
 """Projectors that read the pictures' grids, too."""

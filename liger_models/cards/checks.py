@@ -16,7 +16,8 @@ import torch
 
 from liger_models.cards.results import say
 from liger_models.cards.workshop import STEPS, Workshop
-from liger_models.layers.audio.sounds import FEATURES
+from liger_models.layers.audio.sounds import KEYWORDS
+from liger_models.layers.vision.hidden_tiles import PIXELS
 from liger_models.models.verification import (
     TOLERANCE,
     mask_as_family,
@@ -121,8 +122,8 @@ def generation(shop: Workshop) -> tuple[bool, Values]:
     counts = named.cumsum(1) - named.int() == 0
     same = ((found == expected)[:, ids.shape[1] :] & counts).sum().item()
     tokens = counts.sum().item()
-    values = {"tokens": tokens, "same": same, "images": "pixel_values" in prompt}
-    return same == tokens, values | ({"sounds": True} if FEATURES in prompt else {})
+    values = {"tokens": tokens, "same": same, "images": bool({"pixel_values", PIXELS} & prompt.keys())}
+    return same == tokens, values | ({"sounds": True} if prompt.keys() & set(KEYWORDS) else {})
 
 
 def resume(shop: Workshop) -> tuple[bool, Values]:

@@ -363,15 +363,13 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         Raises:
             CheckpointError: a tensor of the adapter has no matching parameter.
         """
+        from liger_models.hf.adapters.adapters import check_loaded
         from liger_models.hf.adapters.expert_adapters import take_usual_order
 
+        before, name = {path for path, _ in self.named_parameters()}, adapter_name or "default"
         loaded = super().load_adapter(peft_model_id, adapter_name, *args, **kwargs)
-        if wrong := sorted({*loaded.unexpected_keys, *loaded.missing_keys}):
-            raise CheckpointError(
-                f"{peft_model_id}: the adapter and the model differ in {wrong[:4]}; make the model as it was "
-                "when the adapter was trained (projections split or not), or use liger_models.hf.load_adapter"
-            )
-        take_usual_order(self, adapter_name or "default")
+        check_loaded(loaded, before, name, str(peft_model_id))
+        take_usual_order(self, name)
         return loaded
 
     def train(self, mode: bool = True) -> Self:

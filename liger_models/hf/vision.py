@@ -43,7 +43,7 @@ PICTURES = (
         "pixel_attention_mask",
     ),
     *("image_merge_sizes", "video_merge_sizes", "video_compression_mask"),
-    "pixel_mask",
+    *("pixel_mask", "image_pixel_values", "image_attention_mask"),
     *("image_token_pooling", "image_grids", "image_num_crops", "video_token_pooling", "video_grids"),
 )
 """Outputs of processors for images and videos."""
@@ -200,6 +200,8 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         video_merge_sizes: Tensor | None = None,
         video_compression_mask: Tensor | None = None,
         pixel_mask: Tensor | None = None,
+        image_pixel_values: Tensor | None = None,
+        image_attention_mask: Tensor | None = None,
         image_token_pooling: Tensor | None = None,
         image_grids: Tensor | None = None,
         image_num_crops: Tensor | None = None,
@@ -212,6 +214,9 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         input_features: Tensor | None = None,
         feature_attention_mask: Tensor | None = None,
         input_features_mask: Tensor | None = None,
+        audio_input_features: Tensor | None = None,
+        audio_embed_sizes: Tensor | None = None,
+        audio_attention_mask: Tensor | None = None,
         use_audio_in_video: bool | None = None,
         **others: Any,
     ) -> Any:

@@ -18,6 +18,7 @@ from liger_models.images.pieces import (
     crops_of,
     kept_of,
     slices_of,
+    tiles_of,
     windows_of,
 )
 from liger_models.layers.specs import (
@@ -27,6 +28,7 @@ from liger_models.layers.specs import (
     GridPictures,
     MaskedPictures,
     PaddedPictures,
+    PartlyHiddenTiles,
     PlacedPictures,
     PooledGrids,
     ShapedPictures,
@@ -185,6 +187,24 @@ class Outputs:
         pixels = 0.1 * self._normal(len(pieces), self.vision.patches.channels, side * size, side * size)
         return {"pixel_values": pixels, "pixel_mask": (rows[:, :, None] & columns[:, None]).long()}
 
+    def _hidden_tiles(self, pieces: list[Piece]) -> dict[str, Any]:
+        """Images in the fewest tiles, with contents of padding and of further tiles that must not be read."""
+        size, side = self.vision.pictures.size, self.vision.pictures.size // self.vision.patches.size
+        sizes = [tiles_of(piece, side) for piece in pieces]
+        most = max(9, *(rows * columns for rows, columns, _, _ in sizes))
+        mask = torch.ones(len(pieces), 1 + most, side, side, dtype=torch.long)
+        for own, (rows, columns, h, w) in zip(mask, sizes, strict=True):
+            grid = torch.zeros(rows * side, columns * side, dtype=torch.long)
+            grid[:h, :w] = 1
+            tiles = grid.unflatten(1, (columns, side)).unflatten(0, (rows, side)).transpose(1, 2)
+            own[1 : 1 + rows * columns] = tiles.flatten(0, 1)
+        shape = len(pieces), 1 + most, self.vision.patches.channels, size, size
+        return {
+            "image_pixel_values": 0.1 * self._normal(*shape),
+            "image_sizes": torch.tensor([[rows * size, columns * size] for rows, columns, _, _ in sizes]),
+            "image_attention_mask": mask,
+        }
+
     def _windowed(self, pieces: list[Piece]) -> dict[str, Any]:
         side = self.vision.pictures.side
         counts, windows, grids = [2 + crops_of(piece) for piece in pieces], [], []
@@ -256,6 +276,7 @@ OUTPUTS: dict[type, Callable[[Outputs, list[Piece]], dict[str, Any]]] = {
     CroppedPictures: Outputs._cropped,
     WindowedPictures: Outputs._windowed,
     MaskedPictures: Outputs._masked,
+    PartlyHiddenTiles: Outputs._hidden_tiles,
     PlacedPictures: Outputs._placed,
     ShapedPictures: Outputs._shaped,
     AnyresPictures: Outputs._anyres,

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from liger_models.images.sounds import Sound
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import ModelSpec, PartlyHiddenTiles, VisionSpec
+from liger_models.layers.vision.hidden_tiles import tiles_and_tokens
 
 Piece = Any  # int | Image | Video | Sound
 Document = Sequence[Piece]
@@ -46,6 +47,21 @@ def slices_of(piece: Any, merge: int) -> list[list[tuple[int, int]]]:
     """
     rows = [[(merge, 2 * merge)] * 2 for _ in range(crops_of(piece))]
     return [*rows[:-1], [*rows[-1][:-1], (merge, merge)]] if rows else []
+
+
+def tokens_of_tiles(spec: VisionSpec, piece: Any) -> int:
+    """The number of tokens of such an image."""
+    assert isinstance(spec.pictures, PartlyHiddenTiles)
+    side = spec.pictures.size // spec.patches.size
+    return len(tiles_and_tokens(side, *tiles_of(piece, side))[1])
+
+
+def tiles_of(piece: Any, side: int) -> tuple[int, int, int, int]:
+    """Rows and columns of tiles of side^2 patches that an image needs, and its height and width: odd and even
+    ones.
+    """
+    h, w = piece.height, max(1, piece.width - piece.height // 2 % 2)
+    return -(-h // side), -(-w // side), h, w
 
 
 def kept_of(video: Video) -> Tensor:

@@ -26,6 +26,7 @@ from liger_models.images.pieces import (
     crops_of,
     kept_of,
     slices_of,
+    tokens_of_tiles,
     windows_of,
 )
 from liger_models.images.sounds import WORD, Sound, framed_sound, heard
@@ -36,6 +37,7 @@ from liger_models.layers.specs import (
     CroppedPictures,
     MaskedPictures,
     ModelSpec,
+    PartlyHiddenTiles,
     PooledGrids,
     StripPictures,
     TiledVisionSpec,
@@ -117,6 +119,9 @@ class Scenes(Outputs):
                 if isinstance(self.vision.pictures, WindowedPictures):
                     for windows in windows_of(piece, self.vision.pictures.side):
                         tokens += [self.vocab_size] + [self.vision.image_id] * len(windows)
+                    continue
+                if isinstance(self.vision.pictures, PartlyHiddenTiles):
+                    tokens += [self.vision.image_id] * tokens_of_tiles(self.vision, piece)
                     continue
                 if isinstance(self.vision.pictures, MaskedPictures):
                     tokens += [self.vision.image_id] * max(self.vision.pictures.tokens)[1]

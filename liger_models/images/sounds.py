@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from liger_models.layers.audio.sounds import FEATURES, frames_of, tokens_of
+from liger_models.layers.audio.sounds import frames_of, tokens_of
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
+    CountedSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -48,7 +49,7 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if isinstance(spec.sounds, WaveformSounds):
         most = max(8, int(columns.max()))
         shape = (most, spec.bins)
-    elif isinstance(spec.sounds, SubsampledSounds):
+    elif isinstance(spec.sounds, SubsampledSounds | CountedSounds):
         most = max(64, int(columns.max()))
         shape = (most, spec.bins)
     else:
@@ -58,7 +59,9 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
             else max(32 * _factor(spec.sounds), int(columns.max()))
         )
         shape = (spec.bins, most)
-    call = {FEATURES: 0.3 * normal(len(sounds), *shape)}
+    call = {spec.sounds.features: 0.3 * normal(len(sounds), *shape)}
+    if isinstance(spec.sounds, CountedSounds):
+        call[spec.sounds.sizes] = torch.tensor([tokens_of(spec, frames_of(spec, int(n))) for n in columns])
     if not spec.sounds.masked:
         return call
     mask = torch.arange(most) < columns[:, None]
@@ -74,7 +77,7 @@ def _columns(spec: AudioSpec, sound: Sound) -> int:
         return sound.columns * _factor(spec.sounds)
     if isinstance(spec.sounds, WaveformSounds):
         return -(-sound.columns // 4)  # pieces of 40 ms
-    if isinstance(spec.sounds, SubsampledSounds):
+    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
         return 2 * sound.columns
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most

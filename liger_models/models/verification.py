@@ -171,8 +171,15 @@ def config_class(architecture: Architecture) -> Any:
 def mask_as_family(architecture: Architecture, reference: Any) -> None:
     """Let every forward pass of a family's reference mask the tokens of images as its `generate` does, if the
     family follows that (`Architecture.masks_of_generation`), and number images by row
-    (`Architecture.images_by_document`).
+    (`Architecture.images_by_document`), and encode and project sounds by row
+    (`Architecture.sounds_by_document`).
     """
+    if architecture.sounds_by_document:
+        media = reference.model.embed_tokens_extend
+        encoder = media.audio_embed.encoder
+        encoder.forward = functools.partial(_clips_alone, encoder.forward)
+        media.forward = functools.partial(_media_by_row, media.forward)
+        _note_states_once(reference)
     if architecture.images_by_document:
         reference.model.get_rope_index = functools.partial(_positions_by_row, reference.model.get_rope_index)
     if not architecture.masks_of_generation:
@@ -193,6 +200,58 @@ def mask_as_family(architecture: Architecture, reference: Any) -> None:
         return args, {**kwargs, "attention_mask": made}
 
     reference.model.register_forward_pre_hook(masks, with_kwargs=True)
+
+
+def _note_states_once(reference: Any) -> None:
+    """Let the reference note hidden states by one hook a layer. Asked for the language model's after those of
+    its encoder, which it reads in every call, transformers would note the latter twice.
+    """
+    from transformers.utils import output_capturing
+
+    output_capturing.maybe_install_capturing_hooks(reference)
+
+
+def _clips_alone(encode: Any, features: Tensor, mask: Tensor | None, **others: Any) -> Tensor:
+    """The reference's frames of clips encoded one by one, without padding, [clips, most frames, width]."""
+    columns = [features.shape[1]] * len(features) if mask is None else mask.sum(1).tolist()
+    made = [encode(clip[None, :n], None, **others)[0] for clip, n in zip(features, columns, strict=True)]
+    return torch.nn.utils.rnn.pad_sequence(made, batch_first=True)
+
+
+def _media_by_row(embed: Any, input_ids: Tensor, inputs_embeds: Tensor, **given: Any) -> Tensor:
+    """The reference's embeddings with images and sounds in their places, row by row: sounds in a row without
+    images are projected like sounds alone.
+    """
+    images, sounds = given.get("image_pixel_values"), given.get("audio_input_features")
+    module, made, starts = embed.__self__, [], {"image": 0, "audio": 0}
+    sizes: dict[str, list[int]] = {"image": [], "audio": []}
+    if images is not None and given.get("image_sizes") is not None:  # else: the next tokens in generation
+        tiles = given["image_sizes"] // images.shape[-1]
+        sizes["image"] = [_tokens_of(*x) for x in zip(tiles, given["image_attention_mask"], strict=True)]
+    if sounds is not None:
+        sizes["audio"] = given["audio_embed_sizes"].tolist()
+    for ids, embeds in zip(input_ids, inputs_embeds, strict=True):
+        own: dict[str, Any] = {}
+        for kind, token in (("image", module.image_token_id), ("audio", module.audio_token_id)):
+            tokens, first = int((ids == token).sum()), starts[kind]
+            last = first
+            while tokens > 0 and last < len(sizes[kind]):
+                tokens, last = tokens - sizes[kind][last], last + 1
+            if tokens:  # a placeholder that was generated stays as it is
+                last = first
+            if last > first:
+                own |= {n: x[first:last] for n, x in given.items() if n.startswith(kind) and x is not None}
+            starts[kind] = last
+        made.append(embed(ids[None], embeds[None], **own))
+    return torch.cat(made)
+
+
+def _tokens_of(tiles: Tensor, mask: Tensor) -> int:
+    """The number of tokens of an image in so many rows and columns of tiles, with a mask of their patches."""
+    n, count = mask.shape[-1] // 2, int(tiles.prod())
+    grid = mask[1 : 1 + count, ::2, ::2].unflatten(0, tiles.tolist()).transpose(1, 2).flatten(2).flatten(0, 1)
+    rows, columns = int(grid[:, 0].sum()), int(grid[0].sum())
+    return rows * (columns + 1) + 1 + n * (n + 1)
 
 
 def _freeze_untrained(reference: nn.Module, model: LigerCausalLM) -> None:

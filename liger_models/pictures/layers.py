@@ -50,7 +50,8 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "shortcut": [["norm", "mixer"], ["norm", ("mlp", "experts")]],
     "side_by_side": [["norm", ("mixer", "second mixer")], ["norm", "mlp"]],
     "shared_transformer": [["norm", "second mixer", "norm", "mlp", "norm", "mixer"]],
-    "conformer": [
+    "conformer": [["norm", "mlp"], ["norm", "mixer"], ["norm", "second mixer"], ["norm", "mlp"]],
+    "conformer_sandwich": [
         ["norm", "mlp", "norm"],
         ["norm", "mixer", "norm"],
         ["norm", "second mixer"],

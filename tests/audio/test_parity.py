@@ -18,6 +18,7 @@ from liger_models.images.sounds import Sound
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.memory import NOTHING, Step, StepMemory, heard_of_length
 from liger_models.layers.recompute.activation_memory import LEVELS
+from liger_models.layers.specs import CountedSounds
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
@@ -102,7 +103,8 @@ def test_a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before(pa
     part = pair.run_ours(**call).gradients
     pair.ours.freeze()
     encoded = any(True for _ in pair.ours.audio.encoder.parameters())
-    assert any("audio_tower" in name for name in whole.keys() - part.keys()) == encoded
+    frozen = whole.keys() - part.keys()
+    assert any("audio_tower" in name or "audio_embed.encoder" in name for name in frozen) == encoded
     assert not beyond_bound(
         {name: ((part[name] - whole[name]).norm() / whole[name].norm()).item() for name in part}
     )
@@ -117,14 +119,16 @@ def bad(pair, message, **changes):
 def test_sounds_that_do_not_fit_are_errors_that_say_what_was_found(pair):
     call = pair.scene(*DOCUMENTS)
     spec = pair.ours.spec.audio
-    features, audio_id, mask = call["input_features"], spec.audio_id, spec.sounds.mask
+    name, audio_id, mask = spec.sounds.features, spec.audio_id, spec.sounds.mask
+    features = call[name]
     ids = call["input_ids"].where(call["input_ids"] != audio_id, 12)
     bad(pair, "has 0 tokens of sounds", input_ids=ids, mm_token_type_ids=None)
-    bad(pair, "input_features must be floating point of shape", input_features=features[:, :-1, :-1])
-    bad(pair, "make 0", input_features=None, **{mask: None})
+    counts = {spec.sounds.sizes: None} if isinstance(spec.sounds, CountedSounds) else {}
+    bad(pair, f"{name} must be floating point of shape", **{name: features[:, :-1, :-1]})
+    bad(pair, "make 0", **{name: None, mask: None, **counts})
     if "mm_token_type_ids" in call:
         bad(pair, r"3 where they are 7 \(sounds\)", mm_token_type_ids=0 * call["mm_token_type_ids"])
-    elif pair.ours.spec.vision is not None:
+    elif pair.ours.spec.vision is not None and pair.ours.spec.vision.video_id is not None:
         with_video = pair.scene([2, Video(2, 4, 4), 3])
         assert with_video.pop("video_second_per_grid").tolist() == [1.0]
         bad(pair, "got videos without video_second_per_grid", **with_video)
@@ -132,6 +136,9 @@ def test_sounds_that_do_not_fit_are_errors_that_say_what_was_found(pair):
         return
     given = call[mask]
     bad(pair, f"without {mask}", **{mask: None})
+    if counts:
+        bad(pair, f"without {spec.sounds.sizes}", **counts)
+        bad(pair, r"audio_embed_sizes is \[1, 1, 1\], and", **{spec.sounds.sizes: torch.ones(3).long()})
     bad(pair, "ones and then zeros", **{mask: given.flip(1)})
     bad(pair, rf"{mask} must be \[3", **{mask: given[:2]})
     bad(pair, rf"{mask}\[0\] has no ones", **{mask: 0 * given})

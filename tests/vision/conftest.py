@@ -72,9 +72,7 @@ def hf(request, projections):
 @pytest.fixture
 def both(pair, hf, tmp_path):
     """transformers' own model, and ours loaded from its files."""
-    import transformers
-
     theirs = copy.deepcopy(pair.reference)
     theirs.save_pretrained(tmp_path / "theirs")
-    ours = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "theirs")
+    ours = scenes.auto_class(pair.architecture.model_type).from_pretrained(tmp_path / "theirs")
     return theirs.train(), ours.train()

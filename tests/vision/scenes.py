@@ -112,6 +112,14 @@ class VisionPair(pairs.Pair):
         return packed
 
 
+def auto_class(model_type: str) -> Any:
+    """The Auto class of a family's reference: that of models with images, if it has it."""
+    import transformers
+
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return getattr(transformers, f"AutoModelFor{'ImageTextToText' if model_type in names else 'CausalLM'}")
+
+
 def older_transformers() -> bool:
     """Return whether transformers is older than 5.23; 5.17 is the oldest supported version."""
     import transformers

@@ -11,7 +11,7 @@ import pytest
 import safetensors
 import torch
 from pairs import BOUND, Run, beyond_bound, relative_distance, spec_of
-from scenes import DOCUMENTS, Image, Video, rows_of_prompts
+from scenes import DOCUMENTS, Image, Video, auto_class, rows_of_prompts
 
 import liger_models
 from liger_models.architectures import list_architectures
@@ -52,7 +52,7 @@ def ours(pair, folders, models):
     """Our model of the pair, loaded by an Auto class; a test that changes it makes a copy."""
     name = pair.architecture.model_type
     if name not in models:
-        models[name] = transformers.AutoModelForImageTextToText.from_pretrained(folders(pair))
+        models[name] = auto_class(name).from_pretrained(folders(pair))
     return models[name].train(pair.reference.training)
 
 
@@ -94,7 +94,7 @@ def test_files_equal_the_references_and_the_native_models(pair, ours, folders, t
     native.save_pretrained(tmp_path / "native")
     for file in (name, "config.json"):
         assert (tmp_path / "native" / file).read_bytes() == (tmp_path / "ours" / file).read_bytes()
-    again = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "native").eval()
+    again = auto_class(pair.architecture.model_type).from_pretrained(tmp_path / "native").eval()
     assert again.config.architectures == [pair.architecture.reference]
     batch, logits, _ = pair.probe
     with torch.no_grad():

@@ -6,7 +6,10 @@ import pytest
 from pairs import beyond_bound
 from scenes import Image
 
-OF_IMAGES = ("visual", "vision", "projector", "aligner", "connector", "merger", "newline", "resampler")
+OF_IMAGES = (
+    *("visual", "vision", "projector", "aligner", "connector", "merger", "newline", "resampler"),
+    "image_embed",
+)
 
 
 @pytest.mark.of_layers("tokens")

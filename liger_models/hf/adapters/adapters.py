@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -356,3 +356,23 @@ def _sibling(path: str, part: str) -> str:
 def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     save_file({name: x.contiguous() for name, x in tensors.items()}, folder / TENSORS, {"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def check_loaded(loaded: Any, before: Set[str], name: str, source: str) -> None:
+    """Check the report of transformers' loader of adapters.
+
+    Args:
+        before: the model's parameters before.
+        name: of the adapter.
+        source: its origin, for messages.
+
+    Raises:
+        CheckpointError: a tensor of the adapter has no matching parameter.
+    """
+    # Names that only contain the adapter's, such as "proj_for_vision", are among the missing ones, too.
+    missing = (path for path in loaded.missing_keys if path not in before or name in path.split("."))
+    if wrong := sorted({*loaded.unexpected_keys, *missing}):
+        raise CheckpointError(
+            f"{source}: the adapter and the model differ in {wrong[:4]}; make the model as it was when the "
+            "adapter was trained (projections split or not), or use liger_models.hf.load_adapter"
+        )

@@ -68,7 +68,7 @@ CONFORMER = BlockSpec(
     LocalAttentionSpec(4, 8, q_scale=0.5, k_scale=2.0, window=3, softcap=5.0),
     MLPSpec(40, gated=False),
     NormSpec(),
-    "conformer",
+    "conformer_sandwich",
     second_mixer=LightConvSpec(3, NormSpec(), bound=9.0),
     bound=9.0,
 )
@@ -150,7 +150,7 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(), query_scale=GROWING)
     ),
     **{name: replace(PRE_NORM, mlp=mlp) for name, mlp in ROUTED.items()},
-    "conformer": CONFORMER,
+    "conformer_sandwich": CONFORMER,
     "clipped conformer": replace(
         CONFORMER,
         mixer=replace(CONFORMER.mixer, clipped=True),
@@ -222,6 +222,7 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
 
 # Topologies whose bytes are compared elsewhere.
 ELSEWHERE = {
+    "conformer": "its layers share a table: tests/audio/test_phi4_multimodal.py",
     "gated_cross": "tests/vision/test_memory_plan.py",
     "gated_pre_norm": "of an encoder alone: tests/vision/test_memory_plan.py",
     "shared_latents": "two layers together: see below",
