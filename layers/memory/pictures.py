@@ -25,7 +25,7 @@ from liger_models.layers.specs import (
 )
 from liger_models.layers.vision.anyres import best_resolution, of_tiles, of_whole
 from liger_models.layers.vision.crops import POOLED, crop_of, crops_and_tokens, crops_of
-from liger_models.layers.vision.hidden_tiles import BLOCK, tiles_and_tokens
+from liger_models.layers.vision.grid_inputs import BLOCK, tiles_and_tokens
 from liger_models.layers.vision.pictures import Pictures
 from liger_models.layers.vision.projectors import OF_GRIDS, PROJECTORS
 

@@ -1,5 +1,5 @@
 """Projectors that read the grid of patches: convolutions over it (GOT-OCR 2.0, arXiv:2409.01704, section
-3.2), and pairs of time steps (ERNIE 4.5 VL).
+3.2), pairs of time steps (ERNIE 4.5 VL), and rows of tiles (Phi-4-multimodal, arXiv:2503.01743, section 2.1).
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ from liger_models.layers.specs import (
     ResamplerSpec,
     RowsProjectorSpec,
     StridedProjectorSpec,
+    TileRowsSpec,
+    TwoWaysSpec,
 )
 from liger_models.layers.vision.encoder import PatchEmbedding
 from liger_models.layers.vision.patch_order import Grid
+from liger_models.layers.vision.pictures import TilesOfPictures
 
 
 class Convolution(nn.Module):
@@ -217,3 +220,95 @@ class Resampler(nn.Module):
             of_first, of_second = to_device(torch.cat(pairs, 1), x.device)
             first, second = x.index_select(0, of_first), x.index_select(0, of_second)
         return self.norm(self.linear(self.temporal(torch.cat([first, second], -1))))
+
+
+class TileRows(nn.Module):
+    """`linear_2(gelu(linear_1(rows)))`, with rows the means of a token's patches, and the vectors that end
+    rows and separate tiles from the whole.
+
+    Args:
+        width: of a patch, D.
+        hidden_size: of the language model, H.
+        spec: of the projector.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: TileRowsSpec):
+        super().__init__()
+        self.ends = RowEnds(width)
+        self.linear_1, self.linear_2 = Linear(width, hidden_size), Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, windows: Tensor) -> Tensor:
+        """x [P, D], and the numbers of each token's patches, windows [F, 4] on the host -> [F, H]."""
+        of_patches = windows[:, 0] >= 0
+        order = of_patches.cumsum(0) - 1
+        count = int(order[-1]) + 1
+        for place, kind in enumerate((TilesOfPictures.ROW_END, TilesOfPictures.SEPARATOR)):
+            order = torch.where(windows[:, 0] == kind, count + place, order)
+        which = to_device(windows[of_patches].flatten(), x.device)
+        means = x.index_select(0, which).unflatten(0, (-1, windows.shape[1])).mean(1)
+        rows = torch.cat([means, self.ends().to(x.dtype)])[to_device(order, x.device)]
+        return self.linear_2(F.gelu(self.linear_1(rows)))
+
+
+class RowEnds(nn.Module):
+    """The vector that ends a row, and the one that separates tiles from the whole, [width] each."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.row_end = nn.Parameter(torch.empty(width))
+        self.separator = nn.Parameter(torch.empty(width))
+
+    def forward(self) -> Tensor:
+        """Both, [2, width]."""
+        return torch.stack([self.row_end, self.separator])
+
+    def reset_parameters(self, *_: object) -> None:
+        """Initialise to zero, as the reference does."""
+        nn.init.zeros_(self.row_end)
+        nn.init.zeros_(self.separator)
+
+
+class TwoLayers(nn.Module):
+    """`linear_2(gelu(linear_1(x)))`, from `width` to `hidden_size`."""
+
+    def __init__(self, width: int, hidden_size: int):
+        super().__init__()
+        self.linear_1, self.linear_2 = Linear(width, hidden_size), Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [F, width] -> [F, hidden_size]."""
+        y: Tensor = self.linear_2(F.gelu(self.linear_1(x)))
+        return y
+
+
+class TwoWays(nn.Module):
+    """Two projections, of frames of sounds alone and of sounds next to images.
+
+    Args:
+        width: of a frame, D.
+        hidden_size: of the language model, H.
+        spec: of the projector.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: TwoWaysSpec):
+        super().__init__()
+        self.alone, self.with_images = (TwoLayers(width, hidden_size) for _ in range(2))
+
+    def forward(self, x: Tensor, with_images: Tensor | None = None, both: bool = False) -> Tensor:
+        """x [F, D] -> [F, H].
+
+        Args:
+            with_images: mask of the frames of sounds next to images, [F] on the host; None: there are none.
+            both: run both projections, as other processes may, whatever the frames.
+        """
+        ways = self.alone, self.with_images
+        some = with_images is not None and bool(with_images.any())
+        if with_images is None or not some or bool(with_images.all()):
+            chosen = int(some)
+            y: Tensor = ways[chosen](x)
+            return y + 0 * ways[1 - chosen](x[:1]).sum() if both else y
+        order = torch.cat([(~with_images).nonzero()[:, 0], with_images.nonzero()[:, 0]])
+        count = len(x) - int(with_images.sum())
+        rows = x.index_select(0, to_device(order, x.device))
+        made = torch.cat([way(part) for way, part in zip(ways, (rows[:count], rows[count:]), strict=True)])
+        return made.index_select(0, to_device(order.argsort(), x.device))

@@ -37,12 +37,12 @@ from liger_models.layers.vision.crops import cropped, masked, windowed
 from liger_models.layers.vision.grid_inputs import (
     flat_grids,
     grids,
+    hidden_tiles,
     pooled_grids,
     strips,
     taken,
     together,
 )
-from liger_models.layers.vision.hidden_tiles import hidden_tiles
 from liger_models.layers.vision.patch_order import Grid, channels_first, cut_image, places_in_picture
 from liger_models.layers.vision.pictures import Pictures, TiledPictures
 

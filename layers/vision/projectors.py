@@ -42,9 +42,10 @@ from liger_models.layers.vision.convolutions import (
     Resampler,
     RowsProjector,
     StridedProjector,
+    TileRows,
+    TwoWays,
 )
 from liger_models.layers.vision.encoder import PatchEmbedding
-from liger_models.layers.vision.hidden_tiles import TileRows, TwoWays
 from liger_models.layers.vision.pictures import Pictures, PicturesInWindows, QueriedPictures
 
 

@@ -17,7 +17,7 @@ import torch
 from liger_models.cards.results import say
 from liger_models.cards.workshop import STEPS, Workshop
 from liger_models.layers.audio.sounds import KEYWORDS
-from liger_models.layers.vision.hidden_tiles import PIXELS
+from liger_models.layers.vision.grid_inputs import PIXELS
 from liger_models.models.verification import (
     TOLERANCE,
     mask_as_family,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from liger_models.images.sounds import Sound
 from liger_models.layers.specs import ModelSpec, PartlyHiddenTiles, VisionSpec
-from liger_models.layers.vision.hidden_tiles import tiles_and_tokens
+from liger_models.layers.vision.grid_inputs import tiles_and_tokens
 
 Piece = Any  # int | Image | Video | Sound
 Document = Sequence[Piece]
