@@ -256,9 +256,9 @@ def together(given: Mapping[str, Any], *names: str) -> bool:
 
 # -- images as a whole and as tiles with padding (Phi-4-multimodal, arXiv:2503.01743, section 2.1.1)
 #
-# The grid of the tiles, cropped to the image, by blocks of two times two patches, with a vector after each row;
-# a separator; the whole, likewise. A block at the edge of the image may have patches of padding. These attend to
-# the image's patches of their tile, and no patch attends to them.
+# The grid of the tiles, cropped to the image, by blocks of two times two patches, with a vector after each
+# row; a separator; the whole, likewise. A block at the edge of the image may have patches of padding. These
+# attend to the image's patches of their tile, and no patch attends to them.
 
 PIXELS, SIZES, MASK = "image_pixel_values", "image_sizes", "image_attention_mask"
 BLOCK = 2  # side of a token, in patches
