@@ -4,6 +4,7 @@ layers each have rotary settings of their own, or none.
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.common import (
     FULL,
@@ -29,6 +30,9 @@ from liger_models.layers.specs import BlockSpec, LayerNormSpec, ModelSpec, RopeS
         "tie_word_embeddings": True,
     },
     fixed={"pooling": None},  # of classifiers
+    unread={  # next to the settings by layer type in released files
+        f"rope_parameters.{key}": "the reference drops it" for key in ("rope_theta", "rope_type")
+    },
 )
 def cohere_compass_text(c: HFConfig) -> ModelSpec:
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)
@@ -55,22 +59,24 @@ def rotary(c: HFConfig, head_dim: int, layer_type: str) -> RopeSpec | None:
 
 # -- tests
 
+TINY: dict[str, Any] = {
+    "rms_norm_eps": ...,
+    "layer_norm_eps": 1e-4,
+    "head_dim": ...,
+    "logit_scale": 0.3,
+    "attention_bias": True,
+    "tie_word_embeddings": True,
+    "sliding_window": 7,
+    "layer_types": [SLIDING, FULL, SLIDING],
+    "rope_parameters": {
+        FULL: {"rope_type": "default", "rope_theta": 5e4},
+        SLIDING: {"rope_type": "default", "rope_theta": 500.0},
+    },
+}
+
 for_tests(
     "cohere_compass_text",
-    tiny={
-        "rms_norm_eps": ...,
-        "layer_norm_eps": 1e-4,
-        "head_dim": ...,
-        "logit_scale": 0.3,
-        "attention_bias": True,
-        "tie_word_embeddings": True,
-        "sliding_window": 7,
-        "layer_types": [SLIDING, FULL, SLIDING],
-        "rope_parameters": {
-            FULL: {"rope_type": "default", "rope_theta": 5e4},
-            SLIDING: {"rope_type": "default", "rope_theta": 500.0},
-        },
-    },
+    tiny=TINY,
     variants={
         "full layers without positions": {
             "rope_parameters": {

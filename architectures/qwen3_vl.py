@@ -11,7 +11,7 @@ from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import ModelSpec, VisionSpec
 
 LAYOUT = Layout(
     root="model.language_model.",
@@ -23,7 +23,18 @@ LAYOUT = Layout(
 
 @register("qwen3_vl", reference="Qwen3VLForConditionalGeneration", vision=True, layouts=(LAYOUT,))
 def qwen3_vl(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), c.part("vision_config")
+    text = language_model(c)
+    vision = deep_vision(c, text)
+    return replace(with_interleaved_axes(c, text, (24, 20, 20)), vision=vision)
+
+
+def deep_vision(c: HFConfig, text: ModelSpec) -> VisionSpec:
+    """The encoder, from whose lower layers features are added in the first layers of the language model.
+
+    Raises:
+        ConfigError: more of these layers than the language model has.
+    """
+    v = c.part("vision_config")
     vision = stretched_vision(c, v, text.hidden_size)
     deep = tuple(v.take_layers("deepstack_visual_indexes", [8, 16, 24], among=len(vision.blocks)))
     if len(deep) > len(text.blocks):
@@ -31,8 +42,7 @@ def qwen3_vl(c: HFConfig) -> ModelSpec:
             f"{v.name}: deepstack_visual_indexes is {list(deep)}; expected at most as many as the language "
             f"model has layers, {len(text.blocks)}"
         )
-    vision = replace(vision, deep=deep)
-    return replace(with_interleaved_axes(c, text, (24, 20, 20)), vision=vision)
+    return replace(vision, deep=deep)
 
 
 # -- tests

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from liger_models.architectures.common.model import SLIDING
 from liger_models.architectures.registry import find_architecture
 from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
@@ -48,19 +49,21 @@ def with_axis_sections(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -
     return _with_axes(c, model, tuple(i % 3 for i, count in enumerate(sections) for _ in range(count)))
 
 
-def with_interleaved_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
+def with_interleaved_axes(
+    c: HFConfig, model: ModelSpec, sections: Sequence[int], layer_type: str | None = None
+) -> ModelSpec:
     """The same with alternating axes, pair i using axis i % 3, until row and column have all of theirs; time
-    takes the others (Qwen3-VL).
+    takes the others (Qwen3-VL). With a `layer_type`, only in layers of this type, by its own settings.
 
     Raises:
         ConfigError: not three sections, or they do not add up to the pairs.
     """
-    sections = _sections(c, sections)
+    sections = _sections(c, sections, layer_type)
     axes = [0] * sum(sections)
     for axis in (1, 2) if len(sections) == 3 else ():
         for i in range(axis, min(3 * sections[axis], len(axes)), 3):
             axes[i] = axis
-    return _with_axes(c, model, tuple(axes) if len(sections) == 3 else ())
+    return _with_axes(c, model, tuple(axes) if len(sections) == 3 else (), layer_type=layer_type)
 
 
 def with_alternating_axes(c: HFConfig, model: ModelSpec, sections: Sequence[int]) -> ModelSpec:
@@ -94,11 +97,13 @@ def with_axes_of_dimensions(c: HFConfig, model: ModelSpec) -> ModelSpec:
     return _with_axes(c, model, tuple(i for i, n in enumerate(sections) for _ in range(2 * n)), of_pair=2)
 
 
-def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...], of_pair: int = 1) -> ModelSpec:
+def _with_axes(
+    c: HFConfig, model: ModelSpec, axes: tuple[int, ...], of_pair: int = 1, layer_type: str | None = None
+) -> ModelSpec:
     blocks = []
     for block in model.blocks:
         mixer = block.mixer
-        if isinstance(mixer, RecurrentSpec):
+        if isinstance(mixer, RecurrentSpec) or not _has_axes(mixer, layer_type):
             blocks.append(block)
             continue
         assert isinstance(mixer, AttentionSpec)
@@ -112,10 +117,19 @@ def _with_axes(c: HFConfig, model: ModelSpec, axes: tuple[int, ...], of_pair: in
     return replace(model, blocks=tuple(blocks))
 
 
-def _sections(c: HFConfig, default: Sequence[int]) -> list[int]:
+def _has_axes(mixer: Any, layer_type: str | None) -> bool:
+    """Whether a layer is of this type, and has positions; layers of any type (None) do."""
+    if layer_type is None:
+        return True
+    return mixer.rope is not None and (mixer.window is not None) == (layer_type == SLIDING)
+
+
+def _sections(c: HFConfig, default: Sequence[int], layer_type: str | None = None) -> list[int]:
     text: Mapping[str, Any] = c.raw.get("text_config") or c.raw
     for key in ("rope_parameters", "rope_scaling"):
         found = text.get(key)
+        if layer_type is not None and isinstance(found, Mapping):
+            found = found.get(layer_type, found)
         names = ("mrope_section", "xdrope_section") if isinstance(found, Mapping) else ()
         stated = [] if found is None else [found[name] for name in names if found.get(name) is not None]
         if len(stated) > 1 and stated[0] != stated[1]:

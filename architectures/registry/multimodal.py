@@ -35,7 +35,7 @@ _ASIDE_NAMES = """
     projector_layernorm_eps projector_patch_to_query_dict max_value_projector_patch_to_query_dict
     position_id_per_seconds seconds_per_chunk user_token_id audio_start_token_id audio_end_token_id
     spatial_pool_mode spatial_pool_stride video_seq_length audio_token_index
-    adapter_config vit_config image_patch_id image_col_id image_low_res_id image_high_res_id
+    fusion_config adapter_config vit_config image_patch_id image_col_id image_low_res_id image_high_res_id
     insert_layer_id image_size patch_size drop_vision_last_layer downsample_mode merge_kernel_size
     merger_times image_start_id image_end_id slice_start_id slice_end_id newline_id
     low_res_image_start_token_id frame_start_token_id frame_end_token_id use_frame_special_tokens

@@ -152,11 +152,7 @@ MULTIMODAL: dict[str, Multimodal] = {
         for kind, family in _THINKERS.items()
     },
     "aria": Multimodal({"aria_text": "aria_text"}),
-    "cohere_compass": Multimodal(
-        {"cohere_compass_text": "cohere_compass_text"},
-        _OWN_ROOT,
-        missing="positions on three axes in layers of two types",
-    ),
+    "cohere_compass": Multimodal({"cohere_compass_text": "cohere_compass_text"}, _OWN_ROOT),
     "minicpmv4_6": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "minicpmv4_7": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),

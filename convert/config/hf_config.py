@@ -303,7 +303,7 @@ class HFConfig:
         if self._taken_rope_layers and is_nested(rope):
             layers = {layer for layer, settings in rope.items() if settings is not None}
             left_over += [f"rope_parameters.{layer}" for layer in sorted(layers - self._taken_rope_layers)]
-            left_over = [key for key in left_over if key not in self._ignored]
+            left_over = [key for key in left_over if key not in self._ignored | self._taken]
         if not left_over:
             return
         reasons = [f"  {key}: {abbreviate(self._value(key))}{_why(key)}" for key in left_over]

@@ -156,9 +156,12 @@ class TransformersCache(KVCache):
         them, and return those of all cached tokens; 0 in slots without one.
         """
         kept: Any = self.cache.layers[layer]
-        new, before = positions.permute(2, 0, 1), kept.indexer_position_ids
-        kept.indexer_position_ids = new if before is None else torch.cat([before, new], dim=2)
-        rows = kept.indexer_position_ids.permute(1, 2, 0)
+        new = positions.permute(2, 0, 1)
+        before = getattr(kept, "indexer_position_ids", None)  # since transformers 5.21
+        if before is not None:
+            new = torch.cat([before[..., : self.seen], new], dim=2)  # a cache may have been cropped
+        kept.indexer_position_ids = new
+        rows = new.permute(1, 2, 0)
         return F.pad(rows, (0, 0, 0, kept.indexer_keys.shape[1] - rows.shape[1]))
 
     def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:

@@ -239,6 +239,8 @@ def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> 
     new = old.pop("rope_parameters", None)
     if not new:
         return old
+    if new.get("full_attention", new) is None:  # layers without positions, of which it cannot tell
+        return {**old, "rope_parameters": new}
     full = dict(new.get("full_attention", new))
     for key, older in zip(("rope_theta", "partial_rotary_factor"), rope_keys, strict=True):
         if key in full:
