@@ -118,6 +118,7 @@ def backward_kernel(
     dy_stride,
     x_stride,
     gate_stride,
+    dgate_stride,
     rows,
     width,
     eps,
@@ -159,9 +160,8 @@ def backward_kernel(
             values, scale, rstd, mean, x.dtype.element_ty, GATE_FIRST, ROUND_FIRST
         )
         accumulated += terms
-        target = token * channels + within
-        tl.store(dx + target, dvalue.to(dx.dtype.element_ty), mask)
-        tl.store(dgate + target, draw.to(dgate.dtype.element_ty), mask)
+        tl.store(dx + token * channels + within, dvalue.to(dx.dtype.element_ty), mask)
+        tl.store(dgate + token * dgate_stride + within, draw.to(dgate.dtype.element_ty), mask)
     total = tl.sum(accumulated, 0, keep_dims=True)
     weights = width * tl.num_programs(1)
     tl.store(sums + tl.program_id(0) * weights + own, total, column < width)
@@ -179,6 +179,7 @@ def wide_backward_kernel(
     dy_stride,
     x_stride,
     gate_stride,
+    dgate_stride,
     rows,
     width,
     eps,
@@ -216,7 +217,8 @@ def wide_backward_kernel(
         square, product = tl.reduce((squares, products), 0, _add_pairs)
         rstd = rstd_of(square, width, eps)
         mean = product * rstd * one_over_width
-        target = token * channels + group * width
+        dx_row = dx + token * channels + group * width
+        dgate_row = dgate + token * dgate_stride + group * width
         more = ()
         for part in tl.static_range(PARTS):
             column = part * BLOCK_WIDTH + tl.arange(0, BLOCK_WIDTH)
@@ -228,8 +230,8 @@ def wide_backward_kernel(
             )
             more += (accumulated[part] + terms,)
             # Streamed, so that they do not take the place of rows in the cache.
-            tl.store(dx + target + column, dvalue.to(dx.dtype.element_ty), mask, cache_modifier=".cs")
-            tl.store(dgate + target + column, draw.to(dgate.dtype.element_ty), mask, cache_modifier=".cs")
+            tl.store(dx_row + column, dvalue.to(dx.dtype.element_ty), mask, cache_modifier=".cs")
+            tl.store(dgate_row + column, draw.to(dgate.dtype.element_ty), mask, cache_modifier=".cs")
         accumulated = more
     weights = width * tl.num_programs(1)
     sums += tl.program_id(0) * weights + tl.program_id(1) * width

@@ -35,6 +35,7 @@ from liger_models.kernels._dispatch import (
     use_triton,
 )
 from liger_models.kernels._gpu import gpu_of
+from liger_models.kernels._split_columns import place_of, room_for
 from liger_models.kernels.norms._gated_norm_kernels import (
     backward_kernel,
     forward_kernel,
@@ -130,6 +131,7 @@ class _GatedRMSNorm(torch.autograd.Function):
     def forward(ctx, x, gate, weight, eps, group_size, gate_first, silu, round_first):
         weight = weight.contiguous()
         ctx.save_for_backward(x, gate, weight)
+        ctx.place = place_of(gate)
         ctx.eps, ctx.group_size = eps, group_size
         ctx.constants = {"GATE_FIRST": gate_first, "SILU": silu, "ROUND_FIRST": round_first}
         promoted = torch.promote_types(x.dtype, weight.dtype)
@@ -162,10 +164,11 @@ class _GatedRMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, gate, weight = ctx.saved_tensors
-        dx, dgate = contiguous_like(x), contiguous_like(gate)
+        dx, dgate = contiguous_like(x), room_for(gate, ctx.place)
         if not dx.numel():
             return dx, dgate, torch.zeros_like(weight), None, None, None, None, None
         x_rows, gate_rows, dy_rows = as_rows(x), as_rows(gate), as_rows(dy)
+        dgate_rows = as_rows(dgate)
         group_size, groups = ctx.group_size, x.shape[-1] // ctx.group_size
         rows, own = _rows_of(x_rows, weight, group_size)
         wide = group_size > _WIDE
@@ -174,8 +177,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         programs = max(1, min(ceil_div(rows, block_rows), ceil_div(at_once, own)))
         sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         dweight = torch.empty_like(weight)
-        strides = dy_rows.stride(0), x_rows.stride(0), gate_rows.stride(0)
-        operands = dy_rows, x_rows, gate_rows, weight, dx, dgate, sums, *strides, rows, group_size, ctx.eps
+        strides = dy_rows.stride(0), x_rows.stride(0), gate_rows.stride(0), dgate_rows.stride(0)
+        operands = dy_rows, x_rows, gate_rows, weight, dx, dgate_rows, sums, *strides, rows, group_size, ctx.eps
         constants = ctx.constants | {
             "FOLDED": groups // own,
             "BLOCK_WIDTH": block_width,

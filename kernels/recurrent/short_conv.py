@@ -35,6 +35,7 @@ from liger_models.kernels._dispatch import (
     use_triton,
 )
 from liger_models.kernels._gpu import gpu_of
+from liger_models.kernels._split_columns import place_of, room_for
 from liger_models.kernels.attention.visible_keys import document_bounds
 from liger_models.kernels.norms._norm_sums import column_sum
 from liger_models.kernels.recurrent._chunk_table import limit_registers
@@ -243,6 +244,7 @@ def _continue(
 class _ShortConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, starts, silu, gated):
+        ctx.place = place_of(x)
         x = x if x.stride(1) == 1 else x.contiguous()
         weight = weight.contiguous()
         bias = None if bias is None else bias.contiguous()
@@ -279,7 +281,7 @@ class _ShortConv(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, bias, starts = ctx.saved_tensors
         tokens, (channels, taps) = len(x), weight.shape
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dx = room_for(x, ctx.place)
         if not dx.numel():
             dbias = None if bias is None else torch.zeros_like(bias)
             return dx, torch.zeros_like(weight), dbias, None, None, None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step
+from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -63,7 +64,7 @@ class ChannelDelta(RecurrentMixer):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         spec = self.spec
-        qkv, z, b = self.in_proj(x).split([3 * spec.size, self.gate_width, spec.heads], dim=-1)
+        qkv, z, b = split_columns(self.in_proj(x), (3 * spec.size, self.gate_width, spec.heads))
         if spec.gate_rank is not None:
             z = self.g_b_proj(z)
         o = self.mix(qkv, (self.forget_gate(x), b), sequences)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -86,7 +87,7 @@ class GatedDelta(RecurrentMixer):
         """q | k | v [T, conv_size], z [T, value_size], b and a [T, value_heads]."""
         spec, qkvz, ba = self.spec, self.in_proj_qkvz(x), self.in_proj_ba(x)
         if spec.projections != "qkvz":
-            qkv, z = qkvz.split([spec.conv_size, spec.value_size], dim=-1)
+            qkv, z = split_columns(qkvz, (spec.conv_size, spec.value_size))
             b, a = ba.split(spec.value_heads, dim=-1)
             return qkv, z, b, a
         # The parts of each key head are adjacent.

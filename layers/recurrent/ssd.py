@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels._dispatch import ceil_div
+from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -68,7 +69,8 @@ class SSD(RecurrentMixer):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         spec = self.spec
-        z, xbc, dt = self._scaled(self.in_proj(x)).split([spec.size, spec.conv_size, spec.heads], dim=-1)
+        widths = spec.size, spec.conv_size, spec.heads
+        z, xbc, dt = split_columns(self._scaled(self.in_proj(x)), widths)
         y = self.mix(xbc, (dt,), sequences).flatten(1)
         gated = (
             carry_recipe(swiglu(z, y), swiglu, z, y, late=True)

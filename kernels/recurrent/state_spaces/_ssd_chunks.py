@@ -46,6 +46,7 @@ from liger_models.kernels._dispatch import (
     shared_memory,
 )
 from liger_models.kernels._gpu import gpu_of
+from liger_models.kernels._split_columns import place_of, room_for
 from liger_models.kernels.recurrent._chunk_table import (
     CHUNK,
     ChunkTable,
@@ -89,6 +90,7 @@ class SSD(torch.autograd.Function):
         A_log, D, dt_bias = (tensor.contiguous() for tensor in (A_log, D, dt_bias))
         state = None if state is None else state.float().contiguous()
         ctx.table, ctx.limit = table, (dt_limit[0], float("inf") if dt_limit[1] is None else dt_limit[1])
+        ctx.place = place_of(dt)
         ctx.set_materialize_grads(False)
         documents = len(table.first_segments)
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -107,7 +109,7 @@ class SSD(torch.autograd.Function):
         dy = torch.zeros_like(x) if dy is None else with_whole_heads(dy)
         dfinal = None if dfinal is None else dfinal.float().contiguous()
         dstate = None if state is None else torch.empty_like(state)
-        ddt = torch.empty_like(dt, memory_format=torch.contiguous_format)
+        ddt = room_for(dt, ctx.place)
         # Adjacent, as x, B and C may be: then nothing needs to be copied for the gradient of the whole.
         sizes = x.shape[1] * x.shape[2], *[B.shape[1] * B.shape[2]] * 2
         whole = torch.empty(tokens, sum(sizes), dtype=x.dtype, device=x.device).split(sizes, 1)
