@@ -178,7 +178,8 @@ class _GatedRMSNorm(torch.autograd.Function):
         sums = torch.empty(programs, len(weight), dtype=torch.float32, device=x.device)
         dweight = torch.empty_like(weight)
         strides = dy_rows.stride(0), x_rows.stride(0), gate_rows.stride(0), dgate_rows.stride(0)
-        operands = dy_rows, x_rows, gate_rows, weight, dx, dgate_rows, sums, *strides, rows, group_size, ctx.eps
+        tensors = dy_rows, x_rows, gate_rows, weight, dx, dgate_rows, sums
+        operands = *tensors, *strides, rows, group_size, ctx.eps
         constants = ctx.constants | {
             "FOLDED": groups // own,
             "BLOCK_WIDTH": block_width,

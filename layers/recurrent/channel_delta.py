@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import channel_delta_rule, channel_delta_rule_step
-from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -64,7 +63,8 @@ class ChannelDelta(RecurrentMixer):
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
         spec = self.spec
-        qkv, z, b = split_columns(self.in_proj(x), (3 * spec.size, self.gate_width, spec.heads))
+        widths = 3 * spec.size, self.gate_width, spec.heads
+        qkv, z, b = self.split(self.in_proj(x), widths, sequences)
         if spec.gate_rank is not None:
             z = self.g_b_proj(z)
         o = self.mix(qkv, (self.forget_gate(x), b), sequences)
@@ -100,6 +100,10 @@ class ChannelDelta(RecurrentMixer):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return self.spec.heads, self.spec.head_dim, self.spec.head_dim
+
+    @property
+    def joined_width(self) -> int:
+        return 3 * self.spec.size if self.spec.gate_rank is None else 0
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the convolution, f, b, z and o, and the narrow

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.kernels import gated_delta_rule, gated_delta_rule_step
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -79,15 +78,15 @@ class GatedDelta(RecurrentMixer):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
-        qkv, z, b, a = self._project(x)
+        qkv, z, b, a = self._project(x, sequences)
         o = self.mix(qkv, (a, b), sequences)
         return self.out_proj(self.norm(o.flatten(1), z))
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q | k | v [T, conv_size], z [T, value_size], b and a [T, value_heads]."""
         spec, qkvz, ba = self.spec, self.in_proj_qkvz(x), self.in_proj_ba(x)
         if spec.projections != "qkvz":
-            qkv, z = split_columns(qkvz, (spec.conv_size, spec.value_size))
+            qkv, z = self.split(qkvz, (spec.conv_size, spec.value_size), sequences)
             b, a = ba.split(spec.value_heads, dim=-1)
             return qkv, z, b, a
         # The parts of each key head are adjacent.
@@ -117,6 +116,10 @@ class GatedDelta(RecurrentMixer):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return self.spec.value_heads, self.spec.key_dim, self.spec.value_dim
+
+    @property
+    def joined_width(self) -> int:
+        return 0 if self.spec.projections == "qkvz" else self.spec.conv_size
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: q, k and v before the convolution, z, a, b and o; with `all` also q,

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import document_bounds
+from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import SEGMENT, most_segments, tokens_of_segment
+from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory
 from liger_models.layers.recurrent.branches import States, over_branches
 from liger_models.layers.recurrent.passed import over_ranks
 from liger_models.layers.recurrent.short_conv import WHOLE, Share
@@ -33,10 +35,27 @@ class RecurrentMixer(nn.Module):
     conv1d: Any  # a ShortConvolution, or a module with its interface
     transfers: str | None = None  # how a segment changes a state: by "factors" or "matrices"
     pass_states = False  # from rank to rank, instead of exchanging heads, where sequences are divided
+    activation_memory: ActivationMemory = "lean"
 
     def __init__(self, layer: int):
         super().__init__()
         self.layer = layer
+
+    def split(self, projected: Tensor, widths: Sequence[int], sequences: Sequences) -> tuple[Tensor, ...]:
+        """Parts [T, width] of a projection, whose gradients are written next to each other: see
+        `split_columns`. Their memory exists during the scan's backward pass, and so not where memory comes
+        first: in layers that run again, and in ranks that divide a sequence.
+        """
+        if self.activation_memory in RERUN or sequences.slice is not None:
+            return projected.split(list(widths), dim=1)
+        return split_columns(projected, widths)
+
+    @property
+    def joined_width(self) -> int:
+        """Columns of the projection's gradient for which there is memory before there is a gradient: those
+        of the convolution's inputs, if the norm's gradient comes first.
+        """
+        return 0
 
     def scan(
         self,

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm, selective_scan, selective_scan_step, swiglu
-from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent.state_spaces._selective_pieces import BYTES_IN_BACKWARD, SLAB
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.parts.norm import LigerRMSNorm
@@ -80,7 +79,7 @@ class SelectiveScan(RecurrentMixer):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [T, H] -> [T, H]."""
-        inner, z = split_columns(self.in_proj(x), [self.spec.channels] * 2)
+        inner, z = self.split(self.in_proj(x), [self.spec.channels] * 2, sequences)
         y = self.mix(inner, (), sequences).flatten(1)
         return self.out_proj(carry_recipe(swiglu(z, y), swiglu, z, y, late=True).to(x.dtype))
 

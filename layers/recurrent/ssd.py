@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels._dispatch import ceil_div
-from liger_models.kernels._split_columns import split_columns
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.linear import Linear
@@ -70,7 +69,7 @@ class SSD(RecurrentMixer):
         """x [T, H] -> [T, H]."""
         spec = self.spec
         widths = spec.size, spec.conv_size, spec.heads
-        z, xbc, dt = split_columns(self._scaled(self.in_proj(x)), widths)
+        z, xbc, dt = self.split(self._scaled(self.in_proj(x)), widths, sequences)
         y = self.mix(xbc, (dt,), sequences).flatten(1)
         gated = (
             carry_recipe(swiglu(z, y), swiglu, z, y, late=True)
@@ -110,6 +109,10 @@ class SSD(RecurrentMixer):
     @property
     def state_shape(self) -> tuple[int, ...]:
         return self.spec.heads, self.spec.head_dim, self.spec.state
+
+    @property
+    def joined_width(self) -> int:
+        return 0 if self.spec.gating == "without_norm" else self.spec.conv_size
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per token on a GPU: x, B and C before the convolution, z, dt and y; with `all` also x, B

@@ -102,7 +102,7 @@ def test_other_tensors_have_no_place(x):
     assert place_of(x) is None
 
 
-@pytest.mark.parametrize(("tokens", "wide"), [(0, False), (70, False), (70, True)])
+@pytest.mark.parametrize(("tokens", "wide"), [(0, False), (70, False), (5, True)])
 def test_operations_of_a_state_space_write_there(interpreted, monkeypatch, tokens, wide):
     """The gated norm, the convolution and the scan of Mamba 2, with their gradients' bits."""
     if wide:  # the norm of wide groups
