@@ -28,8 +28,7 @@ def split_columns(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     gradient = _Gradient(x, widths)
     parts: tuple[Tensor, ...] = _Split.apply(x, gradient)
     for number, part in enumerate(parts):
-        forget = functools.partial(_PLACES.pop, id(part))
-        _PLACES[id(part)] = weakref.ref(part, lambda _, forget=forget: forget(None)), Place(gradient, number)
+        _note(part, Place(gradient, number))
     return parts
 
 
@@ -46,6 +45,11 @@ class Place:
 
 # By the id of the part, while it lives.
 _PLACES: dict[int, tuple[weakref.ref[Tensor], Place]] = {}
+
+
+def _note(part: Tensor, place: Place) -> None:
+    forget = functools.partial(_PLACES.pop, id(part))
+    _PLACES[id(part)] = weakref.ref(part, lambda _: forget(None)), place
 
 
 def place_of(x: Tensor) -> Place | None:
@@ -70,13 +74,13 @@ class _Gradient:
 
     def __init__(self, x: Tensor, widths: Sequence[int]):
         self.widths = list(widths)
-        self._shape, self._options = x.shape, {"dtype": x.dtype, "device": x.device}
+        self._shape, self._dtype, self._device = x.shape, x.dtype, x.device
         self._memory: Tensor | None = None
         self._taken: set[int] = set()
 
     def take(self, number: int) -> Tensor:
         if self._memory is None or number in self._taken:
-            self._memory, self._taken = torch.empty(self._shape, **self._options), set()
+            self._memory, self._taken = self._empty(), set()
         self._taken.add(number)
         return self._memory.split(self.widths, 1)[number]
 
@@ -88,7 +92,7 @@ class _Gradient:
             places = whole.split(self.widths, 1)
             there = {i for i, found in enumerate(gradients) if found is not None and _is(found, places[i])}
         if whole is None or there != taken:  # memory that was given out for another gradient stays as it is
-            whole, there = torch.empty(self._shape, **self._options), set()
+            whole, there = self._empty(), set()
         for i, target in enumerate(whole.split(self.widths, 1)):
             found = gradients[i]
             if found is None:
@@ -96,6 +100,9 @@ class _Gradient:
             elif i not in there:
                 copy_in_words(found, target)
         return whole
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
 
 def _is(x: Tensor, y: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """A gated activation, or the squared ReLU, and the linear layer after it, as one operation.
 
-    h = act(gate) * up, or max(x, 0)^2;   y = h W^T + b
-    dh = dy W,   dgate, dup from dh,   dW = dy^T h,   db = sum of dy
+    h = act(gate) * up, or max(x, 0)^2;   y = s h W^T + b
+    dh = s dy W,   dgate, dup from dh,   dW = s dy^T h,   db = sum of dy
 
 Only gate and up are kept. The backward pass makes h again in the kernel that computes their gradients, in the
 memory of dh: as two operations, one more kernel would read gate and up, and h and dh would exist at once. For
@@ -29,6 +29,7 @@ from liger_models.kernels.activations.gated import (
     relu2_plain,
     room_for_gradient,
 )
+from liger_models.kernels.scaled_linear import scaled_product
 
 
 def gated_linear(
@@ -38,6 +39,7 @@ def gated_linear(
     activation: Activation,
     *,
     reuse_input: bool = False,
+    scale: float = 1.0,
 ) -> Tensor:
     """linear(act(gate) * up, weight, bias), with the bits of the two operations one after the other.
 
@@ -46,21 +48,25 @@ def gated_linear(
         weight: [H, I]; bias: [H] or None; of gate_up's dtype.
         activation: as of `gated_plain`, or "relu2".
         reuse_input: as of `swiglu`.
+        scale: a factor of the product with the weight; any but one requires that there is no bias.
 
     Returns:
         [T, H].
     """
+    if scale != 1.0 and bias is not None:
+        raise ValueError(f"scale is {scale}, and there is a bias; scale the result instead")
     if not use_triton(gate_up, weight, bias):
-        return gated_linear_plain(gate_up, weight, bias, activation)
-    return _GatedLinear.apply(gate_up, weight, bias, activation, reuse_input)
+        return gated_linear_plain(gate_up, weight, bias, activation, scale)
+    return _GatedLinear.apply(gate_up, weight, bias, activation, reuse_input, scale)
 
 
 def gated_linear_plain(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation, scale: float = 1.0
 ) -> Tensor:
     """Plain twin of `gated_linear`."""
     product = gated_plain(gate_up, None, activation) if has_gate(activation) else relu2_plain(gate_up)
-    return F.linear(as_once_differentiable(product), weight, bias)
+    y = F.linear(as_once_differentiable(product), weight, bias)
+    return y if scale == 1.0 else y * scale
 
 
 class _GatedLinear(torch.autograd.Function):
@@ -72,12 +78,13 @@ class _GatedLinear(torch.autograd.Function):
         bias: Tensor | None,
         activation: Activation,
         reuse_input: bool,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.activation, ctx.reuse_input = activation, reuse_input
+        ctx.activation, ctx.reuse_input, ctx.scale = activation, reuse_input, scale
         product = gate_up.new_empty(len(gate_up), weight.shape[1])
         _make_product(gate_up, product, activation)
-        return F.linear(product, weight, bias)
+        return F.linear(product, weight, bias) if scale == 1.0 else scaled_product(product, weight.t(), scale)
 
     @staticmethod
     @once_differentiable
@@ -85,7 +92,8 @@ class _GatedLinear(torch.autograd.Function):
         gate_up, weight = ctx.saved_tensors
         want_gate_up, want_weight, want_bias, *_ = ctx.needs_input_grad
         dgate_up = dweight = None
-        product = dy @ weight if want_gate_up else gate_up.new_empty(len(dy), weight.shape[1])
+        width = weight.shape[1]
+        product = scaled_product(dy, weight, ctx.scale) if want_gate_up else gate_up.new_empty(len(dy), width)
         if want_gate_up:  # the gradient of the product, and then the product
             dgate_up = room_for_gradient(gate_up, ctx.reuse_input)
             again = product if want_weight else None
@@ -96,8 +104,8 @@ class _GatedLinear(torch.autograd.Function):
         elif want_weight:
             _make_product(gate_up, product, ctx.activation)
         if want_weight:
-            dweight = dy.t() @ product
-        return dgate_up, dweight, dy.sum(0) if want_bias else None, None, None
+            dweight = scaled_product(dy.t(), product, ctx.scale)
+        return dgate_up, dweight, dy.sum(0) if want_bias else None, *(None,) * 3
 
 
 def _make_product(gate_up: Tensor, product: Tensor, activation: Activation) -> None:

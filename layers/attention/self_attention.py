@@ -31,7 +31,7 @@ from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split
 from liger_models.layers.attention.query_scale import scale_queries
 from liger_models.layers.parts.pooled_indexer import PooledIndexer
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
-from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.linear import Linear, project_scaled
 from liger_models.layers.projections.packed_linear import PackedLinear, in_order
 from liger_models.layers.recompute.activation_memory import (
     TILED,
@@ -117,9 +117,11 @@ class Attention(nn.Module):
         return_keys_values: bool = False,
         layer: int | None = None,
         added: Tensor | None = None,
+        scale: float = 1.0,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-        """x [T, H] -> [T, H]. With `return_keys_values` also the keys and values, [T, num_key_value_heads,
-        head_dim] and the width of values, or in generation [batch, longest, ...] from the cache.
+        """x [T, H] -> [T, H], multiplied by `scale`. With `return_keys_values` also the keys and values, [T,
+        num_key_value_heads, head_dim] and the width of values, or in generation [batch, longest, ...] from
+        the cache.
 
         Where several layers share this module, `layer` is the index of the calling one. `added`, as wide as
         queries, keys and values, is added to them.
@@ -135,7 +137,8 @@ class Attention(nn.Module):
         if sequences.cache is not None:
             layer = self.layer if layer is None else layer
             out, k, v = self._attend_cached(asks, q, (k, v, *index), sequences, layer)
-            out = self.o_proj(gated(out.flatten(1), gate, self.spec.softplus_gates))
+            out = gated(out.flatten(1), gate, self.spec.softplus_gates)
+            out = project_scaled(self.o_proj, out, scale)
         elif self.activation_memory in TILED:
             chosen = self._chosen(asks, index, sequences)
             groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks, chosen)
@@ -145,10 +148,11 @@ class Attention(nn.Module):
                 softplus = self.spec.softplus_gates
                 pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
             out = project_pieces(pieces, self.o_proj)
+            out = out if scale == 1.0 else out * scale
         else:
             chosen = self._chosen(asks, index, sequences)
             out = attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen).flatten(1)
-            out = self.o_proj(gated(out, gate, self.spec.softplus_gates))
+            out = project_scaled(self.o_proj, gated(out, gate, self.spec.softplus_gates), scale)
         return (out, k, v) if return_keys_values else out
 
     @property

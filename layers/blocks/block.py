@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.attention.self_attention import Attention
 from liger_models.layers.blocks.mixers import MIXER_NAMES, MIXERS, Mixer
 from liger_models.layers.experts.modal_experts import make_experts
 from liger_models.layers.experts.moe import MixtureOfExperts
@@ -33,6 +34,7 @@ from liger_models.layers.recompute.activation_memory import (
 )
 from liger_models.layers.recompute.offload import Offload, Results
 from liger_models.layers.recompute.saved_on_host import SavedOnHost
+from liger_models.layers.recurrent.ssd import SSD
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AttentionSpec,
@@ -256,9 +258,21 @@ class Block(nn.Module):
         """Drop elements of a branch's output in training."""
         return x if self.branch_dropout is None else self.branch_dropout(x)
 
+    def _branch_of(self, part: Any, x: Tensor, sequences: Sequences) -> Tensor:
+        """The output of a mixer or an MLP, scaled; in its last product, if it has no bias."""
+        scale = self.spec.residual_scale
+        if scale != 1.0 and type(part) in _WITH_SCALES:
+            scaled: Tensor = part(x, sequences, scale=scale)
+            return scaled
+        return self._scaled(part(x, sequences))
+
     def _scaled(self, x: Tensor) -> Tensor:
         """Scale a branch's output before it is added to the residual stream."""
         return x if self.spec.residual_scale == 1.0 else x * self.spec.residual_scale
+
+
+# Parts that take a factor of their output.
+_WITH_SCALES = (Attention, SSD, GatedMLP, PlainMLP)
 
 
 def run_block(

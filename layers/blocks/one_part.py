@@ -28,7 +28,7 @@ class OnePartBlock(Block):
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = add_and_norm(self.norm, x, residual)
         part = self.token_mixer if self.mixers else self.mlp
-        return self._scaled(part(x, sequences)), residual
+        return self._branch_of(part, x, sequences), residual
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 1 if level == "all" else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from liger_models.layers.attention.backends import AttentionBackend
@@ -31,12 +33,18 @@ class PreNormBlock(Block):
     def _attended(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> tuple[Tensor, Tensor]:
         """The input of the MLP, normalised, and the stream after attention."""
         x, residual = add_and_norm(self.input_layernorm, x, residual)
-        x = self._scaled(self._branch(0, self._dropped(self.token_mixer(x, sequences))))
+        x = self._of_part(0, self.token_mixer, x, sequences)
         return add_and_norm(self.post_attention_layernorm, x, residual)
 
     def _fed(self, x: Tensor, sequences: Sequences) -> Tensor:
         """The MLP's branch, of normalised x."""
-        return self._scaled(self._branch(2, self._dropped(self.mlp(x, sequences))))
+        return self._of_part(2, self.mlp, x, sequences)
+
+    def _of_part(self, number: int, part: Any, x: Tensor, sequences: Sequences) -> Tensor:
+        """A branch: the output of a mixer or an MLP times its factors."""
+        if self.branch_dropout is None and self.spec.branch_scales[number] == 1.0:
+            return self._branch_of(part, x, sequences)
+        return self._scaled(self._branch(number, self._dropped(part(x, sequences))))
 
     def _branch(self, number: int, y: Tensor) -> Tensor:
         scale = self.spec.branch_scales[number]

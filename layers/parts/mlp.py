@@ -43,7 +43,8 @@ from liger_models.layers.projections.linear import (
     Linear,
     as_wide_as,
     float8_of,
-    has_hooks,
+    is_plain,
+    project_scaled,
     saved_input_bytes,
     unwrapped,
 )
@@ -126,21 +127,26 @@ class _MLP(nn.Module):
     down_proj: nn.Module
 
     def forward(
-        self, x: Tensor, sequences: Sequences | None = None, added: nn.Module | None = None
+        self,
+        x: Tensor,
+        sequences: Sequences | None = None,
+        added: nn.Module | None = None,
+        scale: float = 1.0,
     ) -> Tensor:
-        """x [..., H] -> [..., H]. `sequences` is unused; MoE layers take it in the same position. The output
-        of `added` for x is added to that of the first projection.
+        """x [..., H] -> [..., H], multiplied by `scale`. `sequences` is unused; MoE layers take it in the
+        same position. The output of `added` for x is added to that of the first projection.
         """
         if added is not None:
             again = self.activation_memory == "mlp" or self.activation_memory in TILED
-            return recompute(self._forward, x, added) if again else self._forward(x, added)
+            return recompute(self._forward, x, added, scale) if again else self._forward(x, added, scale)
         if self.activation_memory == "mlp" and torch.is_grad_enabled():
-            return recompute(self._forward, x)
+            return recompute(self._forward, x, None, scale)
         if self.activation_memory in TILED:
-            return self._in_tiles(x)
-        return self._forward(x)
+            y = self._in_tiles(x)
+            return y if scale == 1.0 else y * scale
+        return self._forward(x, None, scale)
 
-    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None, scale: float = 1.0) -> Tensor:
         raise NotImplementedError
 
     def _in_tiles(self, x: Tensor) -> Tensor:
@@ -152,13 +158,14 @@ class _MLP(nn.Module):
         a kernel does so, and down is a plain linear layer with a trained weight.
         """
         spec, down = self.spec, self.down_proj
-        plain = type(down) is Linear and down.float8 is None and not has_hooks(down)
-        weight = down._parameters.get("weight") if plain else None
+        weight = down._parameters.get("weight") if is_plain(down) else None
         with_kernel = (spec.gated and spec.plain_gate) or spec.activation == "relu2"
         return type(weight) is nn.Parameter and weight.requires_grad and with_kernel
 
-    def _down_in_place(self, inputs: Tensor, first: nn.Module) -> Tensor | None:
-        """The activation and `down` as one operation on the output of `first`; None if they cannot be one."""
+    def _down_in_place(self, inputs: Tensor, first: nn.Module, scale: float) -> Tensor | None:
+        """The activation, `down` and `scale` as one operation on the output of `first`; None if they cannot
+        be one.
+        """
         if torch.compiler.is_compiling() or not recipes_are_kept() or not self.makes_product_in_place:
             return None
         down = cast(Linear, self.down_proj)
@@ -166,7 +173,9 @@ class _MLP(nn.Module):
         if inputs.dim() != 2 or not alike or not use_triton(inputs, down.weight):
             return None
         weight, bias, reused = down.weight, as_wide_as(down.weight, down.bias), output_is_ours(first)
-        return gated_linear(inputs, weight, bias, self.spec.activation, reuse_input=reused)
+        if bias is not None and scale != 1.0:
+            return None
+        return gated_linear(inputs, weight, bias, self.spec.activation, reuse_input=reused, scale=scale)
 
 
 class GatedMLP(_MLP):
@@ -196,19 +205,20 @@ class GatedMLP(_MLP):
         self.gate_up_proj = projections(hidden_size, parts, spec.bias)
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
-    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None, scale: float = 1.0) -> Tensor:
         settings = float8_of(self.down_proj)
         plain = self.spec.plain_gate and added is None
         if settings is not None and plain and not torch.compiler.is_compiling():
-            return self._forward_in_eight_bits(x, settings)
+            y = self._forward_in_eight_bits(x, settings)
+            return y if scale == 1.0 else y * scale
         first = in_order(self, "gate_up_proj")
         gate_up = first(x)
         gate_up = gate_up if added is None else gate_up + added(x)
-        down = self._down_in_place(gate_up, first)
+        down = self._down_in_place(gate_up, first, scale)
         if down is not None:
             return down
         product = self.gated_product(gate_up, reuse_input=output_is_ours(first))
-        return self.down_proj(carry_recipe(product, self.gated_product, gate_up))
+        return project_scaled(self.down_proj, carry_recipe(product, self.gated_product, gate_up), scale)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
@@ -276,15 +286,15 @@ class PlainMLP(_MLP):
         self.up_proj = linear(hidden_size, spec.intermediate_size, bias=spec.bias)
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
-    def _forward(self, x: Tensor, added: nn.Module | None = None) -> Tensor:
+    def _forward(self, x: Tensor, added: nn.Module | None = None, scale: float = 1.0) -> Tensor:
         up = self.up_proj(x)
         up = up if added is None else up + added(x)
         if self.spec.activation == "xielu":
-            return self.down_proj(self.act_fn(up))
-        down = self._down_in_place(up, self.up_proj)
+            return project_scaled(self.down_proj, self.act_fn(up), scale)
+        down = self._down_in_place(up, self.up_proj, scale)
         if down is not None:
             return down
-        return self.down_proj(carry_recipe(self.activation(up), self.activation, up))
+        return project_scaled(self.down_proj, carry_recipe(self.activation(up), self.activation, up), scale)
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         activation = self.act_fn if self.spec.activation == "xielu" else self.activation

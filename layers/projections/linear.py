@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _of_all_modules
 
 from liger_models.kernels import StoredMatrices
+from liger_models.kernels._dispatch import autocasts
+from liger_models.kernels.scaled_linear import scaled_linear
 from liger_models.layers.projections.float8 import Float8Settings, float8_linear
 
 
@@ -43,6 +45,22 @@ class Linear(nn.Linear):
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`x @ weight^T + bias` for x [..., in], weight [out, in] and bias [out]."""
     return F.linear(x, weight, as_wide_as(weight, bias))
+
+
+def project_scaled(linear: nn.Module, x: Tensor, scale: float) -> Tensor:
+    """`linear(x) * scale`; as one matrix product, if this is a plain linear layer."""
+    if scale == 1.0:
+        return linear(x)
+    weight = linear._parameters.get("weight") if is_plain(linear) else None
+    as_one = type(weight) is nn.Parameter and linear.bias is None and x.dim() == 2
+    if weight is not None and as_one and x.dtype == weight.dtype and not autocasts(x):
+        return scaled_linear(x, weight, scale)
+    return linear(x) * scale
+
+
+def is_plain(linear: nn.Module) -> bool:
+    """Whether it is our linear layer itself, without hooks, adapters or float8."""
+    return type(linear) is Linear and linear.float8 is None and not has_hooks(linear)
 
 
 def as_wide_as(weight: Tensor | StoredMatrices, bias: Tensor | None) -> Tensor | None:

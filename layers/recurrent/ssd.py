@@ -21,7 +21,7 @@ from liger_models.kernels import ssd, ssd_step, swiglu
 from liger_models.kernels._dispatch import ceil_div
 from liger_models.kernels.recurrent._chunk_table import CHUNK, SEGMENT
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.projections.linear import Linear
+from liger_models.layers.projections.linear import Linear, project_scaled
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.recurrent.gated_norm import GatedNormalisation
 from liger_models.layers.recurrent.mixer import RecurrentMixer
@@ -65,8 +65,8 @@ class SSD(RecurrentMixer):
         nn.init.ones_(self.D)
         nn.init.ones_(self.dt_bias)
 
-    def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
-        """x [T, H] -> [T, H]."""
+    def forward(self, x: Tensor, sequences: Sequences, scale: float = 1.0) -> Tensor:
+        """x [T, H] -> [T, H], multiplied by `scale`."""
         spec = self.spec
         widths = spec.size, spec.conv_size, spec.heads
         z, xbc, dt = self.split(self._scaled(self.in_proj(x)), widths, sequences)
@@ -76,7 +76,7 @@ class SSD(RecurrentMixer):
             if spec.gating == "without_norm"
             else self.norm(y, z)
         )
-        return self.out_proj(gated.to(x.dtype))
+        return project_scaled(self.out_proj, gated.to(x.dtype), scale)
 
     def _scaled(self, projected: Tensor) -> Tensor:
         """Multiply the parts z, x, B, C and dt."""
