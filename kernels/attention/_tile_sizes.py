@@ -95,6 +95,8 @@ _COMPRESSED: dict[Family, Configuration] = {
     "desktop": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1), Tiles(16, 32, 8, 1)),
     "cdna": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 32, 4, 1), Tiles(16, 32, 4, 1)),
 }
+# Data-centre Blackwell: Triton 3.7 gives Hopper's tiles more shared memory there than a program has.
+_COMPRESSED_BLACKWELL = Configuration(Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 1))
 _COMPRESSED_FLOAT32: dict[Family, Configuration] = {
     "hopper": Configuration(*[Tiles(16, 32, 8, 1)] * 3),
     "a100": Configuration(Tiles(16, 32, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 32, 8, 1)),
@@ -111,4 +113,6 @@ def find_compressed_tiles(q: Tensor) -> Configuration | None:
     family, wide = gpu_of(q).family, q.dtype == torch.float32
     if q.shape[2] > (256 if wide and family == "desktop" else 512):
         return None
+    if gpu_of(q).capability[0] == 10 and not wide:
+        return _COMPRESSED_BLACKWELL
     return (_COMPRESSED_FLOAT32 if wide else _COMPRESSED).get(family)
