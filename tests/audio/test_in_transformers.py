@@ -12,7 +12,7 @@ TARGETS = ["q_proj", "k_proj", "fc1", "embedding_projection"]
 # A conformer's linear layers are between two clips: PEFT adapts these layers and not the whole.
 OF_A_CONFORMER = (
     r".*(language_model.*[qk]_proj|audio_tower.*(linear|relative_k_proj)|embed_audio.*_projection"
-    r"|model\.layers.*qkv_proj|audio_embed.*(q_proj|k_proj|gate_up_proj|for_speech|embed.out))"
+    r"|(?<!language_)model\.layers.*qkv_proj|audio_embed.*(q_proj|k_proj|gate_up_proj|for_speech|embed.out))"
 )
 
 
