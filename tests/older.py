@@ -65,6 +65,7 @@ LATER = {
 }
 ANOTHER_MODEL = {
     r"CohereCompass\w+": "orders the rotary frequencies of the released model otherwise",
+    r"Qwen4Exp\w+": "does not have the layer type indexed_attention",
 }
 
 
