@@ -3,6 +3,7 @@ lie on one canvas.
 """
 
 from dataclasses import replace
+from typing import Any
 
 from liger_models.architectures.common.images import language_model, with_interleaved_axes
 from liger_models.architectures.encoders import siglip2 as encoder
@@ -36,7 +37,7 @@ def minicpmv4_7(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
-TEXT = TINY_4_6["text_config"]
+TEXT: Any = TINY_4_6["text_config"]
 MARKERS = {"image_start_id": 5, "image_end_id": 6, "slice_start_id": 7, "slice_end_id": 8, "newline_id": 2}
 OWN = {
     "field:CanvasSpec.image_ids": "read where no image follows or precedes: tests/vision/test_canvas.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Any
 
 from liger_models.architectures.common import activation
@@ -14,9 +15,11 @@ from liger_models.layers.specs import (
     Activation,
     AnyresPictures,
     AttentionSpec,
+    LayerNormSpec,
     MLPProjectorSpec,
     PatchSpec,
     RopeSpec,
+    WindowQueriesSpec,
 )
 
 LINEAR_NAMES = ((".up_proj.", ".fc1."), (".down_proj.", ".fc2."))
@@ -174,3 +177,112 @@ def tokens_by_patches(c: HFConfig) -> tuple[tuple[int, int], ...]:
             f"patches of a square, found {abbreviate(found)}"
         )
     return tuple((int(key), count) for key, count in found.items())
+
+
+# -- Granite 4 Vision
+
+CORNERS = 4
+_DROPOUTS = "hidden_dropout_prob", "attention_probs_dropout_prob"
+_OF_ATTENTION = (
+    *(("q_proj.", "attention.query."), ("k_proj.", "attention.key."), ("v_proj.", "attention.value.")),
+    *(("o_proj.", "output.dense."), ("norm.", "output.LayerNorm.")),
+)
+QUERY_NAMES = (
+    *(
+        (f".{kind}.{here}", f".{kind}.{there}")
+        for kind in ("attention", "crossattention")
+        for here, there in _OF_ATTENTION
+    ),
+    *((".up_proj.", ".intermediate_query.dense."), (".down_proj.", ".output_query.dense.")),
+    *((".norm_mlp.", ".output_query.LayerNorm."), (".norm_queries.", ".qformer.layernorm.")),
+    *(
+        (".layers.", ".qformer.encoder.layer."),
+        (".linear.", ".out_linear."),
+        (".positions", ".image_positions"),
+    ),
+    *(("layerwise.", "layerwise_projectors."), ("spatial.", "spatial_projectors.")),
+)
+"""Names of the projectors."""
+
+
+def targets(c: HFConfig) -> Any:
+    """The layers of the language model that get corners of four patches."""
+    return c.take("spatial_target_layers", [12, 15, 18, 21])
+
+
+def states_for_layers(c: HFConfig, v: HFConfig) -> list[tuple[int, int]]:
+    """The state of the encoder and the layer of the language model of each projector.
+
+    Raises:
+        ConfigError: not such numbers.
+    """
+    depth, listed = v.take_count("num_hidden_layers"), c.take("deepstack_layer_map")
+    layers = targets(c)
+    good = isinstance(listed, list) and isinstance(layers, list) and len(layers) <= CORNERS
+    good = good and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in listed)
+    found = [*listed, *((c.take("spatial_vision_layer", -1), layer) for layer in layers)] if good else []
+    good = good and all(type(n) is int for pair in found for n in pair)
+    if not good or not all(-depth - 1 <= state <= depth for state, _ in found):
+        raise ConfigError(
+            f"{c.name}: deepstack_layer_map must be pairs of a state of the encoder's {depth} layers and a "
+            f"layer of the language model, and spatial_target_layers up to {CORNERS} layers; "
+            f"found {abbreviate(listed)} and {abbreviate(layers)}"
+        )
+    return [(state % (depth + 1), layer) for state, layer in found]
+
+
+def window_queries(
+    c: HFConfig, q: HFConfig, side: int, width: int, layers: tuple[int, ...]
+) -> WindowQueriesSpec:
+    """The projectors, from the model's config and the Q-Former's own; `layers` are the language model's.
+
+    Raises:
+        ConfigError: windows that do not fill a tile of `side` times `side` patches, a width that is not a
+            multiple of 64, or dropout.
+    """
+    q.fill({"hidden_act": "gelu", **dict.fromkeys(_DROPOUTS, 0.1)})
+    c.fill({"projector_dropout": 0.1})
+    if any(
+        config.take_dropout(key)
+        for config, key in ((c, "projector_dropout"), *((q, key) for key in _DROPOUTS))
+    ):
+        raise ConfigError(
+            f"{c.name}: dropout in the projectors is not supported; pass dropout=0.0, or --dropout 0, to go "
+            "without any"
+        )
+    for key in (
+        "vocab_size",
+        "max_position_embeddings",
+        "hidden_size",
+        "num_attention_heads",
+        "encoder_hidden_size",
+        "pad_token_id",
+    ):
+        q.take(key, None)  # not read, or replaced by the encoder's
+    q.take_only(use_qformer_text_input=False)
+    rate = str(c.take("downsample_rate"))
+    few, _, many = rate.partition("/")
+    if not few.isdecimal() or not many.isdecimal() or not 0 < int(few) <= int(many) or side % int(many):
+        raise ConfigError(
+            f"{c.name}: downsample_rate must be two numbers as in '4/8', the second a divisor of the {side} "
+            f"patches of a tile's side, found {abbreviate(rate)}"
+        )
+    if Fraction(rate) != Fraction(1, 2) or side % 2 or width % 64:
+        raise ConfigError(
+            f"{c.name}: downsample_rate must be one half, since corners are those of four patches, and the "
+            f"encoder's width a multiple of 64; found {rate} and {width}"
+        )
+    return WindowQueriesSpec(
+        side,
+        int(many),
+        int(few),
+        layers,
+        (0,) * len(layers),
+        len(targets(c)),
+        width // 64,
+        q.take_count("intermediate_size", 3072),
+        LayerNormSpec(q.take_number("layer_norm_eps", 1e-12)),
+        q.take_count("num_hidden_layers", 12),
+        q.take_count("cross_attention_frequency", 2),
+        activation(q, gated=False),
+    )

@@ -36,6 +36,8 @@ _ASIDE_NAMES = """
     position_id_per_seconds seconds_per_chunk user_token_id audio_start_token_id audio_end_token_id
     spatial_pool_mode spatial_pool_stride video_seq_length audio_token_index
     fusion_config adapter_config vit_config image_patch_id image_col_id image_low_res_id image_high_res_id
+    qformer_config downsample_rate deepstack_layer_map spatial_vision_layer spatial_target_layers
+    projector_dropout use_spatial_sampling spatial_stride
     insert_layer_id image_size patch_size drop_vision_last_layer downsample_mode merge_kernel_size
     merger_times image_start_id image_end_id slice_start_id slice_end_id newline_id
     low_res_image_start_token_id frame_start_token_id frame_end_token_id use_frame_special_tokens

@@ -102,7 +102,7 @@ _TOWERS = (
     "image_newline",
     *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
     "connector.",
-    "merger.",
+    *("merger.", "layerwise_projectors.", "spatial_projectors."),
     "projector.",
     "mm_projector.",
     "visual_embeddings_table.",
@@ -153,6 +153,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     },
     "aria": Multimodal({"aria_text": "aria_text"}),
     "cohere_compass": Multimodal({"cohere_compass_text": "cohere_compass_text"}, _OWN_ROOT),
+    "granite4_vision": Multimodal(dict.fromkeys(("granite4_vision_text", "granite"), "granite")),
     "minicpmv4_6": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "minicpmv4_7": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, axes=True),
     "minicpm_ocr": Multimodal({"qwen3_5_text": "qwen3_5_text"}, _OWN_ROOT, tied=True, axes=True),

@@ -44,7 +44,6 @@ MISSING |= {
     "dots3_note_text": "latent attention of two shapes in turn, with windows and gates, and with an indexer",
     "xlm": "learned positions and languages, next to norms after each sum",
     "granite_docling": "image tokens at two resolutions, between which a router chooses",
-    "granite4_vision": f"{_Q_FORMER}, by windows and for several layers of the language model",
     **dict.fromkeys(("blip-2", "instructblip", "instructblipvideo"), _Q_FORMER),
     **dict.fromkeys(("chameleon", "emu3", "janus"), _CODES),
     **dict.fromkeys(("fast_vlm", "perception_lm"), _TIMM),

@@ -52,8 +52,9 @@ def measured(
         total = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in own)
         saved.clear()
         before = live.peak = live.now
-        if made.requires_grad:
-            made.backward(torch.empty_like(made))
+        results = made if isinstance(made, tuple) else (made,)
+        if results[0].requires_grad:
+            torch.autograd.backward(results, [torch.empty_like(x) for x in results])
     return Measured(total, live.peak - before)
 
 

@@ -248,12 +248,12 @@ def edges_of(
     for waiting, (one, gradients) in reversed(list(enumerate(found))):
         backward = max(backward, done + one.backward + waiting * features)
         done += gradients + state - one.saved
-    saved = sum(one.saved for one, _ in found)
+    saved, further = sum(one.saved for one, _ in found), len(spec.feature_layers)
     # The input of the encoder's next layer is shared with that layer.
     return Edges(
         encoder * kept,
         saved - len(spec.deep) * state,
-        len(spec.deep) * features,
+        further * features,
         backward,
         state,
         merger.backward,

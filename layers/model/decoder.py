@@ -247,6 +247,8 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         if self.shared is not None:
             layer_inputs[EMBEDDINGS] = x
         offload = Offload(self._offloaded_bytes(x, sequences))
+        if self.vision is not None and vision_inputs is not None:
+            x = self.vision.add(vision_inputs, -1, x)
         for number, layer in enumerate(self.layers):
             if inputs_of_layers is not None and number == 0:
                 x = self._noted(x, inputs_of_layers, sequences)

@@ -73,6 +73,7 @@ from liger_models.layers.specs.projectors import (
     TwiceProjectedSpec,
     TwoWaysSpec,
     VisualWordsSpec,
+    WindowQueriesSpec,
 )
 from liger_models.layers.specs.recurrent import (
     ChannelDeltaSpec,
@@ -228,5 +229,6 @@ __all__ = [
     "VisualWordsSpec",
     "WaveformSounds",
     "WindowMergerSpec",
+    "WindowQueriesSpec",
     "WindowedPictures",
 ]

@@ -226,6 +226,40 @@ class QueryProjectorSpec:
 
 
 @dataclass(frozen=True)
+class WindowQueriesSpec:
+    """Projectors for several layers of the language model, each of the features before layer `layers[i]`,
+    made of the encoder's state `states[i]`, counted among those taken: a norm, and in windows of `window`
+    times `window` patches of pictures of `side` times `side` a Q-Former of `depth` layers (arXiv:2301.12597,
+    section 3.1), whose `queries` times `queries` queries are learned vectors plus means of patches, or in the
+    last `corners` projectors one corner of four patches each; then a linear layer (Granite 4 Vision). Layers
+    have norms after their sums and MLPs of inner width `size`; every `frequency`th one attends to patches.
+    """
+
+    side: int
+    window: int
+    queries: int
+    layers: tuple[int, ...]
+    states: tuple[int, ...]
+    corners: int
+    num_attention_heads: int
+    size: int
+    norm: LayerNormSpec
+    depth: int = 1
+    frequency: int = 1
+    activation: Activation = "gelu"
+
+    @property
+    def merge(self) -> int:
+        """Patches are in raster order."""
+        return 1
+
+    @property
+    def token_side(self) -> int:
+        """The number of features on a side of a picture."""
+        return self.side // self.window * self.queries
+
+
+@dataclass(frozen=True)
 class PerceiverSpec:
     """Projector: a gated MLP of inner width `size` to the language model's width, in which `latents` learned
     vectors then attend to the patches and to one another in `depth` layers (Idefics 2). A layer has
@@ -271,6 +305,7 @@ class TwoWaysSpec:
 
 ProjectorSpec = (
     QueryProjectorSpec
+    | WindowQueriesSpec
     | PerceiverSpec
     | PoolingAttentionSpec
     | PoolProjectorSpec

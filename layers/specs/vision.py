@@ -13,6 +13,7 @@ from liger_models.layers.specs.projectors import (
     ProjectorSpec,
     ResamplerSpec,
     RowsProjectorSpec,
+    WindowQueriesSpec,
 )
 from liger_models.layers.specs.tables import (
     AntialiasedTable,
@@ -177,13 +178,15 @@ class AnyresPictures:
     frames, channels, size, size], or for different lengths concatenated, [frames, channels, size, size], with
     `num_frames_per_video` [videos]. layers/vision/anyres.py turns the features of at most `most` tiles into
     tokens (LLaVA-OneVision). With `frame_pool` blocks of so many times so many patches of a frame are
-    averaged before the projector, without the rest at the right and bottom edges (LLaVA-NeXT-Video).
+    averaged before the projector, without the rest at the right and bottom edges (LLaVA-NeXT-Video). A tile
+    makes `token_side` times `token_side` tokens; None: one for each patch.
     """
 
     size: int
     resolutions: tuple[tuple[int, int], ...]
     most: int | None
     frame_pool: int | None = None
+    token_side: int | None = None
 
 
 @dataclass(frozen=True)
@@ -296,6 +299,18 @@ class VisionSpec:
     def merge(self) -> int:
         """The number of patches on a side of what makes a token."""
         return self.projector.merge * (1 if self.merger is None else self.merger.merge)
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers of the language model to whose outputs further features are added; -1 is its input."""
+        if isinstance(self.projector, WindowQueriesSpec):
+            return tuple(layer - 1 for layer in self.projector.layers)
+        return tuple(range(len(self.deep)))
+
+    @property
+    def layered(self) -> bool:
+        """Whether all features are added in this way, to embeddings of zeros."""
+        return isinstance(self.projector, WindowQueriesSpec)
 
     @property
     def rows_end(self) -> bool:

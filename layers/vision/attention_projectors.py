@@ -22,6 +22,7 @@ from liger_models.layers.specs import (
     PerceiverSpec,
     PoolingAttentionSpec,
     QueryProjectorSpec,
+    WindowQueriesSpec,
 )
 
 
@@ -217,3 +218,117 @@ class QueryProjector(nn.Module):
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention of q [heads, queries, dim] to all keys and values [heads, keys, dim]."""
     return unmasked_attention(q[None], k[None], v[None], q.shape[-1] ** -0.5, causal=False)[0]
+
+
+class LayeredProjectors(nn.Module):
+    """A projector for each of some layers of the language model (Granite 4 Vision).
+
+    Args:
+        width: of the concatenated states of the encoder that are read.
+        hidden_size: of the language model, H.
+        spec: the layers, the states that each reads, and the parts of a projector.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: WindowQueriesSpec):
+        super().__init__()
+        self.spec = spec
+        own = width // (max(spec.states) + 1)
+        averaged = len(spec.layers) - spec.corners
+        self.layerwise = nn.ModuleList([WindowQueries(own, hidden_size, spec) for _ in range(averaged)])
+        corners = [WindowQueries(own, hidden_size, spec, corner) for corner in range(spec.corners)]
+        self.spatial = nn.ModuleList(corners)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [P, states * D], of pictures row by row -> the features for each layer, [F, H], in the order of
+        `spec.layers`.
+        """
+        states = x.unflatten(1, (max(self.spec.states) + 1, -1)).unbind(1)
+        projectors = [*self.layerwise, *self.spatial]
+        return tuple(project(states[i]) for project, i in zip(projectors, self.spec.states, strict=True))
+
+
+class WindowQueries(nn.Module):
+    """`linear(Q-Former(norm_queries(query + reduced), norm(patches) + positions))` of each window of patches,
+    with `reduced` the patches' means, or with a `corner`, 0 to 3, one patch of each four.
+    """
+
+    def __init__(self, width: int, hidden_size: int, spec: WindowQueriesSpec, corner: int | None = None):
+        super().__init__()
+        self.spec, self.corner = spec, corner
+        self.norm = make_norm(width, LayerNormSpec(1e-6))
+        self.query = nn.Parameter(torch.empty(1, spec.queries**2, width))
+        self.positions = nn.Parameter(torch.empty(1, spec.window**2, width))
+        self.norm_queries = make_norm(width, spec.norm)
+        self.layers = nn.ModuleList([QueryLayer(width, spec, i) for i in range(spec.depth)])
+        self.linear = Linear(width, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [P, D], of pictures row by row -> [F, H], `spec.token_side`^2 for each picture."""
+        spec, x = self.spec, self.norm(x)
+        pictures = x.view(-1, spec.side, spec.side, x.shape[1])
+        if self.corner is None:
+            reduced = F.adaptive_avg_pool2d(pictures.permute(0, 3, 1, 2), spec.token_side).permute(0, 2, 3, 1)
+        else:
+            reduced = pictures[:, self.corner // 2 :: 2, self.corner % 2 :: 2]
+        queries = self.query.to(x.dtype) + _in_windows(reduced, spec.queries)
+        patches = _in_windows(pictures, spec.window) + self.positions.to(x.dtype)
+        queries = self.norm_queries(queries)
+        for layer in self.layers:
+            queries = layer(queries, patches)
+        count = spec.token_side // spec.queries
+        rows = queries.view(-1, count, count, spec.queries, spec.queries, x.shape[1]).transpose(2, 3)
+        return self.linear(rows.reshape(-1, x.shape[1]))
+
+    def reset_parameters(self, *_: Any, generator: torch.Generator | None = None) -> None:
+        """Initialise queries and positions as the reference does."""
+        for parameter in (self.query, self.positions):
+            nn.init.normal_(parameter, 0.0, parameter.shape[-1] ** -0.5, generator)
+
+
+class QueryAttention(nn.Module):
+    """`norm(q + o_proj(attention of q to x))`, in heads."""
+
+    def __init__(self, width: int, spec: WindowQueriesSpec):
+        super().__init__()
+        self.heads = spec.num_attention_heads
+        self.q_proj = Linear(width, width)
+        self.kv_proj = PackedLinear(width, {"k_proj": width, "v_proj": width}, bias=True)
+        self.o_proj = Linear(width, width)
+        self.norm = make_norm(width, spec.norm)
+
+    def forward(self, queries: Tensor, x: Tensor) -> Tensor:
+        """queries [windows, Q, D] and x [windows, n, D] -> [windows, Q, D]."""
+        q = self.q_proj(queries).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        k, v = self.kv_proj(x).unflatten(-1, (2, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        seen = unmasked_attention(q, k, v, q.shape[-1] ** -0.5, causal=False).transpose(1, 2).flatten(2)
+        y: Tensor = self.norm(queries + self.o_proj(seen))
+        return y
+
+
+class QueryLayer(nn.Module):
+    """A layer of the Q-Former (BLIP-2, arXiv:2301.12597, section 3.1): queries attend to one another, in
+    every `spec.frequency`th layer to patches, and pass through an MLP, with a norm after each sum.
+    """
+
+    def __init__(self, width: int, spec: WindowQueriesSpec, layer: int):
+        super().__init__()
+        self.activation = plain_activation(spec.activation)
+        self.attention = QueryAttention(width, spec)
+        self.crossattention = None if layer % spec.frequency else QueryAttention(width, spec)
+        self.up_proj, self.down_proj = Linear(width, spec.size), Linear(spec.size, width)
+        self.norm_mlp = make_norm(width, spec.norm)
+
+    def forward(self, queries: Tensor, patches: Tensor) -> Tensor:
+        """queries [windows, Q, D] and patches [windows, n, D] -> [windows, Q, D]."""
+        queries = self.attention(queries, queries)
+        if self.crossattention is not None:
+            queries = self.crossattention(queries, patches)
+        y: Tensor = self.norm_mlp(queries + self.down_proj(self.activation(self.up_proj(queries))))
+        return y
+
+
+def _in_windows(pictures: Tensor, side: int) -> Tensor:
+    """Pictures [n, S, S, D] -> [windows, side^2, D]."""
+    count = pictures.shape[1] // side
+    windows = pictures.unflatten(1, (count, side)).unflatten(3, (count, side)).transpose(2, 3)
+    return windows.flatten(0, 2).flatten(1, 2)

@@ -122,9 +122,11 @@ class TiledPictures(Pictures):
         tiles: list[int],
         images: int,
         pool: int | None = None,
+        token_side: int | None = None,
     ):
         super().__init__(patches, [(1, side, side)] * sum(tiles), images)
         self.taps, self.side, self.pool = taps, side, pool
+        side = token_side or side
         frame = side**2 if pool is None else (side // pool) ** 2
         self.sizes = [count * (side**2 if number < images else frame) for number, count in enumerate(tiles)]
 
@@ -245,7 +247,8 @@ def blank_picture(spec: VisionSpec, merge: int, like: Tensor) -> Pictures:
         side = spec.pictures.side
     patches = like.new_zeros(side**2, spec.patches.width)
     if isinstance(spec.pictures, AnyresPictures):
-        return TiledPictures(patches, side, [of_whole(side)], [1], images=1)
+        tokens = spec.pictures.token_side or side
+        return TiledPictures(patches, side, [of_whole(tokens)], [1], images=1, token_side=tokens)
     if isinstance(spec.pictures, MaskedPictures):
         return QueriedPictures(patches, [(1, side, side)], [1])
     if isinstance(spec.pictures, PartlyHiddenTiles):

@@ -295,7 +295,8 @@ def _anyres(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures 
     if not tiles:
         return None
     patches = cut_image(torch.cat(tiles), (1, side, side), merge, spec.patches.size)
-    return TiledPictures(patches, side, taps, [len(tile) for tile in tiles], images, pool)
+    counts, tokens = [len(tile) for tile in tiles], spec.pictures.token_side
+    return TiledPictures(patches, side, taps, counts, images, pool, tokens)
 
 
 def _frames_of_videos(spec: VisionSpec, values: Tensor, counts: Any) -> list[Tensor]:
@@ -334,7 +335,8 @@ def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[T
             f"image in pixels; found {sizes.dtype} of shape {tuple(sizes.shape)}"
         )
     alone = _alone(given.get("batch_num_images"), len(values))
-    tiles, taps, size, side = [], [], spec.pictures.size, _anyres_side(spec)
+    tiles, taps, size = [], [], spec.pictures.size
+    side = spec.pictures.token_side or _anyres_side(spec)
     for i, (image, (height, width), tiled) in enumerate(zip(values, sizes.tolist(), alone, strict=True)):
         h, w = best_resolution(height, width, spec.pictures.resolutions)
         count = 1 + h // size * (w // size) if tiled else 1

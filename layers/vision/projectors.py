@@ -35,8 +35,14 @@ from liger_models.layers.specs import (
     TwiceProjectedSpec,
     TwoWaysSpec,
     VisualWordsSpec,
+    WindowQueriesSpec,
 )
-from liger_models.layers.vision.attention_projectors import Perceiver, PoolingAttention, QueryProjector
+from liger_models.layers.vision.attention_projectors import (
+    LayeredProjectors,
+    Perceiver,
+    PoolingAttention,
+    QueryProjector,
+)
 from liger_models.layers.vision.convolutions import (
     ConvolutionProjector,
     Resampler,
@@ -329,6 +335,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     PoolingAttentionSpec: PoolingAttention,
     PerceiverSpec: Perceiver,
     QueryProjectorSpec: QueryProjector,
+    WindowQueriesSpec: LayeredProjectors,
     PoolProjectorSpec: PoolProjector,
     VisualWordsSpec: VisualWords,
     ResamplerSpec: Resampler,

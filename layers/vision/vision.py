@@ -134,8 +134,9 @@ class Vision(nn.Module):
         self.deep = nn.ModuleList([make(width, hidden_size, spec.deep_projector) for _ in spec.deep])
 
     def forward(self, pictures: Pictures) -> tuple[Tensor, ...]:
-        """Return the features of all pictures, [F, H], images first, then videos; and the features to add
-        after each of the first layers of the language model. A frozen encoder saves nothing for backward.
+        """Return the features of all pictures, [F, H], images first, then videos, unless they are `layered`;
+        and the features to add after the layers `feature_layers` of the language model. A frozen encoder
+        saves nothing for backward.
         """
         trained = torch.is_grad_enabled() and any(p.requires_grad for p in self.encoder.parameters())
         with torch.set_grad_enabled(trained):
@@ -147,9 +148,10 @@ class Vision(nn.Module):
         last, *deep = made
         projectors = (self.deep[self.spec.deep.index(layer)] for layer in sorted(self.spec.deep))
         features = self.projector(last, *further_inputs(self.spec.projector, pictures))
+        layered = features if isinstance(features, tuple) else (features,)
         if self.newline is not None and isinstance(pictures, TiledPictures):
-            features = self.newline(features, pictures.taps, pictures.sizes)
-        return features, *(project(x) for project, x in zip(projectors, deep, strict=True))
+            layered = tuple(self.newline(x, pictures.taps, pictures.sizes) for x in layered)
+        return *layered, *(project(x) for project, x in zip(projectors, deep, strict=True))
 
     def ways_out(self) -> list[nn.Module]:
         """The modules between the encoder and the language model."""
@@ -269,8 +271,8 @@ class Vision(nn.Module):
                 _continue_positions(sequences.cache, positions.axes, ahead)
         elif vision_inputs.pictures is not None and self.spec.positions is not None and not positions.given:
             heard = found if self.spec.audio_id is None else found.where(ids != self.spec.audio_id, SOUND)
-            shown, spec = vision_inputs.pictures, self.spec.positions
-            found_axes, end = axes_of(spec, documents, heard, ids, shown, self.merge, positions.end)
+            pictures, spec = vision_inputs.pictures, self.spec.positions
+            found_axes, end = axes_of(spec, documents, heard, ids, pictures, self.merge, positions.end)
             axes, misfit, joint = found_axes
             if isinstance(self.spec.positions, ClockSpec) and joint is not None:
                 of_video, of_sound = self.spec.positions.start_ids
@@ -311,8 +313,11 @@ class Vision(nn.Module):
         """Replace the embeddings [T, H] of picture tokens by features, or add these to them."""
         if vision_inputs is None or vision_inputs.pictures is None:
             return embeds if vision_inputs is None else self._blank_images(embeds)
-        features, *vision_inputs.deep = self(vision_inputs.pictures)
         seen, number = vision_inputs.places(self.merge)
+        if self.spec.layered:
+            vision_inputs.deep = list(self(vision_inputs.pictures))
+            return embeds.masked_fill(seen, 0)
+        features, *vision_inputs.deep = self(vision_inputs.pictures)
         return replaced(embeds, features, seen, number, self.spec.added)
 
     def _blank_images(self, embeds: Tensor) -> Tensor:
@@ -335,11 +340,12 @@ class Vision(nn.Module):
         return {}
 
     def add(self, vision_inputs: VisionInputs, layer: int, x: Tensor) -> Tensor:
-        """Add the features for this layer to the picture tokens in its output x [T, H]."""
-        if layer >= len(vision_inputs.deep):
+        """Add the features for this layer to the picture tokens in its output x [T, H]; -1: in its input."""
+        if not vision_inputs.deep or layer not in self.spec.feature_layers:
             return x
         seen, number = vision_inputs.places(self.merge)
-        return x + torch.where(seen, vision_inputs.deep[layer].to(x.dtype)[number], 0)
+        features = vision_inputs.deep[self.spec.feature_layers.index(layer)]
+        return x + torch.where(seen, features.to(x.dtype)[number], 0)
 
     def finish(self, vision_inputs: VisionInputs) -> None:
         """Wait for the check that `prepare` started.

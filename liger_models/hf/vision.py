@@ -90,8 +90,13 @@ def _features(decoder: Any, given: dict[str, Any]) -> BaseModelOutputWithPooling
     refuse_unknown(given)
     if pictures is None:
         raise DataError("no pixels were given; expected the processor's output for images or videos")
-    features, *_deep = decoder.vision(pictures)
+    features, *deep = decoder.vision(pictures)
     counts = pictures.counts(decoder.vision.merge)
+    if decoder.spec.vision.layered:
+        made, layers = BaseModelOutputWithPooling(), decoder.spec.vision.projector.layers
+        of_layers = zip(layers, (features, *deep), strict=True)
+        made["deepstack_features"] = [(layer, x.split(counts)) for layer, x in of_layers]
+        return made
     return BaseModelOutputWithPooling(pooler_output=features[: sum(counts)].split(counts))
 
 

@@ -151,7 +151,7 @@ class Scenes(Outputs):
         """The tokens of an image, or of each frame of a video, and its slices."""
         one = self.vision.video_id if isinstance(piece, Video) else self.vision.image_id
         canvas, merge = self.vision.positions, self.vision.merge
-        of_image, of_slice, newline = [WORD, WORD], [WORD, WORD], WORD
+        of_image, of_slice, newline = (WORD, WORD), (WORD, WORD), WORD
         if isinstance(canvas, CanvasSpec):
             of_image, of_slice, newline = canvas.image_ids, canvas.slice_ids, canvas.newline_id
         _, height, width = self._grid(piece)
@@ -225,7 +225,8 @@ class Scenes(Outputs):
         return {"pixel_values": values, "pixel_attention_mask": mask.long()}
 
     def _of_tiles(self, piece: Image | Video, images: int) -> list[int]:
-        pictures, side = self.vision.pictures, self.vision.pictures.size // self.vision.patches.size
+        pictures = self.vision.pictures
+        side = pictures.token_side or pictures.size // self.vision.patches.size
         if isinstance(piece, Video):
             return [self.vision.video_id] * len(
                 anyres.of_video(side, piece.steps, pictures.frame_pool).features

@@ -139,6 +139,8 @@ def _cut_encoder(config: dict[str, Any]) -> None:
         vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
     if "insert_layer_id" in config:  # between two of these
         config["insert_layer_id"] = 1
+    if "deepstack_layer_map" in config:
+        config |= {"deepstack_layer_map": [[-2, 1]], "spatial_target_layers": [0]}
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
     if audio := config.get("audio_config"):
         few = {key: 3 for key in ("encoder_layers", "num_hidden_layers") if key in audio}

@@ -17,7 +17,7 @@ from liger_models.layers.grids import grid_attention
 from liger_models.layers.memory import Step, StepMemory, shown_of_size
 from liger_models.layers.memory.pictures import shown_by
 from liger_models.layers.recompute.activation_memory import LEVELS
-from liger_models.layers.specs import SquarePictures, TiledVisionSpec, WindowedPictures
+from liger_models.layers.specs import AnyresPictures, SquarePictures, TiledVisionSpec, WindowedPictures
 from liger_models.layers.vision.pictures import Pictures, PicturesInWindows
 from liger_models.layers.vision.tiled_encoder import TiledImages
 
@@ -46,7 +46,7 @@ def pictures_for(spec):
         windows = torch.arange(side**2 // 4 * 4, device="meta").view(-1, 4)
         return PicturesInWindows(pixels, [(1, side, side)] * 2, windows, [len(windows)])
     grids = [(1, 24, 36), (1, 48, 24)]
-    if isinstance(spec.pictures, SquarePictures):
+    if isinstance(spec.pictures, SquarePictures | AnyresPictures):
         grids = [(1, *[spec.pictures.size // patches.size] * 2)] * 2
     rows = sum(h * w for _, h, w in grids)
     return Pictures(torch.empty(rows, patches.width, device="meta"), grids, 2, extra=int(spec.class_feature))
@@ -79,7 +79,17 @@ KINDS = [
         "llama4",
         "llava",
     ),
-    *("minicpmv4_6", "mistral3", "mllama", "molmo2", "ovis2", "qwen3_vl", "step3p7", "video_llama_3"),
+    *(
+        "granite4_vision",
+        "minicpmv4_6",
+        "mistral3",
+        "mllama",
+        "molmo2",
+        "ovis2",
+        "qwen3_vl",
+        "step3p7",
+        "video_llama_3",
+    ),
 ]
 
 
