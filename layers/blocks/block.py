@@ -206,7 +206,7 @@ class Block(nn.Module):
         return kept_by_parts + (level == "all") * self.norm_output_bytes(itemsize)
 
     def _clip_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes per token that clipped projections keep of their clips, but for MLPs that run again."""
+        """Bytes per token that clips keep, but for those of projections in MLPs that run again."""
         again = (GatedMLP, PlainMLP) if level == "mlp" else ()
         children = [child for child in self.children() if not isinstance(child, again)]
         parts = (part for child in children for part in child.modules())

@@ -1,4 +1,4 @@
-"""Clamping of hidden states, which keeps only its output for the backward pass."""
+"""Clamping of hidden states, which keeps only one byte per element for the backward pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from liger_models.kernels._dispatch import once_differentiable
 def clip(x: Tensor, bound: float | None) -> Tensor:
     """x clamped to +-`bound`, or to the finite numbers of its dtype if these are fewer; x itself if None.
 
-    Elements at a bound get no gradient.
+    Elements beyond a bound get no gradient; those at a bound get theirs, as from `torch.clamp`.
     """
     if bound is None:
         return x
@@ -24,13 +24,12 @@ def clip(x: Tensor, bound: float | None) -> Tensor:
 class _Clip(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
-        ctx.bound, y = bound, x.clamp(-bound, bound)
-        ctx.save_for_backward(y)
-        return y
+        # The output does not tell elements at a bound from those beyond it.
+        ctx.save_for_backward(x.abs() <= bound)
+        return x.clamp(-bound, bound)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        (y,) = ctx.saved_tensors
-        bound = y.new_full((), ctx.bound)  # rounded like the clamped elements
-        return dy.masked_fill(~(y.abs() < bound), 0), None
+        (inside,) = ctx.saved_tensors
+        return dy.masked_fill(~inside, 0), None

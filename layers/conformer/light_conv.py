@@ -9,7 +9,7 @@ or, if it is separable, with convolutions of one frame W, which have biases as e
     y = W_out(act(W(conv((a + b_1) * gate(b + b_2)))))
 
 The convolution is kernels/recurrent/short_conv.py, causal and depthwise, and restarts at every clip. `lean`
-keeps a, b and the convolution's output, and W's.
+keeps a, b and the convolution's output, and W's, or which of its elements were clipped.
 """
 
 from __future__ import annotations
@@ -82,12 +82,14 @@ class LightConvolution(nn.Module):
         return ()
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
-        """Bytes kept per frame: a and b, the norm's input and 1/rms, or the convolution's output and
-        the input of the activation; with `all` also the gated input, the norm's output, and the activation's.
+        """Bytes kept per frame: a and b, the norm's input and 1/rms, and which elements were clipped, or the
+        convolution's output and the input of the activation; with `all` also the gated input, the norm's
+        output, and the activation's.
         """
         if self.spec.separable:
             return itemsize * self.channels * (6 if level == "all" else 4)
-        own = self.norm.activation_bytes(level, itemsize)
+        own: int = self.norm.activation_bytes(level, itemsize)
+        own += 0 if self.spec.bound is None else self.channels
         return own + itemsize * self.channels * (5 if level == "all" else 2)
 
     def extra_repr(self) -> str:

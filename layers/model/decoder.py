@@ -37,7 +37,7 @@ from liger_models.layers.model.first_step import compile_first_step
 from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
-from liger_models.layers.parts.altup import make_stream_ends, spread_streams
+from liger_models.layers.parts.altup import clamp_stored, make_stream_ends, spread_streams
 from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.gated_streams import make_last_norm
@@ -46,7 +46,7 @@ from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.tree import check_tree
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import AltUpSpec, ModelSpec
 from liger_models.layers.vision import VISIONS
 from liger_models.layers.vision.encoder import VisionEncoder
 from liger_models.layers.vision.image_gradients import ImageGradients
@@ -140,7 +140,10 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
 
         Raises:
             DataError: documents, padding, positions, images or sounds that this model does not support.
+            ConfigError: sharded weights that cannot be clamped (layers/parts/altup.py).
         """
+        if isinstance(self.spec.streams, AltUpSpec):
+            clamp_stored(cast(Any, self.layers))
         if sequences.documents.tree is not None:
             check_tree(self.spec, media.vision)
         if sequences.documents.gapped_extent:

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from liger_models.convert.checkpoints.shards import is_sharded, is_zero3, local_tensor
+from liger_models.convert.errors import ConfigError
 from liger_models.kernels._dispatch import at_least_float32
 from liger_models.kernels.streams.streams import mixed_streams, summed_streams
 from liger_models.layers.parts.hyper_connection import StreamsHead
@@ -122,13 +124,48 @@ class Coefficients(Linear):
         self.passes_adapters = not stored
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out]."""
+        """x [..., in] -> [..., out]. A stored weight is clamped before: `clamp_stored`.
+
+        Raises:
+            ConfigError: ZeRO-3 shards a stored weight that is beyond the limit.
+        """
         if not self.training:
             return super().forward(x)
         if self.stored and self.weight.requires_grad:
-            self.weight.data.clamp_(-self.limit, self.limit)
+            if is_zero3(self.weight):
+                self._check_gathered()
             return super().forward(x)
         return F.linear(x, self.weight.clamp(-self.limit, self.limit))
+
+    def clamp_stored(self) -> None:
+        """Clamp a stored weight before a call of the model in training: by FSDP2 each process its shard,
+        since what it gathers is a copy.
+
+        Raises:
+            ConfigError: FSDP2 has gathered the weight with the whole model, and it is beyond the limit.
+        """
+        if not (self.training and self.stored and self.weight.requires_grad) or is_zero3(self.weight):
+            return
+        if getattr(self, "_is_fsdp_managed_module", False) and not is_sharded(self.weight):
+            self._check_gathered()
+        else:
+            local_tensor(self.weight.data).clamp_(-self.limit, self.limit)
+
+    def _check_gathered(self) -> None:
+        largest = self.weight.detach().abs().max().item()
+        if largest > self.limit:
+            raise ConfigError(
+                f"a weight of prediction_coefs has the magnitude {largest:g}, and is clamped to {self.limit:g} "
+                "in training, which would change only the gathered copy of a sharded weight; shard each layer "
+                "before the model with FSDP2's fully_shard, train without sharding, or freeze prediction_coefs"
+            )
+
+
+def clamp_stored(layers: nn.Module) -> None:
+    """Clamp the stored coefficients of all layers before a call of the model in training: `Coefficients`."""
+    for module in layers.modules():
+        if isinstance(module, Coefficients):
+            module.clamp_stored()
 
 
 class AltUpEnds(nn.Module):

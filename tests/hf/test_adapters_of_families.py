@@ -86,11 +86,12 @@ def test_adapters_of_every_family_match_the_reference(family, make_both, tmp_pat
 @pytest.mark.parametrize("family", list_architectures())
 def test_adapters_on_packed_projections_match_the_reference(family, make_both, hf, tmp_path):
     """With DoRA, except on experts: PEFT would map their old names to the stacks, and with them a gate of
-    attention that has the name of theirs.
+    attention that has the name of theirs. Without that gate, the keys of a compressor that are packed with it
+    have no adapter either: DoRA adapts all parts of a packed projection or none.
     """
     both = make_both(family)
     stacks = any(name.endswith("experts.down_proj") for name, _ in both.reference.named_parameters())
-    old = re.compile(r"\.mlps?\.|\.self_attn\..*\bgate_proj$")
+    old = re.compile(r"\.mlps?\.|\.self_attn\..*\b(gate_proj|compressor\.(indexer\.)?kv_proj)$")
     targets = sorted(path for path in layers(both.reference) if not (stacks and old.search(path)))
     settings = {"r": 3, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
     config = peft.LoraConfig(**settings, target_modules=targets, use_dora=True)

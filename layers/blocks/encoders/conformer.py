@@ -80,3 +80,7 @@ class ConformerSandwichBlock(ConformerBlock):
 
     def _made(self, name: str, branch: Tensor) -> Tensor:
         return self._normed(name, branch)
+
+    def _clip_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        own = 0 if self.spec.bound is None else 7 * self.hidden_size
+        return super()._clip_bytes(level, itemsize) + own
