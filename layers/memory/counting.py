@@ -22,6 +22,7 @@ from liger_models.layers.memory.own_parts import largest_part, linear_matrices, 
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Plan, Step
+from liger_models.layers.parts.altup import AltUpEnds
 from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
 
@@ -60,6 +61,7 @@ class StepMemory:
             *self._frozen_encoder(),
             self._forward(kept, levels),
             self._loss(kept, levels),
+            *self._streams_end(kept),
             *self._backward(kept, levels),
             self._embedding(),
             self._optimizer(),
@@ -105,7 +107,10 @@ class StepMemory:
         gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output, rounded; the last layer's input is needed first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
-        room += 2 * self._stream * self.itemsize // wide + (levels[-1] == "offload") * self._stream
+        of_norm = 2 * self._stream * self.itemsize // wide
+        if self._of_streams[1]:  # one stream goes on
+            of_norm = 2 * step.tokens * spec.hidden_size * self.itemsize + self._of_streams[1]
+        room += of_norm + (levels[-1] == "offload") * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
         streamed = sum(self._units[-1:])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
@@ -119,6 +124,13 @@ class StepMemory:
         shown = self.step.shown.pixels + self.step.heard.pixels
         gradients = self.gradients if self.step.accumulates else 0
         return [("the encoder's forward pass", self._parts(shown, room, gradients))]
+
+    def _streams_end(self, kept: list[int]) -> list[tuple[str, dict[str, int]]]:
+        """Backward pass of the projections of several streams to one."""
+        _, last, room = self._of_streams
+        gradients = self.gradients if self.step.accumulates else 0
+        there = self._outside_layers + sum(kept)
+        return [("backward of the streams' end", self._parts(there + last, room, gradients))] if last else []
 
     def _backward(
         self, kept: list[int], levels: Sequence[ActivationMemory]
@@ -216,11 +228,13 @@ class StepMemory:
 
     @property
     def _outside_layers(self) -> int:
-        """Bytes kept outside of layers: for images and sounds, and the input of a norm of the embeddings."""
+        """Bytes kept outside of layers: for images and sounds, the input of a norm of the embeddings, and those
+        that the first streams are made of.
+        """
         edges, spec = self._edges, self.model.spec
         normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0
         given = self.step.shown.pixels + self.step.heard.pixels
-        return given + edges.encoder + edges.projector + edges.language + normed
+        return given + edges.encoder + edges.projector + edges.language + normed + self._of_streams[0]
 
     @cached_property
     def layers(self) -> list[LayerCosts]:
@@ -258,6 +272,15 @@ class StepMemory:
     def _stream(self) -> int:
         """Bytes of the residual stream."""
         return self.step.tokens * self.model.layers[0].stream_bytes(self.itemsize)
+
+    @cached_property
+    def _of_streams(self) -> tuple[int, int, int]:
+        """Bytes outside of layers of several streams: `AltUpEnds.activation_bytes`."""
+        ends: Any = self.model.stream_ends
+        if not isinstance(ends, AltUpEnds):
+            return 0, 0, 0
+        first, last, room = (self.step.tokens * size for size in ends.activation_bytes(self.itemsize))
+        return 0 if self._idle or self.step.lora_rank else first, last, room
 
     @cached_property
     def _tied(self) -> bool:

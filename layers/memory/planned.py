@@ -18,6 +18,7 @@ class Planned(Protocol):
     layers: Sequence[Block]
     embed_tokens: nn.Embedding
     mtp: Any
+    stream_ends: Any
     gathered_once: bool
 
     @property

@@ -197,6 +197,16 @@ class AltUpEnds(nn.Module):
         ).mean(0)
 
 
+    def activation_bytes(self, itemsize: int) -> tuple[int, int, int]:
+        """Bytes per token: kept by `spread`, the embedding and its projections; kept by `forward`, the streams
+        and their projections; and needed in the backward pass of `forward`, the gradients of its output, of
+        all streams before the mean, and of one stream and its size in float32.
+        """
+        count, one = len(self.altup_projections) + 1, itemsize * self.altup_projections[0].in_features
+        wide = max(4, itemsize) * (5 if itemsize >= 4 else 7) * self.altup_projections[0].in_features
+        return count * one, (2 * count - 1) * one, (count + 1) * one + wide
+
+
 def make_stream_ends(
     hidden_size: int, spec: StreamsSpec | GatedStreamsSpec | AltUpSpec | None
 ) -> AltUpEnds | StreamsHead | None:

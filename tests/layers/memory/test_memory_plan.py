@@ -134,6 +134,28 @@ def test_a_plan_equals_the_allocations_of_a_step(name):
         assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=2e-3), (level, plan.moment)
 
 
+GEMMA_3N = {
+    **{"model_type": "gemma3n_text", "vocab_size": 2048, "vocab_size_per_layer_input": 2048},
+    **{"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 2, "num_kv_shared_layers": 0},
+    **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "laurel_rank": 64},
+    **{"hidden_size_per_layer_input": 256, "activation_sparsity_pattern": [0.95, 0.0]},
+    **{"layer_types": ["full_attention"] * 2, "max_position_embeddings": 8192},
+}
+
+
+def test_a_plan_counts_streams_that_projections_make_and_end():
+    """To 1%: it leaves out the gradients of these projections and the inputs of a norm of per-layer inputs."""
+    model = on_meta(GEMMA_3N)
+    memory = StepMemory(model, Step(4, 4096, optimizer_bytes=0))
+    for level in ("all", "lean", "checkpoint"):
+        model.set_activation_memory(level)
+        for p in model.parameters():
+            p.grad = None
+        found = peak_of_a_step(model, 4, 4096)
+        plan = memory.plan([level] * len(model.layers))
+        assert plan.peak - plan.parts["weights"] == pytest.approx(found, rel=1e-2), (level, plan.moment)
+
+
 @pytest.mark.parametrize("modules", [1, 2])
 def test_a_plan_counts_the_modules_for_multi_token_prediction(modules):
     """At all levels, to 2%, or one tensor [T, H]: which ones still exist when a module runs again differs."""
