@@ -228,8 +228,8 @@ class StepMemory:
 
     @property
     def _outside_layers(self) -> int:
-        """Bytes kept outside of layers: for images and sounds, the input of a norm of the embeddings, and those
-        that the first streams are made of.
+        """Bytes kept outside of layers: for images and sounds, the input of a norm of the embeddings, and
+        what the first streams are made of.
         """
         edges, spec = self._edges, self.model.spec
         normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0

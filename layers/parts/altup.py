@@ -155,9 +155,10 @@ class Coefficients(Linear):
         largest = self.weight.detach().abs().max().item()
         if largest > self.limit:
             raise ConfigError(
-                f"a weight of prediction_coefs has the magnitude {largest:g}, and is clamped to {self.limit:g} "
-                "in training, which would change only the gathered copy of a sharded weight; shard each layer "
-                "before the model with FSDP2's fully_shard, train without sharding, or freeze prediction_coefs"
+                f"a weight of prediction_coefs has the magnitude {largest:g}, and is clamped to "
+                f"{self.limit:g} in training, which would change only the gathered copy of a sharded weight; "
+                "shard each layer before the model with FSDP2's fully_shard, train without sharding, or "
+                "freeze prediction_coefs"
             )
 
 
@@ -196,11 +197,10 @@ class AltUpEnds(nn.Module):
             [first, *(recompute(_as_large_as, project(x), first) for project, x in projected)]
         ).mean(0)
 
-
     def activation_bytes(self, itemsize: int) -> tuple[int, int, int]:
-        """Bytes per token: kept by `spread`, the embedding and its projections; kept by `forward`, the streams
-        and their projections; and needed in the backward pass of `forward`, the gradients of its output, of
-        all streams before the mean, and of one stream and its size in float32.
+        """Bytes per token: kept by `spread`, the embedding and its projections; kept by `forward`, the
+        streams and their projections; and needed in the backward pass of `forward`, the gradients of its
+        output, of all streams before the mean, and of one stream and its size in float32.
         """
         count, one = len(self.altup_projections) + 1, itemsize * self.altup_projections[0].in_features
         wide = max(4, itemsize) * (5 if itemsize >= 4 else 7) * self.altup_projections[0].in_features

@@ -29,6 +29,7 @@ def results(folder: Path, rank: int, ranks: int, device: str) -> dict[Any, Any]:
         fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
         loss = model(**own, num_items_in_batch=task["num_items"]).loss
         loss.backward()
-        gradients = {name: p.grad.full_tensor().cpu() for name, p in model.named_parameters()}
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients = {name: gradient.full_tensor().cpu() for name, gradient in trained.items()}
         found[level, dtype] = {"loss": loss.detach().cpu(), "gradients": gradients}
     return found

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from randomised import randomise
 from ranks import run_ranks
 
+import liger_models
+from liger_models.architectures import find_architecture
 from liger_models.layers.recompute.activation_memory import LEVELS
 
 RANK = Path(__file__).with_name("fully_shard_rank.py")
@@ -34,7 +37,8 @@ def run_alone(model, batch, ranks, num_items):
         loss.backward()
         losses.append(loss.detach().cpu())
         for name, p in model.named_parameters():
-            sums[name] = sums.get(name, 0) + p.grad.cpu().float() / ranks
+            if p.grad is not None:
+                sums[name] = sums.get(name, 0) + p.grad.cpu().float() / ranks
     return losses, sums
 
 
@@ -55,8 +59,7 @@ SHARING = {
 }
 
 
-def check_ranks(make_model, folder, ranks, device, **changes):
-    model = make_model(**changes)
+def check_ranks(model, folder, ranks, device):
     generator = torch.Generator().manual_seed(0)
     # Long positions: angles in bfloat16 would be off by up to 100 / 256.
     ids = torch.randint(0, 61, (2, 100), generator=generator)
@@ -78,6 +81,7 @@ def check_ranks(make_model, folder, ranks, device, **changes):
         alone[level] = run_alone(model, batch, ranks, num_items)
     for (rank, result), case in itertools.product(enumerate(results), CASES):
         losses, gradients = alone[case[0]]
+        assert result[case]["gradients"].keys() == gradients.keys()
         # The same operations on the same numbers. Only the order of the sum over ranks differs, and bf16
         # parameters round their gradient, by half of 2^-8.
         rtol = 1e-5 if case[1] == torch.float32 else 2**-8
@@ -92,18 +96,26 @@ def check_ranks(make_model, folder, ranks, device, **changes):
 
 @pytest.mark.slow
 def test_two_ranks_with_mixed_precision_equal_one_process_at_every_level(make_model, tmp_path):
-    check_ranks(make_model, tmp_path, 2, "cpu")
+    check_ranks(make_model(), tmp_path, 2, "cpu")
 
 
 @pytest.mark.slow
 def test_tensors_passed_between_layers_survive_two_ranks_at_every_level(make_model, tmp_path):
-    check_ranks(make_model, tmp_path, 2, "cpu", **SHARING)
+    check_ranks(make_model(**SHARING), tmp_path, 2, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["hy_v4", "qwen4_exp_text", "gemma3n_text"])
+def test_residual_streams_and_states_survive_two_ranks_at_every_level(family, tmp_path):
+    """Streams that are mixed, gated or predicted, latents, chosen keys, n-grams and recurrent layers."""
+    model = liger_models.from_config(find_architecture(family).tiny)
+    check_ranks(randomise(model, torch.Generator().manual_seed(7)).train(), tmp_path, 2, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("changes", [{}, SHARING], ids=["llama", "gemma4_text"])
 def test_one_rank_on_a_gpu_equals_the_model_alone(changes, make_model, tmp_path):
-    check_ranks(make_model, tmp_path, 1, "cuda", **changes)
+    check_ranks(make_model(**changes), tmp_path, 1, "cuda")
 
 
 def test_frameworks_find_nothing_to_cast_but_hidden_states(make_model):

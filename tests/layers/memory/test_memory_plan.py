@@ -144,7 +144,7 @@ GEMMA_3N = {
 
 
 def test_a_plan_counts_streams_that_projections_make_and_end():
-    """To 1%: it leaves out the gradients of these projections and the inputs of a norm of per-layer inputs."""
+    """To 1%: it leaves out gradients of these projections, and the input of the norm of per-layer inputs."""
     model = on_meta(GEMMA_3N)
     memory = StepMemory(model, Step(4, 4096, optimizer_bytes=0))
     for level in ("all", "lean", "checkpoint"):
