@@ -234,11 +234,8 @@ def test_a_pass_of_the_reference_model_keeps_the_activation_memory_levels(
 )
 def test_training_of_other_families_matches_the_reference_too(family, way, train_both):
     case = CASES[way]
-    if family in (
-        "deepseek_v4",
-        "hy_v4",
-        "qwen4_exp_text",
-    ):  # TRL 1.16 computes no router losses of configs without num_experts
+    # TRL 1.16 computes no router losses of configs without num_experts.
+    if family in ("deepseek_v4", "hy_v4", "qwen4_exp_text"):
         case = case._replace(options={**case.options, "router_aux_loss_coef": 0.0})
     found, expected = train_both(family, case)
     assert_same_training(found, expected)
