@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from liger_models.kernels.losses._linear_chunks import working_bytes
-from liger_models.layers.memory import adapters, frozen
+from liger_models.layers.memory import adapters, frozen, own_parts
 from liger_models.layers.memory.choosing import OPERATIONS_OF_A_COPY, back_again, cheapest_plan, not_yet_away
 from liger_models.layers.memory.encoders import EncoderCosts, costs_of, inputs_of, trains
 from liger_models.layers.memory.further_tokens import ModuleCosts
@@ -22,7 +22,6 @@ from liger_models.layers.memory.own_parts import largest_part, linear_matrices, 
 from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Plan, Step
-from liger_models.layers.parts.altup import AltUpEnds
 from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
 
@@ -61,7 +60,6 @@ class StepMemory:
             *self._frozen_encoder(),
             self._forward(kept, levels),
             self._loss(kept, levels),
-            *self._streams_end(kept),
             *self._backward(kept, levels),
             self._embedding(),
             self._optimizer(),
@@ -107,12 +105,10 @@ class StepMemory:
         gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output, rounded; the last layer's input is needed first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
-        of_norm = 2 * self._stream * self.itemsize // wide
-        if self._of_streams[1]:  # one stream goes on
-            of_norm = 2 * step.tokens * spec.hidden_size * self.itemsize + self._of_streams[1]
+        of_norm = self._streams.at_loss or 2 * self._stream * self.itemsize // wide
         room += of_norm + (levels[-1] == "offload") * self._stream
         room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        streamed = sum(self._units[-1:])
+        room, streamed = max(room, self._streams.at_end), sum(self._units[-1:])
         return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
@@ -124,13 +120,6 @@ class StepMemory:
         shown = self.step.shown.pixels + self.step.heard.pixels
         gradients = self.gradients if self.step.accumulates else 0
         return [("the encoder's forward pass", self._parts(shown, room, gradients))]
-
-    def _streams_end(self, kept: list[int]) -> list[tuple[str, dict[str, int]]]:
-        """Backward pass of the projections of several streams to one."""
-        _, last, room = self._of_streams
-        gradients = self.gradients if self.step.accumulates else 0
-        there = self._outside_layers + sum(kept)
-        return [("backward of the streams' end", self._parts(there + last, room, gradients))] if last else []
 
     def _backward(
         self, kept: list[int], levels: Sequence[ActivationMemory]
@@ -228,13 +217,11 @@ class StepMemory:
 
     @property
     def _outside_layers(self) -> int:
-        """Bytes kept outside of layers: for images and sounds, the input of a norm of the embeddings, and
-        what the first streams are made of.
-        """
+        """Bytes kept outside of layers: for images and sounds, norms of embeddings, and the first streams."""
         edges, spec = self._edges, self.model.spec
         normed = self._stream if (spec.embed_norm or spec.id_norm) is not None and not self._idle else 0
         given = self.step.shown.pixels + self.step.heard.pixels
-        return given + edges.encoder + edges.projector + edges.language + normed + self._of_streams[0]
+        return given + edges.encoder + edges.projector + edges.language + normed + self._streams.first
 
     @cached_property
     def layers(self) -> list[LayerCosts]:
@@ -274,13 +261,8 @@ class StepMemory:
         return self.step.tokens * self.model.layers[0].stream_bytes(self.itemsize)
 
     @cached_property
-    def _of_streams(self) -> tuple[int, int, int]:
-        """Bytes outside of layers of several streams: `AltUpEnds.activation_bytes`."""
-        ends: Any = self.model.stream_ends
-        if not isinstance(ends, AltUpEnds):
-            return 0, 0, 0
-        first, last, room = (self.step.tokens * size for size in ends.activation_bytes(self.itemsize))
-        return 0 if self._idle or self.step.lora_rank else first, last, room
+    def _streams(self) -> own_parts.StreamCosts:
+        return own_parts.StreamCosts.of(self.model, self.step, self.itemsize, self._idle)
 
     @cached_property
     def _tied(self) -> bool:
@@ -366,11 +348,8 @@ class StepMemory:
     def _own_gradients(self) -> tuple[list[int], int, list[int]]:
         """Gradients of the layers in `encoder`, of the encoders' other parts, and of the model's layers."""
         of_modules = self._gradients_of_modules
-        own = [layer for costs in self.trained_encoders for layer in costs.part.encoder.layers]
-        of_own, whole = (
-            [of_modules[layer] for layer in own],
-            sum(of_modules[part] for part in self.model.encoders),
-        )
+        of_own = [of_modules[x] for costs in self.trained_encoders for x in costs.part.encoder.layers]
+        whole = sum(of_modules[part] for part in self.model.encoders)
         return of_own, whole - sum(of_own), [of_modules[layer] for layer in self.model.layers]
 
     @cached_property

@@ -1,11 +1,12 @@
-"""Sizes of parameters: this process's part, the gathered tensor, and matrices in quantised bits; and of image
-features in layers that read them.
+"""Sizes of parameters: this process's part, the gathered tensor, and matrices in quantised bits; of image
+features in layers that read them; and of residual streams outside of layers.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from liger_models.convert.checkpoints.shards import local_tensor
 from liger_models.layers.attention.cross_attention import CrossAttention
 from liger_models.layers.blocks import Block
 from liger_models.layers.memory.places import PLACES, places_of
+from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Step
+from liger_models.layers.parts.altup import AltUpEnds
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_weight import dense_shape, kept_weights
 
@@ -97,3 +100,29 @@ def kept_of_images(layer: Block, step: Step, itemsize: int) -> int:
         return 0
     visible = itemsize * step.tokens * (step.shown.read // step.batch)
     return visible + step.shown.read * mixer.image_bytes(itemsize)
+
+
+@dataclass(frozen=True)
+class StreamCosts:
+    """Bytes of all tokens where projections of the embedding make several residual streams, and others end
+    them (layers/parts/altup.py); none without these.
+
+    Attributes:
+        first: kept for the first streams during the whole step.
+        at_loss: kept for the last streams until the loss is done, and the final norm's input and output.
+        at_end: kept for the last streams and needed in the backward pass of their end.
+    """
+
+    first: int = 0
+    at_loss: int = 0
+    at_end: int = 0
+
+    @staticmethod
+    def of(model: Planned, step: Step, itemsize: int, idle: int) -> StreamCosts:
+        """Costs of a step, whose first `idle` layers receive no gradient."""
+        ends = model.stream_ends
+        if not isinstance(ends, AltUpEnds):
+            return StreamCosts()
+        first, last, room = (step.tokens * size for size in ends.activation_bytes(itemsize))
+        first = 0 if idle or step.lora_rank else first
+        return StreamCosts(first, last + 2 * step.tokens * itemsize * model.spec.hidden_size, last + room)

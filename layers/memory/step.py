@@ -4,7 +4,8 @@ Memory peaks at one of these moments:
 
 | moment               | in addition to the weights and the optimizer's state                              |
 |----------------------|-----------------------------------------------------------------------------------|
-| the loss             | activations of all layers, a chunk of logits, the head's gradient                 |
+| the loss             | activations of all layers, a chunk of logits, the head's gradient; or gradients   |
+|                      | where several residual streams end                                                |
 | backward of a layer  | activations of it and of earlier layers, recomputed ones, gradients computed so far |
 | the embedding's      | all gradients, and a second one of a weight shared with the head                  |
 | the optimizer's step | all gradients, and the part of a state on the host that is being updated          |

@@ -179,6 +179,7 @@ class AltUpEnds(nn.Module):
 
     def __init__(self, hidden_size: int, spec: AltUpSpec):
         super().__init__()
+        self.hidden_size = hidden_size
         make = functools.partial(Linear, hidden_size, hidden_size, bias=False)
         self.altup_projections = nn.ModuleList(make() for _ in range(spec.count - 1))
         self.altup_unembed_projections = nn.ModuleList(make() for _ in range(spec.count - 1))
@@ -202,8 +203,8 @@ class AltUpEnds(nn.Module):
         streams and their projections; and needed in the backward pass of `forward`, the gradients of its
         output, of all streams before the mean, and of one stream and its size in float32.
         """
-        count, one = len(self.altup_projections) + 1, itemsize * self.altup_projections[0].in_features
-        wide = max(4, itemsize) * (5 if itemsize >= 4 else 7) * self.altup_projections[0].in_features
+        count, one = len(self.altup_projections) + 1, itemsize * self.hidden_size
+        wide = max(4, itemsize) * (5 if itemsize >= 4 else 7) * self.hidden_size
         return count * one, (2 * count - 1) * one, (count + 1) * one + wide
 
 
