@@ -72,7 +72,7 @@ for_tests(
         "altup_num_inputs": 3,
         "altup_active_idx": 1,
         "hidden_size_per_layer_input": 20,
-        "vocab_size_per_layer_input": 101,
+        "vocab_size_per_layer_input": 131,
         "laurel_rank": 6,
         "rms_norm_eps": 0.3,
         "num_kv_shared_layers": 2,
@@ -90,6 +90,7 @@ for_tests(
             **{"intermediate_size": 40, "num_kv_shared_layers": 0, "rms_norm_eps": 1.0},
         },
         "clamped": {"altup_coef_clip": 0.05},
+        "fewer_ids": {"vocab_size_per_layer_input": 101},
         "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},
     },
     skip={
