@@ -70,8 +70,13 @@ def _by_axis(position_ids: Tensor, spec: RopeSpec) -> Tensor:
     """The position that rotates each pair of dimensions, [T, dim / 2], from positions [A, T]."""
     if spec.axes is None:
         raise ValueError(f"positions have {len(position_ids)} axes, and the rotary settings have one")
-    axes = to_device(torch.tensor(spec.axes, device="cpu"), position_ids.device)
-    return position_ids.T[:, axes]
+    return position_ids.T[:, _cached_axes(spec.axes, position_ids.device)]
+
+
+@cached_tensors(64)
+def _cached_axes(axes: tuple[int, ...], device: torch.device) -> Tensor:
+    """The axis of each pair of dimensions, kept since a CUDA graph cannot be recorded over a copy of it."""
+    return to_device(torch.tensor(axes, device="cpu"), device)
 
 
 @cached_tensors(64)
