@@ -143,6 +143,10 @@ def _cut_encoder(config: dict[str, Any]) -> None:
     if "deepstack_layer_map" in config:
         config |= {"deepstack_layer_map": [[-2, 1]], "spatial_target_layers": [0]}
     config |= {key: value for key, value in {**IDS, "pad_token_id": 0}.items() if key in config}
+    for part in ("vision_config", "audio_config"):  # which hold the ids in Phi-4-multimodal
+        own = config.get(part) or {}
+        if moved := {key: value for key, value in IDS.items() if key in own}:
+            config[part] = {**own, **moved}
     if audio := config.get("audio_config"):
         few = {key: 3 for key in ("encoder_layers", "num_hidden_layers") if key in audio}
         config["audio_config"] = {**audio, **few}
