@@ -88,11 +88,12 @@ def test_gradients_of_an_earlier_pass_stay_as_they_are(x):
     assert torch.equal(once_more, 8 * x)
 
 
-def test_a_changed_gradient_counts(x):
-    parts = split_columns(x, WIDTHS)
-    parts[0].register_hook(lambda gradient: 3 * gradient)
+def test_a_changed_gradient_counts_and_the_first_one_stays_as_it_is(x):
+    parts, seen = split_columns(x, WIDTHS), []
+    parts[0].register_hook(lambda gradient: seen.append(gradient) or 3 * gradient)
     found = whole_of(x, sum(Twice.apply(part).sum() for part in parts))
     assert torch.equal(found, torch.tensor([6.0] * 3 + [2.0] * 5).expand(5, 8))
+    assert torch.equal(seen[0], torch.full((5, 3), 2.0))
 
 
 def test_other_tensors_have_no_place(x):
