@@ -69,6 +69,7 @@ def granite4_vision(c: HFConfig) -> ModelSpec:
 
 TINY_Q: dict[str, Any] = {
     "model_type": "blip_2_qformer",
+    **{"hidden_size": 64, "num_attention_heads": 1, "encoder_hidden_size": 64},  # read before 5.23
     "intermediate_size": 40,
     "num_hidden_layers": 1,
     "cross_attention_frequency": 1,
