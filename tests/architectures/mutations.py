@@ -126,10 +126,12 @@ def other_values(value: Any, hint: Any) -> list[Any]:
 
 
 def _made(kind: Any) -> Any:
-    """An object of a dataclass, whose fields without a default are 4 or made in the same way."""
-    hints = _hints(kind)
+    """An object of a dataclass, whose fields without a default are 4 or made in the same way; of several
+    dataclasses, the first.
+    """
     needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-    return kind(*(_made(hints[name]) if is_dataclass(hints[name]) else 4 for name in needed))
+    parts = [[part for part in _kinds(_hints(kind)[name]) if is_dataclass(part)] for name in needed]
+    return kind(*(_made(of_field[0]) if of_field else 4 for of_field in parts))
 
 
 def _choices(hint: Any) -> list[Any]:

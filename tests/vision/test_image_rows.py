@@ -66,7 +66,7 @@ def test_positions_are_those_of_the_reference(side):
     """Also where a fraction lies on a border, on whose side rounding decides."""
     found = pytest.importorskip("transformers.models.idefics3.modeling_idefics3")
     config = found.Idefics3VisionConfig(hidden_size=1, image_size=side, patch_size=1, num_attention_heads=1)
-    theirs, ours = found.Idefics3VisionEmbeddings(config), FractionPositions(side**2, 1, side)
+    theirs, ours = found.Idefics3VisionEmbeddings(config), FractionPositions(side**2, 1, side, False)
     torch.nn.init.zeros_(theirs.patch_embedding.weight)
     torch.nn.init.zeros_(theirs.patch_embedding.bias)
     with torch.no_grad():

@@ -29,7 +29,7 @@ def full_sequences(**given) -> Sequences:
     tiles = VisibleTiles(flags.view(1, 9, 1), flags, flags, [(0, 9, 0, 1)])
     documents = replace(sequences.documents, kept=token)
     spans = torch.stack([token, token + 1]).int()
-    sequences.visibility = Visibility(documents, spans, token.int(), flags[:, 0], tiles)
+    sequences.visibility = Visibility(documents, spans, token.int(), flags[:, 0], (1, 2), tiles)
     sequences.positions = replace(sequences.positions, axes=token.expand(3, 9))
     sequences.prepare_rotary((ROPE,))
     sequences.modality = Modality.of(token > 4)
@@ -57,6 +57,7 @@ def make_everything(sequences: Sequences, size: int, window: int) -> None:
     visibility = sequences.visibility
     sequences.positions.query_scale(QueryScaleSpec(0.1, 4))
     visibility.ranges_with_padding()
+    visibility.ranges_without_hidden()
     visibility.documents.bounds()
     if visibility.documents.tree is None:
         visibility.key_ranges(window, causal=False)
