@@ -63,6 +63,7 @@ def build_peer(
     try:
         with device:
             model = found._from_config(hf_config, dtype=torch.bfloat16)
+        _keep_in_float32(model)
         if "kernels" in options:  # from the hub, replacing the model's own layers
             model.train().set_use_kernels(True)
     except (ValueError, ImportError) as error:  # an implementation that the model does not support
@@ -83,6 +84,15 @@ def build_peer(
                 for layer in layers:
                     layer.compile()  # one compilation serves all
     return torch.compile(model) if "compile" in options else model
+
+
+def _keep_in_float32(model: Any) -> None:
+    """Give tensors that transformers loads in float32 in any case that dtype, as in a loaded model."""
+    names = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    kept = re.compile("|".join(rf"(^|\.){name}(\.|$)" for name in names) or "(?!)")
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if kept.search(name) and tensor.is_floating_point():
+            tensor.data = tensor.data.float()
 
 
 def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:

@@ -239,3 +239,20 @@ def test_a_peer_whose_kernels_do_not_run_is_no_result(benchmarks, monkeypatch):
     monkeypatch.setattr(peer.importlib.util, "find_spec", lambda name: name)
     note = {"note": "transformers did not use the kernels of mamba_ssm"}
     assert measure(asked, torch.device("cpu")) == note
+
+
+def test_a_peer_keeps_in_float32_what_loading_would(benchmarks):
+    """Otherwise its products are cheaper than those of the model that people train."""
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    from benchmarks.training import peer
+
+    found = find_architecture("hy_v4")
+    if not hasattr(transformers, found.reference):
+        pytest.skip("this transformers does not have the family")
+    model = peer.build_peer(dict(found.tiny), found.reference, {"eager"}, "none", torch.device("cpu"))
+    assert model.lm_head.weight.dtype == torch.float32
+    assert model.model.embed_tokens.weight.dtype == torch.bfloat16
+    ids = torch.arange(12)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
