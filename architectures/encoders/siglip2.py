@@ -79,11 +79,14 @@ WHOLE, DETAILED = "16x", "4x"
 STRIP_NAMES = (
     ("projector.norm.", "merger.mlp.0.pre_norm."),
     ("projector.", "merger.mlp.0."),
-    ("encoder.merger.norm.", "vision_tower.vit_merger.layer_norm1."),
-    ("encoder.merger.merged_norm.", "vision_tower.vit_merger.pre_norm."),
-    *((f"encoder.merger.{name}_proj.", f"vision_tower.vit_merger.self_attn.{name}_proj.") for name in "qkv"),
-    ("encoder.merger.out_proj.", "vision_tower.vit_merger.self_attn.out_proj."),
-    ("encoder.merger.", "vision_tower.vit_merger."),
+    ("encoder.window_merger.norm.", "vision_tower.vit_merger.layer_norm1."),
+    ("encoder.window_merger.merged_norm.", "vision_tower.vit_merger.pre_norm."),
+    *(
+        (f"encoder.window_merger.{name}_proj.", f"vision_tower.vit_merger.self_attn.{name}_proj.")
+        for name in "qkv"
+    ),
+    ("encoder.window_merger.out_proj.", "vision_tower.vit_merger.self_attn.out_proj."),
+    ("encoder.window_merger.", "vision_tower.vit_merger."),
     *((f"encoder.{here}", f"vision_tower.{there}") for here, there in clip.NAMES if not here.startswith(".")),
     *(name for name in clip.NAMES if name[0].startswith(".")),
 )

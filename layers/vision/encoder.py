@@ -158,10 +158,10 @@ class VisionEncoder(nn.Module):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
-        self.merger = None
+        self.window_merger = None  # not `merger`, which is a projector within the tower of several families
         if spec.merger is not None:
             _check_merger(spec, spec.merger.after)
-            self.merger = WindowMerger(spec.hidden_size, spec.merger, spec.projector.merge)
+            self.window_merger = WindowMerger(spec.hidden_size, spec.merger, spec.projector.merge)
         if spec.norm_after is not None:
             self.norm_after = make_norm(spec.hidden_size, spec.norm_after)
         reads_grids = any(isinstance(block.mixer, GridConvSpec) for block in spec.blocks)
@@ -234,13 +234,14 @@ class VisionEncoder(nn.Module):
         residual, offload = None, Offload()
         kept = {*self.spec.deep, *(state - 1 for state in self.spec.taken)}
         states = {-1: x} if self.spec.taken else {}
+        merges_after = None if self.spec.merger is None else self.spec.merger.after
         for number, (layer, sequences) in enumerate(zip(self.layers, seen_by, strict=True)):
             x, residual = run_block(layer, x, residual, sequences, offload=offload)
             if number in kept:
                 x, residual = x if residual is None else x + residual, None
                 states[number] = x
-            if self.merger is not None and self.spec.merger is not None and number == self.spec.merger.after:
-                x, residual = self.merger(x if residual is None else x + residual), None
+            if self.window_merger is not None and number == merges_after:
+                x, residual = self.window_merger(x if residual is None else x + residual), None
         if self.spec.taken:
             x = torch.cat([states[state - 1] for state in self.spec.taken], -1)
         elif self.norm_after is not None:
