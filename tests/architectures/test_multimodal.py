@@ -200,6 +200,7 @@ def in_memory(name: str) -> str:
         "embed_audio.",
         "vision_embedder.",
         "connector.",
+        "merger.",
     )
     towers += (
         "projector.",

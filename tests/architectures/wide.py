@@ -168,7 +168,8 @@ def batches_of(spec: ModelSpec) -> int:
     those of few directions, which move all scores of a query alike, and not of as many numbers as there are,
     and those of the few coefficients of AltUp, to which all tokens' streams contribute.
     """
-    blind = any(not block.ropes for block in getattr(spec.vision, "blocks", ()))
+    encoders = (spec.vision, spec.audio)
+    blind = any(not block.ropes for encoder in encoders for block in getattr(encoder, "blocks", ()))
     few = blind or isinstance(spec.streams, AltUpSpec) or any(block.mixture for block in spec.blocks)
     return 4 if few else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from scenes import VisionPair
-from wide import emptied, exact_float32, farther_than_reference, wide_config  # noqa: F401  (fixtures among them)
+from wide import batches_of, emptied, exact_float32, farther_than_reference, wide_config  # noqa: F401  (fixtures)
 
 from liger_models.images.sounds import Sound
 
@@ -19,7 +19,8 @@ def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied
     def batches(pair):
         torch.manual_seed(0)
         documents = [[60, Sound(123), 100, Sound(40), 30], [Sound(300), 90]]
-        return [pair.rows_of_one_length(documents, near_ties=True)]
+        count = batches_of(pair.ours.spec)
+        return [pair.rows_of_one_length(documents, near_ties=True) for _ in range(count)]
 
     config = wide_config(family, having="audio_config")
     if (text := config.get("text_config", {})).get("num_kv_shared_layers"):
