@@ -55,18 +55,16 @@ TINY = {
     "video_token_id": 4,
     "insert_layer_id": 1,
 }
-SKIP = {"field:FractionTable.divided": "makes a difference for larger images: tests/vision/test_canvas.py"}
 NO_COPY = {"published:config": "no copy was at hand"}
 
 for_tests(
     "minicpmv4_6",
     tiny={**TINY, "tie_word_embeddings": False},
     variants={"detailed": {"downsample_mode": encoder.DETAILED}, "merged first": {"insert_layer_id": 0}},
-    skip=SKIP,
 )
 for_tests(
     "minicpm_ocr",
     tiny=TINY,
     variants={"merged": {"downsample_mode": encoder.WHOLE}},
-    skip={**SKIP, **NO_COPY},
+    skip=NO_COPY,
 )

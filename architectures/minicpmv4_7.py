@@ -7,7 +7,7 @@ from typing import Any
 
 from liger_models.architectures.common.images import language_model, with_interleaved_axes
 from liger_models.architectures.encoders import siglip2 as encoder
-from liger_models.architectures.minicpmv4_6 import LAYOUT, NO_COPY, SKIP
+from liger_models.architectures.minicpmv4_6 import LAYOUT, NO_COPY
 from liger_models.architectures.minicpmv4_6 import TINY as TINY_4_6
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
@@ -52,5 +52,5 @@ for_tests(
         "tie_word_embeddings": False,
     },
     variants={"detailed": {"downsample_mode": encoder.DETAILED}},
-    skip={**SKIP, **NO_COPY, **OWN},
+    skip={**NO_COPY, **OWN},
 )

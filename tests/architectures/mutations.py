@@ -204,6 +204,8 @@ def unnoticed_fields(
             continue  # every token attends to all others
         if field == "AttentionSpec.whole_spans" and at(pair.ours.spec, path[:-1]).window is None:
             continue  # without a window no span is cut
+        if field == "FractionTable.divided":
+            continue  # of a few sizes alone: tests/vision/test_canvas.py
         if wanted is not None:
             if field not in wanted or value in wanted[field]:
                 continue
