@@ -24,7 +24,7 @@ from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.parts.mlp import GatedMLP, PlainMLP, make_mlp
 from liger_models.layers.parts.norm import Norm
 from liger_models.layers.projections.clipped_linear import ClippedLinear
-from liger_models.layers.projections.linear import saved_input_bytes, unwrapped
+from liger_models.layers.projections.linear import has_hooks, saved_input_bytes, unwrapped
 from liger_models.layers.recompute.activation_memory import (
     ON_HOST,
     RERUN,
@@ -259,9 +259,11 @@ class Block(nn.Module):
         return x if self.branch_dropout is None else self.branch_dropout(x)
 
     def _branch_of(self, part: Any, x: Tensor, sequences: Sequences) -> Tensor:
-        """The output of a mixer or an MLP, scaled; in its last product, if it has no bias."""
+        """The output of a mixer or an MLP, scaled; in its last product, if it has no bias, and if no hooks
+        see the part's output, which is unscaled in transformers.
+        """
         scale = self.spec.residual_scale
-        if scale != 1.0 and type(part) in _WITH_SCALES:
+        if scale != 1.0 and type(part) in _WITH_SCALES and not has_hooks(part):
             scaled: Tensor = part(x, sequences, scale=scale)
             return scaled
         return self._scaled(part(x, sequences))

@@ -92,16 +92,21 @@ def test_plain_linear_layers_multiply(name, interpreted, monkeypatch, multiplied
     assert len(multiplied) == {"other factors": 2, "a mixer without factors": 1}.get(name, 0)
 
 
-@pytest.mark.parametrize("projection", ["self_attn.o_proj", "mlp.down_proj"])
-def test_a_hook_sees_the_unscaled_output(projection, interpreted, monkeypatch):
+@pytest.mark.parametrize("part", ["self_attn.o_proj", "mlp.down_proj", "self_attn", "mlp"])
+def test_a_hook_sees_the_unscaled_output(part, interpreted, monkeypatch):
     """And its change of the output counts."""
-    spec = replace(PRE_NORM, residual_scale=0.25)
+    spec, seen = replace(PRE_NORM, residual_scale=0.25), []
+
+    def double(module, args, y):
+        seen.append(y.detach())
+        return 2 * y
 
     def change(model: nn.Module) -> None:
-        model.layers[0].get_submodule(projection).register_forward_hook(lambda module, args, y: 2 * y)
+        model.layers[0].get_submodule(part).register_forward_hook(double)
 
     loss, gradients = step(spec, change=change)
     scaled_apart(monkeypatch)
     expected, expected_gradients = step(spec, change=change)
+    assert torch.equal(*seen)
     assert torch.equal(loss, expected)
     assert all(torch.equal(g, expected_gradients[name]) for name, g in gradients.items())
