@@ -47,7 +47,8 @@ class Architecture:
         reference_of: the family whose class that is, if it is another one's.
         vision, audio: whether its models accept images, and whether they accept sounds.
         defaults: the reference's values of keys missing from config.json.
-        layouts: differences of the family's checkpoints from the canonical form, the usual layout first.
+        layouts: differences of the family's checkpoints from the canonical form: the usual layout first, the
+            one with the names of transformers' own modules last.
         says_transposed: the reference declares to PEFT that its experts are [experts, inputs, outputs].
         carried: from a config, patterns (with `*`) of unread checkpoint tensors that an export copies.
         as_stored: turns the spec of a config into that of a checkpoint with tensors of the given names (None:
@@ -66,6 +67,7 @@ class Architecture:
             `...` removes a key.
         variants: further configs for tests, as changes of `tiny`, by name.
         skip: cases that tests skip, such as "rope:yarn", each with the reason.
+        module_names: the layout with the names of transformers' own modules, where it is not the last.
 
     A multimodal family has the config of its language model under "text_config", also in `tiny`.
     """
@@ -91,6 +93,12 @@ class Architecture:
     tiny: Mapping[str, Any] = field(default_factory=dict)
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     skip: Mapping[str, str] = field(default_factory=dict)
+    module_names: Layout | None = None
+
+    @property
+    def modules_layout(self) -> Layout:
+        """The layout with the names of transformers' own modules."""
+        return self.module_names or self.layouts[-1]
 
     @property
     def multimodal(self) -> bool:

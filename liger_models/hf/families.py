@@ -156,7 +156,7 @@ def classes_of(model_type: str) -> FamilyClasses:
             base, make(reference, LigerForConditionalGeneration, base_class=base, **more), None
         )
     else:
-        layout = architecture.layouts[-1]  # the layout of transformers' own modules
+        layout = architecture.modules_layout
         prefix = {"base_model_prefix": layout.root.partition(".")[0]}
         tied = {layout.name(HEAD): layout.name("embed_tokens.weight")}
         base = make(named, LigerModel, **prefix)

@@ -69,7 +69,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
 
     def _place_parts(self) -> None:
         """Move submodules to their paths in transformers' own model."""
-        head = self.architecture.layouts[-1].name(HEAD)
+        head = self.architecture.modules_layout.name(HEAD)
         if head != HEAD:
             move_head(self, head.removesuffix(".weight"))
 

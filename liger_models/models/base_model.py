@@ -11,7 +11,6 @@ Checkpoints of base models have tensor names without the language model's root (
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import UnsupportedModelError
@@ -66,11 +64,6 @@ class LigerBaseModel(LigerCausalLM):
         super().__init__(replace(spec, tie_word_embeddings=False), architecture, raw_config, *options)
         self.lm_head = None
         self.note_canonical_forms()
-
-    @functools.cached_property
-    def modules_layout(self) -> Layout:
-        """The layout with the names of transformers' own modules."""
-        return self.architecture.layouts[-1].of_base()
 
     @not_compiled
     def forward(  # type: ignore[override]
@@ -181,6 +174,7 @@ def as_base(architecture: Architecture) -> Architecture:
         reference=stem + kind,
         layouts=(*rootless, *architecture.layouts),
         carried=partial(_carried, architecture),
+        module_names=rootless[-1],
     )
 
 

@@ -117,7 +117,7 @@ class LigerCausalLM(CausalLM):
     def modules_layout(self) -> Layout:
         """The layout with the names of transformers' own modules, which PEFT's files have."""
         if not self.architecture.multimodal:
-            return self.architecture.layouts[-1]
+            return self.architecture.modules_layout
         from liger_models.hf.checkpoints.unread import modules_layout  # imports transformers
 
         return modules_layout(self)

@@ -11,7 +11,6 @@ token; with one label, a reward model.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from liger_models.architectures import Architecture
-from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import ConfigError, DataError, UnsupportedModelError
 from liger_models.layers.model.call_checks import CallChecks, batch_shape, refuse_unknown
@@ -73,14 +71,6 @@ class LigerSequenceClassifier(LigerCausalLM):
         super().__init__(of_labels(spec), architecture, raw_config, *options)
         self.lm_head = LMHead(spec.hidden_size, labels_of(raw_config) or 1)
         self.note_canonical_forms()
-
-    @functools.cached_property
-    def modules_layout(self) -> Layout:
-        """The layout with the names of transformers' own modules: the family's last, before those without a
-        root that `as_classifier` adds.
-        """
-        layouts = self.architecture.layouts
-        return layouts[len(layouts) // 2 - 1]
 
     @not_compiled
     def forward(  # type: ignore[override]
@@ -281,11 +271,16 @@ def as_classifier(architecture: Architecture) -> Architecture:
         raise UnsupportedModelError(
             f"{architecture.reference} has no sequence classifier here; expected a text-only family"
         )
-    layouts = tuple(
+    with_head = tuple(
         replace(layout, rename=(("lm_head.", HEAD), *layout.rename)) for layout in architecture.layouts
     )
-    rootless = tuple(layout.of_base() for layout in layouts)  # the body may come from a base model
-    return replace(architecture, reference=stem + SUFFIX, layouts=(*layouts, *rootless))
+    rootless = tuple(layout.of_base() for layout in with_head)  # the body may come from a base model
+    return replace(
+        architecture,
+        reference=stem + SUFFIX,
+        layouts=(*with_head, *rootless),
+        module_names=with_head[-1],
+    )
 
 
 def leave_out_head(reader: CheckpointReader, architecture: Architecture) -> bool:

@@ -265,7 +265,7 @@ def _onto_parameters(model: Any, config: dict[str, Any], tensors: dict[str, Tens
 
 def _onto_layers(model: Any, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Undo `_onto_parameters`, for parameters with other names in transformers' own model."""
-    for layer, parameter in _layers_elsewhere(model, model.architecture.layouts[-1:]).items():
+    for layer, parameter in _layers_elsewhere(model, [model.architecture.modules_layout]).items():
         home = parameter.rpartition(".")[0]
         if home != layer and f"base_model.model.{home}.lora_A.weight" in tensors:
             for kind in ("lora_A.weight", "lora_B.weight"):

@@ -390,5 +390,5 @@ def to_split(model: Any) -> WeightMap:
     weight_map, own = model.weight_map(), model.weight_map(model.base_decoder.own_layout)
     if packed_here_alone(model, own).keys() == packed_here_alone(model, weight_map).keys():
         return weight_map
-    moved = any("_proj." in pattern for pattern, _ in model.architecture.layouts[-1].permuted)
+    moved = any("_proj." in pattern for pattern, _ in model.architecture.modules_layout.permuted)
     return weight_map if moved else own

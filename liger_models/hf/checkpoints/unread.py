@@ -64,14 +64,14 @@ def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
     Raises:
         UnsupportedModelError: no layout does.
     """
-    layouts = model.architecture.layouts
+    usual = model.architecture.modules_layout
     if theirs is None:
-        return layouts[-1]
+        return usual
     known = set(theirs.state_dict())
-    for layout in layouts:
+    for layout in model.architecture.layouts:
         if checkpoint_shapes(layout.weight_map(model.forms)).keys() <= known:
             return layout
-    difference = sorted(checkpoint_shapes(layouts[-1].weight_map(model.forms)).keys() - known)
+    difference = sorted(checkpoint_shapes(usual.weight_map(model.forms)).keys() - known)
     raise UnsupportedModelError(
         f"this transformers has other modules in its {type(theirs).__name__} than are known here; it lacks "
         f"{difference[:4]}"
@@ -80,17 +80,17 @@ def own_layout(model: Any, theirs: nn.Module | None) -> Layout:
 
 def modules_layout(model: Any) -> Layout:
     """Find the layout with the names of transformers' own modules for one of our native multimodal models,
-    which may depend on its encoder: the family's last if transformers lacks the family, or if the model is a
+    which may depend on its encoder: the usual one if transformers lacks the family, or if the model is a
     part of one.
     """
     architecture, raw = model.architecture, model.config.to_dict()
-    layouts = architecture.layouts
+    usual = architecture.modules_layout
     if architecture.model_type not in CONFIG_MAPPING or raw.get("model_type") != architecture.model_type:
-        return layouts[-1]
+        return usual
     known = set(own_skeleton(architecture, AutoConfig.for_model(**raw)).state_dict())
     forms = {name: form for name, form in model.canonical_forms.items() if not name.startswith("mtp.")}
-    fitting = (x for x in layouts if checkpoint_shapes(x.weight_map(forms)).keys() <= known)
-    return next(fitting, layouts[-1])
+    fitting = (x for x in architecture.layouts if checkpoint_shapes(x.weight_map(forms)).keys() <= known)
+    return next(fitting, usual)
 
 
 def carry_unread(model: Any, theirs: nn.Module) -> None:
