@@ -11,7 +11,7 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     "test_a_run_stopped_on_one_rank_resumes_with_the_same_bits": (),
     # Adapters of fused projections, with a magnitude, and of experts with biases. By day other options, and
     # experts without, are compared in tests/hf.
-    f"{TRAINING}/test_lora.py::test_a_run_matches_transformers_and_peft": (
+    f"{TRAINING}/adapters/test_lora_runs.py::test_a_run_matches_transformers_and_peft": (
         "llama-r=3,dora",
         "phi3-r=4",
         "gpt_oss-r=3,targets=q_proj,experts",
@@ -19,9 +19,9 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     # By day test_platforms.py takes AdamW's steps and attends on MPS.
     f"{TRAINING}/test_mps.py::test_a_run_on_mps_has_a_cpus_losses_and_resumes_with_the_same_bits": (),
     # By day a whole model is resumed after signals, and adapters after a run that was too short.
-    f"{TRAINING}/test_lora.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (),
+    f"{TRAINING}/adapters/test_lora_runs.py::test_a_run_resumed_after_a_signal_gives_the_same_bits": (),
     # By day test_host_weights.py takes steps with weights in host memory.
-    f"{TRAINING}/test_lora.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": (),
+    f"{TRAINING}/adapters/test_lora_runs.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": (),
     f"{TRAINING}/test_commands_of_pages.py::test_every_command_runs": ("README.md", "training.md"),
     f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("2-15",),
     # By day grpo_runs are trained until their rewards rise, too.
