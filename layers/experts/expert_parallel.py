@@ -11,6 +11,7 @@ A token is sent once to each rank with any of its experts, not once per expert: 
 two ranks that is a quarter of the rows. The row counts are exchanged first, and the host waits for them once
 per layer. If the ranks are no more than a token's experts and have many tokens, all tokens are sent to all
 ranks instead, while the products run, and the host waits for nothing (layers/experts/gathered_tokens.py).
+DeepEP's kernels may send the tokens in place of torch's collectives (layers/experts/deepep_tokens.py).
 
     divide_experts(model, mesh["experts"])
 
@@ -21,7 +22,7 @@ if experts are also sharded (FSDP2) or replicated, the mean is over those ranks,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.kernels import ExpertPath
 from liger_models.kernels.experts._expert_operands import divide_gradient
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
+from liger_models.layers.experts.deepep_tokens import DeepEPRoutes, TokenBuffer
 from liger_models.layers.experts.gathered_tokens import GatheredRoutes, TokenCounts
 from liger_models.layers.sequences.sequence_parallel import all_to_all
 
@@ -38,13 +40,20 @@ if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 
+# What sends tokens to their experts: torch's collectives, or the library DeepEP.
+ExpertCommBackend = Literal["standard", "deepep"]
+EXPERT_COMM_BACKENDS = get_args(ExpertCommBackend)
+
 # Bytes of a rank's tokens from which they are sent while products run, which takes more launches. An
 # estimate: on two H100 a step with 64 MiB took 328 ms with it and 306 ms without; more was not measured.
 LEAST_BYTES = 64 << 20
 
 
 def divide_experts(
-    model: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    compute_dtype: torch.dtype | None = None,
+    comm_backend: ExpertCommBackend = "standard",
 ) -> list[nn.Module]:
     """Distribute every layer's experts over the ranks of a one-dimensional mesh, in place, as DTensors, which
     `fully_shard` can shard further over other dimensions of the same mesh.
@@ -52,13 +61,14 @@ def divide_experts(
     Args:
         model: on the meta device, or complete and identical in every rank.
         compute_dtype: cast the experts' parameters to this dtype for computation. Default: their own.
+        comm_backend: what sends the tokens. "deepep" takes hidden states in bfloat16.
 
     Returns:
         The experts of each MoE layer.
 
     Raises:
         ValueError: no MoE layer, one with experts of pictures, a number of experts that the ranks do not
-            divide, or experts that are not plain parameters.
+            divide, or experts that are not plain parameters; DeepEP is asked for and cannot be used.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -68,8 +78,11 @@ def divide_experts(
         raise ValueError("no layer of this model has experts: leave experts at 1")
     if any(layer.first_number for _, layer in layers):
         raise ValueError("ranks cannot share experts of text and of pictures: leave experts at 1")
+    if comm_backend not in EXPERT_COMM_BACKENDS:
+        raise ValueError(f"expert_comm_backend is {comm_backend!r}; expected one of {EXPERT_COMM_BACKENDS}")
     ranks, rank = mesh.size(), mesh.get_local_rank()
     counts = None
+    buffer = TokenBuffer(mesh.get_group()) if comm_backend == "deepep" else None
     for name, layer in layers:
         num_experts = layer.spec.num_experts
         if num_experts % ranks:
@@ -85,7 +98,7 @@ def divide_experts(
             setattr(layer, kind, nn.Parameter(own, p.requires_grad))
         group = mesh.get_group()
         counts = counts or TokenCounts(group)
-        layer.exchange = ExpertExchange(group, num_experts // ranks, compute_dtype, counts)
+        layer.exchange = ExpertExchange(group, num_experts // ranks, compute_dtype, counts, buffer)
     return [layer for _, layer in layers]
 
 
@@ -96,16 +109,29 @@ class ExpertExchange:
         own: number of experts per rank.
         compute_dtype: of their parameters in computation; None: their own.
         counts: of the ranks' tokens, shared by all layers.
+        buffer: DeepEP's, shared by all layers, if it sends the tokens.
     """
 
-    def __init__(self, group: Any, own: int, compute_dtype: torch.dtype | None, counts: TokenCounts):
-        self.group, self.own, self.compute_dtype, self.counts = group, own, compute_dtype, counts
+    def __init__(
+        self,
+        group: Any,
+        own: int,
+        compute_dtype: torch.dtype | None,
+        counts: TokenCounts,
+        buffer: TokenBuffer | None = None,
+    ):
+        self.group, self.own, self.compute_dtype = group, own, compute_dtype
+        self.counts, self.buffer = counts, buffer
         self.ranks, self.rank = group.size(), group.rank()
 
-    def plan(self, x: Tensor, experts: Tensor, batch: object | None = None) -> Routes | GatheredRoutes:
+    def plan(
+        self, x: Tensor, experts: Tensor, batch: object | None = None
+    ) -> Routes | GatheredRoutes | DeepEPRoutes:
         """Routes of all ranks' tokens, given this rank's x [T, H] and experts [T, k]. Unless all tokens go to
         all ranks this synchronises the device. Ranks tell their numbers of tokens once per `batch`.
         """
+        if self.buffer is not None:
+            return DeepEPRoutes(self, self.buffer)
         if self.ranks <= experts.shape[1]:
             counts = self.counts.of(len(experts), experts.device, batch)
             if max(counts) * x.shape[1] * x.itemsize >= LEAST_BYTES:

@@ -27,6 +27,7 @@ from liger_models.convert.checkpoints.expressions import Cat, Expr, Ref, Stack
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.kernels import ExpertPath, StoredMatrices, moe_experts
 from liger_models.kernels.experts.moe_experts import SPARE
+from liger_models.layers.experts.deepep_tokens import DeepEPRoutes
 from liger_models.layers.experts.expert_parallel import ExpertExchange, Routes
 from liger_models.layers.experts.gathered_tokens import GatheredRoutes
 from liger_models.layers.experts.input_noise import InputNoise
@@ -279,7 +280,7 @@ class Experts(nn.Module):
 
     def _run(
         self,
-        routes: Routes | GatheredRoutes | None,
+        routes: Routes | GatheredRoutes | DeepEPRoutes | None,
         paths: Paths,
         x: Tensor,
         weights: Tensor,
@@ -301,7 +302,7 @@ class Experts(nn.Module):
 
     def _forward(
         self,
-        routes: Routes | GatheredRoutes | None,
+        routes: Routes | GatheredRoutes | DeepEPRoutes | None,
         paths: Paths,
         x: Tensor,
         weights: Tensor,

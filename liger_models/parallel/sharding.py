@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from liger_models.convert.checkpoints.expressions import Expr, Permute, Rows
 from liger_models.convert.checkpoints.shards import is_sharded
 from liger_models.convert.errors import UnsupportedModelError
-from liger_models.layers.experts.expert_parallel import divide_experts
+from liger_models.layers.experts.expert_parallel import ExpertCommBackend, divide_experts
 from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.layers.sequences.sequence_parallel import divide_sequences
 from liger_models.models.causal_lm import LigerCausalLM
@@ -40,6 +40,7 @@ def parallelize(
     *,
     compute_dtype: torch.dtype | None = None,
     reshard_after_forward: bool = True,
+    expert_comm_backend: ExpertCommBackend = "standard",
 ) -> LigerCausalLM:
     """Shard a model over processes, in place, with `fully_shard` of torch.distributed.fsdp (FSDP2).
 
@@ -64,6 +65,8 @@ def parallelize(
             bytes in any case, and decoded where they are used.
         reshard_after_forward: free layers after the forward pass and gather them again for the backward pass.
             False keeps whole parameters in between.
+        expert_comm_backend: what sends tokens between processes that share experts: "standard", torch's
+            collectives, or "deepep", the kernels of DeepEP (package deep_ep), in bfloat16.
 
     Returns:
         The model.
@@ -74,7 +77,8 @@ def parallelize(
         UnsupportedModelError: the model is already sharded, has weights quantised by bitsandbytes, keeps
             quantised bits and torch is older than 2.12, or mixes dtypes among the trainable parameters of
             one layer itself, outside its modules.
-        ValueError: the processes of a sequence cannot share a layer's heads.
+        ValueError: the processes of a sequence cannot share a layer's heads; DeepEP is asked for and cannot
+            be used.
     """
     if not isinstance(model, LigerCausalLM):
         raise TypeError(
@@ -105,7 +109,7 @@ def parallelize(
     policy = MixedPrecisionPolicy(compute_dtype, _dtype_of_sums(meshes.data, model.dtype, compute_dtype))
     ignored: set[nn.Parameter] = set()
     if meshes.experts is not None:
-        ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward)
+        ignored = _divide_experts(model, meshes.experts, policy, reshard_after_forward, expert_comm_backend)
     modules = [] if model.mtp is None else [*model.mtp.values()]
     first_in_backward = [
         *model.layers[-1:],
@@ -149,7 +153,11 @@ def _dtype_of_sums(
 
 
 def _divide_experts(
-    model: LigerCausalLM, mesh: DeviceMesh, policy: Any, reshard_after_forward: bool
+    model: LigerCausalLM,
+    mesh: DeviceMesh,
+    policy: Any,
+    reshard_after_forward: bool,
+    comm_backend: ExpertCommBackend,
 ) -> set[nn.Parameter]:
     """Distribute experts over the mesh dimension "experts", and shard each rank's experts over the other
     dimensions, as separate groups.
@@ -161,13 +169,13 @@ def _divide_experts(
 
     others = mesh[("replicate", "shard") if mesh["replicate"].size() > 1 else ("shard",)]
     if others.size() == 1:
-        modules = divide_experts(model, mesh["experts"], policy.param_dtype)
+        modules = divide_experts(model, mesh["experts"], policy.param_dtype, comm_backend)
         return {p for module in modules for p in module.parameters()}
     # Their inputs are the layer's, already cast; routing weights stay in float32.
     sums = _dtype_of_sums(others, model.dtype, policy.param_dtype)
     policy = replace(policy, reduce_dtype=sums, cast_forward_inputs=False)
     whole: set[nn.Parameter] = set()
-    modules = divide_experts(model, mesh["experts"])
+    modules = divide_experts(model, mesh["experts"], comm_backend=comm_backend)
     forms = model.weight_map()
     cut = {p: _dimension(forms.get(name), others["shard"].size()) for name, p in model.named_parameters()}
     for module in modules:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.attention.backends import BACKENDS
+from liger_models.layers.experts.expert_parallel import EXPERT_COMM_BACKENDS
 from liger_models.layers.projections.float8 import RECIPES
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
@@ -32,22 +33,24 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "int": ((int, float), "a number"),
     "float": ((int, float), "a number"),
 }
-# Settings that may differ when a run is resumed.
-PLACES = (
-    "resume",
-    "output",
-    "data",
-    "columns",
-    "split",
-    "eval_data",
-    "data_cache",
-    "verify_data",
-    "tokenizer",
-    "log",
-    "log_every",
-    "sample_prompts",
-    "profile",
-)
+_CHOICES: dict[str, Iterable[str]] = {
+    "optimizer": OPTIMIZERS,
+    "schedule": SCHEDULES,
+    "dtype": DTYPES,
+    "weights": WEIGHTS,
+    "moments": MOMENTS,
+    "optimizer_memory": ("device", "host"),
+    "weights_memory": ("device", "host"),
+    "attention": BACKENDS,
+    "activation_memory": (*LEVELS, "auto"),
+    "float8": RECIPES,
+    "quantize": METHODS,
+    "keep_best": HIGHER_IS_BETTER,
+    "not_finite": NOT_FINITE,
+    "shard": SHARDS,
+    "expert_comm_backend": EXPERT_COMM_BACKENDS,
+    "train_on": TRAIN_ON,
+}
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,7 @@ class TrainConfig:
                        heads for attention, for very long rows (layers/sequences/sequence_parallel.py)
     expert_parallel    number of processes that share the experts of each layer; requires shard full or
                        hybrid (layers/experts/expert_parallel.py)
+    expert_comm_backend  what sends tokens between them: "standard" (torch) or "deepep" (package deep_ep)
     hang_timeout       seconds in which each process must make progress; otherwise all exit and name it
     resume             None: a new run; "auto": from the newest checkpoint in `output`, if any; or a folder
     """
@@ -210,6 +214,7 @@ class TrainConfig:
     shard: str | None = None
     sequence_parallel: int = 1
     expert_parallel: int = 1
+    expert_comm_backend: str = "standard"
     hang_timeout: float = 600.0
     resume: str | None = None
 
@@ -233,7 +238,9 @@ class TrainConfig:
             elif kind in _KINDS and not (value is None and f.default is None):
                 kinds, expected = _KINDS[kind]
                 check(f.name, isinstance(value, kinds) and not isinstance(value, bool), expected)
-        check("optimizer", self.optimizer in OPTIMIZERS, f"one of {', '.join(OPTIMIZERS)}")
+        for name, choices in _CHOICES.items():
+            none = getattr(self, name) is None and getattr(type(self), name) is None
+            check(name, none or getattr(self, name) in choices, f"one of {', '.join(choices)}")
         rates = find_defaults(
             self.objective,
             self.optimizer,
@@ -274,22 +281,13 @@ class TrainConfig:
         check("steps", self.steps is None or self.steps >= 1, "1 or more")
         check("epochs", self.epochs is None or 0 < self.epochs < float("inf"), "more than 0, and not endless")
         check("lr", 0 < self.lr < float("inf"), "a number above 0")
-        check("schedule", self.schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}")
         for name in ("warmup", "decay"):
             number = getattr(self, name)
             check(name, number < 1 or number == int(number), "a whole number of steps, or a share below 1")
         check("min_lr", self.min_lr <= self.lr, f"at most lr, which is {self.lr:g}")
-        check("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}")
         check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
-        check("weights", self.weights in WEIGHTS, f"one of {', '.join(WEIGHTS)}")
-        check("moments", self.moments in MOMENTS, f"one of {', '.join(MOMENTS)}")
-        check("optimizer_memory", self.optimizer_memory in ("device", "host"), "device or host")
-        check("weights_memory", self.weights_memory in ("device", "host"), "device or host")
         if self.optimizer != "adamw":
             self._check_library_optimizer(check)
-        check("attention", self.attention in BACKENDS, f"one of {', '.join(BACKENDS)}")
-        levels = (*LEVELS, "auto")
-        check("activation_memory", self.activation_memory in levels, f"one of {', '.join(levels)}")
         if self.memory_budget is not None and self.activation_memory != "auto":
             raise ConfigError("memory_budget requires activation_memory 'auto'")
         for name in ("freeze", "train_only", "add_tokens"):
@@ -301,7 +299,6 @@ class TrainConfig:
             raise ConfigError("quantize, keep_quantised, merge and weights_memory 'host' require lora")
         if self.weights_memory == "host" and self.quantize == "int8":
             raise ConfigError("weights_memory 'host' takes nf4 and keep_quantised, but int8 stays on the GPU")
-        check("float8", self.float8 in (None, *RECIPES), f"one of {', '.join(RECIPES)}")
         if self.quantize and (self.float8 or self.keep_quantised):
             raise ConfigError("quantize is combined with neither float8 nor keep_quantised; choose one")
         if self.keep_quantised and (self.freeze or self.train_only):
@@ -311,17 +308,12 @@ class TrainConfig:
             )
         if self.cuda_graphs and (self.weights_memory == "host" or self.activation_memory == "offload"):
             raise ConfigError("cuda_graphs needs weights_memory 'device', and another level than 'offload'")
-        check("quantize", self.quantize in (None, *METHODS), f"one of {', '.join(METHODS)}")
-        best = f"one of {', '.join(HIGHER_IS_BETTER)}"
-        check("keep_best", self.keep_best in (None, *HIGHER_IS_BETTER), best)
         if self.keep_best or self.patience:
             judged = "eval_data or eval_fraction" if not (self.eval_data or self.eval_fraction) else ""
             judged = judged or ("eval_every" if self.patience and not self.eval_every else "")
             if judged:
                 raise ConfigError(f"keep_best and patience judge evaluations; pass {judged}, too")
-        check("not_finite", self.not_finite in NOT_FINITE, f"one of {', '.join(NOT_FINITE)}")
         check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
-        check("shard", self.shard in (None, *SHARDS), f"one of {', '.join(SHARDS)}")
         if self.lora is not None and self.shard not in (None, "none"):
             check_sharded(self.lora, self.shard, self.quantize, self.add_tokens, self.objective)
         if self.expert_parallel > 1 and self.sharding == "none":
@@ -331,7 +323,6 @@ class TrainConfig:
             )
         if self.streaming:
             self._check_streaming()
-        check("train_on", self.train_on in TRAIN_ON, f"one of {', '.join(TRAIN_ON)}")
         check("seed", abs(self.seed) < 2**63, "a 64-bit integer")
         make_objective(self.objective, self.objective_options)
         if self.train_on != TRAIN_ON[0] and OBJECTIVES[self.objective].form is not None:
@@ -393,8 +384,10 @@ class TrainConfig:
         """Differences from `other`, a `to_dict` that went through JSON: {name: (its value, this one's)}. A
         setting that it lacks, of an older version, has its default.
         """
-        mine = {f.name: getattr(self, f.name) for f in fields(self)}
-        given = {f.name: f.default for f in fields(self) if f.default is not MISSING}
-        other = {n: list(value) if isinstance(value, tuple) else value for n, value in given.items()} | other
-        mine = {name: list(value) if isinstance(value, tuple) else value for name, value in mine.items()}
+
+        def plain(value: Any) -> Any:
+            return list(value) if isinstance(value, tuple) else value
+
+        other = {f.name: plain(f.default) for f in fields(self) if f.default is not MISSING} | other
+        mine = {f.name: plain(getattr(self, f.name)) for f in fields(self)}
         return {name: (other.get(name), value) for name, value in mine.items() if other.get(name) != value}

@@ -62,7 +62,7 @@ def train_as(kind: type[Run], config: TrainConfig, callbacks: Iterable[Callback]
     output = local_path(config.output, ConfigError)
     # The first rank writes for all.
     lock = locked(output) if World.is_main() else contextlib.nullcontext()
-    shares = config.sharding, config.sequence_parallel, config.expert_parallel
+    shares = config.sharding, config.sequence_parallel, config.expert_parallel, config.expert_comm_backend
     with (
         lock,
         World(config.device, *shares, adapters=config.lora is not None) as world,

@@ -9,10 +9,26 @@ from liger_models.convert.checkpoints.hub import local_path
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.training.checkpoints.run_folder import MANIFEST, check_output
 from liger_models.training.checkpoints.state import find_whole_checkpoint, read_state
-from liger_models.training.config import PLACES, TrainConfig
+from liger_models.training.config import TrainConfig
 from liger_models.training.objectives import OBJECTIVES
 from liger_models.training.processes.world import World
 
+# Settings that may differ when a run is resumed.
+_PLACES = (
+    "resume",
+    "output",
+    "data",
+    "columns",
+    "split",
+    "eval_data",
+    "data_cache",
+    "verify_data",
+    "tokenizer",
+    "log",
+    "log_every",
+    "sample_prompts",
+    "profile",
+)
 # Settings that choose the tokens of a run.
 _OF_DATA = {
     *("data", "eval_data", "eval_fraction", "columns", "split", "streaming", "shuffle_buffer"),
@@ -93,5 +109,5 @@ def check_resumed(
             "from these weights without --resume"
         )
     for name, (then, now) in changed.items():
-        if name not in PLACES:
+        if name not in _PLACES:
             world.say(f"resuming with {name}={now}, which was {then}")

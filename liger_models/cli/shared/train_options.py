@@ -377,6 +377,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
     ):
         text = f"processes that share {shared} (default: %(default)s)"
         add(name, type=int, default=1, metavar="N", help=text)
+    text = "what sends tokens between those: torch's collectives, or the package deep_ep (%(default)s)"
+    add("--expert-comm-backend", choices=("standard", "deepep"), default="standard", help=text)
     add(
         "--hang-timeout",
         type=float,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from liger_models.convert.errors import ConfigError
 from liger_models.convert.progress import ProgressBar
+from liger_models.layers.experts.expert_parallel import ExpertCommBackend
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.devices import default_device, parse_device
 
@@ -38,6 +39,7 @@ class World:
         sequence: number of processes that share each row and exchange heads
             (layers/sequences/sequence_parallel.py).
         experts: number of processes that share the experts of each layer (layers/experts/expert_parallel.py).
+        expert_comm_backend: what sends tokens between these, see `parallelize`.
         adapters: only adapters are trained. They are whole in each process, also if the model is sharded.
 
     Attributes:
@@ -54,12 +56,13 @@ class World:
         shard: str = "none",
         sequence: int = 1,
         experts: int = 1,
+        expert_comm_backend: ExpertCommBackend = "standard",
         *,
         adapters: bool = False,
     ) -> None:
         self.size, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         self.shard = shard if self.size > 1 else "none"
-        self.sequence, self.experts = sequence, experts
+        self.sequence, self.experts, self._expert_comm_backend = sequence, experts, expert_comm_backend
         self._trains_whole = self.shard == "none" or adapters
         if self.size % sequence or self.size % experts:
             raise ConfigError(
@@ -119,7 +122,8 @@ class World:
         if self.shard == "none":
             sequence: Any = dims.meshes(self.device.type).sequence
             return lambda model: divide_sequences(model, sequence)
-        return lambda model: parallelize(model, dims)
+        backend = self._expert_comm_backend
+        return lambda model: parallelize(model, dims, expert_comm_backend=backend)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         if self.size == 1 or not self._trains_whole:
