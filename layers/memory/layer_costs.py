@@ -14,7 +14,7 @@ from liger_models.layers.experts.moe import MixtureOfExperts
 from liger_models.layers.memory.adapters import AdapterCosts, PeftMoments
 from liger_models.layers.memory.mixing import (
     backward_mixing,
-    joined_bytes,
+    early_bytes,
     mixing_operations,
     saved_by_segments,
 )
@@ -191,7 +191,7 @@ class _Moments:
         gradients: of the layer's parameters, counted separately: those computed by `last`, by `front` and by
             attention's backward pass, and all.
         attention: of attention's backward pass.
-        joined: further bytes of it, in layers that do not run again.
+        early: further bytes of it, in layers that do not run again.
         tile: of a tile, including the sums; None: the MLP is not tiled.
         tile_begun: of a tile when its backward pass runs the layer again, see `PeftForward`.
         moved: bytes of sums that are moved.
@@ -218,7 +218,7 @@ class _Moments:
     pieces: int
     gradients: tuple[int, int, int, int]
     attention: int
-    joined: int
+    early: int
     tile: int | None
     tile_begun: int
     moved: int
@@ -307,7 +307,7 @@ class _Moments:
             pieces=_pieces(layer, step, itemsize, adapters),
             gradients=(after, of_mlp, whole - gradient_bytes(in_front, step), whole),
             attention=attention,
-            joined=joined_bytes(layer, step, itemsize),
+            early=early_bytes(layer, step, itemsize),
             normed=normed,
             tile=tile,
             tile_begun=tile_begun,
@@ -333,7 +333,7 @@ class _Moments:
             of_mlp, all_after, whole = of_mlp - after, 0, 0
         attention = self.lean - self.mlp - self.outer + self.attention + self.one_part * self.stream
         attention += all_after - whole
-        attention += min(self.norms, self.stream) * (level == "all") + self.joined * (level not in RERUN)
+        attention += min(self.norms, self.stream) * (level == "all") + self.early * (level not in RERUN)
         without_mlp = self.lean - self.mlp + norm
         if self.peft is not None:
             if level == "all":

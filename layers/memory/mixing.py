@@ -50,13 +50,13 @@ def backward_mixing(layer: Block, step: Step, itemsize: int) -> int:
     return max((_mixer_work(mixer, step, itemsize) for mixer in mixers_of(layer)), default=0)
 
 
-def joined_bytes(layer: Block, step: Step, itemsize: int) -> int:
-    """Bytes of gradients that are not computed yet, for which `RecurrentMixer.split` has memory in layers
-    that do not run again.
+def early_bytes(layer: Block, step: Step, itemsize: int) -> int:
+    """Bytes of gradients that `RecurrentMixer.split` allocates before they are computed, in layers that do
+    not run again.
     """
     if step.sequence_ranks > 1:
         return 0
-    widths = (getattr(mixer, "joined_width", 0) for mixer in mixers_of(layer))
+    widths = (getattr(mixer, "early_width", 0) for mixer in mixers_of(layer))
     return step.tokens * itemsize * max(widths, default=0)
 
 

@@ -102,7 +102,7 @@ class ChannelDelta(RecurrentMixer):
         return self.spec.heads, self.spec.head_dim, self.spec.head_dim
 
     @property
-    def joined_width(self) -> int:
+    def early_width(self) -> int:
         return 3 * self.spec.size if self.spec.gate_rank is None else 0
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

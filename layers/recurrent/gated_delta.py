@@ -118,7 +118,7 @@ class GatedDelta(RecurrentMixer):
         return self.spec.value_heads, self.spec.key_dim, self.spec.value_dim
 
     @property
-    def joined_width(self) -> int:
+    def early_width(self) -> int:
         return 0 if self.spec.projections == "qkvz" else self.spec.conv_size
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:

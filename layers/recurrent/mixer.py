@@ -42,18 +42,19 @@ class RecurrentMixer(nn.Module):
         self.layer = layer
 
     def split(self, projected: Tensor, widths: Sequence[int], sequences: Sequences) -> tuple[Tensor, ...]:
-        """Parts [T, width] of a projection, whose gradients are written next to each other: see
-        `split_columns`. Their memory exists during the scan's backward pass, and so not where memory comes
-        first: in layers that run again, and in ranks that divide a sequence.
+        """Parts [T, width] of a projection, whose gradients are written next to each other (`split_columns`).
+
+        This saves a copy, but the scan's backward pass then holds memory for all of these gradients. Layers
+        that run again and ranks that divide a sequence need that memory, so they split as `torch.split` does.
         """
         if self.activation_memory in RERUN or sequences.slice is not None:
             return projected.split(list(widths), dim=1)
         return split_columns(projected, widths)
 
     @property
-    def joined_width(self) -> int:
-        """Columns of the projection's gradient for which there is memory before there is a gradient: those
-        of the convolution's inputs, if the norm's gradient comes first.
+    def early_width(self) -> int:
+        """Columns of the projection's gradient that `split` allocates early, before the scan's backward pass:
+        those of the convolution's inputs, if the norm's gradient comes first.
         """
         return 0
 

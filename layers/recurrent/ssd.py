@@ -111,7 +111,7 @@ class SSD(RecurrentMixer):
         return self.spec.heads, self.spec.head_dim, self.spec.state
 
     @property
-    def joined_width(self) -> int:
+    def early_width(self) -> int:
         return 0 if self.spec.gating == "without_norm" else self.spec.conv_size
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
