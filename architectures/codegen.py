@@ -2,7 +2,7 @@
 checkpoints hold queries, values and keys in four groups of heads.
 """
 
-from liger_models.architectures.gpt2 import SUMMARY
+from liger_models.architectures.gpt2 import SIZES, SUMMARY
 from liger_models.architectures.gptj import NAMES, gptj
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined, Layout
@@ -37,26 +37,7 @@ def codegen(c: HFConfig) -> ModelSpec:
 
 for_tests(
     "codegen",
-    tiny={
-        "rms_norm_eps": ...,
-        "layer_norm_epsilon": 1e-4,
-        "hidden_act": ...,
-        "activation_function": "gelu_new",
-        "hidden_size": ...,
-        "n_embd": 96,
-        "intermediate_size": ...,
-        "n_inner": 80,
-        "num_hidden_layers": ...,
-        "n_layer": 3,
-        "num_attention_heads": ...,
-        "n_head": 8,
-        "num_key_value_heads": ...,
-        "head_dim": ...,
-        "max_position_embeddings": ...,
-        "n_positions": 128,
-        "rope_parameters": ...,
-        "rotary_dim": 8,
-    },
+    tiny={**SIZES, "n_embd": 96, "n_head": 8, "rotary_dim": 8},
     variants={"gelu": {"activation_function": "gelu"}, "whole_heads": {"rotary_dim": 12}},
     skip={"rope:all": "the reference has only the default type"},
 )

@@ -36,20 +36,14 @@ for family in ("glm4v", "glm46v"):
                 "head_dim": ...,
                 "num_key_value_heads": 2,
                 "hidden_size": 64,
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "partial_rotary_factor": 0.5,
-                    "mrope_section": [1, 2, 1],
-                },
+                "rope_parameters": encoder.TINY_ROPE,
             },
             "vision_config": {"model_type": "glm4v_vision", **encoder.TINY},
             "image_token_id": 3,
             "video_token_id": 4,
         },
         skip={
-            "field:TimeSpec.tokens_per_second": encoder.NO_VIDEOS,
-            "field:TimeSpec.steps_apart": encoder.NO_VIDEOS,
+            **encoder.SKIP_VIDEOS,
             **({} if family == "glm4v" else {"published:config": "it computes the same as glm4v"}),
         },
     )

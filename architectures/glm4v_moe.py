@@ -2,11 +2,9 @@
 positions on three axes.
 """
 
-from dataclasses import replace
-
 from liger_models.architectures.common.deepseek import IN_GROUPS, TINY_EXPERTS, corrected_layouts
-from liger_models.architectures.common.images import language_model, with_axis_sections
 from liger_models.architectures.encoders import glm4v as encoder
+from liger_models.architectures.glm4v import glm4v
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import ModelSpec
@@ -21,9 +19,7 @@ from liger_models.layers.specs import ModelSpec
     defaults={"image_token_id": 151363},
 )
 def glm4v_moe(c: HFConfig) -> ModelSpec:
-    text, v = language_model(c), c.part("vision_config")
-    vision = encoder.vision(c, v, text.hidden_size)
-    return replace(with_axis_sections(c, text, (8, 12, 12)), vision=vision)
+    return glm4v(c)
 
 
 # -- tests
@@ -35,20 +31,12 @@ for_tests(
             **TINY_EXPERTS,
             "model_type": "glm4v_moe_text",
             "hidden_size": 64,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": 0.5,
-                "mrope_section": [1, 2, 1],
-            },
+            "rope_parameters": encoder.TINY_ROPE,
         },
         "vision_config": {"model_type": "glm4v_moe_vision", **encoder.TINY},
         "image_token_id": 3,
         "video_token_id": 4,
     },
     variants={"in groups": {"text_config": IN_GROUPS}},
-    skip={
-        "field:TimeSpec.tokens_per_second": encoder.NO_VIDEOS,
-        "field:TimeSpec.steps_apart": encoder.NO_VIDEOS,
-    },
+    skip=encoder.SKIP_VIDEOS,
 )

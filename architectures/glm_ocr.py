@@ -43,8 +43,7 @@ for_tests(
     },
     variants={"no_biases": {"vision_config": {"attention_bias": False}}},
     skip={
-        "field:TimeSpec.tokens_per_second": encoder.NO_VIDEOS,
-        "field:TimeSpec.steps_apart": encoder.NO_VIDEOS,
+        **encoder.SKIP_VIDEOS,
         "published:config": "no copy was at hand",
     },
 )

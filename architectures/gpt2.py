@@ -78,7 +78,7 @@ def with_learned_positions(c: HFConfig, kv_heads: int, by_layer: bool = False) -
 
 # -- tests
 
-TINY = {
+SIZES = {  # under GPT-2's names
     "rms_norm_eps": ...,
     "layer_norm_epsilon": 1e-4,
     "hidden_act": ...,
@@ -96,6 +96,9 @@ TINY = {
     "max_position_embeddings": ...,
     "n_positions": 128,
     "rope_parameters": ...,
+}
+TINY = {
+    **SIZES,
     "scale_attn_weights": True,
     "tie_word_embeddings": True,
     **dict.fromkeys(DROPOUTS, 0.0),

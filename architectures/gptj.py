@@ -3,7 +3,7 @@ LayerNorm, interleaved rotary on a part of each head, and a bias of the logits.
 """
 
 from liger_models.architectures.common import activation
-from liger_models.architectures.gpt2 import SUMMARY
+from liger_models.architectures.gpt2 import SIZES, SUMMARY
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -56,26 +56,7 @@ def gptj(c: HFConfig) -> ModelSpec:
 
 for_tests(
     "gptj",
-    tiny={
-        "rms_norm_eps": ...,
-        "layer_norm_epsilon": 1e-4,
-        "hidden_act": ...,
-        "activation_function": "gelu_new",
-        "hidden_size": ...,
-        "n_embd": 64,
-        "intermediate_size": ...,
-        "n_inner": 80,
-        "num_hidden_layers": ...,
-        "n_layer": 3,
-        "num_attention_heads": ...,
-        "n_head": 4,
-        "num_key_value_heads": ...,
-        "head_dim": ...,
-        "max_position_embeddings": ...,
-        "n_positions": 128,
-        "rope_parameters": ...,
-        "rotary_dim": 8,
-    },
+    tiny={**SIZES, "rotary_dim": 8},
     variants={"gelu": {"activation_function": "gelu"}, "whole_heads": {"rotary_dim": 16}},
     skip={"rope:all": "the reference has only the default type"},
 )

@@ -3,6 +3,8 @@ any size, that merges patches between two of its layers. `minicpm_ocr` is MiniCP
 """
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import siglip2 as encoder
@@ -17,26 +19,24 @@ LAYOUT = Layout(
 )
 
 
-@register(
-    "minicpmv4_6",
-    reference="MiniCPMV4_6ForConditionalGeneration",
-    vision=True,
-    layouts=(LAYOUT,),
-    carried=lambda c: encoder.unread_tensors(c, encoder.WHOLE),
-    unread=encoder.UNREAD_STRIPS,
-)
+def registration(mode: str) -> dict[str, Any]:
+    """Arguments of `register` for the families with this encoder; `mode` is the default of
+    `downsample_mode`.
+    """
+    return {
+        "vision": True,
+        "layouts": (LAYOUT,),
+        "carried": partial(encoder.unread_tensors, mode=mode),
+        "unread": encoder.UNREAD_STRIPS,
+    }
+
+
+@register("minicpmv4_6", reference="MiniCPMV4_6ForConditionalGeneration", **registration(encoder.WHOLE))
 def minicpmv4_6(c: HFConfig) -> ModelSpec:
     return replace(language_model(c), vision=encoder.strip_vision(c, c.part("vision_config"), encoder.WHOLE))
 
 
-@register(
-    "minicpm_ocr",
-    reference="MiniCPMOcrForConditionalGeneration",
-    vision=True,
-    layouts=(LAYOUT,),
-    carried=lambda c: encoder.unread_tensors(c, encoder.DETAILED),
-    unread=encoder.UNREAD_STRIPS,
-)
+@register("minicpm_ocr", reference="MiniCPMOcrForConditionalGeneration", **registration(encoder.DETAILED))
 def minicpm_ocr(c: HFConfig) -> ModelSpec:
     """MiniCPM-OCR (OpenBMB, 2026): MiniCPM-V 4.6 whose tokens keep the detail of documents: four patches each
     instead of sixteen.

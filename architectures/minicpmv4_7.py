@@ -7,21 +7,14 @@ from typing import Any
 
 from liger_models.architectures.common.images import language_model, with_interleaved_axes
 from liger_models.architectures.encoders import siglip2 as encoder
-from liger_models.architectures.minicpmv4_6 import LAYOUT, NO_COPY
+from liger_models.architectures.minicpmv4_6 import NO_COPY, registration
 from liger_models.architectures.minicpmv4_6 import TINY as TINY_4_6
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import CanvasSpec, ModelSpec
 
 
-@register(
-    "minicpmv4_7",
-    reference="MiniCPMV4_7ForConditionalGeneration",
-    vision=True,
-    layouts=(LAYOUT,),
-    carried=lambda c: encoder.unread_tensors(c, encoder.WHOLE),
-    unread=encoder.UNREAD_STRIPS,
-)
+@register("minicpmv4_7", reference="MiniCPMV4_7ForConditionalGeneration", **registration(encoder.WHOLE))
 def minicpmv4_7(c: HFConfig) -> ModelSpec:
     names = "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
     first, last, first_of_slice, last_of_slice, newline = (c.take_count(name, least=0) for name in names)

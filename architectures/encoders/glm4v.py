@@ -38,7 +38,16 @@ NAMES = (
     ("projector.", "merger."),
     (".self_attn.", ".attn."),
 )
-NO_VIDEOS = "the frames of videos are images to the model"
+SKIP_VIDEOS = {
+    f"field:TimeSpec.{field}": "the frames of videos are images to the model"
+    for field in ("tokens_per_second", "steps_apart")
+}
+TINY_ROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [1, 2, 1],
+}
 TINY: dict[str, Any] = {
     "depth": 2,
     "hidden_size": 32,

@@ -1,4 +1,6 @@
-"""Documents, gradients and errors, shared by the tests of the two delta rules."""
+"""Documents, gradients, errors and checks, shared by the tests of the two delta rules."""
+
+import itertools
 
 import torch
 
@@ -47,6 +49,47 @@ def check_document_unaffected_by_the_next(run, inputs, end):
     for ours, true in zip([o, *torch.autograd.grad(o, tokens, upstream)], truth, strict=True):
         # a dozen roundings in a row
         assert relative(ours[:end], true) < 12 * torch.finfo(torch.float16).eps / 2
+
+
+def check_parts_and_steps_equal_the_whole(rule, step, inputs, **options):
+    """Compare 70 tokens of one document with three parts of it, and two single steps from their state.
+
+    Args:
+        rule, step: the operation, and the operation for one token.
+        inputs: five tensors with one row per token, and the gates' parameters.
+    """
+    tokens, gates = inputs[:5], inputs[5:]
+    whole, final = rule(*inputs, **options)
+    state, parts = None, []
+    for first, end in ((0, 64), (64, 65), (65, 68)):
+        o, state = rule(*(x[first:end] for x in tokens), *gates, state=state, **options)
+        parts.append(o)
+    for t in (68, 69):
+        o, state = step(*(x[t : t + 1] for x in tokens), *gates, state, **options)
+        parts.append(o)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+
+
+def check_packed_equal_separate(rule, run, inputs):
+    """Compare `DOCUMENTS`, packed, with each alone, in outputs, states and every gradient.
+
+    Args:
+        rule: the operation.
+        run: the same on all inputs at once, with `cu_seqlens`.
+        inputs: five tensors with one row per token, the gates' parameters, and a state for each document.
+    """
+    tokens, gates, state = inputs[:5], inputs[5:7], inputs[7]
+    packed, upstream = with_gradients(run, inputs, cu_seqlens=torch.tensor(DOCUMENTS))
+    outputs, finals = [], []
+    for nth, (first, end) in enumerate(itertools.pairwise(DOCUMENTS)):
+        o, final = rule(*(x[first:end] for x in tokens), *gates, state=state[nth : nth + 1])
+        outputs.append(o)
+        finals.append(final)
+    alone = [torch.cat(outputs), torch.cat(finals)]
+    alone += torch.autograd.grad(alone, inputs, upstream)
+    for ours, true in zip(packed, alone, strict=True):
+        assert relative(ours, true) < 1e-5
 
 
 def check_only_operands_kept(run, inputs):

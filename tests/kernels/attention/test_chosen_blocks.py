@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from operation_runs import in_float64, run_with_gradients
+from masked_attention import check_attention_to_mask
 from visited_tiles import check_visits
 
 from liger_models.kernels import ChosenBlocks, attention, choose_blocks, document_bounds
@@ -88,21 +88,7 @@ def test_attention_to_chosen_blocks(size, interpreted, monkeypatch):
     chosen = choose_blocks(index_q, index_k, 2, size=size, local=1, longest=tokens, bounds=bounds)
     mask = blocks_mask(chosen, bounds, tokens).tril()
     check_visits(tiles, mask, chosen.bits, size, bounds, some_skipped=size == 8)
-    shapes = (tokens, 2, 8), (tokens, 1, 8), (tokens, 1, 8)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    run = lambda *x: attention(*x, bounds=bounds, chosen=chosen)  # noqa: E731
-    found, grads, upstream = run_with_gradients(run, inputs)
-
-    def by_mask(q, k, v):
-        mask = blocks_mask(chosen, bounds, tokens).tril()
-        scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]) * 8**-0.5
-        return torch.einsum("hqk,kd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v[:, 0])
-
-    expected, expected_grads, _ = run_with_gradients(
-        by_mask, in_float64(inputs), [x.double() for x in upstream]
-    )
-    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    check_attention_to_mask(mask, 8, bounds=bounds, chosen=chosen)
 
 
 def test_bad_input_is_refused():

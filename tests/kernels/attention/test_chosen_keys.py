@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from operation_runs import in_float64, run_with_gradients
+from masked_attention import check_attention_to_mask
 from visited_tiles import check_visits
 
 from liger_models.kernels import attention, choose_keys, document_bounds, key_ranges
@@ -87,21 +87,8 @@ def test_attention_to_chosen_keys(cu_seqlens, interpreted, monkeypatch):
     )
     tokens, bounds = cu_seqlens[-1], documents(cu_seqlens) if len(cu_seqlens) > 2 else None
     chosen = choose_keys(*operands(tokens), TOP_K, scale=0.4, longest=40, bounds=bounds)
-    shapes = (tokens, 2, 8), (tokens, 1, 8), (tokens, 1, 5)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    run = lambda *x: attention(*x, bounds=bounds, chosen=chosen)  # noqa: E731
-    found, grads, upstream = run_with_gradients(run, inputs)
-
-    def by_mask(q, k, v):
-        mask = chosen_mask(chosen, bounds, tokens).tril()
-        scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]) * 8**-0.5
-        return torch.einsum("hqk,kd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v[:, 0])
-
-    expected, expected_grads, _ = run_with_gradients(
-        by_mask, in_float64(inputs), [x.double() for x in upstream]
-    )
-    for a, b in zip((*found, *grads), (*expected, *expected_grads), strict=True):
-        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+    mask = chosen_mask(chosen, bounds, tokens).tril()
+    check_attention_to_mask(mask, 5, bounds=bounds, chosen=chosen)
 
 
 def test_tiles_without_a_chosen_key_are_skipped(interpreted):

@@ -11,6 +11,8 @@ from delta_problem import (
     LENGTHS,
     check_document_unaffected_by_the_next,
     check_only_operands_kept,
+    check_packed_equal_separate,
+    check_parts_and_steps_equal_the_whole,
     in_float64,
     relative,
 )
@@ -103,36 +105,14 @@ def test_a_document_does_not_affect_the_one_before_it(interpreted):
 
 @pytest.mark.parametrize("lower_bound", [None, -5.0])
 def test_parts_of_a_document_and_single_steps_equal_the_whole(lower_bound, implementation):
-    inputs = operands(70, 1, 16, 24)
-    tokens, gates = inputs[:5], inputs[5:]
-    whole, final = channel_delta_rule(*inputs, lower_bound=lower_bound)
-    state, parts = None, []
-    for first, end in ((0, 64), (64, 65), (65, 68)):
-        operands_of_part = [x[first:end] for x in tokens]
-        o, state = channel_delta_rule(*operands_of_part, *gates, state=state, lower_bound=lower_bound)
-        parts.append(o)
-    for t in (68, 69):
-        token = [x[t : t + 1] for x in tokens]
-        o, state = channel_delta_rule_step(*token, *gates, state, lower_bound=lower_bound)
-        parts.append(o)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, final, rtol=1e-5, atol=1e-5)
+    check_parts_and_steps_equal_the_whole(
+        channel_delta_rule, channel_delta_rule_step, operands(70, 1, 16, 24), lower_bound=lower_bound
+    )
 
 
 def test_packed_documents_equal_separate_ones_in_every_gradient():
     """In the plain form, which the kernels follow."""
-    inputs = operands(150, 1, 16, 16, documents=5)
-    tokens, gates, state = inputs[:5], inputs[5:7], inputs[7]
-    packed, upstream = with_gradients(inputs, cu_seqlens=torch.tensor(DOCUMENTS))
-    outputs, finals = [], []
-    for nth, (first, end) in enumerate(itertools.pairwise(DOCUMENTS)):
-        o, final = channel_delta_rule(*(x[first:end] for x in tokens), *gates, state=state[nth : nth + 1])
-        outputs.append(o)
-        finals.append(final)
-    alone = [torch.cat(outputs), torch.cat(finals)]
-    alone += torch.autograd.grad(alone, inputs, upstream)
-    for ours, true in zip(packed, alone, strict=True):
-        assert relative(ours, true) < 1e-5
+    check_packed_equal_separate(channel_delta_rule, run, operands(150, 1, 16, 16, documents=5))
 
 
 def test_documents_of_several_segments_follow_the_recurrence(interpreted, monkeypatch):

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from mixer_runs import results
 
 from liger_models.kernels._dispatch import interpret
-from liger_models.layers.recompute.activation_memory import keep_recipes, recompute
 from liger_models.layers.recurrent.gated_delta import GatedDelta
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GatedDeltaSpec
 
 HIDDEN = 24
-
-
-def results(mixer, x, dy, sequences, keeping):
-    mixer.zero_grad()
-    x = x.detach().requires_grad_()
-    if keeping == "checkpoint":
-        y = recompute(mixer, x, sequences)
-    elif keeping == "lean":
-        with keep_recipes():
-            y = mixer(x, sequences)
-    else:
-        y = mixer(x, sequences)
-    y.backward(dy)
-    return {"y": y.detach(), "x": x.grad} | {name: p.grad for name, p in mixer.named_parameters()}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
