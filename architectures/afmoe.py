@@ -1,5 +1,5 @@
-"""Trinity (Arcee AI, 2025): norms before and after the branches, QK-norm per head, a gate of attention's
-output, and the experts of DeepSeek-V3. Three layers of four have a sliding window; only those have positions.
+"""Trinity (Arcee AI, 2025): norms before and after the branches, QK-norm per head, gated attention, and
+the experts of DeepSeek-V3. Three of every four layers have a sliding window; only those have positions.
 """
 
 from dataclasses import replace

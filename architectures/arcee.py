@@ -1,4 +1,4 @@
-"""AFM (Arcee AI, 2025): LLaMA with a plain MLP of squared ReLUs."""
+"""AFM (Arcee AI, 2025): LLaMA with a plain MLP with squared ReLU."""
 
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import for_tests, register

@@ -1,5 +1,5 @@
-"""Aria (Rhymes AI, 2024, arXiv:2410.05993): its language model of experts, with an encoder for images of any
-shape, whose patches learned queries attend to; each image has as many tokens as queries.
+"""Aria (Rhymes AI, 2024, arXiv:2410.05993): its mixture-of-experts language model with an encoder for images
+of any shape; learned queries attend to the patches, and each gives a token.
 """
 
 from dataclasses import replace

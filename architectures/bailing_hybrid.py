@@ -1,5 +1,5 @@
-"""Ling 3.0 (inclusionAI, 2026): linear attention with a bounded decay for each channel in five layers of six,
-latent attention with gated heads in the others, and the experts of DeepSeek-V3.
+"""Ling 3.0 (inclusionAI, 2026): linear attention with a bounded decay per channel in five of every six
+layers, latent attention with gated heads in the others, and the experts of DeepSeek-V3.
 """
 
 from dataclasses import replace

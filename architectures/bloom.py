@@ -1,5 +1,5 @@
-"""BLOOM (BigScience, 2022, arXiv:2211.05100): attention whose scores fall with the distance (ALiBi), a norm
-of the embeddings, LayerNorm, a plain MLP with GELU, and biases everywhere.
+"""BLOOM (BigScience, 2022, arXiv:2211.05100): attention with biases by distance (ALiBi), a norm of the
+embeddings, LayerNorm, a plain MLP with GELU, and biases everywhere.
 """
 
 from liger_models.architectures.common import alibi_slopes

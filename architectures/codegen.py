@@ -1,5 +1,5 @@
-"""CodeGen (Nijkamp et al., 2022, arXiv:2203.13474): GPT-J for programs, without biases of attention, whose
-checkpoints hold queries, values and keys in four groups of heads.
+"""CodeGen (Nijkamp et al., 2022, arXiv:2203.13474): GPT-J for code; checkpoints hold queries, values and keys
+in four groups of heads.
 """
 
 from liger_models.architectures.gpt2 import SIZES, SUMMARY

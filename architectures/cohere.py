@@ -49,7 +49,7 @@ GRANTED = (
     fixed={"rotary_pct": 1.0},  # not read by the reference
 )
 def cohere2(c: HFConfig) -> ModelSpec:
-    """Command R7B and A (Cohere, 2024): Command R with a sliding window on three layers of four, and no
+    """Command R7B and A (Cohere, 2024): Command R with a sliding window on three of every four layers, and no
     positions (NoPE) on the fourth.
     """
     norm = LayerNormSpec(eps=c.take_number("layer_norm_eps", 1e-5), bias=False)

@@ -1,5 +1,5 @@
-"""North Micro Vision (Cohere, 2026): Command R7B's parallel blocks, whose types of layers each have rotary
-settings of their own, or none, with the encoder of Qwen3-VL for images and videos of any size.
+"""North Micro Vision (Cohere, 2026): Command R7B's parallel blocks, with separate rotary settings, or none,
+for each type of layer, with the encoder of Qwen3-VL for images and videos of any size.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""The language model of North Micro Vision (Cohere, 2026): Command R7B's parallel blocks, whose types of
-layers each have rotary settings of their own, or none.
+"""The language model of North Micro Vision (Cohere, 2026): Command R7B's parallel blocks, with separate
+rotary settings, or none, for each type of layer.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Code World Model (Meta, 2025, arXiv:2510.02387): LLaMA 3 with a sliding window on three layers of four."""
+"""Code World Model (Meta, 2025, arXiv:2510.02387): LLaMA 3 with a sliding window on three of every four
+layers.
+"""
 
 from dataclasses import replace
 

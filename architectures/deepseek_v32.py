@@ -1,5 +1,5 @@
-"""DeepSeek-V3.2 (2025, arXiv:2512.02556): DeepSeek-V3 with an indexer in each layer, which chooses the keys
-that a query attends to.
+"""DeepSeek-V3.2 (2025, arXiv:2512.02556): DeepSeek-V3 with sparse attention: an indexer in each layer chooses
+the keys of each query.
 """
 
 from dataclasses import replace

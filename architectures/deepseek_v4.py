@@ -1,5 +1,5 @@
-"""DeepSeek-V4 (2026): four residual streams, attention to a window and to compressed keys, which are the
-values, too, and experts of which the first layers' are chosen by token ids.
+"""DeepSeek-V4 (2026): four residual streams, attention to a window and to compressed keys that also serve as
+values, and experts, chosen by token id in the first layers.
 """
 
 from liger_models.architectures.common import decoder

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with experts of text and others of images and videos, each with a
-router of their own, and positions on three axes; an encoder for images and videos of any size.
+"""ERNIE 4.5 VL (Baidu, 2025): ERNIE 4.5 with separate experts and routers for text and for images and videos,
+positions on three axes, and an encoder for images and videos of any size.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""EXAONE 4.5 (LG AI Research, 2026): EXAONE 4 with Qwen2.5-VL's encoder for images and videos of any
-size, in which heads share keys and values here.
+"""EXAONE 4.5 (LG AI Research, 2026): EXAONE 4 with Qwen2.5-VL's encoder for images and videos of any size,
+here with grouped-query attention.
 """
 
 from dataclasses import replace

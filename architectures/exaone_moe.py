@@ -1,5 +1,5 @@
 """K-EXAONE (LG AI Research, 2026, arXiv:2601.01739): the experts of DeepSeek-V3, QK-norm per head, and a
-sliding window on three layers of four; only those have positions.
+sliding window on three of every four layers; only those have positions.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Falcon-H1 (TII, 2025, arXiv:2507.22448): attention and state space layers side by side, and multipliers of
+"""Falcon-H1 (TII, 2025, arXiv:2507.22448): attention and state space layers in parallel, and multipliers for
 embeddings, keys, projections, branches and logits.
 """
 

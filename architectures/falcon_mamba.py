@@ -1,4 +1,4 @@
-"""Falcon-Mamba (TII, 2024, arXiv:2410.05355): Mamba whose steps, B and C are normalised, without weights."""
+"""Falcon-Mamba (TII, 2024, arXiv:2410.05355): Mamba with norms of the steps, B and C, without weights."""
 
 from liger_models.architectures.mamba import DEFAULTS, SKIP, STEP_BIAS, TINY, UNREAD, VARIANTS, scans
 from liger_models.architectures.mamba2 import NAMES

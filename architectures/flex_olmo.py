@@ -1,5 +1,5 @@
-"""FlexOlmo (Shi et al., 2025, arXiv:2507.07024): OLMo 2 with experts, which may be trained apart on data of
-their own and joined later.
+"""FlexOlmo (Shi et al., 2025, arXiv:2507.07024): OLMo 2 with experts that can be trained separately, each on
+its own data, and merged later.
 """
 
 from dataclasses import replace

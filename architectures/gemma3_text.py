@@ -1,5 +1,5 @@
 """Gemma 3 (Gemma Team, 2025, arXiv:2503.19786), its text models: Gemma 2 with QK-norm instead of soft caps,
-and a sliding window with its own rotary base on five layers of six.
+and a sliding window with its own rotary base on five of every six layers.
 """
 
 from dataclasses import replace

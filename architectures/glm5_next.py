@@ -1,6 +1,6 @@
-"""GLM-5.3-Flash (Z.ai, 2026): linear attention with a bounded decay for each channel in three layers of four,
-latent attention without positions to pools of keys that an indexer chooses in the others, four residual
-streams, DeepSeek-V3's experts with clamped activations, and the encoder of GLM-OCR.
+"""GLM-5.3-Flash (Z.ai, 2026): linear attention with a bounded decay per channel in three of every four
+layers; in the others latent attention without positions, to pools of keys that an indexer chooses; four
+residual streams, DeepSeek-V3's experts with clamped activations, and the encoder of GLM-OCR.
 """
 
 from dataclasses import replace

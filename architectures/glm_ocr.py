@@ -1,5 +1,5 @@
-"""GLM-OCR (Z.ai, 2026): a small model that reads documents, of the form of GLM-4.1V, with norms of
-queries and keys in the encoder.
+"""GLM-OCR (Z.ai, 2026): a small model for reading documents, in the form of GLM-4.1V, with QK-norm in the
+encoder.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""GOT-OCR 2.0 (StepFun, 2024, arXiv:2409.01704): a small Qwen2 that reads documents, with SAM's encoder and
+"""GOT-OCR 2.0 (StepFun, 2024, arXiv:2409.01704): a small Qwen2 for reading documents, with SAM's encoder and
 convolutions; sixteen patches of a square image make a token.
 """
 

@@ -1,5 +1,6 @@
-"""Granite 4 Vision (IBM, 2026): Granite with CLIP's or SigLIP's encoder for images of any size as tiles, from
-several of whose layers queries by windows (Q-Former) make features for several layers of the language model.
+"""Granite 4 Vision (IBM, 2026): Granite with CLIP's or SigLIP's encoder for images of any size, as tiles;
+Q-Formers over windows turn outputs of several of its layers into features for several layers of the language
+model.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Granite 3 with experts (IBM, 2024): Granite with experts, weighted by a softmax over only the chosen ones;
-PowerMoE; and a variant with one more expert that all tokens share.
+also PowerMoE, and a variant with a shared expert.
 """
 
 from dataclasses import replace

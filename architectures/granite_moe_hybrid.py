@@ -1,5 +1,5 @@
-"""Granite 4 (IBM, 2025): state space layers, and attention without positions in a few layers, with experts
-and one that all tokens share, or with only an MLP.
+"""Granite 4 (IBM, 2025): state space layers, and attention without positions in a few layers; experts with a
+shared one, or an MLP.
 """
 
 import math

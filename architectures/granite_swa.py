@@ -1,5 +1,5 @@
-"""Granite 5 (IBM, 2026): Granite with attention sinks, a sliding window on three layers of four, and a rotary
-base for each layer, or no positions.
+"""Granite 5 (IBM, 2026): Granite with attention sinks, a sliding window on three of every four layers, and a
+rotary base for each layer, or no positions.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def granite_swa(c: HFConfig) -> ModelSpec:
     defaults={**DEFAULTS, "sliding_window": 128},
 )
 def granitemoe_swa(c: HFConfig) -> ModelSpec:
-    """Granite 5 with experts (IBM, 2026): experts, and one that all tokens share, in Granite 5."""
+    """Granite 5 with experts (IBM, 2026): Granite 5 with experts and a shared one."""
     return multiplied(c, with_shared(c, experts(c)), with_sinks(c))
 
 

@@ -1,5 +1,5 @@
-"""Hunyuan 4 (Tencent, 2026): latent attention with gates and sinks to keys that indexers choose, four
-residual streams that are not mixed, and the experts of DeepSeek-V3, whose activation is clamped.
+"""Hunyuan 4 (Tencent, 2026): gated latent attention with sinks, to keys that indexers choose; four residual
+streams that are not mixed; DeepSeek-V3's experts with a clamped activation.
 """
 
 from dataclasses import replace

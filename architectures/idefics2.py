@@ -1,5 +1,5 @@
-"""Idefics 2 (Laurençon et al., 2024, arXiv:2405.02246): Mistral with SigLIP's encoder for images of any size,
-whose patches learned latents attend to; each image has as many tokens as latents.
+"""Idefics 2 (Laurençon et al., 2024, arXiv:2405.02246): Mistral with SigLIP's encoder for images of any size;
+learned latents attend to the patches, and each gives a token.
 """
 
 from dataclasses import replace

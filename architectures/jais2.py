@@ -1,5 +1,5 @@
-"""Jais 2 (MBZUAI, Inception and Cerebras, 2025): LayerNorm, a plain MLP of squared ReLUs, and biases on every
-projection.
+"""Jais 2 (MBZUAI, Inception and Cerebras, 2025): LayerNorm, a plain MLP with squared ReLU, and biases on
+every projection.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp

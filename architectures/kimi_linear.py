@@ -1,5 +1,5 @@
-"""Kimi Linear (Kimi Team, 2025, arXiv:2510.26692): linear attention with a decay for each channel in most
-layers, latent attention without positions in the others, and the experts of DeepSeek-V3.
+"""Kimi Linear (Kimi Team, 2025, arXiv:2510.26692): linear attention with a decay per channel in most layers,
+latent attention without positions in the others, and the experts of DeepSeek-V3.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Laguna (Poolside, 2026): QK-norm per head, a gate of attention's output by softplus, heads in numbers of
-their own in each layer, and the experts of DeepSeek-V3. Layers with a sliding window have their own rotary.
+"""Laguna (Poolside, 2026): QK-norm per head, a softplus gate on attention's output, a number of heads per
+layer, and the experts of DeepSeek-V3. Layers with a sliding window have their own rotary.
 """
 
 from dataclasses import replace

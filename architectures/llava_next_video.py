@@ -1,4 +1,4 @@
-"""LLaVA-NeXT-Video (Zhang et al., 2024): LLaVA-NeXT for videos, too, whose frames are pooled."""
+"""LLaVA-NeXT-Video (Zhang et al., 2024): LLaVA-NeXT that also accepts videos, with pooled frames."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""LongCat-Flash (Meituan, 2025, arXiv:2509.01322): latent attention and an MLP twice a layer, and experts
-that skip the second of both; some of them return their input.
+"""LongCat-Flash (Meituan, 2025, arXiv:2509.01322): two latent attentions and two MLPs per layer, and experts
+on a shortcut around the second pair; some experts return their input.
 """
 
 import math

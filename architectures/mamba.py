@@ -1,4 +1,4 @@
-"""Mamba (Gu and Dao, 2023, arXiv:2312.00752): layers of the selective scan, no attention and no MLPs."""
+"""Mamba (Gu and Dao, 2023, arXiv:2312.00752): only layers with a selective scan, no attention and no MLPs."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,6 @@
 """MiMo-V2-Flash (Xiaomi, 2026, arXiv:2601.02780): values narrower than keys, and the experts of DeepSeek-V3.
-Five layers of six have a sliding window, attention sinks, twice the key/value heads, and their own rotary.
+Five of every six layers have a sliding window, attention sinks, twice the key/value heads, and a rotary
+embedding of their own.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""MiniCPM-V 4.6 (OpenBMB, 2026): Qwen3.5 with an encoder for images, their slices and frames of videos, of
-any size, that merges patches between two of its layers. `minicpm_ocr` is MiniCPM-OCR, which does not.
+"""MiniCPM-V 4.6 (OpenBMB, 2026): Qwen3.5 with an encoder for images, slices of images and frames of videos,
+of any size, which merges patches between two of its layers. `minicpm_ocr` is MiniCPM-OCR, which does not.
 """
 
 from dataclasses import replace
@@ -24,19 +24,25 @@ def registration(mode: str) -> dict[str, Any]:
     `downsample_mode`.
     """
     return {
-        "vision": True,
         "layouts": (LAYOUT,),
         "carried": partial(encoder.unread_tensors, mode=mode),
         "unread": encoder.UNREAD_STRIPS,
     }
 
 
-@register("minicpmv4_6", reference="MiniCPMV4_6ForConditionalGeneration", **registration(encoder.WHOLE))
+@register(
+    "minicpmv4_6", reference="MiniCPMV4_6ForConditionalGeneration", vision=True, **registration(encoder.WHOLE)
+)
 def minicpmv4_6(c: HFConfig) -> ModelSpec:
     return replace(language_model(c), vision=encoder.strip_vision(c, c.part("vision_config"), encoder.WHOLE))
 
 
-@register("minicpm_ocr", reference="MiniCPMOcrForConditionalGeneration", **registration(encoder.DETAILED))
+@register(
+    "minicpm_ocr",
+    reference="MiniCPMOcrForConditionalGeneration",
+    vision=True,
+    **registration(encoder.DETAILED),
+)
 def minicpm_ocr(c: HFConfig) -> ModelSpec:
     """MiniCPM-OCR (OpenBMB, 2026): MiniCPM-V 4.6 whose tokens keep the detail of documents: four patches each
     instead of sixteen.

@@ -14,7 +14,9 @@ from liger_models.convert.config.hf_config import HFConfig
 from liger_models.layers.specs import CanvasSpec, ModelSpec
 
 
-@register("minicpmv4_7", reference="MiniCPMV4_7ForConditionalGeneration", **registration(encoder.WHOLE))
+@register(
+    "minicpmv4_7", reference="MiniCPMV4_7ForConditionalGeneration", vision=True, **registration(encoder.WHOLE)
+)
 def minicpmv4_7(c: HFConfig) -> ModelSpec:
     names = "image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id"
     first, last, first_of_slice, last_of_slice, newline = (c.take_count(name, least=0) for name in names)

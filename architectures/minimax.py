@@ -1,5 +1,6 @@
-"""MiniMax-Text-01 (MiniMax, 2025, arXiv:2501.08313): lightning attention in seven layers of eight, softmax
-attention in the others, and Mixtral's experts. Branches are added to the outputs of the norms before them.
+"""MiniMax-Text-01 (MiniMax, 2025, arXiv:2501.08313): lightning attention in seven of every eight layers,
+softmax attention in the others, and Mixtral's experts. Branches are added to the outputs of the norms before
+them.
 """
 
 from dataclasses import replace

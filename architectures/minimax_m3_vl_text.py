@@ -1,5 +1,5 @@
 """MiniMax-M3, its text part (MiniMax, 2026): on some layers an indexer chooses blocks of keys for each group
-of heads; norms of each head, and clamped MLPs and experts.
+of heads; QK-norm per head, and clamped activations in MLPs and experts.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Mistral Small 4 (Mistral AI, 2026): latent attention with queries scaled by position, and experts weighted
-by a softmax, and shared experts.
+by a softmax next to shared ones.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""Mistral Large 4 (Mistral AI, 2026): latent attention to keys that indexers choose, whose latents layers
-may share; learned scales of queries by position and of rotary frequencies, layers without positions, experts
-chosen by a softmax in groups, and Pixtral's encoder.
+"""Mistral Large 4 (Mistral AI, 2026): latent attention to keys that indexers choose, with latents that layers
+may share; learned scales for queries by position and for rotary frequencies; layers without positions;
+grouped experts chosen by a softmax; and Pixtral's encoder.
 """
 
 from liger_models.architectures.common.deepseek import (

@@ -1,5 +1,5 @@
-"""MPT (MosaicML, 2023): attention whose scores fall with the distance (ALiBi), LayerNorm and a plain MLP with
-GELU, without biases; queries, keys and values may be clamped.
+"""MPT (MosaicML, 2023): attention with biases by distance (ALiBi), LayerNorm and a plain MLP with GELU,
+without biases; queries, keys and values may be clamped.
 """
 
 from liger_models.architectures.common import alibi_slopes

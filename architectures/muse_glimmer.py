@@ -1,6 +1,6 @@
-"""Muse Glimmer (Meta, 2026): norms before and after the branches, unweighted QK-norm, a gate of attention's
-output, normalised embeddings and scaled, soft-capped logits; three layers of four have a sliding window, and
-only those have positions. An encoder for images and videos of any size.
+"""Muse Glimmer (Meta, 2026): norms before and after the branches, unweighted QK-norm, a gate on attention's
+output, normalised embeddings and scaled, soft-capped logits; three of every four layers have a sliding
+window, and only those have positions. An encoder for images and videos of any size.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""nanochat (Karpathy, 2025): no norm has a weight, the embeddings are normalised as well, queries and keys
-after a rotation in the other direction; squared ReLU, and soft-capped logits.
+"""nanochat (Karpathy, 2025): norms without weights, also of the embeddings; QK-norm after a rotary embedding
+in the other direction; squared ReLU, and soft-capped logits.
 """
 
 from dataclasses import replace

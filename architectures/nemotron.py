@@ -1,5 +1,5 @@
 """Nemotron-4 and Minitron (Parmar et al., 2024, arXiv:2402.16819): LayerNorm with zero-centred weights, a
-plain MLP of squared ReLUs, and rotary on half of each head.
+plain MLP with squared ReLU, and rotary on half of each head.
 """
 
 from liger_models.architectures.common import attention, decoder, mlp

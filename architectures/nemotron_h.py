@@ -1,5 +1,5 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA, 2025, arXiv:2504.03624, arXiv:2512.20848): layers of
-one part each, state space layers, a few of attention without positions, and MLPs or experts with squared
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3 (NVIDIA, 2025, arXiv:2504.03624, arXiv:2512.20848): one part per
+layer: a state space layer, in a few layers attention without positions, or an MLP or experts with squared
 ReLU. The experts are routed as in DeepSeek-V3, and in Nemotron 3 Super and Ultra work in a latent space.
 """
 

@@ -1,5 +1,5 @@
-"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a sliding window on three layers of four; only the other layers
-scale the rotary embedding for long contexts.
+"""OLMo 3 (OLMo et al., 2025): OLMo 2 with a sliding window on three of every four layers; only the other
+layers scale the rotary embedding for long contexts.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""OLMo Hybrid (OLMo et al., 2026): linear attention by the gated delta rule, with norms before the
-branches, in three layers of four, and attention with norms after the branches in the others.
+"""OLMo Hybrid (OLMo et al., 2026): linear attention by the gated delta rule, with norms before the branches,
+in three of every four layers, and attention with norms after the branches in the others.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Ovis2 (AIDC-AI, 2025, arXiv:2405.20797): Qwen2.5 with an encoder for square images, each of whose features
-is a mean of the embeddings of visual words.
+"""Ovis2 (AIDC-AI, 2025, arXiv:2405.20797): Qwen2.5 with an encoder for square images, whose features are
+weighted means of the embeddings of visual words.
 """
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""PaddleOCR-VL (Baidu, 2025, arXiv:2510.14528): a small ERNIE 4.5 that reads documents, with SigLIP's layers
+"""PaddleOCR-VL (Baidu, 2025, arXiv:2510.14528): a small ERNIE 4.5 for reading documents, with SigLIP's layers
 for images of any size, whose positions are both rotary and learned.
 """
 

@@ -1,5 +1,5 @@
-"""Persimmon (Adept, 2023): LayerNorm, also of each head's query and key, a plain MLP of squared ReLUs, rotary
-on half of each head, and biases everywhere. Checkpoints interleave query, key and value by head.
+"""Persimmon (Adept, 2023): LayerNorm, also of each head's query and key, a plain MLP with squared ReLU,
+rotary on half of each head, and biases everywhere. Checkpoints interleave query, key and value by head.
 """
 
 from dataclasses import replace

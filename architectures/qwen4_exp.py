@@ -1,6 +1,6 @@
-"""Qwen4, experimental (Qwen Team, 2026): several residual streams with gates by channel, embeddings of
-n-grams, linear attention, and attention to blocks of keys that an indexer chooses, with Qwen3.5's encoder for
-images and videos.
+"""Qwen4, experimental (Qwen Team, 2026): several residual streams with gates per channel, n-gram embeddings,
+linear attention, and attention to blocks of keys that an indexer chooses, with Qwen3.5's encoder for images
+and videos.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Qwen4, experimental (Qwen Team, 2026), text models: several residual streams with gates by channel,
-embeddings of n-grams, linear attention, and attention to blocks of keys that an indexer chooses.
+"""Qwen4, experimental (Qwen Team, 2026), text models: several residual streams with gates per channel, n-gram
+embeddings, linear attention, and attention to blocks of keys that an indexer chooses.
 """
 
 from dataclasses import replace

@@ -1,5 +1,5 @@
-"""Step 3.7 Flash (StepFun, 2026): QK-norm per head, a gate of attention's output, other numbers of heads and
-other rotary settings in layers with a sliding window, and experts whose gates are capped after the
+"""Step 3.7 Flash (StepFun, 2026): QK-norm per head, a gate on attention's output, a different number of heads
+and other rotary settings in layers with a sliding window, and experts whose gates are capped after the
 activation. An encoder of whole images and of crops.
 """
 

@@ -1,5 +1,5 @@
-"""Zamba 2 (Zyphra, 2024, arXiv:2411.15242): Mamba 2's state space layers, some of which add attention and an
-MLP with shared weights and adapters for each layer, which read the embeddings again.
+"""Zamba 2 (Zyphra, 2024, arXiv:2411.15242): Mamba 2's state space layers; before some of them, attention and
+an MLP that also read the embeddings, with shared weights and adapters per layer.
 """
 
 from liger_models.architectures.common import LINEAR, activation, decoder, ssd
