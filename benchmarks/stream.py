@@ -35,11 +35,11 @@ def run(args: argparse.Namespace) -> int:
     about += f"; buckets of 512 MiB; median of {args.steps} runs."
     weights = [parameter.detach() for parameter in model.parameters()]
     size, tensors = sum(weight.nbytes for weight in weights), 0
-    room = torch.empty(BUCKET, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    buffer = torch.empty(BUCKET, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def copy(host: bool) -> None:
         source = torch.empty(BUCKET, dtype=torch.uint8, device=device)
-        target = room if host else torch.empty(BUCKET, dtype=torch.uint8, device=device)
+        target = buffer if host else torch.empty(BUCKET, dtype=torch.uint8, device=device)
         for start in range(0, size, BUCKET):
             part = slice(0, min(BUCKET, size - start))
             target[part].copy_(source[part], non_blocking=True)
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     def stream(host: bool) -> None:
         nonlocal tensors
         tensors = 0
-        largest: Tensor = room
+        largest: Tensor = buffer
         for bucket in liger_models.stream_weights(model, names="vllm", dtype="bfloat16").buckets(BUCKET):
             tensors += len(bucket.tensors)
             if not host:

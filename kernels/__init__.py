@@ -1,7 +1,7 @@
 """Triton operations, each with its plain PyTorch twin.
 
-May import torch and triton, and no other part of the package. Rooms import the modules of this folder, and
-another room if they fuse its operation.
+May import torch and triton, and no other part of the package. Subpackages import the modules of this
+folder, and one another where they fuse operations.
 """
 
 from liger_models.kernels.activations.gated import (

@@ -1,6 +1,6 @@
 """The parts that models are made of. Those listed here can be used alone, in any model.
 
-Imports `parts` and `sequences`; the rooms below do not import this package's names.
+Imports `parts` and `sequences`; the subpackages do not import this package's names.
 """
 
 from liger_models.layers.parts.activations import LigerReLUSquared, LigerSoftmax

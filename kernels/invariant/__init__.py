@@ -1,4 +1,4 @@
 """Results of a token that do not depend on the rest of the batch.
 
-May import only torch and modules of this room; the other rooms import it.
+May import only torch and its own modules; the other kernel packages import it.
 """

@@ -103,7 +103,7 @@ class Block(nn.Module):
     reads: tuple[str, ...] = ()
     makes: tuple[str, ...] = ()
     mlp: GatedMLP | PlainMLP | MixtureOfExperts
-    has_room_for: tuple[str, ...] = ()
+    supports: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("mixer", "mlp")
     norms_after_branches: int = 0
 
@@ -127,8 +127,8 @@ class Block(nn.Module):
             "ngrams": spec.ngrams,
             "laurel_rank": spec.laurel_rank,
         }
-        if no_room := [name for name, part in more.items() if part and name not in self.has_room_for]:
-            raise ValueError(f"layers of topology {spec.topology!r} have no room for {no_room}")
+        if unsupported := [name for name, part in more.items() if part and name not in self.supports]:
+            raise ValueError(f"layers of topology {spec.topology!r} do not support {unsupported}")
         if missing := [name for name in self.needs if getattr(spec, name) is None]:
             raise ValueError(f"layers of topology {spec.topology!r} need {missing}, found None")
         own = spec if spec.shared is None else replace(spec, second_mixer=None, mlp=None)
@@ -172,8 +172,8 @@ class Block(nn.Module):
         tokens: tuple[Tensor, ...] = ()
         states: tuple[Tensor, ...] = ()
         for mixer, spec in zip(self.mixers, self.spec.mixers, strict=True):
-            room = mixer.new_cache(batch, max_length, device, dtype)
-            tokens, states = (tokens, room) if isinstance(spec, RecurrentSpec) else (room, states)
+            new = mixer.new_cache(batch, max_length, device, dtype)
+            tokens, states = (tokens, new) if isinstance(spec, RecurrentSpec) else (new, states)
         return tokens, states
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

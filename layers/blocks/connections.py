@@ -79,7 +79,7 @@ def _hand_on_keys(layers: Sequence[Block]) -> None:
         alike = ("num_key_value_heads", "head_dim", "window")
         if (
             not isinstance(source, AttentionSpec)
-            or "keys of another layer" not in read.has_room_for
+            or "keys of another layer" not in read.supports
             or source.chunk is not None
             or source.value_dim != source.head_dim
             or any(getattr(source, name) != getattr(mixer, name) for name in alike)
@@ -108,7 +108,7 @@ def _hand_on_latents(layers: Sequence[Block]) -> None:
         alike = ("kv_lora_rank", "qk_rope_head_dim", "rope", "norm", "latent_scale")
         if (
             not isinstance(source, LatentAttentionSpec)
-            or "latents of another layer" not in read.has_room_for
+            or "latents of another layer" not in read.supports
             or source.latents_of is not None
             or any(getattr(source, name) != getattr(mixer, name) for name in alike)
         ):

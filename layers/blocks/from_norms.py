@@ -14,7 +14,7 @@ class FromNormsBlock(PreNormBlock):
     section 2.1), a and b the `stream_scales`. Each branch may be multiplied by one of the `branch_scales`.
     """
 
-    has_room_for: tuple[str, ...] = ("branch_scales", "stream_scales")
+    supports: tuple[str, ...] = ("branch_scales", "stream_scales")
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         of_mixer, of_mlp = self.spec.stream_scales

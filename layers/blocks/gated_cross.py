@@ -21,7 +21,7 @@ class GatedCrossBlock(Block):
     """
 
     reads = (IMAGES,)
-    has_room_for = ("features of images",)
+    supports = ("features of images",)
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

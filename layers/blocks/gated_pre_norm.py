@@ -18,7 +18,7 @@ class GatedPreNormBlock(PreNormBlock):
     Llama 3.2 Vision).
     """
 
-    has_room_for: tuple[str, ...] = ()
+    supports: tuple[str, ...] = ()
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

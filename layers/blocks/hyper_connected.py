@@ -37,7 +37,7 @@ class HyperConnectedBlock(Block):
         ValueError: a spec without streams.
     """
 
-    has_room_for = ("streams",)
+    supports = ("streams",)
     needs = ("mixer", "mlp", "streams")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -103,7 +103,7 @@ class GatedStreamsBlock(Block):
             has no state.
     """
 
-    has_room_for = ("streams", "ngrams")
+    supports = ("streams", "ngrams")
     needs = ("mixer", "mlp", "streams")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -173,7 +173,7 @@ class AltUpBlock(Block):
         ValueError: a spec without one of these parts, or with other streams.
     """
 
-    has_room_for = ("per_layer_input", "keys of another layer", "streams", "laurel_rank")
+    supports = ("per_layer_input", "keys of another layer", "streams", "laurel_rank")
     needs = ("mixer", "mlp", "streams", "laurel_rank", "per_layer_input")
     norms_after_branches = 2
 

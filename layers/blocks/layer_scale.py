@@ -45,7 +45,7 @@ class LayerScaleBlock(PreNormBlock):
     (LayerScale; Touvron et al., 2021, arXiv:2103.17239): the encoders of InternVL and C-RADIO.
     """
 
-    has_room_for: tuple[str, ...] = ()
+    supports: tuple[str, ...] = ()
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

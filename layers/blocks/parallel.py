@@ -15,7 +15,7 @@ from liger_models.layers.specs import BlockSpec
 class ParallelBlock(Block):
     """`n = norm(x); y = x + attention(n) + mlp(n)` (GPT-J, 2021; PaLM, arXiv:2204.02311): Cohere, Phi."""
 
-    has_room_for: tuple[str, ...] = ("dropout",)
+    supports: tuple[str, ...] = ("dropout",)
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

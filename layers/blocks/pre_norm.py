@@ -19,7 +19,7 @@ class PreNormBlock(Block):
     Mistral, Qwen. Each of the two branches may be multiplied by one of the `branch_scales`.
     """
 
-    has_room_for: tuple[str, ...] = ("dropout", "branch_scales")
+    supports: tuple[str, ...] = ("dropout", "branch_scales")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

@@ -17,7 +17,7 @@ class SandwichBlock(Block):
     3, GLM-4. The outer norms may have settings of their own (Muse Glimmer).
     """
 
-    has_room_for: tuple[str, ...] = ("branch_norm",)
+    supports: tuple[str, ...] = ("branch_norm",)
     norms_after_branches = 2
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):

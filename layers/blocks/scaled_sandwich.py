@@ -23,7 +23,7 @@ class ScaledSandwichBlock(SandwichBlock):
     and `own` an optional branch for the layer's own input (layers/blocks/per_layer_input.py) (Gemma 4).
     """
 
-    has_room_for: tuple[str, ...] = ("per_layer_input", "keys of another layer")
+    supports: tuple[str, ...] = ("per_layer_input", "keys of another layer")
     layer_scalar: Tensor
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -75,7 +75,7 @@ class ScaledSandwichWithExpertsBlock(ScaledSandwichBlock):
     router reads h itself (Gemma 4).
     """
 
-    has_room_for = (*ScaledSandwichBlock.has_room_for, "experts")
+    supports = (*ScaledSandwichBlock.supports, "experts")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

@@ -21,7 +21,7 @@ class SharedLatentsBlock(PreNormBlock):
         ValueError: another kind of attention.
     """
 
-    has_room_for: tuple[str, ...] = ("latents of another layer",)
+    supports: tuple[str, ...] = ("latents of another layer",)
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

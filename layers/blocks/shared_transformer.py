@@ -107,7 +107,7 @@ class SharedTransformerBlock(Block):
     """
 
     reads = (EMBEDDINGS,)
-    has_room_for = ("second_mixer", "shared")
+    supports = ("second_mixer", "shared")
     needs = ("mixer", "second_mixer", "mlp", "shared")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -144,8 +144,8 @@ class SharedTransformerBlock(Block):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        room = (batch, max_length, device, dtype)
-        return self._shared[0].self_attn.new_cache(*room), self.token_mixer.new_cache(*room)
+        size = (batch, max_length, device, dtype)
+        return self._shared[0].self_attn.new_cache(*size), self.token_mixer.new_cache(*size)
 
     @property
     def borrowed(self) -> tuple[nn.Module, ...]:

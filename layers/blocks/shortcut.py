@@ -24,7 +24,7 @@ class ShortcutBlock(PreNormBlock):
         ValueError: a first layer without experts.
     """
 
-    has_room_for = (*PreNormBlock.has_room_for, "experts")
+    supports = (*PreNormBlock.supports, "experts")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)

@@ -16,7 +16,7 @@ class SideBySideBlock(PreNormBlock):
     section 2), each of the three branches multiplied by one of the `branch_scales`.
     """
 
-    has_room_for = ("second_mixer", "branch_scales")
+    supports = ("second_mixer", "branch_scales")
     needs = ("mixer", "second_mixer", "mlp")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):

@@ -83,12 +83,12 @@ class StepMemory:
 
     def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         last = self.stages[-1]
-        room = last.at_end if levels[-1] == "lean" else 0
+        transient = last.at_end if levels[-1] == "lean" else 0
         if self._units:  # the head is fetched while the last layer runs
-            room = max(room, last.running[levels[-1]])
+            transient = max(transient, last.running[levels[-1]])
         gradients, streamed = self.gradients if self.step.accumulates else 0, sum(self._units[-2:])
         there = self._outside_layers + sum(kept) + not_yet_away(self.stages, levels)
-        return "the forward pass", self._parts(there, room, gradients, streamed)
+        return "the forward pass", self._parts(there, transient, gradients, streamed)
 
     def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
         step, spec = self.step, self.model.spec
@@ -98,28 +98,28 @@ class StepMemory:
         trained = trained or getattr(head, "trained_rows", None) is not None
         wide = max(4, self.itemsize) if spec.float32_head else self.itemsize
         sizes = step.tokens, spec.hidden_size, spec.vocab_size, wide
-        room = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
+        transient = working_bytes(*sizes, trained, step.labelled) + self._further.at_the_loss(levels[-1])
         if wide > self.itemsize:  # wider copies of the hidden states and of the weight
             narrow = spec.vocab_size * (head.weight.itemsize < wide)
-            room += wide * spec.hidden_size * (step.tokens + narrow)
+            transient += wide * spec.hidden_size * (step.tokens + narrow)
         gradients = self.gradients if step.accumulates else 0
         # The last norm's input and output, rounded; the last layer's input is needed first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
         of_norm = self._streams.at_loss or 2 * self._stream * self.itemsize // wide
-        room += of_norm + (levels[-1] == "offload") * self._stream
-        room += 0 if self._gathered is None else self._gathered.at_the_loss()
-        room, streamed = max(room, self._streams.at_end), sum(self._units[-1:])
-        return "the loss", self._parts(self._outside_layers + sum(kept), room, gradients, streamed)
+        transient += of_norm + (levels[-1] == "offload") * self._stream
+        transient += 0 if self._gathered is None else self._gathered.at_the_loss()
+        transient, streamed = max(transient, self._streams.at_end), sum(self._units[-1:])
+        return "the loss", self._parts(self._outside_layers + sum(kept), transient, gradients, streamed)
 
     def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
         """Forward pass of encoders that keep nothing, before the language model's layers run."""
         layers = [layer for costs in self._encoders for layer in costs.layers]
         if not layers or self.encoder:
             return []
-        room = max(costs.transient["lean"] + 2 * costs.stream for costs in layers)
+        transient = max(costs.transient["lean"] + 2 * costs.stream for costs in layers)
         shown = self.step.shown.pixels + self.step.heard.pixels
         gradients = self.gradients if self.step.accumulates else 0
-        return [("the encoder's forward pass", self._parts(shown, room, gradients))]
+        return [("the encoder's forward pass", self._parts(shown, transient, gradients))]
 
     def _backward(
         self, kept: list[int], levels: Sequence[ActivationMemory]
@@ -133,8 +133,9 @@ class StepMemory:
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
         left = self._outside_layers + sum(kept)
-        for room, missing in self._further.in_backward(levels[-1]):
-            found.append(("backward of an MTP module", self._parts(left, room, gradients - new * missing)))
+        for transient, missing in self._further.in_backward(levels[-1]):
+            parts = self._parts(left, transient, gradients - new * missing)
+            found.append(("backward of an MTP module", parts))
         left += self._further.waiting
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first
@@ -149,15 +150,15 @@ class StepMemory:
             of_adapters = own if self.step.lora_rank else 0  # small, and counted from the layer's end on
             gradients += own - of_adapters
             left += costs.own_gradient
-            room = costs.transient[levels[i]]
+            transient = costs.transient[levels[i]]
             if self._gathered is not None:
-                room += self._gathered.at_layer(i - first - len(self.model.layers))
+                transient += self._gathered.at_layer(i - first - len(self.model.layers))
             if levels[i] == "offload" and i > 0:  # the input of the layer before it is fetched
-                room += self.stages[i - 1].stream
-            room += back_again(self.stages, levels, i)
+                transient += self.stages[i - 1].stream
+            transient += back_again(self.stages, levels, i)
             name = f"layer {number}" if number >= 0 else f"layer {i} of the encoder"
             streamed = streamed_at(self._units, number + 1) if number >= 0 else 0
-            found.append((f"backward of {name}", self._parts(left, room, gradients, streamed)))
+            found.append((f"backward of {name}", self._parts(left, transient, gradients, streamed)))
             gradients += of_adapters
             left -= kept[i] - costs.own_input + (number < 0 and i in deep) * edges.state
         return found

@@ -123,6 +123,7 @@ class StreamCosts:
         ends = model.stream_ends
         if not isinstance(ends, AltUpEnds):
             return StreamCosts()
-        first, last, room = (step.tokens * size for size in ends.activation_bytes(itemsize))
+        first, last, transient = (step.tokens * size for size in ends.activation_bytes(itemsize))
         first = 0 if idle or step.lora_rank else first
-        return StreamCosts(first, last + 2 * step.tokens * itemsize * model.spec.hidden_size, last + room)
+        streams = 2 * step.tokens * itemsize * model.spec.hidden_size
+        return StreamCosts(first, last + streams, last + transient)

@@ -270,8 +270,8 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         device = device_of(self)
         kind = device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        room = (batch, max_length, device, dtype)
-        tokens, states = zip(*(layer.new_cache(*room) for layer in self.layers), strict=True)
+        size = (batch, max_length, device, dtype)
+        tokens, states = zip(*(layer.new_cache(*size) for layer in self.layers), strict=True)
         return KVCache(list(tokens), batch, device, list(states))
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:

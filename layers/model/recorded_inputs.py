@@ -18,7 +18,9 @@ from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 
-TOKENS_PER_DOCUMENT = 64  # a recording has room for documents of this mean length; for more, twice the room
+TOKENS_PER_DOCUMENT = (
+    64  # a recording is large enough for documents of this mean length; for more, it has twice the size
+)
 
 
 @dataclass
@@ -29,14 +31,14 @@ class RecordedInputs:
         x: [T, H].
         further: inputs of layers, by name.
         sequences: the batch.
-        room: number of documents that a recording has room for; None if rows are one document each.
+        max_documents: that a recording can hold; None if rows are one document each.
         longest: upper bound of documents' lengths in a recording.
     """
 
     x: Tensor
     further: dict[str, Tensor]
     sequences: Sequences
-    room: int | None
+    max_documents: int | None
     longest: int
 
     @classmethod
@@ -47,9 +49,9 @@ class RecordedInputs:
         documents = sequences.documents
         if documents.cu_seqlens is None:
             return cls(x, further, sequences, None, documents.max_seqlen)
-        room = _room(len(documents.cu_seqlens) - 1, documents)
+        max_documents = _max_documents(len(documents.cu_seqlens) - 1, documents)
         longest = _longest(documents) if lengths_decide else documents.num_tokens
-        return cls(x, further, sequences, room, longest)
+        return cls(x, further, sequences, max_documents, longest)
 
     @property
     def differentiable(self) -> list[Tensor]:
@@ -71,7 +73,7 @@ class RecordedInputs:
         return (
             tuple((x.shape, x.dtype, x.requires_grad) for x in tensors),
             (tuple(self.further), tuple(positions.rotary), self.x.device),
-            (self.room, self.longest, documents.shape if self.room is None else None),
+            (self.max_documents, self.longest, documents.shape if self.max_documents is None else None),
             tuple(
                 x is None for x in (positions.axes, visibility.spans, visibility.marked, visibility.padding)
             ),
@@ -89,11 +91,11 @@ class RecordedInputs:
         """Tensors of the same shapes for a recording, with the contents of this call."""
         positions, visibility = self.sequences.positions, self.sequences.visibility
         documents = visibility.documents
-        if self.room is None:
+        if self.max_documents is None:
             documents = Documents(documents.shape, documents.device, documents.max_seqlen)
         else:
             assert documents.cu_seqlens is not None
-            cu_seqlens = documents.cu_seqlens.new_zeros(self.room + 1)
+            cu_seqlens = documents.cu_seqlens.new_zeros(self.max_documents + 1)
             shape = (1, documents.num_tokens)
             documents = Documents(shape, documents.device, self.longest, cu_seqlens=cu_seqlens)
         visibility = Visibility(
@@ -108,7 +110,7 @@ class RecordedInputs:
         positions = replace(positions, ids=ids, axes=_empty_or_none(positions.axes), rotary=rotary)
         own = Sequences(visibility, positions)
         further = {name: _leaf(x) for name, x in self.further.items()}
-        lasting = RecordedInputs(_leaf(self.x), further, own, self.room, self.longest)
+        lasting = RecordedInputs(_leaf(self.x), further, own, self.max_documents, self.longest)
         lasting.fill(self)
         return lasting
 
@@ -138,14 +140,14 @@ def _leaf(x: Tensor) -> Tensor:
     return made.requires_grad_(x.requires_grad)
 
 
-def _room(count: int, documents: Documents) -> int:
+def _max_documents(count: int, documents: Documents) -> int:
     """The number of documents in a recording for a call with `count` of them: few numbers, so that few
     recordings serve all calls.
     """
-    room = documents.shape[0] + -(-documents.num_tokens // TOKENS_PER_DOCUMENT)
-    while room < count:
-        room *= 2
-    return room
+    max_documents = documents.shape[0] + -(-documents.num_tokens // TOKENS_PER_DOCUMENT)
+    while max_documents < count:
+        max_documents *= 2
+    return max_documents
 
 
 def _longest(documents: Documents) -> int:

@@ -322,8 +322,8 @@ def _cast(plan: Plan, tensors: Sequence[Tensor]) -> _Small:
     down, up = [a.detach() for a in trained_down], [b.detach() for b in trained_up]
     if any(matrix.dtype != plan.dtype for matrix in (*down, *up)):
         sizes = [matrix.numel() for matrix in (*down, *up)]
-        room = torch.empty(sum(sizes), dtype=plan.dtype, device=down[0].device)
-        own = [part.view_as(p) for part, p in zip(room.split(sizes), (*down, *up), strict=True)]
+        memory = torch.empty(sum(sizes), dtype=plan.dtype, device=down[0].device)
+        own = [part.view_as(p) for part, p in zip(memory.split(sizes), (*down, *up), strict=True)]
         torch._foreach_copy_(own, [*down, *up])
         down, up = own[: len(down)], own[len(down) :]
     shared = [a for a, path in zip(down, plan.paths, strict=True) if path.dropout == 0]

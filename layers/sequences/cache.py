@@ -79,16 +79,16 @@ class KVCache:
         """Store a layer's tensors of the new tokens, [T, ...] each, and return those of all tokens, [batch,
         extent, ...] each.
         """
-        room = self.layers[layer]
-        for tensor, values in zip(room, new, strict=True):
+        kept = self.layers[layer]
+        for tensor, values in zip(kept, new, strict=True):
             tensor[self.rows, self.slots] = values.to(tensor.dtype)
-        return tuple(tensor[:, : self.extent] for tensor in room)
+        return tuple(tensor[:, : self.extent] for tensor in kept)
 
     def append_compressed(self, layer: int, keys: Tensor, *projected: Tensor) -> tuple[Tensor, ...]:
         """`append` of keys [T, D] that are the values, too, and of what compressors read, [T, ...]."""
         return self.append(layer, keys, *projected)
 
-    def compressed_room(self, layer: int) -> dict[str, Tensor | None]:
+    def compressed_keys(self, layer: int) -> dict[str, Tensor | None]:
         """The compressed keys of a layer by name, [batch, W or more, dim], to which it adds."""
         return self.of_compressed.setdefault(layer, {})
 

@@ -132,7 +132,7 @@ class VisionEncoder(nn.Module):
             without.
 
     Raises:
-        ValueError: a merger that the encoder has no room for.
+        ValueError: a merger that the encoder does not support.
     """
 
     def __init__(self, spec: VisionSpec, attention: AttentionBackend = "auto"):

@@ -187,8 +187,8 @@ class TransformersCache(KVCache):
             kept.append(held.buffer_kv[name])
         return tuple(kept)
 
-    def compressed_room(self, layer: int) -> dict[str, Tensor | None]:
-        """Return `KVCache.compressed_room`, which is the cache's own."""
+    def compressed_keys(self, layer: int) -> dict[str, Tensor | None]:
+        """Return `KVCache.compressed_keys`, which is the cache's own."""
         cache: Any = self.cache
         room: dict[str, Tensor | None] = cache.layers[layer].compressed_kv
         return room

@@ -1,6 +1,6 @@
 """Training: `train(TrainConfig(...))`, which the command line's `train` calls.
 
-May import models, losses, optim and its own rooms, which never import this folder's modules.
+May import models, losses, optim and its own subpackages, which never import this folder's modules.
 """
 
 from liger_models.training.callbacks import Callback

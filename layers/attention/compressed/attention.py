@@ -202,8 +202,8 @@ class CompressedAttention(nn.Module):
                 positions are ahead of the former [batch].
         """
         (place, start, shift), rate, (batch, extent, _) = slots, compressor.rate, rows.shape
-        room = cache.compressed_room(self.layer)
-        kept, count = room.get(name), extent // rate
+        of_layer = cache.compressed_keys(self.layer)
+        kept, count = of_layer.get(name), extent // rate
         if kept is None:
             kept = rows.new_zeros(batch, 0, compressor.dim)
             number = torch.arange(count, device=rows.device).expand(batch, -1)
@@ -220,7 +220,7 @@ class CompressedAttention(nn.Module):
                 kept = torch.cat([kept, kept.new_zeros(batch, more, compressor.dim)], 1)
             index = number[..., None].expand(-1, -1, compressor.dim)
             # In place, since a recorded step reads and writes the same memory each time.
-            kept = room[name] = kept.scatter_(1, index, values.unflatten(0, number.shape).to(kept.dtype))
+            kept = of_layer[name] = kept.scatter_(1, index, values.unflatten(0, number.shape).to(kept.dtype))
         return kept[:, :count]
 
     def new_cache(

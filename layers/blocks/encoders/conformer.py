@@ -23,7 +23,7 @@ class ConformerBlock(Block):
     mlp'(norm(j)))`, s the `residual_scale`.
     """
 
-    has_room_for: tuple[str, ...] = ("second_mixer",)
+    supports: tuple[str, ...] = ("second_mixer",)
     needs = ("mixer", "second_mixer", "mlp")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
@@ -66,7 +66,7 @@ class ConformerSandwichBlock(ConformerBlock):
     norm(mlp'(norm(j))))`, with clamped inputs of norms (Gemma 4).
     """
 
-    has_room_for = ("second_mixer", "bound")
+    supports = ("second_mixer", "bound")
     norms_after_branches = 3
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):

@@ -134,8 +134,8 @@ def test_work_is_the_sum_of_the_parts_work(model):
     [
         ({"topology": "one_part"}, "a mixer or an MLP; found both"),
         ({"mlp": None}, r"'pre_norm' need \['mlp'\]"),
-        ({"second_mixer": DELTA}, "'pre_norm' have no room for"),
-        ({"branch_norm": NormSpec()}, r"'pre_norm' have no room for \['branch_norm'\]"),
+        ({"second_mixer": DELTA}, "'pre_norm' do not support"),
+        ({"branch_norm": NormSpec()}, r"'pre_norm' do not support \['branch_norm'\]"),
         ({"topology": "side_by_side", "second_mixer": ATTENTION}, "expected attention, and one with a state"),
     ],
 )

@@ -204,7 +204,7 @@ def test_computing_heads_in_groups_takes_less_memory():
     ("seq", "level", "optimizer_bytes", "where", "host"),
     [(1 << 18, "tiled", 4, "device", 0), (1_250_000, "offload", 6, "host", 400)],
 )
-def test_a_whole_8b_has_room_for_long_contexts_on_one_h200(seq, level, optimizer_bytes, where, host):
+def test_a_whole_8b_supports_long_contexts_on_one_h200(seq, level, optimizer_bytes, where, host):
     """256k tokens with all on the GPU, of whose 139.8 GiB 95% are planned with; and 1.25 million with layers'
     inputs and the optimizer's state in 400 GiB of the host.
     """
