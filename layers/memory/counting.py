@@ -133,9 +133,8 @@ class StepMemory:
         if new and not self._tied:  # the embedding's comes last
             gradients -= self._trained_bytes(self.model.embed_tokens) // self.step.gpus
         left = self._outside_layers + sum(kept)
-        for transient, missing in self._further.in_backward(levels[-1]):
-            parts = self._parts(left, transient, gradients - new * missing)
-            found.append(("backward of an MTP module", parts))
+        for work, missing in self._further.in_backward(levels[-1]):
+            found.append(("backward of an MTP module", self._parts(left, work, gradients - new * missing)))
         left += self._further.waiting
         for i in reversed(range(len(kept))):
             costs, number = self.stages[i], i - first

@@ -18,9 +18,7 @@ from liger_models.layers.sequences.documents import Documents
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.sequences.visibility import Visibility
 
-TOKENS_PER_DOCUMENT = (
-    64  # a recording is large enough for documents of this mean length; for more, it has twice the size
-)
+TOKENS_PER_DOCUMENT = 64  # mean length that a recording allows for; shorter ones double its size
 
 
 @dataclass
