@@ -43,8 +43,8 @@ def glm4_moe_lite(c: HFConfig) -> ModelSpec:
     first = c.take("first_k_dense_replace", None)
     if first is not None and types != ["dense" if i < first else "sparse" for i in range(len(types))]:
         raise ConfigError(
-            f"{c.name}: first_k_dense_replace is {first!r}, and mlp_layer_types, which counts, says {types}; "
-            "let them agree, or remove the first"
+            f"{c.name}: first_k_dense_replace is {first!r}, and mlp_layer_types, which counts, says "
+            f"{types}; make them agree, or remove the first"
         )
     mixer, dense, sparse = latent_attention(c), mlp(c), corrected_experts(c)
     blocks = [BlockSpec(mixer, dense if kind == "dense" else sparse, norm) for kind in types]

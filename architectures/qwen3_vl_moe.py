@@ -23,7 +23,7 @@ from liger_models.layers.specs import ModelSpec
 def qwen3_vl_moe(c: HFConfig) -> ModelSpec:
     text = c.raw.get("text_config")
     if isinstance(text, Mapping) and not {"num_experts", "num_local_experts"} & text.keys():
-        raise ConfigError(f"{c.name}: text_config says nothing of num_experts; take it from the original")
+        raise ConfigError(f"{c.name}: text_config has no num_experts; take it from the original")
     return qwen3_vl(c)
 
 

@@ -65,7 +65,7 @@ def latent_attention(
     if turned.dim != dim:
         raise ConfigError(
             f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
-            f"qk_rope_head_dim {dim}; let them agree, or remove the first"
+            f"qk_rope_head_dim {dim}; make them agree, or remove the first"
         )
     # Consistent with the other keys; GLM-5.2 states the part without positions as head_dim, Hunyuan 4 both.
     for key, size, *others in (("head_dim", head, nope, nope + dim), ("qk_head_dim", nope + dim)):

@@ -110,7 +110,7 @@ def _with_axes(
         assert mixer.rope is not None
         if len(axes) != of_pair * mixer.rope.dim // 2:
             raise ConfigError(
-                f"{c.name}: mrope_section must share out the {mixer.rope.dim // 2} pairs of dimensions of a "
+                f"{c.name}: mrope_section must divide the {mixer.rope.dim // 2} pairs of dimensions of a "
                 f"head among the axes (time, row and column); it gives {len(axes) // of_pair}"
             )
         blocks.append(replace(block, mixer=replace(mixer, rope=replace(mixer.rope, axes=axes))))

@@ -76,7 +76,7 @@ class LowRankAdapter:
             )
         named = base or config.get("base_model_name_or_path")
         if not named:
-            raise CheckpointError(f"{path}: names no base model; pass it as base= (--base)")
+            raise CheckpointError(f"{path}: does not name a base model; pass it as base= (--base)")
         return cls(folder, config, str(named))
 
     def resolve_base(self, **options: Any) -> Path:
@@ -184,8 +184,8 @@ class LowRankAdapter:
             for name in found:
                 if tensors[name].dim() == 3:
                     raise CheckpointError(
-                        f"{self.folder}: adapts {name!r}, experts that {self.base} divides otherwise; merge "
-                        "it with PEFT's merge_and_unload()"
+                        f"{self.folder}: adapts {name!r}, experts that {self.base} splits differently; "
+                        "merge it with PEFT's merge_and_unload()"
                     )
                 if transposed and name in layers and name.endswith(".weight"):
                     tensors[name] = self._merged(name, tensors[name].t(), layers[name], None).t()

@@ -146,8 +146,7 @@ def read_rope(
         pairs = ", ".join(f"{key} is {stated[key]!r} and {result.get(key)!r}" for key in differing)
         raise ConfigError(
             f"{c.name}: the old spelling (rope_theta, rope_scaling) and the new one (rope_parameters) "
-            f"describe two models: {pairs}; "
-            "remove the one that is wrong"
+            f"describe different models: {pairs}; remove the one that is wrong"
         )
     return result
 

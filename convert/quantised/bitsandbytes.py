@@ -194,7 +194,7 @@ def _state(pairing: Pairing, info: TensorInfo) -> dict[str, Any]:
         good, state = False, stored.tolist()[:20]
     if not good:
         raise CheckpointError(
-            f"{pairing.where(info)}: tensor {info.name!r} describes no matrix of nf4 or fp4: "
+            f"{pairing.where(info)}: tensor {info.name!r} does not describe an nf4 or fp4 matrix: "
             f"{abbreviate(state)}"
         )
     return dict(state)

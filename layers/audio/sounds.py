@@ -118,7 +118,7 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
             missing = "" if mask in given else f" without {mask}"
             raise DataError(
                 f"{CountedSounds.sizes} is {sizes}, and {name}{missing} makes {sounds.counts()} tokens; "
-                "give all outputs of the processor"
+                "pass all outputs of the processor"
             )
     return sounds
 

@@ -77,7 +77,7 @@ def divide_experts(
     if not layers:
         raise ValueError("no layer of this model has experts: leave experts at 1")
     if any(layer.first_number for _, layer in layers):
-        raise ValueError("ranks cannot share experts of text and of pictures: leave experts at 1")
+        raise ValueError("ranks cannot share experts of text and of images: leave experts at 1")
     if comm_backend not in EXPERT_COMM_BACKENDS:
         raise ValueError(f"expert_comm_backend is {comm_backend!r}; expected one of {EXPERT_COMM_BACKENDS}")
     ranks, rank = mesh.size(), mesh.get_local_rank()

@@ -128,8 +128,8 @@ class FittingLevels:
         """Bytes available to this step: the share of the GPU, minus the process's other memory there."""
         if device.type != "cuda":
             raise ValueError(
-                f"activation_memory='auto' measures a GPU, and the model is on {device}; give memory_budget "
-                "in bytes, or choose one of " + ", ".join(LEVELS)
+                f"activation_memory='auto' measures a GPU, and the model is on {device}; pass "
+                "memory_budget in bytes, or choose one of " + ", ".join(LEVELS)
             )
         free, _ = torch.cuda.mem_get_info(device)
         mine = torch.cuda.memory_reserved(device)

@@ -52,12 +52,12 @@ def batch_shape(
     if ids_needed and embeds is not None:
         if input_ids is None or input_ids.shape != embeds.shape[:2]:
             raise DataError(
-                "the layers of this model have inputs of their own, looked up by id: give input_ids [batch, "
-                "seq] as well as inputs_embeds"
+                "the layers of this model have inputs of their own, looked up by id: pass input_ids "
+                "[batch, seq] as well as inputs_embeds"
             )
         batch_shape(None, embeds, hidden_size)
     elif (input_ids is None) == (embeds is None):
-        raise DataError("give either input_ids or inputs_embeds")
+        raise DataError("pass either input_ids or inputs_embeds")
     if input_ids is not None:
         if input_ids.dim() != 2 or input_ids.dtype not in _INTEGERS:
             raise DataError(
@@ -100,7 +100,7 @@ def targets_of(documents: Documents, labels: Tensor | None, shift_labels: Tensor
         DataError: both kinds of labels, or the wrong shape or dtype.
     """
     if labels is not None and shift_labels is not None:
-        raise DataError("give either labels or shift_labels")
+        raise DataError("pass either labels or shift_labels")
     given = labels if labels is not None else shift_labels
     if given is None:
         return None
@@ -229,7 +229,7 @@ class CallChecks:
         if isinstance(num_items, Tensor):
             if num_items.dtype in (torch.bfloat16, torch.float16, torch.bool):
                 raise DataError(
-                    f"num_items_in_batch came as {num_items.dtype}, which does not hold a count; give a "
+                    f"num_items_in_batch came as {num_items.dtype}, which does not hold a count; pass a "
                     "number or a tensor of integers (mixed precision casts floating point tensors)"
                 )
         elif num_items is not None and not num_items > 0:
@@ -325,8 +325,8 @@ class CallChecks:
             raise DataError(
                 f"the first tokens of {given[1]} packed documents have labels, which nothing predicts, and "
                 "num_items_in_batch came as a tensor, as transformers' Trainer counts it, with these: the "
-                "loss would be too small. Set these labels to -100, as DataCollatorWithFlattening does, or "
-                "give the count as a number if it is without them"
+                "loss would be too small. Set these labels to -100, as DataCollatorWithFlattening does, "
+                "or pass the count as a number if it is without them"
             )
         if self._with_labels and num_valid == 0 and self._num_items is None:
             raise DataError(

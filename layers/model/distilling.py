@@ -137,7 +137,7 @@ def check_lesson(lesson: Distillation | None, score: Any, targets: Tensor | None
     if lesson is None:
         return
     if targets is None or score is not None:
-        raise DataError("distill asks for a loss over labels: give labels or shift_labels, and no score")
+        raise DataError("distill asks for a loss over labels: pass labels or shift_labels, and no score")
     if not any(isinstance(module, KnowsItsWrapper) for module in lesson.teacher.modules()):
         raise DataError(
             f"the teacher is a {type(lesson.teacher).__name__}; expected a model of liger_models, whose head "
@@ -179,8 +179,8 @@ def _divergence(
     images = sequences.visibility.with_images or sequences.positions.axes is not None
     if input_ids is None or sequences.slice is not None or images:
         raise DataError(
-            "a teacher reads the ids of whole sequences: give input_ids and no images, and divide no "
-            "sequence over ranks"
+            "a teacher reads the ids of whole sequences: pass input_ids and no images, and do not divide "
+            "sequences over ranks"
         )
     found: list[Tensor] = []
 

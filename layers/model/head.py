@@ -104,9 +104,9 @@ class LMHead(Linear):
 def _check_dtypes(hidden: Tensor, weight: Tensor) -> None:
     if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
         raise TypeError(
-            f"the hidden states are {hidden.dtype} and the head's weight {weight.dtype}; cast one, or "
-            "use autocast. Under FSDP2 layers hand on what they compute in: leave output_dtype out of their "
-            "MixedPrecisionPolicy, or give it to the policy of the whole model alone."
+            f"the hidden states are {hidden.dtype} and the head's weight {weight.dtype}; cast one, or use "
+            "autocast. Under FSDP2 layers pass on the dtype that they compute in: leave output_dtype out "
+            "of their MixedPrecisionPolicy, or give it to the policy of the whole model alone."
         )
 
 

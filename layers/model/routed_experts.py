@@ -125,7 +125,7 @@ def _routers(layers: Iterable[nn.Module]) -> list[Router | None]:
     """The router of each layer, or None."""
     layers = list(layers)
     if any(isinstance(module, ModalExperts) for layer in layers for module in layer.modules()):
-        raise DataError("routed_experts: tokens of pictures have experts of their own here; leave it out")
+        raise DataError("routed_experts: image tokens have separate experts in this model; leave it out")
     found = [next((m for m in layer.modules() if isinstance(m, Router)), None) for layer in layers]
     widths = {router.spec.experts_per_token for router in found if router is not None}
     if len(widths) != 1:

@@ -214,6 +214,7 @@ def check_score_call(
         raise DataError("scores need labels: pass labels or shift_labels")
     if cu_seqlens is not None and batch > 1 and labels is not None:
         raise DataError(
-            f"documents of cu_seqlens may go on from one of the {batch} rows to the next, whose first token "
-            "is then scored at the end of the row before: give shift_labels, or all documents in one row"
+            f"documents of cu_seqlens may go on from one of the {batch} rows to the next, whose first "
+            "token is then scored at the end of the row before: pass shift_labels, or all documents in "
+            "one row"
         )

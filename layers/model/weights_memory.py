@@ -69,7 +69,7 @@ def _check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if hasattr(p, "to_local"):
             raise ValueError(
-                f"{name} is sharded; weights_memory='host' is for one process (FSDP2 has its own)"
+                f"{name} is sharded; weights_memory='host' supports one process only (FSDP2 has its own)"
             )
         if type(p).__name__ == "Int8Params":
             raise ValueError(

@@ -26,7 +26,7 @@ def read_call(
             "got both attention_mask and cu_seqlens: the first is for padding, the second for packed rows"
         )
     if parents is not None and cu_seqlens is None:
-        raise DataError("parents names documents of cu_seqlens: give both")
+        raise DataError("parents names documents of cu_seqlens: pass both")
     counted, axes = (None, None) if position_ids is None else split_axes(position_ids, shape)
     documents = _documents(shape, device, attention_mask, counted, cu_seqlens, parents)
     marked = cu_seqlens is None and documents.host_cu_seqlens is not None

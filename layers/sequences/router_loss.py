@@ -74,8 +74,8 @@ class Noted:
         """
         if self._cut_off:
             raise RuntimeError(
-                f"{self.whose} ran without gradients in a call that has them, as torch's checkpoint runs one "
-                "with use_reentrant=True, and its part of the loss would train nothing: give "
+                f"{self.whose} ran without gradients in a call that has them, as torch's checkpoint runs "
+                "one with use_reentrant=True, and its part of the loss would train nothing: pass "
                 "use_reentrant=False, or activation_memory='checkpoint' in its place; freeze layers by "
                 "requires_grad_(False)"
             )

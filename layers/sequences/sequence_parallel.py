@@ -70,8 +70,8 @@ def divide_sequences(model: Any, mesh: DeviceMesh, pass_states: bool = False) ->
     ranks = mesh.size()
     if not hasattr(model, "sequence_group"):
         raise TypeError(
-            f"a {type(model).__name__} does not divide its sequences; liger_models.from_hub makes a model "
-            "that does"
+            f"a {type(model).__name__} does not support sequence parallelism; models from "
+            "liger_models.from_hub do"
         )
     if model.spec.vision is not None or model.spec.audio is not None:
         raise ValueError(

@@ -133,32 +133,31 @@ def check_tree(spec: ModelSpec, vision_inputs: Any) -> None:
             type(mixer).__name__ for mixer in block.mixers if not isinstance(mixer, kinds | others)
         ]:
             raise DataError(
-                f"layer {i} mixes tokens by {unknown[0]}, which does not support documents "
-                "that continue others: give each answer with its prompt as a document of its own, without "
-                "parents"
+                f"layer {i} mixes tokens by {unknown[0]}, which does not support documents that continue "
+                "others: pass each answer with its prompt as a document of its own, without parents"
             )
         if block.ngrams is not None:
             raise DataError(
-                f"layer {i} adds embeddings of n-grams, which documents that continue others do not support: "
-                "give each answer with its prompt as a document of its own, without parents"
+                f"layer {i} adds embeddings of n-grams, which documents that continue others do not "
+                "support: pass each answer with its prompt as a document of its own, without parents"
             )
         if any(getattr(mixer, "slopes", None) for mixer in block.mixers):
             raise DataError(
-                f"layer {i} weighs tokens by their distance in the batch (ALiBi), which is another one for "
-                "documents that continue others: give each answer with its prompt as a document of its own, "
-                "without parents"
+                f"layer {i} weighs tokens by their distance in the batch (ALiBi), which is wrong for "
+                "documents that continue others: pass each answer with its prompt as a document of its "
+                "own, without parents"
             )
     if spec.is_bidirectional:
         raise DataError(
             "in this model all tokens of a document attend to one another, and none can continue another: "
-            "give each answer with its prompt as a document of its own, without parents"
+            "pass each answer with its prompt as a document of its own, without parents"
         )
     spans = None if vision_inputs is None else getattr(spec.vision, "spans", None)
     if spans == "prefix" and (vision_inputs.pictures is not None or vision_inputs.kinds is not None):
         raise DataError(
-            "in this model all tokens of a prompt attend to one another, including the last one, which the "
-            "documents that continue it repeat: give each answer with its prompt as a document of its own, "
-            "without parents"
+            "in this model all tokens of a prompt attend to one another, including the last one, which "
+            "the documents that continue it repeat: pass each answer with its prompt as a document of its "
+            "own, without parents"
         )
 
 

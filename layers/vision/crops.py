@@ -134,12 +134,12 @@ def windowed(spec: VisionSpec, merge: int, keywords: dict[str, Any]) -> Pictures
     if together(images, "pixel_values", "image_token_pooling", "image_grids"):
         if videos:
             raise DataError(
-                "got images and videos in one call, whose tokens have the same id: give them in calls of "
-                "their own"
+                "got images and videos in one call, whose tokens have the same id: pass them in separate "
+                "calls"
             )
         return _pictures(spec, images, crops)
     if crops is not None:
-        raise DataError("got image_num_crops without pixel_values: give all, as the processor does")
+        raise DataError("got image_num_crops without pixel_values: pass all, as the processor does")
     if together(videos, "pixel_values_videos", "video_token_pooling", "video_grids"):
         return _pictures(spec, videos, None)
     return None
@@ -305,7 +305,7 @@ def pictures_apart(given: Mapping[str, Any], sizes: Sequence[int]) -> list[dict[
     elif "image_num_crops" in given:
         counts = torch.as_tensor(given["image_num_crops"]).flatten().tolist()
     else:
-        raise DataError("got images without image_num_crops: give all, as the processor does")
+        raise DataError("got images without image_num_crops: pass all, as the processor does")
     each = dict.fromkeys(WINDOWS, sizes) | dict.fromkeys(WINDOWS.values(), counts)
     ones = [1] * len(sizes)
     pieces = {name: torch.as_tensor(x).split(list(each.get(name, ones))) for name, x in given.items()}

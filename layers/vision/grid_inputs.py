@@ -61,7 +61,7 @@ def _check_pairs(images: list[Grid], videos: list[Grid]) -> None:
     """Check the time steps of pictures whose videos make tokens of two at a time."""
     for i, (t, _, _) in enumerate(images):
         if t != 1:
-            raise DataError(f"image_grid_thw[{i}] has {t} time steps; an image has 1: give it as a video")
+            raise DataError(f"image_grid_thw[{i}] has {t} time steps; an image has 1: pass it as a video")
     for i, (t, _, _) in enumerate(videos):
         if t % 2:
             raise DataError(
@@ -117,12 +117,12 @@ def _seconds(positions: TimeSpec, keywords: Mapping[str, Any], videos: list[Grid
     given = keywords.get(name)
     if given is None:
         if clock and videos:
-            raise DataError(f"got videos without {name}, by which they get their positions: give it, too")
+            raise DataError(f"got videos without {name}, which determines their positions: pass it, too")
         return None
     if isinstance(given, Tensor) and given.dtype in ROUNDED:
         raise DataError(
-            f"{name} came as {given.dtype}, in which the videos' positions would be others; give "
-            "a list (mixed precision casts floating point tensors)"
+            f"{name} came as {given.dtype}, which would change the videos' positions; pass a list (mixed "
+            "precision casts floating point tensors)"
         )
     seconds = given.tolist() if isinstance(given, Tensor) else list(given)
     if len(seconds) != len(videos):
@@ -249,7 +249,7 @@ def together(given: Mapping[str, Any], *names: str) -> bool:
     there, missing = [n for n in names if n in given], [n for n in names if n not in given]
     if there and missing:
         raise DataError(
-            f"got {' and '.join(there)} without {' and '.join(missing)}: give all, as the processor does"
+            f"got {' and '.join(there)} without {' and '.join(missing)}: pass all, as the processor does"
         )
     return bool(there)
 

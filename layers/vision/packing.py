@@ -107,7 +107,7 @@ def kinds_of(spec: Any, one: VisionConversation) -> Tensor:
     if marks_tokens(spec):
         given = one.images.get(MARKS)
         if given is None and one.images:
-            raise DataError(f"a conversation has images without {MARKS}: give them as the processor does")
+            raise DataError(f"a conversation has images without {MARKS}: pass them as the processor does")
         kinds = torch.zeros_like(one.ids)  # of an answer, which may follow the given ones
         if given is not None:
             count = min(len(kinds), given.shape[1])

@@ -325,7 +325,7 @@ def _tiles_of_images(spec: VisionSpec, given: Mapping[str, Any]) -> tuple[list[T
     assert isinstance(spec.pictures, AnyresPictures)
     if not together(given, "pixel_values", "image_sizes"):
         if "batch_num_images" in given:
-            raise DataError("got batch_num_images without pixel_values: give all, as the processor does")
+            raise DataError("got batch_num_images without pixel_values: pass all, as the processor does")
         return [], []
     values, sizes = given["pixel_values"], torch.as_tensor(given["image_sizes"])
     _check_tiles("pixel_values", "tiles", values, spec)

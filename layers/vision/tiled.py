@@ -92,7 +92,7 @@ class TiledVision(nn.Module):
             return TiledVisionInputs(None, None)
         if missing := [name for name in KEYWORDS if name not in given]:
             raise DataError(
-                f"got {' and '.join(given)} without {' and '.join(missing)}: give all, as the processor does"
+                f"got {' and '.join(given)} without {' and '.join(missing)}: pass all, as the processor does"
             )
         pixels, ratios, filled, visible = (given[name] for name in KEYWORDS)
         spec = self.spec

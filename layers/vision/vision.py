@@ -184,7 +184,7 @@ class Vision(nn.Module):
         if name is not None and pictures is not None and kinds is None:
             raise DataError(
                 f"got images without {name}, by which tokens get their positions or attend to one another: "
-                f"give them as the processor does ({self._meaning})"
+                f"pass them as the processor does ({self._meaning})"
             )
         return VisionInputs(pictures, kinds, framed)
 
@@ -262,7 +262,7 @@ class Vision(nn.Module):
         if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
-                "images, which have three axes: give cu_seqlens (cu_seq_lens_q in transformers) in their "
+                "images, which have three axes: pass cu_seqlens (cu_seq_lens_q in transformers) in their "
                 "place, or [4, batch, seq] with the positions on the axes after these"
             )
         if positions.axes is not None:  # given by the caller

@@ -149,7 +149,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         text = self.config.get_text_config()
         if text.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(
-                "output_attentions=True: attention weights are never made here; take transformers' own model"
+                "output_attentions=True: attention weights are never made here; use transformers' own model"
             )
         with_routers = self.wants_router_logits(others.pop("output_router_logits", None))
         others.pop("logits_to_keep", None)  # TRL's distillation also passes it to the base model
@@ -209,7 +209,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if media.pictures is not None or media.sounds is not None:
             kind = "images" if media.pictures is not None else "sounds"
             raise DataError(
-                f"got {kind} with a cache that already holds {view.seen} tokens a row: give the whole "
+                f"got {kind} with a cache that already holds {view.seen} tokens a row: pass the whole "
                 f"conversation, with all of its {kind}, and a new cache"
             )
         return NO_MEDIA  # generated tokens are text
@@ -248,8 +248,8 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if self.spec.is_bidirectional:
             if use_cache or past_key_values is not None:
                 raise DataError(
-                    "this model's attention is bidirectional, so that new tokens change the keys and values "
-                    "of the earlier ones: leave past_key_values and use_cache out"
+                    "this model's attention is bidirectional, so new tokens change the keys and values of "
+                    "earlier ones: leave out past_key_values and use_cache"
                 )
             return self.sequences(shape, attention_mask, position_ids, None, others), None
         if past_key_values is None:

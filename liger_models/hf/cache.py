@@ -72,7 +72,7 @@ class UnfilledCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Raise DataError: the cache was never filled."""
         raise DataError(
-            "this cache is from a training step, which fills none unless it is asked to: call the model with "
+            "this cache is from a training step, which fills a cache only on request: call the model with "
             "use_cache=True, in evaluation mode (model.eval()), or without labels"
         )
 

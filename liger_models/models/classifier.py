@@ -119,7 +119,7 @@ class LigerSequenceClassifier(LigerCausalLM):
             self.prepare_call(sequences, input_ids)
             if labels is not None:
                 if every_token:
-                    raise DataError("labels are of sequences: leave out every_token, or the labels")
+                    raise DataError("labels belong to sequences: leave out every_token, or the labels")
                 labels = self._checked(labels, _count(sequences))
                 self._warn_of_a_frozen_head()
         classes = None if labels is None or labels.dim() > 1 else labels

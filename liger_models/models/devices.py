@@ -53,8 +53,8 @@ def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.d
     name = torch.cuda.get_device_name(parsed)
     if dtype == torch.bfloat16:
         raise ConfigError(
-            f"the weights are in bfloat16, which {name} does not compute with (NVIDIA's GPUs do from Ampere "
-            "on, such as A100, RTX 3060 and L4); to train, pass dtype='float32' (--dtype float32), which is "
+            f"the weights are in bfloat16, which {name} does not support (NVIDIA's GPUs do from Ampere on, "
+            "such as A100, RTX 3060 and L4); to train, pass dtype='float32' (--dtype float32), which is "
             "slower; to generate, dtype='float16'"
         )
     warnings.warn(

@@ -170,7 +170,7 @@ def from_hub(
     if weights_memory == "host":
         if shard is not None:
             raise ConfigError(
-                "weights_memory='host' is for one process: omit shard (FSDP2 has its own offload)"
+                "weights_memory='host' supports one process only: omit shard (FSDP2 has its own offload)"
             )
         target, device = device, "cpu"
         options = replace(options, device=device)

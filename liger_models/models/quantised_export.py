@@ -29,8 +29,8 @@ def encoder_of(
     if quantization == AS_LOADED:
         if model.source is None or model.source_folder is None:
             raise CheckpointError(
-                "the model was not read from a checkpoint of its own, so that there is no format to keep; "
-                "omit quantization='as_loaded'"
+                "the model was not loaded from its own checkpoint, so there is no format to keep; omit "
+                "quantization='as_loaded'"
             )
         return AsLoaded(model.source_folder)
     if quantization not in TARGETS:

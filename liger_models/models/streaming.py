@@ -374,7 +374,7 @@ def _adapter(model: LigerCausalLM, dtype: Any) -> _Weights:
         sources[f"{PREFIX}{next(iter(layers.rows))}{point}{rest}"] = tensor
     if left := [name for name, p in model.named_parameters() if p.requires_grad and ".lora_" not in name]:
         raise CheckpointError(
-            f"{left[0]} is trained, too, but is no part of the adapter; stream with adapter='merged'"
+            f"{left[0]} is trained, too, but is not part of the adapter; stream with adapter='merged'"
         )
 
     def entries(changed: Set[str] | None) -> Entries:

@@ -37,8 +37,8 @@ def check_vocabulary(spec: ModelSpec, size: int) -> None:
         )
     if known is not None and size > known:
         raise ConfigError(
-            f"the layers of this model have inputs of their own for {known} ids, so {known} is the most that "
-            f"its vocabulary can have; found {size}"
+            f"the layers of this model have their own inputs for {known} ids, so the vocabulary can have "
+            f"{known} at most; found {size}"
         )
     if size < spec.vocab_size and beyond:
         raise ConfigError(f"a vocabulary of {size} tokens would lack the id {beyond[0][1]} of {beyond[0][0]}")

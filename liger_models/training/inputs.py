@@ -175,7 +175,7 @@ def load_model(
     on_host = config.weights_memory == "host"
     if on_host and world.size > 1:
         raise ConfigError(
-            "weights_memory 'host' is for one process; divide the model over GPUs instead (shard)"
+            "weights_memory 'host' supports one process only; shard the model over GPUs instead (shard)"
         )
     if config.quantize or on_host:
         options["device"] = "cpu"  # each layer is quantised on its way to the device
@@ -388,8 +388,9 @@ def load_second_model(
     theirs, ours = (one.backend.get_vocab() for one in (TextTokenizer(folder), tokenizer))
     if differ := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
         raise ConfigError(
-            f"the tokenizer of {name} has another vocabulary than that of {config.model}: {len(differ)} "
-            f"tokens differ, {differ[0]!r} among them; choose a model with the same vocabulary"
+            f"the tokenizer of {name} has a different vocabulary than that of {config.model}: "
+            f"{len(differ)} tokens differ, {differ[0]!r} among them; choose a model with the same "
+            "vocabulary"
         )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)

@@ -148,7 +148,7 @@ def load_reward(name: str) -> Callable[..., Any]:
         raise ConfigError(f"reward is {name!r}; expected FILE.py:FUNCTION with a file that exists")
     spec = importlib.util.spec_from_file_location(f"liger_models_reward_{path.stem}", path)
     if spec is None or spec.loader is None:
-        raise ConfigError(f"reward is {name!r}; expected a file of Python, FILE.py:FUNCTION")
+        raise ConfigError(f"reward is {name!r}; expected a Python file, FILE.py:FUNCTION")
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

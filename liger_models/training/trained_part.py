@@ -61,8 +61,9 @@ def new_rows(config: TrainConfig, origin: Callable[[], Path], tokenizer: TextTok
         if config.add_tokens or ids != list(rows):
             found = f"add_tokens {config.add_tokens}" if config.add_tokens else f"trained rows of {ids[:8]}"
             raise ConfigError(
-                f"{config.adapter} is trained further, with {found}, but the new tokens of an adapter can be "
-                "neither more nor apart; merge it (liger-models merge) and train new adapters"
+                f"{config.adapter} is trained further, with {found}, but an adapter can get no further "
+                "tokens, and its rows must be adjacent; merge it (liger-models merge) and train new "
+                "adapters"
             )
         return rows
     if not config.add_tokens:

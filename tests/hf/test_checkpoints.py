@@ -170,7 +170,7 @@ def test_a_state_dict_of_a_checkpoint_is_loaded_and_half_of_it_refused(make_both
         assert all(torch.equal(found[n], x) for n, x in expected.items() if n.startswith(prefix))
     tensors = load_file(both.folder / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
-    with pytest.raises(liger_models.CheckpointError, match="give all of them, or none"):
+    with pytest.raises(liger_models.CheckpointError, match="pass all of them, or none"):
         both.ours.load_state_dict(tensors, strict=False)
 
 
@@ -191,5 +191,5 @@ def test_the_orientation_of_an_ambiguous_tensor_is_inferred_from_the_others(proj
         found = both.ours.state_dict()
         assert all(torch.equal(found[name], x) for name, x in expected.items())
     gate_up = "model.layers.0.mlp.experts.gate_up_proj"
-    with pytest.raises(liger_models.CheckpointError, match=r"may be either; give all of one kind"):
+    with pytest.raises(liger_models.CheckpointError, match=r"may be either; pass all of one kind"):
         both.ours.load_state_dict(stored | {gate_up: expected[gate_up]})

@@ -44,7 +44,7 @@ def test_scores_and_gradients_of_adapters_equal_those_of_separate_sequences(fami
 def test_a_tree_without_bounds_or_with_a_cache_is_refused(make_both):
     model = make_both("llama").ours
     batch = shared_prompts(ITEMS)
-    with pytest.raises(DataError, match="give both"):
+    with pytest.raises(DataError, match="pass both"):
         model(batch["input_ids"], parents=batch["parents"])
     with torch.no_grad(), pytest.raises(DataError, match="several documents"):
         model(batch["input_ids"], cu_seqlens=batch["cu_seqlens"], parents=batch["parents"], use_cache=True)

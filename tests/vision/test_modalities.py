@@ -67,5 +67,5 @@ def test_calls_that_do_not_fit_are_refused(change, message, pair):
 
 
 def test_ranks_cannot_share_the_experts(pair):
-    with pytest.raises(ValueError, match="experts of text and of pictures"):
+    with pytest.raises(ValueError, match="experts of text and of images"):
         divide_experts(pair.ours, None)

@@ -191,8 +191,9 @@ def _joined(
     ranks, scales = {len(a) for a, _ in whole.values()}, {scale_of(module) for module in modules}
     if len(ranks) != 1 or len(scales) != 1 or not whole.keys() >= set(modules):
         raise CheckpointError(
-            f"{stack}: the adapter has experts without a pair of lora_A and lora_B, or with different ranks "
-            f"({sorted(ranks)}) or scales ({sorted(scales)}); one of a stack has the same for all"
+            f"{stack}: the adapter has experts without a pair of lora_A and lora_B, or with different "
+            f"ranks ({sorted(ranks)}) or scales ({sorted(scales)}); adapters of a stack need the same for "
+            "all"
         )
     (rank,), (scale,) = ranks, scales
     downs, ups = [], []  # per expert: [R, inputs] and [outputs, R]

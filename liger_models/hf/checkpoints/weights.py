@@ -283,7 +283,7 @@ def _groups_found(groups: Groups, given: Mapping[str, Any]) -> tuple[list[list[G
         ours, theirs, unclear = native[0][0].natives, stored[0][0].shapes, either[0][0].natives
         raise CheckpointError(
             f"the state dict holds {next(iter(ours))} as this model has it, and {next(iter(theirs))} as a "
-            f"checkpoint has it, so {next(iter(unclear))} may be either; give all of one kind"
+            f"checkpoint has it, so {next(iter(unclear))} may be either; pass all of one kind"
         )
     return (native, stored + either) if stored else (native + either, stored)
 
@@ -294,7 +294,7 @@ def _refuse_parts(candidates: Sequence[Group], given: Mapping[str, Any]) -> None
         if found:
             raise CheckpointError(
                 f"{next(iter(group.natives))} is made of {group.shapes}, but the state dict holds {found}; "
-                "give all of them, or none"
+                "pass all of them, or none"
             )
 
 

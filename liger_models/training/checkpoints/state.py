@@ -240,8 +240,9 @@ def restore(
             found = reader.tensors.get(name)
             if found is None or (found.dtype, found.shape) != (like.dtype, tuple(like.shape)):
                 raise CheckpointError(
-                    f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as in this torch, "
-                    f"found {found and (found.dtype, found.shape)}; resume with the torch that wrote it"
+                    f"{folder}: {name} must be {(like.dtype, tuple(like.shape))}, as in this version of "
+                    f"torch, found {found and (found.dtype, found.shape)}; resume with the torch that "
+                    "wrote it"
                 )
         device = getattr(optimizer, "state_device", None)
         for parameter, values in planned.items():

@@ -243,7 +243,7 @@ def split(documents: Documents, fraction: float, seed: int) -> tuple[Documents, 
     total = len(documents)
     if total < 2:
         raise DataError(
-            f"eval_fraction holds out whole documents and the data has {total}; give a held-out file "
+            f"eval_fraction holds out whole documents and the data has {total}; pass a held-out file "
             "instead, or JSONL with several documents"
         )
     kept, held = [], []

@@ -100,7 +100,7 @@ class RecordReader:
             return
         self._records = source.records(self.counts, advance, self.schema)
         if sum(1 for _ in itertools.islice(self._records, skip)) < skip:
-            raise DataError(f"{source.name} has fewer records than the {skip} that were read of it before")
+            raise DataError(f"{source.name} has fewer records than the {skip} that were read from it before")
 
 
 class BlockRequest(Request):

@@ -125,13 +125,13 @@ def build_corpus(
     """
     path = local_path(folder, DataError)
     if path.exists() and not is_corpus(path) and (not path.is_dir() or any(path.iterdir())):
-        raise DataError(f"{path} holds something else than a corpus; name another folder")
+        raise DataError(f"{path} holds something other than a corpus; choose another folder")
     names, weights = split_weights(data)
     names = with_split(names, split)
     if weights:
-        raise DataError("a corpus is one part of a mixture, and its data have weights; give them to train")
+        raise DataError("a corpus is one part of a mixture, but its data have weights; pass them to train")
     if made := [name for name in names if is_corpus(local_path(name, DataError))]:
-        raise DataError(f"{made[0]} is a corpus already; give it to train with others")
+        raise DataError(f"{made[0]} is a corpus already; pass it to train with the others")
     limits = limits_of(vocab_size, seq_len, form)
     Request(names, tokenizer, limits, truncate, images, form, train_on, share, columns).build(
         path, shard_tokens
@@ -165,24 +165,24 @@ def _made_before(
     if corpus.form != form:
         found, wanted = (", ".join(FORMS) if f is None else f for f in (corpus.form, form))
         raise DataError(
-            f"{folder} was made of records with {found}, and this objective reads {wanted}; tokenize such "
-            "data with the objective that it is for"
+            f"{folder} was made of records with {found}, and this objective reads {wanted}; tokenize the "
+            "data again for this objective"
         )
     made_for = corpus.manifest["options"].get("train_on", TRAIN_ON[0])
     if made_for != train_on:
         raise DataError(
             f"{folder} was made with --train-on {made_for} and this run asks for {train_on}; tokenize the "
-            "data again, or use the setting that it was made with"
+            "data again, or use that setting"
         )
     if len(corpus.branches) and not share:
         raise DataError(
             f"{folder} was made with prompts that several answers share, which this model, its attention "
-            "backend or --sequence-parallel does not allow; give the data that it was made of"
+            "backend or --sequence-parallel does not allow; pass the original data"
         )
     if corpus.manifest["tokenizer"] != tokenizer.digest():
         raise DataError(
-            f"{folder} was made with another tokenizer than that of {tokenizer.folder}; tokenize the data "
-            "again with this one"
+            f"{folder} was made with a different tokenizer than that of {tokenizer.folder}; tokenize the "
+            "data again with this one"
         )
     if corpus.has_images and (images is None or corpus.manifest["processor"] != images.digest()):
         raise DataError(

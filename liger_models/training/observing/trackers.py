@@ -83,7 +83,7 @@ def open_trackers(
         try:
             tracker = TRACKERS[name](folder, config, resumed_step)
         except Exception as error:  # any client's
-            raise ConfigError(f"log: {name} cannot begin a run ({type(error).__name__}: {error})") from error
+            raise ConfigError(f"log: {name} cannot start a run ({type(error).__name__}: {error})") from error
         yield tracker
 
 

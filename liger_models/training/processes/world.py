@@ -67,7 +67,7 @@ class World:
         if self.size % sequence or self.size % experts:
             raise ConfigError(
                 f"sequence_parallel is {sequence} and expert_parallel {experts}, but there are {self.size} "
-                "processes; expected divisors of that (torchrun starts more)"
+                "processes; expected divisors of this number (torchrun can start more)"
             )
         self.data_size, self.data_rank = self.size // sequence, self.rank // sequence
         if device == "auto":

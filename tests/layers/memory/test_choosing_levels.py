@@ -180,7 +180,7 @@ def test_the_chosen_levels_are_logged(caplog):
 
 def test_without_a_gpu_a_budget_is_needed():
     model = liger_models.from_config(TINY, activation_memory="auto")
-    with pytest.raises(ValueError, match="give memory_budget in bytes"):
+    with pytest.raises(ValueError, match="pass memory_budget in bytes"):
         run_step(model, 32)
 
 

@@ -140,7 +140,7 @@ def test_batches_without_a_lesson_are_refused(pair):
     ids, labels = batch(student)
     with pytest.raises(DataError, match="over labels"):
         student.distill(teacher, ids)
-    with pytest.raises(DataError, match="give input_ids"):
+    with pytest.raises(DataError, match="pass input_ids"):
         student(inputs_embeds=student.embed_tokens(ids), labels=labels, distill=Distillation(teacher))
     for options, message in (
         ({"divergence": "kl"}, "expected 'jsd'"),

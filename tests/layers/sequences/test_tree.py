@@ -137,7 +137,7 @@ def test_a_teacher_gets_the_same_tree(make_model, batch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"parents": [-1]}, "give both"),
+        ({"parents": [-1]}, "pass both"),
         ({"cu_seqlens": [0, 3, 6], "parents": [-1]}, "has 1 entries, and cu_seqlens bounds 2"),
         ({"cu_seqlens": [0, 3, 6], "parents": [1, -1]}, "document 0 continues document 1; expected -1"),
         ({"cu_seqlens": [0, 3, 6], "parents": [-1, 1]}, "expected -1, it continues none, or 0"),

@@ -175,7 +175,7 @@ def test_gpt_oss_is_exported_in_mxfp4_as_transformers_reads_it(tmp_path):
     ("family", "quantization", "error", "named"),
     [
         ("llama", "int2", ConfigError, "'int2'; expected 'as_loaded', 'fp8-block', 'nvfp4', 'mxfp4' or None"),
-        ("llama", "as_loaded", CheckpointError, "not read from a checkpoint"),
+        ("llama", "as_loaded", CheckpointError, "not loaded from its own checkpoint"),
         ("llama", "mxfp4", UnsupportedModelError, "only of gpt-oss"),
         ("gpt_oss", "fp8-block", UnsupportedModelError, "in one tensor.*or mxfp4"),
         ("llama", "fp8-block", UnsupportedModelError, "no matrix of its layers"),

@@ -207,7 +207,7 @@ def test_the_tool_template_is_used_if_there_are_tools(tokenizer_folder, tmp_path
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"tools": "["}, "'tools' is text that is no JSON"),
+        ({"tools": "["}, "'tools' is text but not JSON"),
         ({"tools": ["look"]}, "expected a list of objects"),
         ({"chat_template_kwargs": ["x"]}, "expected an object without messages"),
         ({"chat_template_kwargs": {"messages": []}}, "expected an object without messages"),

@@ -156,7 +156,7 @@ def test_zstandard_frames_give_the_same_data_and_a_truncated_file_is_refused(
     with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked \(it ends within a frame\)"):
         load(packed)
     packed.write_bytes(b"no Zstandard")
-    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked .* no Zstandard file"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked .* not Zstandard"):
         load(packed)
 
 
@@ -171,7 +171,7 @@ def test_the_error_for_a_missing_reader_names_the_package(load, tmp_path, monkey
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz cannot be unpacked"),
+        ("a.jsonl.gz", b"not gzip", r"a\.jsonl\.gz cannot be unpacked"),
         (
             "a.jsonl.gz",
             gzip.compress(b'{"text": "ab"}\n{"text": 3}\n'),
@@ -180,7 +180,7 @@ def test_the_error_for_a_missing_reader_names_the_package(load, tmp_path, monkey
         ("a.jsonl.gz", gzip.compress(random.Random(0).randbytes(999))[:500], "cannot be unpacked|line 1"),
         ("a.parquet", b"PAR1 but no more", r"a\.parquet cannot be read as Parquet"),
     ],
-    ids=["no gzip", "bad line", "cut", "no Parquet"],  # gzip includes the time, so its output is no id
+    ids=["not gzip", "bad line", "cut", "no Parquet"],  # gzip includes the time, so its output is no id
 )
 def test_a_damaged_file_is_named(load, tmp_path, name, content, message):
     if name.endswith("parquet"):
@@ -392,9 +392,9 @@ def test_a_corpus_folder_can_be_used_as_data_with_the_same_tokenizer(load, tmp_p
     row = next(Stream(both, 64, 0).epoch(0))
     assert len(both.inputs(row[0])) == row[0].stop - row[0].start
     tokenizer.eos_id = 3
-    with pytest.raises(DataError, match="was made with another tokenizer"):
+    with pytest.raises(DataError, match="was made with a different tokenizer"):
         load(tmp_path / "corpus")
-    with pytest.raises(DataError, match="holds something else than a corpus"):
+    with pytest.raises(DataError, match="holds something other than a corpus"):
         build_corpus(tmp_path, [path], tokenizer, seq_len=64, vocab_size=320)
 
 

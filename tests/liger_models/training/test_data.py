@@ -307,7 +307,7 @@ def test_held_out_documents_are_whole_and_never_trained_on(mixed):
 
 
 def test_one_document_cannot_be_split(load):
-    with pytest.raises(DataError, match="give a held-out file"):
+    with pytest.raises(DataError, match="pass a held-out file"):
         split(load([{"text": "abc"}]), 0.5, seed=0)
 
 

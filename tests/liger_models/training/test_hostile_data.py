@@ -173,5 +173,5 @@ def test_paths_that_the_system_refuses_are_clear_errors(run, settings, name, fol
 
 def test_data_in_a_pipe_is_refused_without_blocking(folder, tmp_path):
     os.mkfifo(tmp_path / "data.jsonl")
-    with pytest.raises(DataError, match=r"data\.jsonl is no file"):
+    with pytest.raises(DataError, match=r"data\.jsonl is not a file"):
         load_documents([str(tmp_path / "data.jsonl")], TextTokenizer(folder), seq_len=64, vocab_size=320)

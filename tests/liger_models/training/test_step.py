@@ -204,7 +204,7 @@ def test_a_tracker_that_refuses_is_an_error_with_its_reason(run, settings, monke
         raise RuntimeError("no account")
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    with pytest.raises(ConfigError, match=r"wandb cannot begin a run \(RuntimeError: no account\)"):
+    with pytest.raises(ConfigError, match=r"wandb cannot start a run \(RuntimeError: no account\)"):
         run(settings(log="wandb"))
 
 

@@ -279,7 +279,7 @@ def test_a_corpus_of_trees_is_refused_where_prompts_cannot_be_shared(model_of, c
     given = {"seq_len": 256, "vocab_size": 320, "train_on": "each"}
     corpus = build_corpus(tmp_path / "corpus", [chats], tokenizer, share=True, **given)
     named = [str(corpus.folder)]
-    with pytest.raises(DataError, match="give the data that it was made of"):
+    with pytest.raises(DataError, match="pass the original data"):
         load_documents(named, tokenizer, **given)
     assert load_documents(named, tokenizer, share=True, verify=True, **given).counts == corpus.counts
     with pytest.raises(DataError, match="positions and seq_len is 64"):

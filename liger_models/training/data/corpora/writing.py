@@ -52,8 +52,8 @@ def written_corpus(
         raise DataError(str(error)) from error
     except OSError as error:
         raise DataError(
-            f"{error.filename or folder}: cannot be written ({error.strerror or error}); make room, or name "
-            "another folder with --data-cache"
+            f"{error.filename or folder}: cannot be written ({error.strerror or error}); free space, or "
+            "choose another folder with --data-cache"
         ) from error
 
 

@@ -116,7 +116,7 @@ def read_gzip(path: Path, counts: Counter[str], advance: Advance, schema: Schema
         try:
             yield from _read_lines(str(path), lines, counts, advance_packed, schema, path.stat().st_size)
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise DataError(f"{path} cannot be unpacked ({error}); it is damaged, or no gzip file") from error
+            raise DataError(f"{path} cannot be unpacked ({error}); it is damaged or not gzip") from error
 
 
 def read_zstandard(path: Path, counts: Counter[str], advance: Advance, schema: Schema) -> Iterator[Record]:
@@ -142,7 +142,7 @@ def _unpacked(path: Path, packed: BinaryIO, advance: Advance) -> Iterator[bytes]
                 yield frame.decompress(block)
             except zstandard.ZstdError as error:
                 raise DataError(
-                    f"{path} cannot be unpacked ({error}); it is damaged, or no Zstandard file"
+                    f"{path} cannot be unpacked ({error}); it is damaged or not Zstandard"
                 ) from error
             block = frame.unused_data if frame.eof else b""
             frame = None if frame.eof else frame

@@ -210,7 +210,7 @@ def _options(where: str, fields: dict[str, Any]) -> dict[str, Any]:
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: {TOOLS!r} is text that is no JSON: {error}") from error
+            raise DataError(f"{where}: {TOOLS!r} is text but not JSON: {error}") from error
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise DataError(f"{where}: {TOOLS!r} is {abbreviate(tools)}; expected a list of objects")
     return {**options, TOOLS: tools} if tools else options
@@ -240,9 +240,7 @@ _INSTEAD_OF_VIDEOS = (
 def _judged(where: str, keys: list[str], fields: dict[str, Any], counts: Counter[str]) -> tuple[Any, ...]:
     """Return the values of these keys: a prompt, non-empty answers, or a label."""
     if "label" in keys and not isinstance(fields["label"], bool):
-        raise DataError(
-            f"{where}: 'label' is {abbreviate(fields['label'])}, expected true of a good completion or false"
-        )
+        raise DataError(f"{where}: 'label' is {abbreviate(fields['label'])}, expected true (good) or false")
     texts = [key for key in keys if key != "label"]
     kinds = {key: kind_of(fields[key]) for key in texts}
     if len(set(kinds.values())) > 1 or not isinstance(fields["prompt"], str | list):
@@ -353,7 +351,7 @@ def _take_images(where: str, messages: list[dict[str, Any]], listed: Any) -> Con
             if message["role"] == "assistant":
                 raise DataError(
                     f"{where}: message {number} of the assistant has an image, which a model that writes "
-                    "text cannot learn to say; let it stand in what is asked"
+                    "text cannot learn to produce; put it in the prompt"
                 )
             is_video = part["type"] == "video"
             images.append(

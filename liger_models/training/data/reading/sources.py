@@ -167,7 +167,7 @@ def _in_folder(folder: Path, counts: Counter[str]) -> list[Source]:
 def _file(path: Path) -> Source:
     if not path.is_file():
         if path.exists():
-            raise DataError(f"data file {path} is no file")
+            raise DataError(f"data file {path} is not a file")
         name = str(path)
         of_hub = f"; for the data set of the hub write {HUB}{name}" if re.fullmatch(_HUB_NAME, name) else ""
         raise DataError(f"data file {path} does not exist{of_hub}")

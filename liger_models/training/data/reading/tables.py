@@ -103,8 +103,8 @@ def commit_of(name: str) -> str:
         return str(HfApi().dataset_info(repository).sha)
     except Exception as error:  # network, hub or offline mode
         raise DataError(
-            f"{name}: the hub does not tell the data set's commit ({type(error).__name__}: {error}). "
-            "A corpus made of it with `liger-models tokenize --output FOLDER` can be used without the hub"
+            f"{name}: the hub does not return the data set's commit ({type(error).__name__}: {error}). A "
+            "corpus made of it with `liger-models tokenize --output FOLDER` can be used without the hub"
         ) from error
 
 
