@@ -1,9 +1,10 @@
-"""Nemotron 3 Nano Omni (NVIDIA, 2026): Nemotron-H with C-RADIO's encoder for images of any size; four patches
-make a token. Its videos and sounds are not supported.
+"""Nemotron 3 Nano Omni (NVIDIA, 2026): Nemotron-H with C-RADIO's encoder for images of any size, four patches
+of which make a token, and Parakeet's for sounds, of which 80 ms do. Its videos are not supported.
 """
 
 from dataclasses import replace
 
+from liger_models.architectures.audio_encoders import parakeet
 from liger_models.architectures.common.images import language_model
 from liger_models.architectures.encoders import radio
 from liger_models.architectures.nemotron_h import PARTS, STACKED
@@ -12,7 +13,7 @@ from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import AudioSpec, LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
 
 HEAD = ("lm_head.", "language_model.lm_head.")
 PROJECTOR = (("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3."))
@@ -26,6 +27,8 @@ ON_DISK = Layout(
         ("vision.projector.patch_norm.", Layout(root=f"{FINAL_NORM}.")),
         ("vision.encoder.", Layout(radio.NAMES, root="vision_model.")),
         ("vision.projector.", Layout(PROJECTOR, root="mlp1.")),
+        ("audio.encoder.", Layout(parakeet.NAMES, root="sound_encoder.encoder.")),
+        ("audio.projector.", Layout((("linear_", "linear"),), root="sound_projection.")),
     ),
 )
 IN_MODULES = Layout(
@@ -37,13 +40,17 @@ IN_MODULES = Layout(
         ON_DISK.parts[0],
         ("vision.encoder.", Layout(radio.NAMES_IN_MODULES, root="vision_model.")),
         ("vision.projector.", Layout((("norm.", "layer_norm."),), root="multi_modal_projector.")),
+        ("audio.encoder.", Layout(parakeet.NAMES, root="audio_tower.")),
+        ("audio.projector.", Layout((("norm.", "layer_norm."),), root="embed_audio.")),
     ),
 )
-SOUND = ("audio_tower.*", "embed_audio.*", "sound_encoder.*", "sound_projection.*")
+AUDIO, AUDIO_ID = ("audio_config", "sound_config"), ("audio_token_id", "sound_context_token_id")
+UNHEARD = ("audio_tower.*", "embed_audio.*", "sound_encoder.*", "sound_projection.*")
+UNREAD = ("audio_tower.feature_extractor.*", "sound_encoder.encoder.feature_extractor.*")
 ASIDE = """
-    audio_config audio_token_id force_image_size img_context_token img_context_token_id img_end_token
-    img_start_token llm_config max_sequence_length norm_mean norm_std patch_size ps_version sound_config
-    sound_context_token sound_context_token_id template use_thumbnail video_context_token
+    force_image_size img_context_token img_context_token_id img_end_token
+    img_start_token llm_config max_sequence_length norm_mean norm_std patch_size ps_version
+    sound_context_token template use_thumbnail video_context_token
     video_context_token_id video_pruning_rate video_temporal_patch_size video_token_id vit_hidden_size
 """
 
@@ -52,11 +59,12 @@ ASIDE = """
     "nemotron_h_omni",
     reference="NemotronH_Omni_Reasoning_V3",
     vision=True,
+    audio=True,
     layouts=(ON_DISK, IN_MODULES),
-    carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *SOUND),
+    carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *(UNREAD if _hears(c) else UNHEARD)),
     as_stored=lambda spec, names: radio.as_stored(spec, names, FINAL_NORM),
     fixed={"downsample_ratio": 0.5},
-    unread=dict.fromkeys(ASIDE.split(), "of processors, sounds or videos, or another name"),
+    unread=dict.fromkeys(ASIDE.split(), "of processors or videos, or another name"),
 )
 def nemotron_h_omni(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
@@ -75,7 +83,26 @@ def nemotron_h_omni(c: HFConfig) -> ModelSpec:
             f"{c.name}: vision_hidden_size is {width} and the encoder's hidden_size {vision.hidden_size}; "
             "expected the same"
         )
-    return replace(text, vision=vision)
+    return replace(text, vision=vision, audio=_audio(c))
+
+
+def _hears(c: HFConfig) -> str | None:
+    """The key of the config of sounds; None if there is none."""
+    return next((key for key in AUDIO if c.raw.get(key) is not None), None)
+
+
+def _audio(c: HFConfig) -> AudioSpec | None:
+    key = _hears(c)
+    for other in {*AUDIO} - {key}:
+        c.take(other, None)
+    audio_id = c.take_count(AUDIO_ID, least=0, **({} if key else {"default": None}))
+    if key is None:
+        return None
+    a = c.part(key)
+    size, bias = a.take_count("projection_hidden_size"), a.take_flag("projection_bias", False)
+    norm = NormSpec(1e-5, cast="float32")
+    projector = MLPProjectorSpec("relu2", bias, norm=norm, size=size)
+    return parakeet.audio(a, projector, audio_id, bias=False, scaled=False)
 
 
 # -- tests
@@ -94,12 +121,20 @@ for_tests(
         "vision_hidden_size": 32,
         "projector_hidden_size": 28,
         "image_token_id": 3,
-        "audio_config": None,
+        "audio_config": {
+            **parakeet.TINY,
+            "attention_bias": True,
+            "scale_input": True,
+            "projection_hidden_size": 20,
+            "projection_bias": True,
+        },
+        "audio_token_id": 7,
     },
     variants={
         "no norm after the encoder": {"text_config": {"num_nextn_predict_layers": 0}},
         "one register, no biases": {"vision_config": {"qkv_bias": False, "num_registers": 1}},
         "no registers": {"vision_config": {"num_registers": 0}},
+        "without sounds": {"audio_config": None},
     },
     skip={"published:config": "no copy was at hand"},
 )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from liger_models.architectures.audio_encoders.parts import halvings, subsampling_names
 from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import Names
 from liger_models.convert.config.hf_config import HFConfig
@@ -23,14 +24,6 @@ from liger_models.layers.specs import (
 
 PIECE = 500  # frames that attend to one another, fixed in the reference
 
-_CONVOLUTIONS = tuple(
-    pair
-    for k in range(1, 10)  # after the first, each makes half of the columns
-    for pair in (
-        (f"embed.layer{k}.conv.", f"embed.conv.{3 * k - 1}."),
-        (f"embed.layer{k}.pointwise.", f"embed.conv.{3 * k}."),
-    )
-)
 NAMES: Names = (
     *((".first_mlp.", ".feed_forward_in."), (".mlp.", ".feed_forward_out.")),
     *((".first_layernorm.", ".feed_forward_in.layer_norm."), (".input_layernorm.", ".layer_norm_att.")),
@@ -41,8 +34,7 @@ NAMES: Names = (
     (".conv.pointwise.", ".conv.dw_sep_conv_1d.pw_conv."),
     ("encoder.subsampling.moments.mean", "encoder.encoder_embedding.global_mean"),
     ("encoder.subsampling.moments.scale", "encoder.encoder_embedding.global_invstd"),
-    *(("encoder.subsampling.in_proj.", "encoder.embed.out."), ("encoder.subsampling.", "encoder.embed.")),
-    *(("embed.layer0.conv.", "embed.conv.0."), *_CONVOLUTIONS),
+    *(("encoder.subsampling.in_proj.", "encoder.embed.out."), *subsampling_names(".embed.conv.")),
     ("encoder.distances.", "encoder.relative_attention_bias_layer.bias_values."),
     ("encoder.layers.", "encoder.encoders."),
     *(
@@ -92,7 +84,7 @@ def audio(a: HFConfig, image_id: int) -> AudioSpec:
         residual_scale=0.5,
         second_mixer=convolution,
     )
-    channels = (a.take_count("nemo_conv_channels", 1024),) * halvings(a)
+    channels = (a.take_count("nemo_conv_channels", 1024),) * halvings(a, "time_reduction")
     return AudioSpec(
         width,
         a.take_count("input_size", 80),
@@ -103,19 +95,6 @@ def audio(a: HFConfig, image_id: int) -> AudioSpec:
         distances=a.take_count("bias_max_distance", 1000),
         image_id=image_id,
     )
-
-
-def halvings(a: HFConfig) -> int:
-    """How often `time_reduction` halves the number of columns.
-
-    Raises:
-        ConfigError: it is not a power of two.
-    """
-    factor = a.take_count("time_reduction", 8, least=2)
-    count = factor.bit_length() - 1
-    if factor != 2**count or count > 10:
-        raise ConfigError(f"{a.name}: time_reduction must be a power of two up to 1024, found {factor}")
-    return count
 
 
 TINY: dict[str, Any] = {

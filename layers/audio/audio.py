@@ -19,8 +19,7 @@ from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AudioSpec,
-    CountedSounds,
-    SubsampledSounds,
+    ConformerSounds,
     TwoWaysSpec,
     WaveformSounds,
 )
@@ -57,7 +56,7 @@ def make_encoder(spec: AudioSpec, attention: AttentionBackend) -> nn.Module:
     """Create the encoder that the spec describes."""
     if isinstance(spec.sounds, WaveformSounds):
         return Pieces()
-    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
+    if isinstance(spec.sounds, ConformerSounds):
         return ConformerEncoder(spec, attention)
     return AudioEncoder(spec, attention)
 

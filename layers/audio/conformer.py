@@ -1,5 +1,5 @@
 """The encoder of spectrograms by a conformer: Gemma 4 (after USM, arXiv:2303.01037), Phi-4-multimodal
-(arXiv:2503.01743, section 2.1.2).
+(arXiv:2503.01743, section 2.1.2), Parakeet (after FastConformer, arXiv:2305.05084).
 
     x = relu(norm(conv(relu(norm(conv(features)))))) @ W_in^T     a quarter of the columns, which are frames
     or convolutions of each channel apart, and linear layers over channels
@@ -26,6 +26,7 @@ from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.blocks import BLOCKS, Block, run_block
 from liger_models.layers.conformer.distance_attention import DistanceTable
 from liger_models.layers.conformer.pointwise import PointwiseConvolution
+from liger_models.layers.conformer.rows import with_rows_after, without_rows_after
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -34,6 +35,7 @@ from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AudioSpec,
+    ConformerSounds,
     CountedSounds,
     DistanceAttentionSpec,
     LayerNormSpec,
@@ -51,7 +53,7 @@ class ConformerEncoder(nn.Module):
 
     def __init__(self, spec: AudioSpec, attention: AttentionBackend = "auto"):
         super().__init__()
-        assert isinstance(spec.sounds, SubsampledSounds | CountedSounds)
+        assert isinstance(spec.sounds, ConformerSounds)
         self.spec = spec
         self.subsampling = Subsampling(spec.bins, spec.sounds, spec.hidden_size)
         layers = [
@@ -71,6 +73,7 @@ class ConformerEncoder(nn.Module):
         x, residual, offload = self.subsampling(sounds), None, Offload()
         x = with_rows_after(x, sounds.frames, sounds.filling)
         sequences = Sequences.of_lengths(sounds.lengths, x.device)
+        sequences.unseen = unseen_frames(sounds, x.device)
         sequences.prepare_rotary(())
         read = () if self.distances is None else (self.distances(),)
         for layer in self.layers:
@@ -92,9 +95,10 @@ class Subsampling(nn.Module):
         hidden_size: the width D of frames.
     """
 
-    def __init__(self, bins: int, sounds: SubsampledSounds | CountedSounds, hidden_size: int):
+    def __init__(self, bins: int, sounds: ConformerSounds, hidden_size: int):
         super().__init__()
-        self.channels_first = isinstance(sounds, CountedSounds)  # in the input of the last layer
+        self.channels_first = not isinstance(sounds, SubsampledSounds)  # in the input of the last layer
+        self.scale = getattr(sounds, "scale", 1.0)
         self.moments = StoredMoments(bins) if isinstance(sounds, CountedSounds) else None
         for number, outputs in enumerate(sounds.channels):
             inputs = sounds.channels[number - 1] if number else 1
@@ -105,7 +109,7 @@ class Subsampling(nn.Module):
             self.add_module(f"layer{number}", halved)
         self.halvings = len(sounds.channels)
         width = sounds.channels[-1] * -(-bins // 2**self.halvings)
-        self.in_proj = Linear(width, hidden_size, bias=isinstance(sounds, CountedSounds))
+        self.in_proj = Linear(width, hidden_size, bias=self.channels_first)
 
     def forward(self, sounds: Sounds) -> Tensor:
         """The frames of all clips without padding, [F, D]."""
@@ -116,7 +120,10 @@ class Subsampling(nn.Module):
             x = getattr(self, f"layer{number}")(without_padding(x, columns))
             columns = [(n + 1) // 2 for n in columns]
         x = x.transpose(2, 3) if self.channels_first else x
-        return cast(Tensor, self.in_proj(unpadded(x.flatten(2), sounds.frames)))
+        if any(sounds.unseen):  # frames of padding are zeros
+            x = F.pad(without_padding(x, columns), (0, 0, 0, 0, 0, 1))
+        x = cast(Tensor, self.in_proj(unpadded(x.flatten(2), sounds.frames)))
+        return x if self.scale == 1.0 else x * self.scale
 
 
 class HalvedColumns(nn.Module):
@@ -161,21 +168,12 @@ class HalvedColumnsApart(nn.Module):
         return self.activation(x if self.pointwise is None else self.pointwise(x))
 
 
-def with_rows_after(x: Tensor, lengths: Sequence[int], more: Sequence[int]) -> Tensor:
-    """x [sum of lengths, D] with so many rows of zeros after the rows of each clip."""
-    if not any(more):
-        return x
-    return torch.cat(
-        [F.pad(clip, (0, 0, 0, n)) for clip, n in zip(x.split(list(lengths)), more, strict=True)]
-    )
-
-
-def without_rows_after(x: Tensor, lengths: Sequence[int], more: Sequence[int]) -> Tensor:
-    """x without these rows."""
-    if not any(more):
-        return x
-    clips = x.split([n for both in zip(lengths, more, strict=True) for n in both])
-    return torch.cat(clips[::2])
+def unseen_frames(sounds: Sounds, device: torch.device) -> Tensor | None:
+    """Mask of the frames of padding that others do not see, [F]; None if there are none."""
+    if not any(sounds.unseen):
+        return None
+    ends = torch.tensor(sounds.frames).cumsum(0)[torch.tensor(sounds.unseen) > 0] - 1
+    return to_device(torch.zeros(sum(sounds.frames), dtype=torch.bool).index_fill(0, ends, True), device)
 
 
 def without_padding(x: Tensor, columns: Sequence[int]) -> Tensor:

@@ -17,9 +17,10 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
+    ConformerSounds,
     CountedSounds,
+    DepthwiseSounds,
     PaddedSounds,
-    SubsampledSounds,
     WaveformSounds,
 )
 from liger_models.layers.vision.grid_inputs import taken, together
@@ -40,6 +41,7 @@ class Sounds:
         columns: the number of columns of each clip without padding.
         frames: the number of frames of each clip.
         filling: the number of frames of zeros after those of each clip.
+        unseen: the number of frames of padding at the end of each clip that other frames do not see.
         lengths: the numbers of frames that attend to one another, in order, with those of zeros.
     """
 
@@ -47,6 +49,9 @@ class Sounds:
         self.spec, self.features, self.columns = spec, features, list(columns)
         self.frames = [frames_of(spec, n) for n in self.columns]
         self.lengths, self.filling = self.frames, [0] * len(self.frames)
+        self.unseen = [0] * len(self.frames)
+        if isinstance(spec.sounds, DepthwiseSounds):
+            self.unseen = [n - _halved(spec, own) for n, own in zip(self.frames, self.columns, strict=True)]
         if isinstance(spec.sounds, CountedSounds):
             most = spec.sounds.piece
             self.filling = [-n % most if n > most else 0 for n in self.frames]
@@ -67,7 +72,12 @@ def frames_of(spec: AudioSpec, columns: int) -> int:
         return whole * frames_of(spec, spec.sounds.chunk) + frames_of(spec, rest)
     if isinstance(spec.sounds, WaveformSounds):
         return columns
-    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
+    return _halved(spec, columns + 1 if isinstance(spec.sounds, DepthwiseSounds) else columns)
+
+
+def _halved(spec: AudioSpec, columns: int) -> int:
+    """The number of frames that the convolutions make."""
+    if isinstance(spec.sounds, ConformerSounds):
         halvings = len(spec.sounds.channels)
     else:
         halvings = 1 if spec.channels is None else 3
@@ -111,6 +121,8 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     columns = [most] * clips
     if mask in given:
         columns = _columns(spec, torch.as_tensor(given[mask]), clips, most)
+        if isinstance(spec.sounds, DepthwiseSounds):
+            _check_room(spec, columns, most)
     sounds = Sounds(spec, features, columns)
     if counted:
         sizes = torch.as_tensor(given[CountedSounds.sizes]).flatten().tolist()
@@ -137,6 +149,16 @@ def _columns(spec: AudioSpec, mask: Tensor, clips: int, most: int) -> list[int]:
     if short := [i for i, n in enumerate(columns) if n < 1]:
         raise DataError(f"{name}[{short[0]}] has no ones: the clip is empty; leave it out")
     return columns
+
+
+def _check_room(spec: AudioSpec, columns: Sequence[int], most: int) -> None:
+    """Refuse clips whose frame of padding has no column."""
+    short = [i for i, n in enumerate(columns) if frames_of(spec, n) > _halved(spec, most)]
+    if short:
+        raise DataError(
+            f"{spec.sounds.mask}[{short[0]}] shows all {most} columns; expected one column of padding at the "
+            "end of each row, as the model's processor leaves it"
+        )
 
 
 def repeat_sounds(spec: AudioSpec, given: Mapping[str, Any], input_ids: Tensor, times: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from liger_models.layers.attention.shared_attention import SharedAttention
 from liger_models.layers.conformer.distance_attention import DistanceAttention
 from liger_models.layers.conformer.light_conv import LightConvolution
 from liger_models.layers.conformer.local_attention import LocalAttention
+from liger_models.layers.conformer.relative_attention import RelativeAttention
 from liger_models.layers.grids.grid_attention import GridAttention
 from liger_models.layers.grids.grid_conv import GridConvolution
 from liger_models.layers.recompute.activation_memory import ActivationMemory
@@ -42,6 +43,7 @@ from liger_models.layers.specs import (
     LightConvSpec,
     LightningSpec,
     LocalAttentionSpec,
+    RelativeAttentionSpec,
     SelectiveSpec,
     SharedAttentionSpec,
     SSDSpec,
@@ -74,6 +76,7 @@ MIXERS: dict[type, Callable[..., Mixer]] = {
     GridConvSpec: GridConvolution,
     LocalAttentionSpec: LocalAttention,
     DistanceAttentionSpec: DistanceAttention,
+    RelativeAttentionSpec: RelativeAttention,
     LightConvSpec: LightConvolution,
     GatedDeltaSpec: GatedDelta,
     SSDSpec: SSD,

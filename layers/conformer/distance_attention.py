@@ -9,12 +9,11 @@ in float32. Scores of one clip exist at a time, and at every level only queries,
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.conformer.clip_attention import attend_by_clip, lengths_of
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear, in_order
 from liger_models.layers.recompute.activation_memory import ActivationMemory, recompute
@@ -68,22 +67,18 @@ class DistanceAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences, table: Tensor) -> Tensor:
         """x [F, D] and the table [2 m, heads] -> [F, D]."""
-        bounds = sequences.documents.host_boundaries()
-        lengths = [end - start for start, end in pairwise(bounds)]
-        out = recompute(self._attend, in_order(self, "qkv_proj")(x), table, lengths)
+        out = recompute(self._attend, in_order(self, "qkv_proj")(x), table, lengths_of(sequences))
         return self.o_proj(out.to(x.dtype))
 
     def _attend(self, qkv: Tensor, table: Tensor, lengths: list[int]) -> Tensor:
         """qkv [F, 3 N d] -> [F, N d], in float32 or wider."""
         dtype = torch.promote_types(qkv.dtype, torch.float32)
         biases = {n: bias_by_distance(table.to(dtype), n) for n in dict.fromkeys(lengths)}
-        made = []
-        for clip in qkv.split(lengths):
-            parts = (part.to(dtype).unflatten(1, (-1, self.spec.head_dim)) for part in clip.chunk(3, dim=1))
-            q, k, v = (part.transpose(0, 1) for part in parts)  # [N, n, d]
-            scores = (q * self.spec.scale) @ k.mT + biases[len(clip)]
-            made.append((scores.softmax(-1) @ v).transpose(0, 1).flatten(1))
-        return torch.cat(made)
+
+        def scores(q: Tensor, k: Tensor, _: int) -> Tensor:
+            return (q * self.spec.scale) @ k.mT + biases[q.shape[1]]
+
+        return attend_by_clip(qkv, lengths, self.spec.head_dim, scores)
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype

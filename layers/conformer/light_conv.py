@@ -8,8 +8,9 @@ or, if it is separable, with convolutions of one frame W, which have biases as e
     a, b = split(W_in(x))
     y = W_out(act(W(conv((a + b_1) * gate(b + b_2)))))
 
-The convolution is kernels/recurrent/short_conv.py, causal and depthwise, and restarts at every clip. `lean`
-keeps a, b and the convolution's output, and W's, or which of its elements were clipped.
+The convolution is kernels/recurrent/short_conv.py, causal and depthwise, and restarts at every clip. If it is
+centred, it is that of torch (centred_conv.py), and a batch norm with stored moments follows (batch_norm.py).
+`lean` keeps a, b and the convolution's output, and W's, or which of its elements were clipped.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.conformer.batch_norm import StoredBatchNorm
+from liger_models.layers.conformer.centred_conv import CentredConvolution
 from liger_models.layers.conformer.clip import clip
+from liger_models.layers.conformer.clip_attention import lengths_of
 from liger_models.layers.conformer.pointwise import PointwiseConvolution
 from liger_models.layers.parts.mlp import gated_product, plain_activation
 from liger_models.layers.parts.norm import make_norm
@@ -48,7 +52,11 @@ class LightConvolution(nn.Module):
     ):
         super().__init__()
         self.spec, self.channels = spec, hidden_size
-        self.conv1d = ShortConvolution(((1, hidden_size),), spec.width, spec.separable, activation=None)
+        self.conv1d: nn.Module
+        if spec.centred:
+            self.conv1d = CentredConvolution(hidden_size, spec.width, spec.bias)
+        else:
+            self.conv1d = ShortConvolution(((1, hidden_size),), spec.width, spec.separable, activation=None)
         self.activation = plain_activation(spec.activation)
         self.gated: Callable[..., Tensor] = F.glu
         self.in_proj: nn.Module
@@ -59,6 +67,10 @@ class LightConvolution(nn.Module):
             self.gated = self.gate.product
             self.pointwise = PointwiseConvolution(hidden_size, hidden_size)
             self.out_proj = PointwiseConvolution(hidden_size, hidden_size)
+        elif spec.centred:
+            self.in_proj = PointwiseConvolution(hidden_size, 2 * hidden_size, bias=spec.bias)
+            self.norm: nn.Module = StoredBatchNorm(hidden_size)
+            self.out_proj = PointwiseConvolution(hidden_size, hidden_size, bias=spec.bias)
         else:
             linear = ClippedLinear if spec.clipped else Linear
             self.in_proj = linear(hidden_size, 2 * hidden_size, bias=False)
@@ -70,10 +82,18 @@ class LightConvolution(nn.Module):
         gates = self.in_proj(x)
         gates = self.gate(gates) if self.spec.separable else gates
         gated = carry_recipe(self.gated(gates), self.gated, gates, late=True)
-        (y,) = self.conv1d(gated, None, sequences.documents.bounds())
-        y = y.flatten(1)
+        y = self._convolved(gated, sequences)
         y = self.pointwise(y) if self.spec.separable else self.norm(clip(y, self.spec.bound))
         return self.out_proj(carry_recipe(self.activation(y), self.activation, y, late=True, deep=True))
+
+    def _convolved(self, gated: Tensor, sequences: Sequences) -> Tensor:
+        """[F, D] -> [F, D]."""
+        if not self.spec.centred:
+            (y,) = self.conv1d(gated, None, sequences.documents.bounds())
+            return y.flatten(1)
+        if sequences.unseen is not None:
+            gated = gated.masked_fill(sequences.unseen[:, None], 0)
+        return self.conv1d(gated, lengths_of(sequences))
 
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
@@ -83,12 +103,15 @@ class LightConvolution(nn.Module):
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Bytes kept per frame: a and b, the norm's input and 1/rms, and which elements were clipped, or the
-        convolution's output and the input of the activation; with `all` also the gated input, the norm's
-        output, and the activation's.
+        convolution's output and the input of the activation, or the centred one's input and the norm's input
+        and output; with `all` also the gated input, the norm's output, and the activation's.
         """
         if self.spec.separable:
             return itemsize * self.channels * (6 if level == "all" else 4)
-        own: int = self.norm.activation_bytes(level, itemsize)
+        if self.spec.centred:
+            own: int = self.norm.activation_bytes(level, itemsize)
+            return own + itemsize * self.channels * (5 if level == "all" else 4)
+        own = self.norm.activation_bytes(level, itemsize)
         own += 0 if self.spec.bound is None else self.channels
         return own + itemsize * self.channels * (5 if level == "all" else 2)
 

@@ -15,12 +15,13 @@ class PointwiseConvolution(nn.Module):
     Args:
         inputs, outputs: numbers of channels.
         axes: of the convolution.
+        bias: add a bias.
     """
 
-    def __init__(self, inputs: int, outputs: int, axes: int = 1):
+    def __init__(self, inputs: int, outputs: int, axes: int = 1, bias: bool = True):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs, *(1,) * axes))
-        self.bias = nn.Parameter(torch.empty(outputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., inputs] -> [..., outputs]."""
@@ -29,7 +30,8 @@ class PointwiseConvolution(nn.Module):
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:  # PEFT's error shows it, where `all-linear` stands for last names of layers
         return "takes no adapter: name it in exclude_modules"

@@ -14,7 +14,7 @@ from liger_models.layers.memory.pictures import NOTHING, Edges, Shown
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
-    CountedSounds,
+    ConformerSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -33,7 +33,7 @@ def heard_by(spec: AudioSpec | None, sounds: Sounds | None) -> Shown:
         columns = sum(chunk.width for chunk in chunks_of(spec, sounds.columns))
     elif isinstance(spec.sounds, WaveformSounds):
         columns = 0
-    elif isinstance(spec.sounds, SubsampledSounds | CountedSounds):
+    elif isinstance(spec.sounds, ConformerSounds):
         columns = len(sounds.columns) * max(sounds.columns)
     else:
         columns = len(sounds.columns) * 2 * max(sounds.frames)  # the convolutions read the padding, too
@@ -72,7 +72,7 @@ def edges_of_sounds(
             # Of each convolution the output, statistics of its norm, max(x, 0), and that without padding.
             kept += outputs * (3 * channels * size + 8)
         kept += shown.tokens * width * size  # the output projection's input
-    elif isinstance(spec.sounds, CountedSounds):
+    elif isinstance(spec.sounds, ConformerSounds):
         kept = 2 * shown.patches * spec.bins * size
         for k, channels in enumerate(spec.sounds.channels, 1):
             outputs = (shown.patches >> k) * -(-spec.bins >> k)

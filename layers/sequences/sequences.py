@@ -52,6 +52,7 @@ class Sequences:
         once: runs a function, or returns its results from the first run of a layer that runs again.
         grids: of pictures, in an image encoder.
         modality: the tokens of text and of pictures, if layers compute them with different weights.
+        unseen: mask of frames that no other frame sees, [T], in an encoder of sounds.
 
     Frameworks that move or cast the arguments of a module (FSDP2's mixed precision, DistributedDataParallel,
     accelerate) copy the dataclasses, lists and dicts that they find and round the tensors in them, or call a
@@ -72,6 +73,7 @@ class Sequences:
         self.visibility, self.positions, self.cache = visibility, positions, cache
         self.notes, self.slice, self.once = Notes() if notes is None else notes, slice, once
         self.grids, self.modality = grids, modality
+        self.unseen: Tensor | None = None
 
     @classmethod
     def from_call(
@@ -138,12 +140,16 @@ class Sequences:
             return self
         parts = self.visibility.to(device), self.positions.to(device)
         modality = None if self.modality is None else self.modality.to(device)
-        return Sequences(*parts, self.cache, self.notes, self.slice, self.once, self.grids, modality)
+        own = Sequences(*parts, self.cache, self.notes, self.slice, self.once, self.grids, modality)
+        own.unseen = None if self.unseen is None else self.unseen.to(device)
+        return own
 
     def running(self, once: Once) -> Sequences:
         """The same batch for a layer whose expensive functions `once` runs."""
         parts = self.visibility, self.positions, self.cache, self.notes, self.slice
-        return Sequences(*parts, once, self.grids, self.modality)
+        own = Sequences(*parts, once, self.grids, self.modality)
+        own.unseen = self.unseen
+        return own
 
     def without_notes(self) -> Sequences:
         """The same documents for another model, whose layers have left no notes yet."""

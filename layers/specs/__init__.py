@@ -19,7 +19,9 @@ from liger_models.layers.specs.attention import (
 from liger_models.layers.specs.audio import (
     AudioSpec,
     ChunkedSounds,
+    ConformerSounds,
     CountedSounds,
+    DepthwiseSounds,
     PaddedSounds,
     SubsampledSounds,
     WaveformSounds,
@@ -33,7 +35,12 @@ from liger_models.layers.specs.block import (
     StreamsSpec,
     Topology,
 )
-from liger_models.layers.specs.conformer import DistanceAttentionSpec, LightConvSpec, LocalAttentionSpec
+from liger_models.layers.specs.conformer import (
+    DistanceAttentionSpec,
+    LightConvSpec,
+    LocalAttentionSpec,
+    RelativeAttentionSpec,
+)
 from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
 from liger_models.layers.specs.indexers import (
     BlockIndexerSpec,
@@ -140,6 +147,7 @@ __all__ = [
     "ClockSpec",
     "CompressedAttentionSpec",
     "CompressorSpec",
+    "ConformerSounds",
     "Constant",
     "ConvolutionProjectorSpec",
     "CountedSounds",
@@ -147,6 +155,7 @@ __all__ = [
     "CroppedTable",
     "CrossAttentionSpec",
     "CubicTable",
+    "DepthwiseSounds",
     "DifferentialAttentionSpec",
     "DistanceAttentionSpec",
     "DownsamplingProjectorSpec",
@@ -201,6 +210,7 @@ __all__ = [
     "QueryProjectorSpec",
     "QueryScaleSpec",
     "RecurrentSpec",
+    "RelativeAttentionSpec",
     "ResamplerSpec",
     "RopeSpec",
     "RopeType",

@@ -94,6 +94,30 @@ class CountedSounds:
 
 
 @dataclass(frozen=True)
+class DepthwiseSounds:
+    """Processor outputs `input_features` [clips, columns, bins], spectrograms of any length padded with zeros
+    to one column more than the longest, and `input_features_mask` [clips, columns], False for padding.
+    Convolutions over three columns and three frequencies, with stride 2 and biases, make so many `channels`;
+    all but the first have one window for each channel, and mix channels afterwards. max(x, 0) follows each.
+    Frames are multiplied by `scale`. A clip has as many tokens as with one column of padding. If this column
+    makes one more frame, the frame attends to all frames of the clip alike, and no other frame sees it
+    (Parakeet; FastConformer, arXiv:2305.05084, section 3.1).
+    """
+
+    channels: tuple[int, ...]
+    scale: float = 1.0
+    activation: ClassVar[Activation] = "relu"
+    masked: ClassVar[bool] = True
+    features: ClassVar[str] = "input_features"
+    mask: ClassVar[str] = "input_features_mask"
+    columns_first: ClassVar[bool] = True
+
+
+ConformerSounds = SubsampledSounds | CountedSounds | DepthwiseSounds
+"""Sounds whose encoder is a conformer."""
+
+
+@dataclass(frozen=True)
 class AudioSpec:
     """An audio encoder and its projector into a language model.
 
@@ -103,8 +127,8 @@ class AudioSpec:
     `blocks` are the encoder's; a frame sees its own clip. If `paired`, two frames each are averaged, and the
     last of an odd number is left out. After `norm_after` the `projector` turns frames into features, one for
     each token with the id `audio_id`. `sounds` is the form of the processor's output. Pieces of waveforms
-    have `bins` samples, and no encoder. For `SubsampledSounds` and `CountedSounds` the blocks are a
-    conformer's. A linear layer with a bias turns their output into `output_size` numbers, if that is given.
+    have `bins` samples, and no encoder. For `ConformerSounds` the blocks are a conformer's. A linear layer
+    with a bias turns their output into `output_size` numbers, if that is given.
     The blocks share a table of biases by distance, one for each head and up to `distances` frames before and
     after. In a document with tokens `image_id` the second of the projector's two ways is taken.
     """
@@ -114,7 +138,7 @@ class AudioSpec:
     blocks: tuple[BlockSpec, ...]
     projector: ProjectorSpec
     audio_id: int
-    sounds: PaddedSounds | ChunkedSounds | WaveformSounds | SubsampledSounds | CountedSounds
+    sounds: PaddedSounds | ChunkedSounds | WaveformSounds | ConformerSounds
     norm_after: NormSpec | LayerNormSpec | None = None
     paired: bool = False
     channels: int | None = None

@@ -19,7 +19,12 @@ from liger_models.layers.specs.attention import (
     LatentAttentionSpec,
     SharedAttentionSpec,
 )
-from liger_models.layers.specs.conformer import DistanceAttentionSpec, LightConvSpec, LocalAttentionSpec
+from liger_models.layers.specs.conformer import (
+    DistanceAttentionSpec,
+    LightConvSpec,
+    LocalAttentionSpec,
+    RelativeAttentionSpec,
+)
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, NgramSpec, PerLayerInputSpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
@@ -36,6 +41,7 @@ MixerSpec = (
     | GridConvSpec
     | LocalAttentionSpec
     | DistanceAttentionSpec
+    | RelativeAttentionSpec
     | LightConvSpec
     | RecurrentSpec
 )

@@ -55,12 +55,35 @@ class DistanceAttentionSpec:
 
 
 @dataclass(frozen=True)
+class RelativeAttentionSpec:
+    """Attention of all frames of a clip to one another, with relative positions and two learned biases of
+    queries: layers/conformer/relative_attention.py. With `bias`, projections have one.
+    """
+
+    num_attention_heads: int
+    head_dim: int
+    scale: float
+    bias: bool = True
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads: none."""
+        return ()
+
+
+@dataclass(frozen=True)
 class LightConvSpec:
     """A gated projection, a causal depthwise convolution of `width` frames, a norm and an activation:
     layers/conformer/light_conv.py. The convolution's output is clamped to +-`bound`. `norm` applies also to
     the norm before the mixer. If `separable`, projections are convolutions of one frame, all have biases,
     a gate of activation `gate` and its factor have further ones, and another such convolution is in the
-    norm's place.
+    norm's place. If `centred`, projections are convolutions of one frame, too, the depthwise one reads as
+    many frames after each frame as before it, all have a `bias` or none, and a batch norm with stored moments
+    is in the norm's place.
     """
 
     width: int
@@ -70,6 +93,8 @@ class LightConvSpec:
     clipped: bool = False
     separable: bool = False
     gate: Activation = "silu"
+    centred: bool = False
+    bias: bool = False
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -13,9 +13,10 @@ from liger_models.layers.audio.sounds import frames_of, tokens_of
 from liger_models.layers.specs import (
     AudioSpec,
     ChunkedSounds,
+    ConformerSounds,
     CountedSounds,
+    DepthwiseSounds,
     PaddedSounds,
-    SubsampledSounds,
     WaveformSounds,
 )
 
@@ -42,14 +43,16 @@ def framed_sound(spec: AudioSpec | None, sound: Sound, config: Mapping[str, Any]
 
 
 def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[..., Tensor]) -> dict[str, Any]:
-    """Processor outputs for these sounds, with noise in their padding, too. `normal` draws numbers."""
+    """Processor outputs for these sounds, with noise in their padding, too, unless the reference reads it.
+    `normal` draws numbers.
+    """
     if spec is None or not sounds:
         return {}
     columns = torch.tensor([_columns(spec, sound) for sound in sounds])
     if isinstance(spec.sounds, WaveformSounds):
         most = max(8, int(columns.max()))
         shape = (most, spec.bins)
-    elif isinstance(spec.sounds, SubsampledSounds | CountedSounds):
+    elif isinstance(spec.sounds, ConformerSounds):
         most = max(64, int(columns.max()))
         shape = (most, spec.bins)
     else:
@@ -65,20 +68,22 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
     if not spec.sounds.masked:
         return call
     mask = torch.arange(most) < columns[:, None]
+    if isinstance(spec.sounds, DepthwiseSounds):
+        call[spec.sounds.features] *= mask[..., None]
     return {**call, spec.sounds.mask: mask if spec.sounds.columns_first else mask.long()}
 
 
 def _columns(spec: AudioSpec, sound: Sound) -> int:
     """The number of columns of a sound, at most those of a clip; or of a clip, if padding is not masked; or
     many times as many, if chunks are long; or the number of its pieces of 40 ms; or twice as many, if four
-    columns make a token.
+    columns make a token; or an odd number, whose last frame is none of padding.
     """
     if isinstance(spec.sounds, ChunkedSounds):
         return sound.columns * _factor(spec.sounds)
     if isinstance(spec.sounds, WaveformSounds):
         return -(-sound.columns // 4)  # pieces of 40 ms
-    if isinstance(spec.sounds, SubsampledSounds | CountedSounds):
-        return 2 * sound.columns
+    if isinstance(spec.sounds, ConformerSounds):
+        return 2 * sound.columns + isinstance(spec.sounds, DepthwiseSounds)
     most = 2 * spec.sounds.frames
     return min(sound.columns, most) if spec.sounds.masked else most
 

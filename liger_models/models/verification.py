@@ -172,8 +172,11 @@ def mask_as_family(architecture: Architecture, reference: Any) -> None:
     """Let every forward pass of a family's reference mask the tokens of images as its `generate` does, if the
     family follows that (`Architecture.masks_of_generation`), and number images by row
     (`Architecture.images_by_document`), and encode and project sounds by row
-    (`Architecture.sounds_by_document`).
+    (`Architecture.sounds_by_document`). Batch norms use their stored moments in training, too.
     """
+    for module in reference.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.forward = functools.partial(_with_stored_moments, module)  # type: ignore[method-assign]
     if architecture.sounds_by_document:
         media = reference.model.embed_tokens_extend
         encoder = media.audio_embed.encoder
@@ -200,6 +203,12 @@ def mask_as_family(architecture: Architecture, reference: Any) -> None:
         return args, {**kwargs, "attention_mask": made}
 
     reference.model.register_forward_pre_hook(masks, with_kwargs=True)
+
+
+def _with_stored_moments(norm: Any, x: Tensor) -> Tensor:
+    """The output of a batch norm in evaluation mode."""
+    moments = norm.running_mean, norm.running_var
+    return torch.nn.functional.batch_norm(x, *moments, norm.weight, norm.bias, eps=norm.eps)
 
 
 def _note_states_once(reference: Any) -> None:
