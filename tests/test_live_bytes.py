@@ -37,6 +37,7 @@ from liger_models.layers.specs import (
     LightConvSpec,
     LightningSpec,
     LocalAttentionSpec,
+    RelativeAttentionSpec,
     SharedAttentionSpec,
     SSDSpec,
 )
@@ -305,6 +306,7 @@ OTHERS = {
     GridAttentionSpec: "attention of an image encoder: tests/layers/grids/test_grid_attention.py",
     LocalAttentionSpec: "attention of an encoder of sound; its bytes: tests/layers/blocks/test_blocks.py",
     DistanceAttentionSpec: "the same, with a table that layers share: tests/audio/test_phi4_multimodal.py",
+    RelativeAttentionSpec: "the same, with relative positions: tests/audio/test_parakeet.py",
     LightConvSpec: "convolutions of an encoder of sound: the same",
     GridConvSpec: "convolutions of an image encoder: tests/layers/grids/test_grid_conv.py",
     CompressedAttentionSpec: "plain torch by blocks of queries, whose bytes a plan estimates",

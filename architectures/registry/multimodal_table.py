@@ -343,7 +343,7 @@ MULTIMODAL: dict[str, Multimodal] = {
             **{"head_dim": 128, "max_position_embeddings": 131072, "sliding_window": 2048},
         },
     ),
-    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}, missing="an encoder of sounds, and videos"),
+    "nemotron_h_omni": Multimodal({"nemotron_h": "nemotron_h"}, missing="videos"),
     "paddleocr_vl": Multimodal(
         {"paddleocr_vl_text": "llama"},
         (("model.language_model.", "model."),),

@@ -8,7 +8,7 @@ PARITY, OF_VIDEOS, CHECKPOINTS, HF, RANKS = (
 ALWAYS: dict[str, tuple[str, ...]] = {
     f"{PARITY}clips_of_several_lengths_match_the_reference": (
         *("gemma4-right", "gemma4_unified-right", "voxtral-left", "qwen3_omni_moe_thinker-left"),
-        "phi4_multimodal-right",
+        *("phi4_multimodal-right", "nemotron_h_omni-left"),
     ),
     f"{PARITY}short_clips_are_encoded_as_if_they_were_alone": ("qwen3_omni_moe_thinker",),
     f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral",),
