@@ -13,7 +13,7 @@ from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import AudioSpec, LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
+from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
 
 HEAD = ("lm_head.", "language_model.lm_head.")
 PROJECTOR = (("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3."))
@@ -27,8 +27,7 @@ ON_DISK = Layout(
         ("vision.projector.patch_norm.", Layout(root=f"{FINAL_NORM}.")),
         ("vision.encoder.", Layout(radio.NAMES, root="vision_model.")),
         ("vision.projector.", Layout(PROJECTOR, root="mlp1.")),
-        ("audio.encoder.", Layout(parakeet.NAMES, root="sound_encoder.encoder.")),
-        ("audio.projector.", Layout((("linear_", "linear"),), root="sound_projection.")),
+        *parakeet.ON_DISK,
     ),
 )
 IN_MODULES = Layout(
@@ -40,13 +39,9 @@ IN_MODULES = Layout(
         ON_DISK.parts[0],
         ("vision.encoder.", Layout(radio.NAMES_IN_MODULES, root="vision_model.")),
         ("vision.projector.", Layout((("norm.", "layer_norm."),), root="multi_modal_projector.")),
-        ("audio.encoder.", Layout(parakeet.NAMES, root="audio_tower.")),
-        ("audio.projector.", Layout((("norm.", "layer_norm."),), root="embed_audio.")),
+        *parakeet.IN_MODULES,
     ),
 )
-AUDIO, AUDIO_ID = ("audio_config", "sound_config"), ("audio_token_id", "sound_context_token_id")
-UNHEARD = ("audio_tower.*", "embed_audio.*", "sound_encoder.*", "sound_projection.*")
-UNREAD = ("audio_tower.feature_extractor.*", "sound_encoder.encoder.feature_extractor.*")
 ASIDE = """
     force_image_size img_context_token img_context_token_id img_end_token
     img_start_token llm_config max_sequence_length norm_mean norm_std patch_size ps_version
@@ -61,7 +56,7 @@ ASIDE = """
     vision=True,
     audio=True,
     layouts=(ON_DISK, IN_MODULES),
-    carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *(UNREAD if _hears(c) else UNHEARD)),
+    carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *parakeet.unread(c)),
     as_stored=lambda spec, names: radio.as_stored(spec, names, FINAL_NORM),
     fixed={"downsample_ratio": 0.5},
     unread=dict.fromkeys(ASIDE.split(), "of processors or videos, or another name"),
@@ -83,26 +78,7 @@ def nemotron_h_omni(c: HFConfig) -> ModelSpec:
             f"{c.name}: vision_hidden_size is {width} and the encoder's hidden_size {vision.hidden_size}; "
             "expected the same"
         )
-    return replace(text, vision=vision, audio=_audio(c))
-
-
-def _hears(c: HFConfig) -> str | None:
-    """The key of the config of sounds; None if there is none."""
-    return next((key for key in AUDIO if c.raw.get(key) is not None), None)
-
-
-def _audio(c: HFConfig) -> AudioSpec | None:
-    key = _hears(c)
-    for other in {*AUDIO} - {key}:
-        c.take(other, None)
-    audio_id = c.take_count(AUDIO_ID, least=0, **({} if key else {"default": None}))
-    if key is None:
-        return None
-    a = c.part(key)
-    size, bias = a.take_count("projection_hidden_size"), a.take_flag("projection_bias", False)
-    norm = NormSpec(1e-5, cast="float32")
-    projector = MLPProjectorSpec("relu2", bias, norm=norm, size=size)
-    return parakeet.audio(a, projector, audio_id, bias=False, scaled=False)
+    return replace(text, vision=vision, audio=parakeet.projected(c))
 
 
 # -- tests

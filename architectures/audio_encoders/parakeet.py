@@ -10,6 +10,7 @@ from typing import Any
 from liger_models.architectures.audio_encoders.parts import halvings, subsampling_names
 from liger_models.architectures.common import activation
 from liger_models.architectures.common.images import Names
+from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import (
@@ -18,7 +19,9 @@ from liger_models.layers.specs import (
     DepthwiseSounds,
     LayerNormSpec,
     LightConvSpec,
+    MLPProjectorSpec,
     MLPSpec,
+    NormSpec,
     ProjectorSpec,
     RelativeAttentionSpec,
 )
@@ -33,9 +36,45 @@ NAMES: Names = (
     (".subsampling.in_proj.", ".subsampling.linear."),
     *subsampling_names(".subsampling.layers."),
 )
-"""Names of the encoder, before those of `encoder.`."""
+"""Names of the encoder, after `audio_tower.`."""
+ON_DISK = (
+    ("audio.encoder.", Layout(NAMES, root="sound_encoder.encoder.")),
+    ("audio.projector.", Layout((("linear_", "linear"),), root="sound_projection.")),
+)
+"""Layouts of the encoder and its projector in checkpoints."""
+IN_MODULES = (
+    ("audio.encoder.", Layout(NAMES, root="audio_tower.")),
+    ("audio.projector.", Layout((("norm.", "layer_norm."),), root="embed_audio.")),
+)
+"""The same in transformers' modules."""
+_KEYS = ("audio_config", "sound_config")
 _OF_PROCESSOR = "sampling_rate max_position_embeddings num_key_value_heads"
 _DROPOUTS = ("dropout", "layerdrop", "activation_dropout", "attention_dropout")
+
+
+def unread(c: HFConfig) -> tuple[str, ...]:
+    """Patterns of the tensors that are not read: of processors, or all where the config `c` has no sounds."""
+    if _key_of(c):
+        return ("audio_tower.feature_extractor.*", "sound_encoder.encoder.feature_extractor.*")
+    return ("audio_tower.*", "embed_audio.*", "sound_encoder.*", "sound_projection.*")
+
+
+def _key_of(c: HFConfig) -> str | None:
+    return next((key for key in _KEYS if c.raw.get(key) is not None), None)
+
+
+def projected(c: HFConfig) -> AudioSpec | None:
+    """Spec of the encoder and its projector, from the whole model's config; None if it has no sounds."""
+    key = _key_of(c)
+    for other in {*_KEYS} - {key}:
+        c.take(other, None)
+    audio_id = c.take_count(("audio_token_id", "sound_context_token_id"), *([] if key else [None]), least=0)
+    if key is None:
+        return None
+    a = c.part(key)
+    size, bias = a.take_count("projection_hidden_size"), a.take_flag("projection_bias", False)
+    projector = MLPProjectorSpec("relu2", bias, norm=NormSpec(1e-5, cast="float32"), size=size)
+    return audio(a, projector, audio_id, bias=False, scaled=False)
 
 
 def audio(a: HFConfig, projector: ProjectorSpec, audio_id: int, *, bias: bool, scaled: bool) -> AudioSpec:
