@@ -16,7 +16,6 @@ from liger_models.convert.errors import ConfigError
 from liger_models.layers.specs import LayerNormSpec, MLPProjectorSpec, ModelSpec, NormSpec
 
 HEAD = ("lm_head.", "language_model.lm_head.")
-PROJECTOR = (("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3."))
 FINAL_NORM = "vision_final_layernorm"
 ON_DISK = Layout(
     (*PARTS, HEAD),
@@ -26,7 +25,10 @@ ON_DISK = Layout(
     parts=(
         ("vision.projector.patch_norm.", Layout(root=f"{FINAL_NORM}.")),
         ("vision.encoder.", Layout(radio.NAMES, root="vision_model.")),
-        ("vision.projector.", Layout(PROJECTOR, root="mlp1.")),
+        (
+            "vision.projector.",
+            Layout((("norm.", "0."), ("linear_1.", "1."), ("linear_2.", "3.")), root="mlp1."),
+        ),
         *parakeet.ON_DISK,
     ),
 )
@@ -42,12 +44,6 @@ IN_MODULES = Layout(
         *parakeet.IN_MODULES,
     ),
 )
-ASIDE = """
-    force_image_size img_context_token img_context_token_id img_end_token
-    img_start_token llm_config max_sequence_length norm_mean norm_std patch_size ps_version
-    sound_context_token template use_thumbnail video_context_token
-    video_context_token_id video_pruning_rate video_temporal_patch_size video_token_id vit_hidden_size
-"""
 
 
 @register(
@@ -59,12 +55,11 @@ ASIDE = """
     carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *parakeet.unread(c)),
     as_stored=lambda spec, names: radio.as_stored(spec, names, FINAL_NORM),
     fixed={"downsample_ratio": 0.5},
-    unread=dict.fromkeys(ASIDE.split(), "of processors or videos, or another name"),
+    unread=dict.fromkeys(radio.ASIDE.split(), "of processors or videos, or another name"),
 )
 def nemotron_h_omni(c: HFConfig) -> ModelSpec:
     text, v = language_model(c), c.part("vision_config")
     width = c.take_count(("vision_hidden_size", "vit_hidden_size"), 1280)
-    image_id = c.take_count(("image_token_id", "img_context_token_id"), least=0)
     # The reference normalises features where the language model has modules for multi-token prediction.
     predicts = text_part(c).take_count("num_nextn_predict_layers", 0, least=0) > 0
     eps = v.take_number("layer_norm_eps", 1e-6)
@@ -72,7 +67,7 @@ def nemotron_h_omni(c: HFConfig) -> ModelSpec:
         *("relu2", False, 2, NormSpec(1e-5, cast="float32"), c.take_count("projector_hidden_size", 4096)),
         patch_norm=LayerNormSpec(eps) if predicts else None,
     )
-    vision = radio.vision(v, projector, image_id)
+    vision = radio.vision(v, projector, c.take_count(("image_token_id", "img_context_token_id"), least=0))
     if vision.hidden_size != width:
         raise ConfigError(
             f"{c.name}: vision_hidden_size is {width} and the encoder's hidden_size {vision.hidden_size}; "

@@ -72,6 +72,13 @@ _OF_PROCESSOR_AND_SUMMARIES = """
     norm_mean norm_std patch_dim preferred_resolution separate_video_embedder summary_idxs version
     video_patch_dim video_temporal_patch_size
 """
+ASIDE = """
+    force_image_size img_context_token img_context_token_id img_end_token img_start_token llm_config
+    max_sequence_length norm_mean norm_std patch_size ps_version sound_context_token template use_thumbnail
+    video_context_token video_context_token_id video_pruning_rate video_temporal_patch_size video_token_id
+    vit_hidden_size
+"""
+"""Keys next to the encoder's config, of processors, of videos, or another name of a key."""
 TINY: dict[str, Any] = {
     "model_type": "radio",
     "hidden_size": 32,
