@@ -315,10 +315,10 @@ def _chunk_grads(
 def _head_tile(own: Operands) -> dict[str, int]:
     """Columns, channels and launch options of a tile of `head_grads_kernel`."""
     block, options = block_of_channels(own.B.shape[2]), launch_options("head", own)
-    if gpu_of(own.x).capability[0] == 8 and own.x.shape[2] > TILE and own.x.element_size() == 2:
-        # For Ampere ptxas spills two tiles of columns, which are unrolled: here one has room for most heads.
-        wide = {"BLOCK_P": 2 * TILE, "BLOCK_N": min(block, 128)}
-        return {**options, **wide, "num_warps": 8, "maxnreg": 255}
+    if gpu_of(own.x).family in ("a100", "desktop") and own.x.element_size() == 2:
+        # ptxas spills two tiles of columns, which are unrolled, and wide ones of states: up to 16 KB a thread
+        columns = 2 * TILE if own.x.shape[2] > TILE else TILE
+        return {**options, "BLOCK_P": columns, "BLOCK_N": min(block, 64), "num_warps": 8, "maxnreg": 255}
     return {**options, "BLOCK_N": min(block, 256 if shared_memory(own.x) >= 96 * 1024 else 128)}
 
 

@@ -10,13 +10,15 @@ import pytest
 import torch
 from delta_problem import DOCUMENTS, in_float64, relative
 
-from liger_models.kernels._gpu import INTERPRETED
+from liger_models.kernels._gpu import INTERPRETED, Gpu
 from liger_models.kernels.recurrent import _chunk_table
 from liger_models.kernels.recurrent.state_spaces import _ssd_chunks, _ssd_states
 from liger_models.kernels.recurrent.state_spaces.ssd import ssd, ssd_step
 
 LENGTHS = [70, 1, 0, 64, 3]
 LIMIT = (0.3, 1.5)  # both of which some steps reach
+A100 = Gpu("sm_80", (8, 0), 163 * 1024, 108)
+RTX_5090 = Gpu("sm_120", (12, 0), 99 * 1024, 170)
 
 
 def operands(tokens: int, documents: int, dtype=torch.float64, groups: int = 2):
@@ -166,6 +168,17 @@ def test_wide_states_are_read_in_blocks_where_shared_or_tensor_memory_is_small(i
         monkeypatch.setattr(module, "shared_memory", lambda x: 64 * 1024)
         monkeypatch.setattr(module, "gpu_of", lambda x: INTERPRETED._replace(capability=(10, 0)))
     assert_exact(tensors(20, 1, 16, 1, 144), 2e-5)  # as above
+
+
+@pytest.mark.parametrize("gpu", [RTX_5090, A100], ids=lambda gpu: gpu.arch)
+def test_gradients_of_heads_are_exact_with_the_tiles_of_smaller_gpus(gpu, interpreted, monkeypatch):
+    for module in (_ssd_chunks, _ssd_states):
+        monkeypatch.setattr(module, "shared_memory", lambda x: gpu.shared_memory)
+        monkeypatch.setattr(module, "gpu_of", lambda x: gpu)
+    # Wider than a tile, with states of two blocks where tiles are smallest. The interpreter reads bfloat16 as
+    # integers. The bound is that on a GPU below.
+    inputs = tensors(67, 1, 72, 1, 70, dtype=torch.float16)
+    assert_exact(inputs, 12 * torch.finfo(torch.float16).eps / 2)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
