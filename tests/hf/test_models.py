@@ -94,6 +94,20 @@ def test_logits_loss_and_gradients_equal_the_reference(family, projections, make
     assert not {name: d for name, d in distances.items() if not d <= BOUND}
 
 
+@pytest.mark.parametrize("family", ["deepseek_v32", "deepseek_v4"])
+def test_parameters_that_no_loss_reaches_need_no_gradient(family, make_both, batch):
+    """DDP would wait for the gradients of indexers, and average none in the first step without an error. In
+    DeepSeek-V4 they are moved to other modules. Choosing what to train does not enable them either.
+    """
+    model = make_both(family).ours.train()
+    for choose in (lambda: None, model.freeze):
+        choose()
+        model.zero_grad()
+        model(**batch).loss.backward()
+        assert {p.requires_grad for p in model.parameters()} == {True, False}
+        assert not [n for n, p in model.named_parameters() if p.requires_grad != (p.grad is not None)]
+
+
 @pytest.mark.supports("transformers", "label counts")
 @pytest.mark.parametrize("how", ["labels", "shift_labels"])
 def test_the_loss_is_divided_by_the_given_count(how, make_both, batch):

@@ -121,10 +121,24 @@ def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type,
 
 
 def leave_unread(decoder: Any) -> None:
-    """Turn off gradients of unused tensors, for which DDP would wait; transformers' loader turns them on."""
+    """Turn off gradients of unused tensors and of modules that no loss reaches, such as indexers. DDP would
+    wait for them, and reduce no gradient; transformers' loader turns them on.
+    """
+    for module in decoder.modules():
+        if getattr(module, "untrained", False):
+            for part in _with_moved(module):
+                part.requires_grad_(False)
     own = dict(decoder.named_parameters())
     for name in decoder.unread.keys() & own.keys():
         own[name].requires_grad_(False)
+
+
+def _with_moved(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and its submodules, also those that `give_names` moved out of it."""
+    for own in list(module.modules()):
+        yield own
+        for name in vars(own).get("_elsewhere", ()):
+            yield from _with_moved(getattr(own, name))
 
 
 def unread_in(decoder: Any, layout: Layout) -> dict[str, Ref]:
