@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from os import PathLike
 from pathlib import Path
@@ -18,7 +18,7 @@ from liger_models.models.quantization import METHODS
 from liger_models.optim.adamw import MOMENTS
 from liger_models.optim.library import LIBRARY_WEIGHTS, MUON, OPTIMIZERS
 from liger_models.presets import PRESETS
-from liger_models.training.adapters.lora_settings import LoraSettings, check_sharded
+from liger_models.training.adapters.lora_settings import check_adapters
 from liger_models.training.best import HIGHER_IS_BETTER
 from liger_models.training.data import TRAIN_ON
 from liger_models.training.defaults import find_defaults
@@ -51,6 +51,14 @@ _CHOICES: dict[str, Iterable[str]] = {
     "expert_comm_backend": EXPERT_COMM_BACKENDS,
     "train_on": TRAIN_ON,
 }
+_ONE_OR_MORE = (
+    *("seq_len", "batch_size", "gradient_accumulation", "shuffle_buffer", "log_every"),
+    *("sequence_parallel", "expert_parallel"),
+)
+_ZERO_OR_MORE = (
+    *("warmup", "decay", "min_lr", "weight_decay", "clip", "eval_every", "eval_tokens", "eval_steps"),
+    *("save_every", "keep", "profile", "patience"),
+)
 
 
 @dataclass(frozen=True)
@@ -221,26 +229,44 @@ class TrainConfig:
     defaulted: ClassVar[tuple[str, ...]] = ()  # settings with a default of training/defaults.py
 
     def __post_init__(self) -> None:
+        self._write_paths_as_text()
+        self._check_kinds()
+        self._fill_defaults()
+        self._check_data()
+        self._check_numbers()
+        if self.optimizer != "adamw":
+            self._check_library_optimizer()
+        self._check_weights()
+        check_adapters(self)
+        if self.streaming:
+            self._check_streaming()
+        self._check_objective()
+
+    def _check(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
+
+    def _write_paths_as_text(self) -> None:
+        kinds = {f.name: str(f.type).removesuffix(" | None") for f in fields(self)}
         for name, value in tuple(vars(self).items()):  # `final` of another run is a Path
-            if isinstance(value, Path):
+            if isinstance(value, Path) or (kinds.get(name) == "str" and isinstance(value, PathLike)):
                 object.__setattr__(self, name, str(value))
             elif isinstance(value, tuple):
                 object.__setattr__(self, name, tuple(str(v) if isinstance(v, Path) else v for v in value))
 
-        def check(name: str, good: bool, expected: str) -> None:
-            if not good:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; expected {expected}")
-
+    def _check_kinds(self) -> None:
         for f in fields(self):
             value, kind = getattr(self, f.name), str(f.type).removesuffix(" | None")
-            if kind == "str" and isinstance(value, PathLike):
-                object.__setattr__(self, f.name, str(value))
-            elif kind in _KINDS and not (value is None and f.default is None):
+            if kind in _KINDS and not (value is None and f.default is None):
                 kinds, expected = _KINDS[kind]
-                check(f.name, isinstance(value, kinds) and not isinstance(value, bool), expected)
+                self._check(f.name, isinstance(value, kinds) and not isinstance(value, bool), expected)
         for name, choices in _CHOICES.items():
             none = getattr(self, name) is None and getattr(type(self), name) is None
-            check(name, none or getattr(self, name) in choices, f"one of {', '.join(choices)}")
+            self._check(name, none or getattr(self, name) in choices, f"one of {', '.join(choices)}")
+        for name in ("freeze", "train_only", "add_tokens"):
+            self._check(name, not isinstance(getattr(self, name), str), "a tuple of texts")
+
+    def _fill_defaults(self) -> None:
         rates = find_defaults(
             self.objective,
             self.optimizer,
@@ -252,78 +278,57 @@ class TrainConfig:
             object.__setattr__(self, name, getattr(rates, name))
         if self.lr is None:
             raise ConfigError(f"optimizer {self.optimizer} has no default learning rate; pass lr")
-        check("data", bool(self.data) and not isinstance(self.data, str), "at least one file, as a tuple")
-        check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
-        check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
+
+    def _check_data(self) -> None:
+        is_text = isinstance(self.data, str)
+        self._check("data", bool(self.data) and not is_text, "at least one file, as a tuple")
+        self._check("eval_data", not isinstance(self.eval_data, str), "a tuple of files")
+        self._check("eval_fraction", 0 <= self.eval_fraction < 1, "a number from 0 up to, not including, 1")
         if self.eval_data and self.eval_fraction:
             raise ConfigError("got both eval_data and eval_fraction; pass one of them")
-        ranks = ("sequence_parallel", "expert_parallel")
-        for name in ("seq_len", "batch_size", "gradient_accumulation", "shuffle_buffer", "log_every", *ranks):
-            check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
-        for name in (
-            "warmup",
-            "decay",
-            "min_lr",
-            "eval_every",
-            "eval_tokens",
-            "eval_steps",
-            "save_every",
-            "keep",
-            "weight_decay",
-            "clip",
-            "profile",
-            "patience",
-        ):
-            check(name, getattr(self, name) >= 0, "0 or more")
-        if (self.steps is None) == (self.epochs is None):
-            found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
-            raise ConfigError(f"the length of the run: found {found}; pass exactly one of steps and epochs")
-        check("steps", self.steps is None or self.steps >= 1, "1 or more")
-        check("epochs", self.epochs is None or 0 < self.epochs < float("inf"), "more than 0, and not endless")
-        check("lr", 0 < self.lr < float("inf"), "a number above 0")
-        for name in ("warmup", "decay"):
-            number = getattr(self, name)
-            check(name, number < 1 or number == int(number), "a whole number of steps, or a share below 1")
-        check("min_lr", self.min_lr <= self.lr, f"at most lr, which is {self.lr:g}")
-        check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
-        if self.optimizer != "adamw":
-            self._check_library_optimizer(check)
-        if self.memory_budget is not None and self.activation_memory != "auto":
-            raise ConfigError("memory_budget requires activation_memory 'auto'")
-        for name in ("freeze", "train_only", "add_tokens"):
-            check(name, not isinstance(getattr(self, name), str), "a tuple of texts")
-        check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
-        if self.lora is not None:
-            LoraSettings.parse(self.lora)
-        elif self.quantize or self.merge or self.keep_quantised or self.weights_memory == "host":
-            raise ConfigError("quantize, keep_quantised, merge and weights_memory 'host' require lora")
-        if self.weights_memory == "host" and self.quantize == "int8":
-            raise ConfigError("weights_memory 'host' takes nf4 and keep_quantised, but int8 stays on the GPU")
-        if self.quantize and (self.float8 or self.keep_quantised):
-            raise ConfigError("quantize is combined with neither float8 nor keep_quantised; choose one")
-        if self.keep_quantised and (self.freeze or self.train_only):
-            raise ConfigError(
-                "with keep_quantised, freeze and train_only do not choose the layers that get adapters; use "
-                "lora's targets"
-            )
-        if self.cuda_graphs and (self.weights_memory == "host" or self.activation_memory == "offload"):
-            raise ConfigError("cuda_graphs needs weights_memory 'device', and another level than 'offload'")
         if self.keep_best or self.patience:
             judged = "eval_data or eval_fraction" if not (self.eval_data or self.eval_fraction) else ""
             judged = judged or ("eval_every" if self.patience and not self.eval_every else "")
             if judged:
                 raise ConfigError(f"keep_best and patience judge evaluations; pass {judged}, too")
-        check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
-        if self.lora is not None and self.shard not in (None, "none"):
-            check_sharded(self.lora, self.shard, self.quantize, self.add_tokens, self.objective)
+
+    def _check_numbers(self) -> None:
+        for name in _ONE_OR_MORE:
+            self._check(name, getattr(self, name) >= 1, "a whole number of 1 or more")
+        for name in _ZERO_OR_MORE:
+            self._check(name, getattr(self, name) >= 0, "0 or more")
+        if (self.steps is None) == (self.epochs is None):
+            found = "neither" if self.steps is None else f"steps={self.steps} and epochs={self.epochs}"
+            raise ConfigError(f"the length of the run: found {found}; pass exactly one of steps and epochs")
+        self._check("steps", self.steps is None or self.steps >= 1, "1 or more")
+        endless = self.epochs is not None and not 0 < self.epochs < float("inf")
+        self._check("epochs", not endless, "more than 0, and not endless")
+        assert self.lr is not None
+        self._check("lr", 0 < self.lr < float("inf"), "a number above 0")
+        for name in ("warmup", "decay"):
+            number = getattr(self, name)
+            self._check(
+                name, number < 1 or number == int(number), "a whole number of steps, or a share below 1"
+            )
+        self._check("min_lr", self.min_lr <= self.lr, f"at most lr, which is {self.lr:g}")
+        self._check("bias_update_rate", 0 <= self.bias_update_rate < float("inf"), "a number of 0 or more")
+        self._check("hang_timeout", self.hang_timeout > 0, "seconds, more than 0")
+        self._check("seed", abs(self.seed) < 2**63, "a 64-bit integer")
+
+    def _check_weights(self) -> None:
+        """Check where weights and activations are."""
+        if self.memory_budget is not None and self.activation_memory != "auto":
+            raise ConfigError("memory_budget requires activation_memory 'auto'")
+        self._check("dropout", self.dropout in (None, 0.0), "0, or None for the model config's")
         if self.expert_parallel > 1 and self.sharding == "none":
             raise ConfigError(
                 f"expert_parallel is {self.expert_parallel}, but with this shard each process has the whole "
                 "model: expected shard 'full' or 'hybrid'"
             )
-        if self.streaming:
-            self._check_streaming()
-        check("seed", abs(self.seed) < 2**63, "a 64-bit integer")
+        if self.cuda_graphs and (self.weights_memory == "host" or self.activation_memory == "offload"):
+            raise ConfigError("cuda_graphs needs weights_memory 'device', and another level than 'offload'")
+
+    def _check_objective(self) -> None:
         make_objective(self.objective, self.objective_options)
         if self.train_on != TRAIN_ON[0] and OBJECTIVES[self.objective].form is not None:
             raise ConfigError(
@@ -356,12 +361,12 @@ class TrainConfig:
             if problem:
                 raise ConfigError(f"streaming {reason}")
 
-    def _check_library_optimizer(self, check: Callable[[str, bool, str], None]) -> None:
+    def _check_library_optimizer(self) -> None:
         """Refuse settings that only AdamW has, and adapters under Muon."""
         only = f"with optimizer {self.optimizer}; or optimizer adamw"
-        check("weights", self.weights in LIBRARY_WEIGHTS, f"one of {', '.join(LIBRARY_WEIGHTS)} {only}")
-        check("moments", self.moments == "auto", f"auto {only}")
-        check("optimizer_memory", self.optimizer_memory == "device", f"device {only}")
+        self._check("weights", self.weights in LIBRARY_WEIGHTS, f"one of {', '.join(LIBRARY_WEIGHTS)} {only}")
+        self._check("moments", self.moments == "auto", f"auto {only}")
+        self._check("optimizer_memory", self.optimizer_memory == "device", f"device {only}")
         if self.optimizer in MUON and (self.lora is not None or self.adapter is not None):
             raise ConfigError(
                 f"optimizer {self.optimizer} orthogonalises the updates of whole matrices, but low-rank "

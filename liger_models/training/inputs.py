@@ -389,8 +389,7 @@ def load_second_model(
     if differ := sorted(token for token in {*theirs, *ours} if theirs.get(token) != ours.get(token)):
         raise ConfigError(
             f"the tokenizer of {name} has a different vocabulary than that of {config.model}: "
-            f"{len(differ)} tokens differ, {differ[0]!r} among them; choose a model with the same "
-            "vocabulary"
+            f"{len(differ)} tokens differ, {differ[0]!r} among them; choose a model with the same one"
         )
     options: dict[str, Any] = {"device": world.device, "attention": config.attention, "shard": world.divide}
     dtype = config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)

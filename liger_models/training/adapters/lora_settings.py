@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -99,22 +98,41 @@ class LoraSettings:
         return 2 * self.r if self.alpha is None else self.alpha
 
 
-def check_sharded(
-    lora: str, shard: str, quantize: str | None, add_tokens: Sequence[str], objective: str
-) -> None:
-    """Refuse settings that adapters on a sharded base cannot have.
+def check_adapters(config: Any) -> None:
+    """Refuse settings of a `TrainConfig` that need adapters, or that adapters cannot have.
 
     Raises:
         ConfigError: says what, and what to do.
     """
+    if config.lora is not None:
+        settings = LoraSettings.parse(config.lora)
+        if config.shard not in (None, "none"):
+            _check_sharded(config, settings)
+    elif config.quantize or config.merge or config.keep_quantised or config.weights_memory == "host":
+        raise ConfigError("quantize, keep_quantised, merge and weights_memory 'host' require lora")
+    if config.weights_memory == "host" and config.quantize == "int8":
+        raise ConfigError("weights_memory 'host' takes nf4 and keep_quantised, but int8 stays on the GPU")
+    if config.quantize and (config.float8 or config.keep_quantised):
+        raise ConfigError("quantize is combined with neither float8 nor keep_quantised; choose one")
+    if config.keep_quantised and (config.freeze or config.train_only):
+        raise ConfigError(
+            "with keep_quantised, freeze and train_only do not choose the layers that get adapters; use "
+            "lora's targets"
+        )
+
+
+def _check_sharded(config: Any, settings: LoraSettings) -> None:
     for problem, reason in (
-        (quantize, f"quantize {quantize!r}, whose weights cannot be sharded; keep_quantised can"),
-        (LoraSettings.parse(lora).dora, "dora, which needs the norms of whole rows"),
-        (add_tokens, "add_tokens, whose rows of the embedding are trained whole"),
-        (objective == "reward", "objective reward, whose head is trained whole"),
+        (
+            config.quantize,
+            f"quantize {config.quantize!r}, whose weights cannot be sharded; keep_quantised can",
+        ),
+        (settings.dora, "dora, which needs the norms of whole rows"),
+        (config.add_tokens, "add_tokens, whose rows of the embedding are trained whole"),
+        (config.objective == "reward", "objective reward, whose head is trained whole"),
     ):
         if problem:
             raise ConfigError(
-                f"shard is {shard!r}, but lora is combined with {reason}; choose shard 'none', or omit one "
-                "of them"
+                f"shard is {config.shard!r}, but lora is combined with {reason}; choose shard 'none', or "
+                "omit one of them"
             )
