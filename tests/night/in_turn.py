@@ -18,8 +18,8 @@ FAMILIES = "tests/architectures/test_"
 UNWRITTEN = "tests/kernels/test_unwritten_memory.py::test_"
 EXPERTS = "tests/kernels/experts/test_"
 QUANTISED = "tests/liger_models/quantised/test_"
-TRAINING = "tests/liger_models/training/test_"
-TEMPLATES = f"{TRAINING}published_templates.py::test_"
+TRAINING = "tests/liger_models/training"
+TEMPLATES = f"{TRAINING}/text/test_published_templates.py::test_"
 
 IN_TURN: dict[str, str] = {
     # What is kept and when it is used is the code of both implementations.
@@ -46,7 +46,8 @@ IN_TURN: dict[str, str] = {
     "tests/kernels/recurrent/test_short_conv.py::"
     "test_documents_are_convolved_separately_after_their_states": "continues",
     f"{UNWRITTEN}no_operation_reads_unwritten_memory": "dtype",
-    f"{TRAINING}hostile_images.py::test_rows_of_a_data_set_of_the_hub_cannot_name_local_files": "form",
+    f"{TRAINING}/data/test_hostile_images.py::"
+    "test_rows_of_a_data_set_of_the_hub_cannot_name_local_files": "form",
     f"{QUANTISED}formats.py::test_a_weight_is_the_float32_product_rounded_once": "dtype",
     f"{PARITY}a_fresh_padding_row_is_zero_if_it_is_in_the_reference": "tied",
     f"{PARITY}every_level_of_activation_memory_gives_the_same_bits": "packing levels",
@@ -120,8 +121,8 @@ SAMPLED: dict[str, int] = {
     f"{QUANTISED}formats.py::test_an_export_is_that_of_the_dense_checkpoint": 2,
     f"{QUANTISED}kept.py::test_logits_loss_and_gradients_are_those_of_the_dense_model": 2,
     f"{QUANTISED}writing.py::test_a_model_that_did_not_change_is_written_with_the_bits_that_were_read": 2,
-    f"{TRAINING}origins.py::test_answers_are_learned_however_the_template_writes_them": 3,
-    f"{TRAINING}template_limits.py::test_a_template_that_would_fill_memory_is_stopped_in_time": 3,
+    f"{TRAINING}/text/test_origins.py::test_answers_are_learned_however_the_template_writes_them": 3,
+    f"{TRAINING}/text/test_template_limits.py::test_a_template_that_would_fill_memory_is_stopped_in_time": 3,
 }
 
 

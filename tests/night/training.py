@@ -23,21 +23,22 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     # By day test_host_weights.py takes steps with weights in host memory.
     f"{TRAINING}/adapters/test_lora_runs.py::test_a_run_with_weights_in_host_memory_has_the_same_bits": (),
     f"{TRAINING}/test_commands_of_pages.py::test_every_command_runs": ("README.md", "training.md"),
-    f"{TRAINING}/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("2-15",),
+    f"{TRAINING}/checkpoints/test_resume.py::test_a_run_resumes_after_a_signal_at_any_moment": ("2-15",),
     # By day grpo_runs are trained until their rewards rise, too.
     f"{TRAINING}/test_examples.py::test_the_reward_of_grpo_in_a_loop_rises": (),
-    f"{TRAINING}/test_objectives.py::test_a_resumed_run_gives_the_same_bits": ("kto",),
-    f"{TRAINING}/test_objectives.py::test_trained_rewards_match_transformers": ("r=4",),
-    f"{TRAINING}/test_added_tokens.py::test_a_run_learns_new_tokens_and_exports_them": ("True",),
-    f"{TRAINING}/test_added_tokens.py::test_adapters_carry_new_tokens": ("False",),
-    f"{TRAINING}/test_learned_ends.py::test_learned_tokens_with_frozen_rows_near_zero_raise_a_warning": (
+    f"{TRAINING}/objectives/test_objectives.py::test_a_resumed_run_gives_the_same_bits": ("kto",),
+    f"{TRAINING}/objectives/test_objectives.py::test_trained_rewards_match_transformers": ("r=4",),
+    f"{TRAINING}/text/test_added_tokens.py::test_a_run_learns_new_tokens_and_exports_them": ("True",),
+    f"{TRAINING}/text/test_added_tokens.py::test_adapters_carry_new_tokens": ("False",),
+    f"{TRAINING}/text/test_learned_ends.py::test_learned_tokens_with_frozen_rows_near_zero_raise_a_warning": (
         "True",
     ),
-    f"{TRAINING}/test_run_folder.py::test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used": (
+    f"{TRAINING}/checkpoints/test_run_folder.py::"
+    "test_a_flipped_bit_is_detected_and_the_previous_checkpoint_used": (
         ".written.json",
         "training_state/tensors.safetensors",
     ),
-    f"{TRAINING}/test_images_in_answers.py::"
+    f"{TRAINING}/objectives/test_images_in_answers.py::"
     "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": ("dpo",),
     f"{MODELS}/parallel/test_sequences.py::test_two_ranks_equal_one_process": (
         "GQA, documents",
@@ -91,11 +92,11 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{TRAINING}/test_learning.py::test_the_default_learns_as_float32_does_and_plain_does_not": (),
     # Trains for some hundred steps; the objective's steps are compared with other definitions.
     f"{TRAINING}/test_examples.py::test_a_small_model_learns_a_preference": (),
-    f"{TRAINING}/test_objectives.py::"
+    f"{TRAINING}/objectives/test_objectives.py::"
     "test_a_step_has_the_gradient_of_the_definition_over_all_its_micro_batches": (
         *("dpo-1.0", "simpo-0.0", "orpo-1.0", "kto-0.0"),
     ),
-    f"{TRAINING}/test_trees.py::test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one": (
+    f"{TRAINING}/data/test_trees.py::test_loss_and_every_gradient_equal_those_of_the_examples_one_by_one": (
         *("llama-checkpoint", "llama-tiled", "mixtral-all", "gemma3_text-tiled"),
     ),
     f"{TRAINING}/test_optimizers.py::test_bfloat16_weights_keep_what_rounding_would_lose": ("adafactor",),

@@ -1,6 +1,6 @@
 """Conversations with the tokenizers of real chat models. Opt-in: `make test` does not download these.
 
-    LIGER_MODELS_TOKENIZERS=FOLDER python -m pytest tests/liger_models/training/test_real_tokenizers.py
+    LIGER_MODELS_TOKENIZERS=FOLDER python -m pytest tests/liger_models/training/text/test_real_tokenizers.py
 
 Each folder within FOLDER, at any depth, that has tokenizer.json and a chat template is tested.
 """

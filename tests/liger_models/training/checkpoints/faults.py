@@ -1,7 +1,7 @@
 """Inject faults into runs; each run then continues, and in the end has the bits of an undisturbed one.
 
-    python tests/liger_models/training/faults.py --kind kill --moments 30 --seed 1
-    python tests/liger_models/training/faults.py            # every kind, 30 moments each; a few minutes
+    python tests/liger_models/training/checkpoints/faults.py --kind kill --moments 30 --seed 1
+    python tests/liger_models/training/checkpoints/faults.py   # every kind, 30 moments each; a few minutes
 
 | kind   | at a random moment                                             | then                         |
 |--------|----------------------------------------------------------------|------------------------------|

@@ -21,7 +21,7 @@ from liger_models.training.observing.samples import Samples, read_prompts
 from liger_models.training.processes.world import World
 from liger_models.training.text.tokenizer import TextTokenizer
 
-DOCS = Path(__file__).parents[3] / "docs"
+DOCS = Path(__file__).parents[4] / "docs"
 
 
 # -- samples
