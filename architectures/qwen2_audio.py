@@ -21,7 +21,11 @@ def qwen2_audio(c: HFConfig) -> ModelSpec:
     audio_id = c.take_count(("audio_token_index", "audio_token_id"), 151646, least=0)
     c.take_only(ignore_index=-100)
     encoder = whisper.audio(
-        c.part("audio_config"), LinearProjectorSpec(bias=True), audio_id, masked=True, paired=True
+        c.part("audio_config"),
+        LinearProjectorSpec(bias=True),
+        audio_id,
+        mask="feature_attention_mask",
+        paired=True,
     )
     return replace(language_model(c), audio=encoder)
 

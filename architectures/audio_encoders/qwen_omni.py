@@ -103,9 +103,10 @@ def averaged_audio(a: HFConfig, audio_id: int, text_size: int) -> AudioSpec:
     return AudioSpec(width, bins, blocks, LinearProjectorSpec(bias=True), audio_id, sounds, norm, paired=True)
 
 
-def convolved_audio(a: HFConfig, audio_id: int, text_size: int) -> AudioSpec:
+def convolved_audio(a: HFConfig, audio_id: int, text_size: int, *, filled: bool = False) -> AudioSpec:
     """The encoder of Qwen3-Omni, from its config `a`: convolutions over columns and frequencies, whose frames
-    attend to those of several chunks.
+    attend to those of several chunks. If `filled`, chunks are convolved with the processor's padding, as in
+    Qwen3-ASR.
 
     Raises:
         ConfigError: chunks that do not make 13 frames, or windows that are not whole chunks.
@@ -118,25 +119,25 @@ def convolved_audio(a: HFConfig, audio_id: int, text_size: int) -> AudioSpec:
             f"{a.name}: n_window is {half} and n_window_infer {window}; expected 49 to 52, since the "
             "reference counts 13 tokens for a chunk of 2 * n_window columns, and at least one chunk"
         )
-    _check_positions(a, 13)
+    _check_positions(a, 13, *(("max_position_embeddings", 13) if filled else ()))
     a.take("conv_chunksize", None)  # chunks convolved at once
     a.fill({"activation_function": "gelu"})
     width, bins = whisper.sizes(a)[0], a.take_count("num_mel_bins", 128)
     projector = MLPProjectorSpec(activation(a, "activation_function", gated=False), size=width)
     return AudioSpec(
         *(width, bins, whisper.blocks(a, k_bias=True), projector, audio_id),
-        ChunkedSounds(2 * half, window // (2 * half)),
+        ChunkedSounds(2 * half, window // (2 * half), *((True, "input_features_mask") if filled else ())),
         LayerNormSpec(1e-5),
         channels=a.take_count("downsample_hidden_size", 480),
     )
 
 
-def _check_positions(a: HFConfig, frames: int) -> None:
-    most = a.take_count("max_source_positions", 1500)
+def _check_positions(
+    a: HFConfig, frames: int, key: str = "max_source_positions", default: int = 1500
+) -> None:
+    most = a.take_count(key, default)
     if frames > most:
-        raise ConfigError(
-            f"{a.name}: chunks have {frames} frames, and there are {most} positions (max_source_positions)"
-        )
+        raise ConfigError(f"{a.name}: chunks have {frames} frames, and there are {most} positions ({key})")
 
 
 def with_encoders(

@@ -72,10 +72,11 @@ def blocks(a: HFConfig, *, k_bias: bool = False) -> tuple[BlockSpec, ...]:
 
 
 def audio(
-    a: HFConfig, projector: ProjectorSpec, audio_id: int, *, masked: bool = False, paired: bool = False
+    a: HFConfig, projector: ProjectorSpec, audio_id: int, *, mask: str | None = None, paired: bool = False
 ) -> AudioSpec:
     """Whisper's encoder, from its config `a`; the other arguments are fields of the spec."""
-    sounds = PaddedSounds(a.take_count("max_source_positions", 1500), masked)
+    frames = a.take_count("max_source_positions", 1500)
+    sounds = PaddedSounds(frames) if mask is None else PaddedSounds(frames, True, mask)
     bins, norm = a.take_count("num_mel_bins", 128), LayerNormSpec(1e-5)
     return AudioSpec(sizes(a)[0], bins, blocks(a), projector, audio_id, sounds, norm, paired=paired)
 

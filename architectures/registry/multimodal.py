@@ -41,6 +41,7 @@ _ASIDE_NAMES = """
     insert_layer_id image_size patch_size drop_vision_last_layer downsample_mode merge_kernel_size
     merger_times image_start_id image_end_id slice_start_id slice_end_id newline_id
     low_res_image_start_token_id frame_start_token_id frame_end_token_id use_frame_special_tokens
+    timestamp_token_id token_classification_bias
 """
 _ASIDE = frozenset(_ASIDE_NAMES.split())
 _TOP_AND_TEXT = frozenset(

@@ -161,6 +161,8 @@ MULTIMODAL: dict[str, Multimodal] = {
     "lfm3_vl": Multimodal({"lfm3": "lfm3"}, tied=True),
     "got_ocr2": Multimodal({"qwen2": "qwen2"}, tied=True),
     "qwen2_audio": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
+    "audioflamingo3": Multimodal({"qwen2": "qwen2"}, settings={"tie_word_embeddings": False}),
+    "qwen3_asr": Multimodal({"qwen3": "qwen3"}, tied=True),
     "voxtral": Multimodal(
         {"llama": "llama"},
         settings={"tie_word_embeddings": False},

@@ -18,17 +18,20 @@ class Chunk(NamedTuple):
         clip: the number of the clip.
         first, columns: the first column, and how many there are.
         width: the same with the zeros after them.
+        filled: padding of the features is in the place of these zeros.
     """
 
     clip: int
     first: int
     columns: int
     width: int
+    filled: bool = False
 
     def cut(self, features: Tensor) -> Tensor:
         """The chunk of features [clips, bins, columns], [bins, width]."""
-        own = features[self.clip, :, self.first : self.first + self.columns]
-        return F.pad(own, (0, self.width - self.columns)) if self.width > self.columns else own
+        columns = self.width if self.filled else self.columns
+        own = features[self.clip, :, self.first : self.first + columns]
+        return F.pad(own, (0, self.width - own.shape[1])) if self.width > own.shape[1] else own
 
 
 def chunks_of(spec: AudioSpec, columns: Sequence[int]) -> list[Chunk]:
@@ -39,10 +42,10 @@ def chunks_of(spec: AudioSpec, columns: Sequence[int]) -> list[Chunk]:
     the longest chunk of the batch. Here each clip is encoded as if it were alone.)
     """
     assert isinstance(spec.sounds, ChunkedSounds)
-    chunk, found = spec.sounds.chunk, []
+    chunk, whole, found = spec.sounds.chunk, spec.sounds.filled, []
     for clip, count in enumerate(columns):
         for first in range(0, count, chunk):
             own = min(chunk, count - first)
-            filled = spec.channels is not None and count > chunk
-            found.append(Chunk(clip, first, own, chunk if filled else own))
+            filled = whole or (spec.channels is not None and count > chunk)
+            found.append(Chunk(clip, first, own, chunk if filled else own, whole))
     return found

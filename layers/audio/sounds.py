@@ -120,6 +120,11 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
     clips, most = len(features), features.shape[1 if spec.sounds.columns_first else 2]
     columns = [most] * clips
     if mask in given:
+        if isinstance(spec.sounds, ChunkedSounds) and spec.sounds.filled and most % spec.sounds.chunk:
+            raise DataError(
+                f"{name} has {most} columns; expected a multiple of {spec.sounds.chunk}, as the model's "
+                "processor pads them"
+            )
         columns = _columns(spec, torch.as_tensor(given[mask]), clips, most)
         if isinstance(spec.sounds, DepthwiseSounds):
             _check_room(spec, columns, most)

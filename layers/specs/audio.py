@@ -14,31 +14,33 @@ from liger_models.layers.specs.projectors import ProjectorSpec
 @dataclass(frozen=True)
 class PaddedSounds:
     """Processor outputs `input_features` [clips, bins, 2 * frames], spectrograms padded to one length. With
-    `masked` come `feature_attention_mask` [clips, 2 * frames], 0 for padding, which then makes no tokens and
-    is not attended to. Positions are a stored table of as many `frames`, which is not trained (Whisper,
+    `masked` comes `mask` [clips, 2 * frames], 0 for padding, which then makes no tokens and is not attended
+    to. Positions are a stored table of as many `frames`, which is not trained (Whisper,
     arXiv:2212.04356).
     """
 
     frames: int
     masked: bool = False
+    mask: str = "feature_attention_mask"
     features: ClassVar[str] = "input_features"
-    mask: ClassVar[str] = "feature_attention_mask"
     columns_first: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
 class ChunkedSounds:
-    """The same for clips of any length, `input_features` [clips, bins, columns] and `feature_attention_mask`.
+    """The same for clips of any length, `input_features` [clips, bins, columns] and `mask` [clips, columns].
     A clip is cut into chunks of `chunk` columns, which are convolved one by one and whose frames attend to
     those of up to `window` chunks together, counted from the clip's beginning. Positions within a chunk are
-    sines and cosines, which are not stored (Qwen2.5-Omni, arXiv:2503.20215, section 2.2).
+    sines and cosines, which are not stored (Qwen2.5-Omni, arXiv:2503.20215, section 2.2). If `filled`, the
+    processor pads clips to whole chunks, which are convolved with this padding as it is (Qwen3-ASR).
     """
 
     chunk: int
     window: int = 1
+    filled: bool = False
+    mask: str = "feature_attention_mask"
     masked: ClassVar[bool] = True
     features: ClassVar[str] = "input_features"
-    mask: ClassVar[str] = "feature_attention_mask"
     columns_first: ClassVar[bool] = False
 
 

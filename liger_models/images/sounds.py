@@ -61,6 +61,8 @@ def heard(spec: AudioSpec | None, sounds: Sequence[Sound], normal: Callable[...,
             if isinstance(spec.sounds, PaddedSounds)
             else max(32 * _factor(spec.sounds), int(columns.max()))
         )
+        if isinstance(spec.sounds, ChunkedSounds) and spec.sounds.filled:
+            most += -most % spec.sounds.chunk
         shape = (spec.bins, most)
     call = {spec.sounds.features: 0.3 * normal(len(sounds), *shape)}
     if isinstance(spec.sounds, CountedSounds):

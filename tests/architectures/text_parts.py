@@ -115,6 +115,23 @@ CASES = {
             "audio_config": {"model_type": "qwen2_audio_encoder", **WHISPER},
         },
     ),
+    "audioflamingo3": (
+        "AudioFlamingo3ForConditionalGeneration",
+        {
+            "model_type": "audioflamingo3",
+            "text_config": {**TEXT, "model_type": "qwen2"},
+            "audio_config": {"model_type": "audioflamingo3_encoder", **VOXTRAL},
+        },
+    ),
+    "qwen3_asr": (
+        "Qwen3ASRForConditionalGeneration",
+        {
+            "model_type": "qwen3_asr",
+            "text_config": {**TEXT, "model_type": "qwen3"},
+            "audio_config": {"model_type": "qwen3_asr_encoder", **WHISPER, "output_dim": 48},
+            "tie_word_embeddings": True,
+        },
+    ),
     "voxtral": (
         "VoxtralForConditionalGeneration",
         {

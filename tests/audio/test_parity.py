@@ -58,8 +58,8 @@ def test_packed_documents_equal_separate_documents(pair):
 def test_short_clips_are_encoded_as_if_they_were_alone(pair):
     """Of several clips the reference pads short ones, which is exact for Whisper's convolutions alone."""
     spec = pair.ours.spec.audio
-    if spec.channels is None:
-        pytest.skip("convolutions over columns alone")
+    if spec.channels is None or spec.sounds.filled:
+        pytest.skip("convolutions over columns alone, or with the processor's padding")
     features, columns = torch.randn(3, spec.bins, 130), [93, 130, 3]
     with torch.no_grad():
         found = pair.ours.audio(Sounds(spec, features, columns))
@@ -140,6 +140,8 @@ def test_sounds_that_do_not_fit_are_errors_that_say_what_was_found(pair):
         bad(pair, f"without {spec.sounds.sizes}", **counts)
         bad(pair, r"audio_embed_sizes is \[1, 1, 1\], and", **{spec.sounds.sizes: torch.ones(3).long()})
     bad(pair, "ones and then zeros", **{mask: given.flip(1)})
+    if getattr(spec.sounds, "filled", False):
+        bad(pair, "columns; expected a multiple of 100", **{name: features[..., :-1], mask: given[:, :-1]})
     bad(pair, rf"{mask} must be \[3", **{mask: given[:2]})
     bad(pair, rf"{mask}\[0\] has no ones", **{mask: 0 * given})
 

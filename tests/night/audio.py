@@ -8,7 +8,7 @@ PARITY, OF_VIDEOS, CHECKPOINTS, HF, RANKS = (
 ALWAYS: dict[str, tuple[str, ...]] = {
     f"{PARITY}clips_of_several_lengths_match_the_reference": (
         *("gemma4-right", "gemma4_unified-right", "voxtral-left", "qwen3_omni_moe_thinker-left"),
-        *("phi4_multimodal-right", "nemotron_h_omni-left"),
+        *("phi4_multimodal-right", "nemotron_h_omni-left", "qwen3_asr-left"),
     ),
     f"{PARITY}short_clips_are_encoded_as_if_they_were_alone": ("qwen3_omni_moe_thinker",),
     f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral",),
@@ -16,7 +16,10 @@ ALWAYS: dict[str, tuple[str, ...]] = {
     f"{PARITY}every_level_of_activation_memory_gives_the_same_gradients": ("gemma4",),
     f"{PARITY}generated_tokens_equal_the_references": ("voxtral",),
     f"{PARITY}a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before": ("voxtral",),
-    f"{PARITY}sounds_that_do_not_fit_are_errors_that_say_what_was_found": ("qwen2_5_omni_thinker",),
+    f"{PARITY}sounds_that_do_not_fit_are_errors_that_say_what_was_found": (
+        "qwen2_5_omni_thinker",
+        "qwen3_asr",
+    ),
     f"{PARITY}a_plan_counts_the_encoder": ("gemma4",),
     f"{OF_VIDEOS}logits_loss_and_gradients_match_the_reference": ("qwen2_5_omni_thinker",),
     f"{OF_VIDEOS}positions_equal_the_references": ("qwen3_omni_moe_thinker-left",),
