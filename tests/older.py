@@ -26,6 +26,7 @@ OF_TOWERS = (
 )
 READS_A_TEXT_PART = "(the_|newer_|a_head|an_unknown_tensor)"
 BESIDE = "has the towers of omni thinkers beside the model"
+WHISPERS = "(qwen2_audio|voxtral|audioflamingo3)"
 ANOTHER_ROOT = "writes the text part under language_model.model.model"
 OTHERWISE = {
     rf"\[{ROUTED}-(output_router_logits=True|together)\]|router_loss\w*\[{ROUTED}\]": "fails to add the "
@@ -55,9 +56,9 @@ OTHERWISE = {
     r"test_all_vision_language_families_are_registered": "does not have all of them",
     r"test_published_templates\.py.*\[(gptoss|lfm2_2_5)\]": "shows templates no reasoning under another name",
     r"test_beams\w*\[qwen2_5_vl\]": "counts images by the tokens that begin them, which the prompt lacks",
-    rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
-    r"tests/audio/.*test_(the_text_part|files_of_every)\w*\[(qwen2_audio|voxtral)\]": ANOTHER_ROOT,
-    r"tests/audio/test_in_transformers\.py.*\[(qwen2_audio|voxtral)[-\]]": ANOTHER_ROOT,
+    rf"test_multimodal\.py::test_{READS_A_TEXT_PART}\w*\[{WHISPERS}\]": ANOTHER_ROOT,
+    rf"tests/audio/.*test_(the_text_part|files_of_every)\w*\[{WHISPERS}\]": ANOTHER_ROOT,
+    rf"tests/audio/test_in_transformers\.py.*\[{WHISPERS}[-\]]": ANOTHER_ROOT,
     r"tests/audio/test_(in_transformers|parity)\.py.*\[gemma4[-\]]": "inverts masks of plain attention",
     r"test_phi4_multimodal\.py::test_adapters_of_images": "looks for adapters under another name",
     r"test_(short_clips|modules_have|hidden_states)\w*\[qwen[23]\w*_thinker\]": BESIDE,
