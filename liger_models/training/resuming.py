@@ -15,25 +15,19 @@ from liger_models.training.processes.world import World
 
 # Settings that may differ when a run is resumed.
 _PLACES = (
-    "resume",
-    "output",
-    "data",
-    "columns",
-    "split",
-    "eval_data",
-    "data_cache",
-    "verify_data",
-    "tokenizer",
-    "log",
-    "log_every",
-    "sample_prompts",
-    "profile",
+    *("resume", "output", "data", "columns", "split", "eval_data", "data_cache", "verify_data", "tokenizer"),
+    *("log", "log_every", "sample_prompts", "profile"),
 )
 # Settings that choose the tokens of a run.
 _OF_DATA = {
     *("data", "eval_data", "eval_fraction", "columns", "split", "streaming", "shuffle_buffer"),
     *("tokenizer", "truncate", "train_on", "max_image_pixels"),
 }
+# Settings that change the model or its training state, and so must stay as they were.
+_OF_MODEL = (
+    *("objective", "seq_len", "seed", "dtype", "optimizer", "freeze", "train_only", "add_tokens", "weights"),
+    *("moments", "lora", "adapter", "quantize", "keep_quantised", "float8"),
+)
 
 
 def find_checkpoint(
@@ -78,22 +72,7 @@ def check_resumed(
     changed = config.differences(state["config"])
     # Not part of a checkpoint: the model below adapters, and the reference.
     model_matters = config.lora is not None or OBJECTIVES[config.objective].needs_reference
-    of_model = (
-        "dtype",
-        "optimizer",
-        "freeze",
-        "train_only",
-        "add_tokens",
-        "weights",
-        "moments",
-        "lora",
-        "adapter",
-        "quantize",
-        "keep_quantised",
-        "float8",
-        *(("model",) if model_matters else ()),
-    )
-    for name in ("objective", "seq_len", "seed", *of_model):
+    for name in (*_OF_MODEL, *(("model",) if model_matters else ())):
         if name in changed:
             then, now = changed[name]
             raise ConfigError(

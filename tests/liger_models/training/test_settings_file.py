@@ -1,6 +1,7 @@
 """Settings of a run in a file: overridden by flags, checked by name, written, and read back."""
 
-from dataclasses import asdict
+import re
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,13 @@ def parsed(monkeypatch, tmp_path):
         return got[0]
 
     return parse
+
+
+def test_every_setting_has_an_option_with_its_default_and_is_described(parsed):
+    given = "model: m\noutput: o\ndata: [d]\nsteps: 1"
+    assert parsed(given) == TrainConfig("m", ("d",), "o", steps=1)
+    described = set(re.findall(r"\w+", TrainConfig.__doc__))
+    assert {field.name for field in fields(TrainConfig)} <= described
 
 
 def test_a_file_gives_settings_and_flags_override_them(parsed):
