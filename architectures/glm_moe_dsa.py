@@ -1,5 +1,5 @@
 """GLM-5 (Z.ai, 2026): the latent attention, the indexers and the experts of DeepSeek-V3.2 in other sizes. A
-list says which layers choose keys, and which attend to those that the layer before them has chosen.
+list says which layers choose keys, and which reuse the choice of the layer before them.
 """
 
 from liger_models.architectures.common import decoder, mlp, mtp

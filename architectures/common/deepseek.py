@@ -86,8 +86,8 @@ def indexer(c: HFConfig, *, interleaved: bool) -> IndexerSpec:
 
 
 def indexed_layers(c: HFConfig) -> None:
-    """Check that `layer_types`, if given, says of every layer that an indexer chooses its keys, under the
-    name that transformers gives it, or gave it before 5.23.
+    """Check that `layer_types`, if given, names attention with an indexer for every layer, by transformers'
+    name or the one before 5.23.
     """
     layer_types(c, lambda i: "indexed_attention", ("indexed_attention", "deepseek_sparse_attention"))
 

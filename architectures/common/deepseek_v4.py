@@ -32,7 +32,7 @@ _LABELS = ("main", "compress")
 
 def compressed_attention(c: HFConfig, norm: NormSpec) -> list[CompressedAttentionSpec]:
     """The attention of each layer: to a window alone, with rotary settings of its own, or also to compressed
-    keys, of which an indexer chooses some in layers of the type compressed_sparse_attention.
+    keys; in layers of the type compressed_sparse_attention an indexer chooses among these.
 
     Raises:
         ConfigError: heads that do not form the groups, or an indexer narrower than what is rotated.

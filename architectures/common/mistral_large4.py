@@ -59,7 +59,7 @@ def language_model(c: HFConfig) -> ModelSpec:
 
 
 def latent_sources(c: HFConfig, turns: Sequence[bool]) -> list[int]:
-    """The layer whose latents each layer reads: its own index, or that of an earlier layer that has its own.
+    """The layer whose latents each layer reads: its own index, or an earlier layer's.
 
     Raises:
         ConfigError: not one such layer each, or another one than the reference would read, the last before it

@@ -76,7 +76,7 @@ def ngrams(c: HFConfig, possible: Sequence[bool]) -> dict[int, NgramSpec]:
 
 @functools.cache
 def _primes(least: int, skipped: int, count: int) -> tuple[int, ...]:
-    """The primes from `least` on, of which so many are skipped."""
+    """The next `count` primes from `least` on, after `skipped` of them."""
     found: list[int] = []
     number = least
     while len(found) < skipped + count:

@@ -21,8 +21,8 @@ class MTP:
 
     Attributes:
         spec: their spec, from a config and the spec of its decoder.
-        names: their names in checkpoints after `mtp.`, as the `rename` and `root` of layouts, one of which a
-            checkpoint has. The renames of the family's own layout follow.
+        names: their names in checkpoints after `mtp.`, as the `rename` and `root` of layouts; a checkpoint
+            has one of these. The renames of the family's own layout follow.
     """
 
     spec: Callable[[HFConfig, ModelSpec], MTPSpec]

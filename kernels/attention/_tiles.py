@@ -157,7 +157,7 @@ def is_chosen(
 def _in_chosen_block(
     rows, words, firsts, column, SIZE: tl.constexpr, BLOCK_K: tl.constexpr, TRANSPOSED: tl.constexpr
 ):
-    """Whether the keys of a tile are in chosen blocks, of which the tile meets few."""
+    """Whether the keys of a tile are in chosen blocks; the tile overlaps few blocks."""
     keys = column + tl.arange(0, BLOCK_K)
     first_block = tl.maximum(column - firsts, 0) // SIZE
     if TRANSPOSED:

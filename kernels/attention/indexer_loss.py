@@ -273,7 +273,7 @@ def _shares_of_compressed(
 
 
 def _groups(heads: int, scores: int) -> list[slice]:
-    """Groups of heads that run at once, of which each has this number of scores."""
+    """Groups of heads that run at once; each head has this number of scores."""
     some = max(1, _SLICE // max(1, scores))
     return [slice(first, min(first + some, heads)) for first in range(0, heads, some)]
 

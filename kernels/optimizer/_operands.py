@@ -31,7 +31,7 @@ class AdamWTensors(NamedTuple):
         step: the number t of the upcoming step, a float32 0-d tensor.
         residue: rounding errors of a bfloat16 parameter, of RESIDUE_DTYPES[weights]; else None.
         place: the parameter's index in the optimizer, for random bits.
-        offset: index of its first element in the whole parameter, of which this may be a shard.
+        offset: index of its first element in the whole parameter; this may be a shard.
     """
 
     parameter: Tensor

@@ -28,7 +28,7 @@ class ChunkTable(NamedTuple):
         first_segments: [documents] int32, the number of each document's first segment.
         boundaries: upper bound of the number of segments that follow another of their document.
         segment: tokens of a segment of a document of few segments.
-        most: the number of segments from which on longer documents have longer ones: `tokens_of_segment`.
+        most: documents with more segments than this have longer ones: `tokens_of_segment`.
     """
 
     cu_seqlens: Tensor
@@ -210,7 +210,7 @@ def with_whole_heads(x: Tensor) -> Tensor:
 
 def product_precision(dtype: torch.dtype) -> str:
     """Precision of products of this dtype, and of the float32 products in their middle: float32 as three TF32
-    products, exact to a rounding or two, and as it is on AMD's GPUs, of which only the MI300 has TF32.
+    products, exact to a rounding or two, and plain float32 on AMD's GPUs (only the MI300 has TF32).
     """
     if ROCM:
         return "ieee"

@@ -294,7 +294,7 @@ class BlockIndexer(nn.Module):
             return (of_keys & mask[:, :, None]).transpose(1, 2)
 
     def projected(self, x: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor]:
-        """x [t, H], of which `forward` makes the queries, and the tokens' keys, [t, head_dim]."""
+        """x [t, H], from which `forward` computes the queries, and the tokens' keys [t, head_dim]."""
         with torch.no_grad():
             return x, self._rotated(self.k_norm(self.k_proj(x)).to(x.dtype)[:, None], sequences)[:, 0]
 

@@ -135,7 +135,7 @@ class GatedStreamsBlock(Block):
     def new_cache(
         self, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """As of other layers, and behind the mixer's states those of n-grams."""
+        """As for other layers, followed by the states of n-grams."""
         tokens, states = super().new_cache(batch, max_length, device, dtype)
         return tokens, states if self.ple is None else (*states, *self.ple.new_cache(batch, device, dtype))
 

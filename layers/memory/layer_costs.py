@@ -55,7 +55,7 @@ class LayerCosts:
         saved_on_host: host memory at the level `lean@host`.
         at_end: bytes needed at the end of its forward pass at `lean`, if its backward pass may need less: its
             MLP's product and output, a norm's output and the previous layer's contribution to the stream.
-        running: bytes needed in its forward pass besides what it keeps.
+        running: bytes needed in its forward pass in addition to what it keeps.
     """
 
     kept: dict[ActivationMemory, int]
@@ -318,7 +318,7 @@ class _Moments:
 
     def forward(self, level: ActivationMemory, backward: int, results: int) -> int:
         """Peak bytes of a forward pass, or those of the backward pass if only they are known. At the end of a
-        dense MLP its output exists beside its input, the outputs of both norms and of attention's projection,
+        dense MLP these exist: its input and output, the outputs of both norms and of attention's projection,
         and the stream before and after attention. Attention's `results` are on their way to the host.
         """
         if level not in RERUN or self.experts or self.tile is not None:

@@ -149,7 +149,7 @@ class GatedDelta(RecurrentMixer):
         return int(itemsize * (grads + spec.value_heads * chunk) + numbers)
 
     def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
-        """The same of a sequence that is divided over ranks, less the product of which z is a part: only
+        """The same for a sequence divided over ranks, less the product that contains z: only
         copies of its other parts are needed.
         """
         spec = self.spec

@@ -95,7 +95,7 @@ class RecurrentMixer(nn.Module):
         raise NotImplementedError
 
     def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
-        """The same of a sequence that is divided over ranks."""
+        """The same for a sequence that is divided over ranks."""
         return self.backward_bytes(itemsize)
 
     def saved_by_segments(self, longest: int) -> tuple[int, int]:

@@ -79,7 +79,7 @@ class NgramInput(nn.Module):
         return gated + self.conv1d(self.norm_conv(gated), *order)
 
     def _gated(self, streams: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """The values behind their gates, [T, n H]."""
+        """The gated values, [T, n H]."""
         pairs = (at_least_float32(x) for x in (self.norm_key(key), self.norm_query(streams)))
         keys, queries = (x.unflatten(-1, (self.count, -1)) for x in pairs)
         score = (keys * queries).sum(-1) / math.sqrt(self.hidden_size)  # [T, n]

@@ -135,9 +135,9 @@ class SSD(RecurrentMixer):
         return of_scan - itemsize * spec.size
 
     def divided_backward_bytes(self, itemsize: int, ranks: int) -> int:
-        """The same of ranks that exchange heads: less the product of `in_proj`, which nothing needs after the
-        norm's gradients; or of the forward pass, whose inputs, outputs before and after they are sent back,
-        and convolution's output exist at once, if that is more.
+        """The same for ranks that exchange heads, or the peak of the forward pass if that is higher. In the
+        backward pass `in_proj`'s product is freed after the norm's gradients; in the forward pass inputs, the
+        convolution's output, and outputs before and after they are sent back exist at once.
         """
         spec = self.spec
         if self.pass_states or passes_states(spec, ranks):

@@ -177,8 +177,8 @@ class LatentAttentionSpec:
     A head's query and key have `qk_nope_head_dim` dimensions without position, then `qk_rope_head_dim`
     rotated by `rope` if given; the rotated part of keys is one head shared by all. `scale` multiplies the
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
-    latent and the output projections. `norm` is the latents', and `latent_scale` multiplies that of keys and
-    values behind it. With `gates` a further projection computes a gate, by channel or one number by head,
+    latent and the output projections. `norm` is the latents', and `latent_scale` multiplies the normed latent
+    of keys and values. With `gates` a further projection computes a gate, by channel or one number by head,
     whose sigmoid multiplies the output. With `sinks` each head learns a logit that takes a share of the
     weights and contributes no value. With an `indexer` a query attends to the keys
     that it chooses, from the hidden state and the queries' latent, if they have one; with `keys_of`, to those

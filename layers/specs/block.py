@@ -102,7 +102,7 @@ class GatedStreamsSpec:
 
 @dataclass(frozen=True)
 class AltUpSpec:
-    """Several residual streams, of which a layer computes one and corrects all: layers/parts/altup.py.
+    """Several residual streams; a layer computes one and corrects all (layers/parts/altup.py).
 
     `count` is their number, and `active` the index of the stream that layers compute. In training the
     matrices of coefficients are clamped to -limit .. limit. With `scaled` the branch of

@@ -125,7 +125,7 @@ class SSDSpec:
     @property
     def exchanged_size(self) -> int:
         """Elements per token that a rank keeps in addition, if heads are exchanged: x, B, C and dt as it
-        received them, next to the product of which its own are parts.
+        received them, in addition to the product that contains its own.
         """
         return self.conv_size + self.heads
 

@@ -161,9 +161,9 @@ class MaskedPictures:
 class PartlyHiddenTiles:
     """Processor outputs `image_pixel_values` [images, 1 + tiles, channels, size, size], of each image the
     whole and tiles of it row by row, `image_sizes` [images, 2], height and width of the tiles together in
-    pixels, and `image_attention_mask` [images, 1 + tiles, side, side], 0 for patches of padding below and
-    beside the image. `side` is even. No token attends to padding; a patch of it may share a token with the
-    image's patches (Phi-4-multimodal, arXiv:2503.01743, section 2.1.1).
+    pixels, and `image_attention_mask` [images, 1 + tiles, side, side], 0 for padding below the image and to
+    its right. `side` is even. No token attends to padding; a patch of it may share a token with the image's
+    patches (Phi-4-multimodal, arXiv:2503.01743, section 2.1.1).
     """
 
     size: int

@@ -95,7 +95,7 @@ def of_whole(n: int) -> Taps:
 
 @cached_tensors()
 def of_video(n: int, frames: int, pool: int | None = None) -> Taps:
-    """Taps of a video of frames with n * n features each, of which `pool` times `pool` were averaged."""
+    """Taps of a video whose frames have n * n features each, after averaging `pool` times `pool`."""
     if pool is not None:
         return _as_is(torch.arange(frames * (n // pool) ** 2, device="cpu"))
     half = math.ceil(n / 2)

@@ -355,7 +355,7 @@ class Tile(NamedTuple):
 
 @cached_tensors()
 def _tile(side: int, h: int, w: int) -> Tile:
-    """A tile of side^2 patches, of which the upper left h times w are the image's."""
+    """A tile of side^2 patches; the upper left h times w are the image's."""
     numbers = torch.arange(side**2, device="cpu").view(side, side)
     shared = torch.zeros(side, side, dtype=torch.bool, device="cpu")
     shared[: h + h % BLOCK, : w + w % BLOCK] = True

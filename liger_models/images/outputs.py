@@ -179,7 +179,7 @@ class Outputs:
         return call | ({"pixel_values_local": crops} if sum(counts) else {})
 
     def _masked(self, pieces: list[Piece]) -> dict[str, Any]:
-        """All in the largest square, with contents below and beside them that must not be read."""
+        """All in the largest square, with contents below and to the right of them that must not be read."""
         side, size = math.isqrt(max(self.vision.pictures.tokens)[0]), self.vision.patches.size
         place = torch.arange(side * size)
         sides = (min(side, piece.height) for piece in pieces), (min(side, piece.width) for piece in pieces)

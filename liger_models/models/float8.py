@@ -180,8 +180,8 @@ def _check_gathered(model: nn.Module, settings: Float8Settings | None) -> None:
 
 
 def _let_norms_quantize(model: nn.Module) -> None:
-    """Let norms write float8 copies where their width is that of a layer's input, or of its output, which
-    may be the norm's gradient. A copy that nobody reads costs a little time.
+    """Let norms write float8 copies where their width equals the width of a layer's input or output (the
+    norm's gradient may be an output's). A copy that nobody reads costs a little time.
     """
     blocks = list(_blocks(model))
     chosen = [layer for block in blocks for layer in block.modules() if _in_rows(layer)]

@@ -7,7 +7,7 @@
 The last dimensions of a head are rotated. Values are rotated with the keys, so the output is rotated back at
 the query's position: a value then counts as rotated by its distance. Compressed keys: compressor.py; the
 product: kernels/attention/compressed_keys.py. Generation caches the keys, what the compressors read of every
-token, and compressed keys, of which each step makes only those that its tokens complete.
+token, and compressed keys; each step makes only those that its tokens complete.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class GroupedLinear(nn.Module):
         nn.init.normal_(self.weight, 0.0, std, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [T, ..., n], of which in_features elements a token -> [T, G out_features]."""
+        """x [T, ..., n] with in_features elements per token -> [T, G out_features]."""
         groups = x.flatten(1).unflatten(-1, (self.groups, -1)).transpose(0, 1)  # [G, T, in]
         weights = self.weight.unflatten(0, (self.groups, -1)).mT
         return torch.bmm(groups, weights).transpose(0, 1).flatten(1)
