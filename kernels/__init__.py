@@ -11,6 +11,7 @@ from liger_models.kernels.activations.gated import (
     clamped_swiglu,
     geglu,
     relu2,
+    relu2_gated,
     sigmoid_gated,
     swiglu,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "multi_axis_tables",
     "quantize",
     "relu2",
+    "relu2_gated",
     "rms_norm",
     "rotary",
     "route",

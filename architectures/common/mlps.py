@@ -24,11 +24,13 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def activation(c: HFConfig, key: str = "hidden_act", gated: bool = True) -> Activation:
-    """Kernel name of the config's activation."""
+def activation(
+    c: HFConfig, key: str = "hidden_act", gated: bool = True, also: Sequence[str] = ()
+) -> Activation:
+    """Kernel name of the config's activation; `also` are further ones that the family's gates may have."""
     name = c.take(key, "silu")
     plain = ("quick_gelu", "relu", "relu2", "xielu")
-    known = [known for known in _ACTIVATIONS if not (gated and known in plain)]
+    known = [known for known in _ACTIVATIONS if not (gated and known in plain) or known in also]
     if name not in known:
         raise ConfigError(f"{c.name}: {key} {name!r} is unknown; expected one of {', '.join(known)}")
     return _ACTIVATIONS[name]

@@ -20,6 +20,7 @@ from typing import Any
 from liger_models.architectures.registry.bidirectional import bidirectional
 from liger_models.architectures.registry.mtp import MTP, spec_with_mtp
 from liger_models.architectures.registry.multimodal import MULTIMODAL
+from liger_models.architectures.registry.ternary import KEY, asks_for_rounding, with_rounding
 from liger_models.architectures.registry.unsupported import MISSING
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -126,6 +127,8 @@ class Architecture:
         # In the references null counts as false.
         causal = "is_causal" in self.unread or config.raw.get("is_causal", True)
         spec = self.build(config)
+        if asks_for_rounding(config.raw):
+            spec = with_rounding(spec, config.take(KEY), self.layouts, config.name)
         config.finish()
         spec = spec if causal else bidirectional(spec, config.name)
         if (spec.vision or spec.audio) is not None and spec.is_bidirectional:

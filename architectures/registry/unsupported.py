@@ -22,8 +22,6 @@ _HEARS = "its audio encoder"
 
 MISSING |= {
     "axk1": "a norm of the output of experts, and checkpoints without their correction bias",
-    "bitnet": "products of weights rounded to three values with inputs rounded to 8 bits; without these its "
-    "published weights, those in bfloat16 too, compute another function",
     "blt": "models of bytes and of patches of them, with cross-attention between",
     "cpmant": "learned biases by distance",
     "ctrl": "sinusoidal positions with frequencies of its own",

@@ -82,6 +82,7 @@ def gated(width):
     backward(kernels.sigmoid_gated(operand(TOKENS, width), operand(TOKENS, width)))
     backward(gated_linear(operand(TOKENS, width), operand(128, width), None, "relu2"))
     backward(kernels.relu2(operand(TOKENS, width)))
+    backward(kernels.relu2_gated(operand(TOKENS, 2 * width)))
     numbers = operand(1), operand(1), torch.tensor(0.5), torch.tensor(-1e-6)
     backward(kernels.xielu(operand(TOKENS, width), *numbers))
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from liger_models.convert.errors import UnsupportedModelError
+from liger_models.convert.quantised.bitnet import ThreeValues
 from liger_models.convert.quantised.codes import FLOAT4, FLOAT8, MAGNITUDES, as_scale
 from liger_models.convert.quantised.formats import CODES, SCALE, SECOND, Blocks, Format
 
@@ -35,6 +36,11 @@ def encode(format: Format, dense: Tensor, scale_dtype: torch.dtype) -> dict[str,
     Raises:
         UnsupportedModelError: only reading is supported for the format.
     """
+    if isinstance(format, ThreeValues):
+        raise UnsupportedModelError(
+            "weights of three values have changed, and the checkpoint holds no others; train the master "
+            "weights of the same model, whose quantization_config has quantization_mode 'online', or adapters"
+        )
     if not isinstance(format, Blocks) or format.codes not in (FLOAT8, FLOAT4) or format.factor is not None:
         raise UnsupportedModelError(
             f"weights that have changed cannot be written in the format '{format.label}'; write them dense, "

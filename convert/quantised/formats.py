@@ -144,7 +144,7 @@ class Blocks(Format):
     ) -> None:
         for role in (SCALE, SECOND):
             if role in parts:
-                _check_scales(
+                check_scales(
                     as_scale(parts[role]), partial(name_of, role), role == SCALE and self.allow_zero
                 )
         if GROUPS in parts:
@@ -199,11 +199,11 @@ class Blocks(Format):
         """The scales of some rows of blocks, float32 [rows, columns of blocks]."""
         weight, count = matrix.weight, self.grid(matrix.weight.shape)[0]
         scale = as_scale(matrix.part(SCALE, count, above, below).to(device))
-        _check_scales(scale[None], lambda _: weight.parts[SCALE].name, self.allow_zero)
+        check_scales(scale[None], lambda _: weight.parts[SCALE].name, self.allow_zero)
         if self.second is None:
             return scale
         second = as_scale(matrix.part(SECOND, 1, 0, 1).to(device))
-        _check_scales(second[None], lambda _: weight.parts[SECOND].name, False)
+        check_scales(second[None], lambda _: weight.parts[SECOND].name, False)
         return scale * second if self.second == "times" else scale / second
 
     def _zeros(self, matrix: _Matrix, above: int, below: int) -> Tensor:
@@ -258,8 +258,10 @@ def _spread(of_blocks: Tensor, width: int, columns: int, groups: Tensor | None) 
     return of_blocks.repeat_interleave(width, 1)[:, :columns]
 
 
-def _check_scales(scale: Tensor, name_of: Callable[[int], str], allow_zero: bool) -> None:
-    """Raise BadScaleError unless the scales [M, ...] of matrices are finite and positive."""
+def check_scales(scale: Tensor, name_of: Callable[[int], str], allow_zero: bool) -> None:
+    """Raise BadScaleError unless the scales [M, ...] of matrices, whose tensors `name_of` names, are finite
+    and positive.
+    """
     good = torch.isfinite(scale) & ((scale >= 0) if allow_zero else (scale > 0))
     if not good.all():
         number = int((~good).flatten(1).any(1).nonzero()[0, 0])

@@ -66,6 +66,11 @@ class Pairing:
         self._read = read
         self._owned: set[str] = set()  # parts and descriptions of weights
 
+    @property
+    def folder_name(self) -> str:
+        """The checkpoint's folder, for messages."""
+        return str(self._folder)
+
     def where(self, info: TensorInfo) -> str:
         return str(self._folder / info.file)
 

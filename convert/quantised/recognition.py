@@ -14,6 +14,7 @@ from torch import Tensor
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError, abbreviate
 from liger_models.convert.json_file import read_json
+from liger_models.convert.quantised.bitnet import bitnet, is_bitnet
 from liger_models.convert.quantised.bitsandbytes import bitsandbytes
 from liger_models.convert.quantised.codes import FLOAT8_DTYPES
 from liger_models.convert.quantised.compressed_tensors import compressed_tensors
@@ -35,6 +36,7 @@ METHODS: dict[str, Callable[[Pairing], None]] = {
     "bitsandbytes": bitsandbytes,
     "modelopt": modelopt,
     "torchao": torchao,
+    "bitnet": bitnet,
 }
 
 # Methods that are not read, and the suffix by which such a repository's name differs from the original's.
@@ -47,7 +49,6 @@ _REFUSED = {
     "auto-round": "-AutoRound or -int4-inc",
     "auto_round": "-AutoRound or -int4-inc",
     "vptq": "-VPTQ",
-    "bitnet": "-4T (the original ends in -bf16)",
     "eetq": "-EETQ",
     "quanto": "-quanto",
     "higgs": "-HIGGS",
@@ -80,7 +81,7 @@ class Quantisation:
     @property
     def remarks(self) -> list[str]:
         found = []
-        if not self.weights:
+        if not self.weights and not is_bitnet(self.settings):
             found.append(
                 f"config.json says that the weights are quantised ({self.method}), but all of them are "
                 "dense; they are read as they are"
@@ -153,11 +154,13 @@ def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def dense_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the same model with dense weights, in bfloat16 if it states no dtype."""
+    """The config of the same model with dense weights, in bfloat16 if it states no dtype. BitNet's settings
+    remain: they also say what the model computes.
+    """
     dense = {
         key: dense_config(value) if key == "text_config" and isinstance(value, Mapping) else value
         for key, value in config.items()
-        if key not in KEYS
+        if key not in KEYS or is_bitnet(value)
     }
     stated = any(dense.get(key) for key in ("dtype", "torch_dtype"))
     return dense if stated or len(dense) == len(config) else {**dense, "dtype": "bfloat16"}

@@ -6,6 +6,7 @@
                                               clip to -limit .. limit; or without + 1 (DeepSeek-V4)
     capped SwiGLU (Step 3.5):                 y = min(silu(gate), limit) * clip(up)
     sigmoid gate:                             y = sigmoid(gate) * up
+    gated squared ReLU (BitNet b1.58):        y = max(gate, 0)^2 * up
     ReLU squared (So et al., 2021, arXiv:2109.08668): y = max(x, 0)^2
 
 Phi is the normal distribution's, "none": (1 + erf(g / sqrt(2))) / 2, or its approximation "tanh" (Hendrycks
@@ -116,6 +117,11 @@ def sigmoid_gated(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: boo
     return _gated(gate_up, up, "sigmoid", reuse_input)
 
 
+def relu2_gated(gate_up: Tensor, up: Tensor | None = None, *, reuse_input: bool = False) -> Tensor:
+    """max(gate, 0)^2 * up (Wang et al., 2025, arXiv:2504.12285, section 2). Otherwise as `swiglu`."""
+    return _gated(gate_up, up, "relu2", reuse_input)
+
+
 def relu2(x: Tensor) -> Tensor:
     """max(x, 0)^2 of x [...] in any floating dtype. The result is contiguous, of x's shape and dtype."""
     return _ReLU2.apply(x) if use_triton(x) else as_once_differentiable(relu2_plain(x))
@@ -149,8 +155,8 @@ def _gated(gate_up: Tensor, up: Tensor | None, activation: Activation, reuse_inp
 
 
 def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
-    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu"), `sigmoid_gated` ("sigmoid"), and the
-    clamped ones.
+    """Plain twin of `swiglu` ("silu"), `geglu` ("gelu_tanh", "gelu"), `sigmoid_gated` ("sigmoid"),
+    `relu2_gated` ("relu2"), and the clamped ones.
     """
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
     gate, wide_up = at_least_float32(gate), at_least_float32(up)
@@ -165,6 +171,8 @@ def gated_plain(gate_up: Tensor, up: Tensor | None, activation: Activation) -> T
         activated = F.silu(gate)
     elif activation == "sigmoid":
         activated = torch.sigmoid(gate)
+    elif activation == "relu2":
+        activated = gate.relu().square()
     else:
         activated = F.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
     return (activated * wide_up).to(up.dtype)

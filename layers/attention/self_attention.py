@@ -3,6 +3,7 @@
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
     or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head
+    or, with a norm of the output:              out = norm(attend(q, k, v)) @ W_o^T + b
 
 Norms of queries and keys: layers/attention/qk_norm.py. With an indexer, queries attend to the blocks of keys
 that it chooses (indexer.py). Query, key and value are one matrix product, with
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ from liger_models.layers.attention.gates import gated, split_gate
 from liger_models.layers.attention.indexer import BlockIndexer
 from liger_models.layers.attention.qk_norm import QKNormScale, norm_bytes, split_norm_rotate
 from liger_models.layers.attention.query_scale import scale_queries
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.parts.pooled_indexer import PooledIndexer
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.linear import Linear, project_scaled
@@ -99,6 +102,7 @@ class Attention(nn.Module):
             raise ValueError("softplus_gates belongs to a gate, but neither `gated` nor `gates` is set")
         if spec.gates:
             self.g_proj = Linear(input_size, spec.gate_size, bias=False)
+        self.o_norm = None if spec.out_norm is None else make_norm(spec.o_size, spec.out_norm)
         self.o_proj = linear(spec.o_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
@@ -138,7 +142,7 @@ class Attention(nn.Module):
             layer = self.layer if layer is None else layer
             out, k, v = self._attend_cached(asks, q, (k, v, *index), sequences, layer)
             out = gated(out.flatten(1), gate, self.spec.softplus_gates)
-            out = project_scaled(self.o_proj, out, scale)
+            out = project_scaled(self.o_proj, self._normed(out), scale)
         elif self.activation_memory in TILED:
             chosen = self._chosen(asks, index, sequences)
             groups = attend_by_groups(q, k, v, self._product, sequences, self.backend, self.sinks, chosen)
@@ -147,12 +151,16 @@ class Attention(nn.Module):
                 gates = gate.tensor_split(len(pieces), dim=-1)
                 softplus = self.spec.softplus_gates
                 pieces = [gated(piece, own, softplus) for piece, own in zip(pieces, gates, strict=True)]
-            out = project_pieces(pieces, self.o_proj)
+            if self.o_norm is None:
+                out = project_pieces(pieces, self.o_proj)
+            else:  # of all heads together
+                out = self.o_proj(self._normed(pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)))
             out = out if scale == 1.0 else out * scale
         else:
             chosen = self._chosen(asks, index, sequences)
             out = attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen).flatten(1)
-            out = project_scaled(self.o_proj, gated(out, gate, self.spec.softplus_gates), scale)
+            out = self._normed(gated(out, gate, self.spec.softplus_gates))
+            out = project_scaled(self.o_proj, out, scale)
         return (out, k, v) if return_keys_values else out
 
     @property
@@ -162,6 +170,10 @@ class Attention(nn.Module):
             return self.spec
         dropout = self.weight_dropout.p if self.weight_dropout.training else 0.0
         return replace(self.spec, dropout=dropout)
+
+    def _normed(self, out: Tensor) -> Tensor:
+        """The input of the output projection."""
+        return out if self.o_norm is None else cast(Tensor, self.o_norm(out))
 
     def _projected(self, x: Tensor, added: Tensor | None) -> Tensor:
         projected = in_order(self, "qkv_proj")(x)
@@ -220,7 +232,8 @@ class Attention(nn.Module):
         """Bytes kept per token on a GPU: q, k, v, the output, and in float32 the log-sum-exp of each head;
         for query and key norms their inputs and statistics; for scaled queries the projection that k and v
         are views of; for a gate its sigmoid, or with softplus also its input in float32, and with `all` the
-        product; for clamped projections the clamp's input. Bits of chosen blocks are not counted.
+        product; for clamped projections the clamp's input; for a norm of the output 1/rms in float32, and
+        with `all` its result. Bits of chosen blocks are not counted.
         """
         spec = self.spec
         kept = itemsize * (spec.q_size + spec.kv_size + spec.v_size + spec.o_size)
@@ -232,6 +245,8 @@ class Attention(nn.Module):
             kept += 4 * spec.gate_size if spec.softplus_gates else 0
         if spec.qkv_limit is not None:
             kept += itemsize * (spec.q_size + spec.kv_size + spec.v_size)
+        if spec.out_norm is not None:
+            kept += 4 + (itemsize * spec.o_size if level == "all" else 0)
         return kept if spec.query_scale is None else kept + itemsize * spec.q_size
 
     def _chosen(self, asks: Tensor, index: Sequence[Tensor], sequences: Sequences) -> ChosenBlocks | None:

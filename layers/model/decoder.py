@@ -42,6 +42,7 @@ from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.gated_streams import make_last_norm
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.linear import round_operands
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.offload import Offload
 from liger_models.layers.sequences.sequences import Sequences
@@ -99,6 +100,8 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             for i, block in enumerate(spec.blocks)
         ]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
+        for layer in self.layers:
+            round_operands(layer, spec.ternary)
         self.shared = make_shared(self.layers, spec.hidden_size, attention)
         self.per_layer_inputs = _inputs_of_layers(spec)
         connect(self.layers)

@@ -4,6 +4,8 @@ arXiv:1706.03762).
     down(act(gate(x)) * up(x)) + b
     down(act(up(x))) + b
 
+A norm of the input of `down` may precede it.
+
 Gate and up are one matrix product with concatenated weights, gate first. The input of `down` carries a
 recipe: inside a model only gate and up are saved for the backward pass, and at activation memory level `mlp`
 not even those. At levels `tiled` and `offload` they exist for one tile of the sequence at a time.
@@ -26,6 +28,7 @@ from liger_models.kernels import (
     clamped_swiglu,
     geglu,
     relu2,
+    relu2_gated,
     swiglu,
 )
 from liger_models.kernels._dispatch import autocasts, use_triton
@@ -37,6 +40,7 @@ from liger_models.kernels.float8.eight_bits import (
     gated_from_eight_bits,
 )
 from liger_models.layers.parts.activations import XIELU
+from liger_models.layers.parts.norm import LigerRMSNorm, make_norm
 from liger_models.layers.projections.clipped_linear import ClippedLinear, ClippedProjections
 from liger_models.layers.projections.float8 import Float8Settings
 from liger_models.layers.projections.linear import (
@@ -66,6 +70,7 @@ _GATED: dict[str, Callable[..., Tensor]] = {
     "silu": swiglu,
     "gelu_tanh": functools.partial(geglu, approximate="tanh"),
     "gelu": functools.partial(geglu, approximate="none"),
+    "relu2": relu2_gated,
 }
 
 
@@ -125,6 +130,7 @@ class _MLP(nn.Module):
     activation_memory: ActivationMemory = "lean"
     spec: MLPSpec
     down_proj: nn.Module
+    down_norm: LigerRMSNorm | None
 
     def forward(
         self,
@@ -159,8 +165,33 @@ class _MLP(nn.Module):
         """
         spec, down = self.spec, self.down_proj
         weight = down._parameters.get("weight") if is_plain(down) else None
-        with_kernel = (spec.gated and spec.plain_gate) or spec.activation == "relu2"
-        return type(weight) is nn.Parameter and weight.requires_grad and with_kernel
+        return type(weight) is nn.Parameter and weight.requires_grad and spec.joins_down
+
+    def _make_norm(self) -> LigerRMSNorm | None:
+        if self.spec.down_norm is None:
+            return None
+        norm = make_norm(self.spec.intermediate_size, self.spec.down_norm)
+        assert isinstance(norm, LigerRMSNorm)
+        norm.remakes_input = True
+        return norm
+
+    def _normed(self, product: Tensor) -> Tensor:
+        """The input of `down`."""
+        if self.down_norm is None:
+            return product
+        normed = self.down_norm(product)
+        assert isinstance(normed, Tensor)
+        return normed
+
+    def _then_norm(self, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """`activation`, and the norm of its output."""
+        return activation if self.down_norm is None else _Normed(activation, self.down_norm)
+
+    def _norm_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Saved bytes per token of the norm: 1/rms in float32, and its output with `all`."""
+        if self.down_norm is None or level not in ("all", "lean"):
+            return 0
+        return 4 + (itemsize * self.spec.intermediate_size if level == "all" else 0)
 
     def _down_in_place(self, inputs: Tensor, first: nn.Module, scale: float) -> Tensor | None:
         """The activation, `down` and `scale` as one operation on the output of `first`; None if they cannot
@@ -176,6 +207,17 @@ class _MLP(nn.Module):
         if bias is not None and scale != 1.0:
             return None
         return gated_linear(inputs, weight, bias, self.spec.activation, reuse_input=reused, scale=scale)
+
+
+class _Normed(nn.Module):
+    """An activation, and the norm of its output."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], norm: LigerRMSNorm):
+        super().__init__()
+        self.activation, self.norm = activation, norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.norm(self.activation(x)))
 
 
 class GatedMLP(_MLP):
@@ -203,11 +245,12 @@ class GatedMLP(_MLP):
         parts = {"gate_proj": spec.intermediate_size, "up_proj": spec.intermediate_size}
         projections, linear = (ClippedProjections, ClippedLinear) if spec.clipped else (PackedLinear, Linear)
         self.gate_up_proj = projections(hidden_size, parts, spec.bias)
+        self.down_norm = self._make_norm()
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor, added: nn.Module | None = None, scale: float = 1.0) -> Tensor:
         settings = float8_of(self.down_proj)
-        plain = self.spec.plain_gate and added is None
+        plain = self.spec.joins_down and added is None
         if settings is not None and plain and not torch.compiler.is_compiling():
             y = self._forward_in_eight_bits(x, settings)
             return y if scale == 1.0 else y * scale
@@ -218,7 +261,8 @@ class GatedMLP(_MLP):
         if down is not None:
             return down
         product = self.gated_product(gate_up, reuse_input=output_is_ours(first))
-        return project_scaled(self.down_proj, carry_recipe(product, self.gated_product, gate_up), scale)
+        product = carry_recipe(product, self.gated_product, gate_up)
+        return project_scaled(self.down_proj, self._normed(product), scale)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
@@ -236,7 +280,7 @@ class GatedMLP(_MLP):
         return y if len(lead) == 1 else y.unflatten(0, lead)
 
     def _in_tiles(self, x: Tensor) -> Tensor:
-        product = functools.partial(self.gated_product, reuse_input=True)
+        product = self._then_norm(functools.partial(self.gated_product, reuse_input=True))
         return mlp_in_tiles(self, x, in_order(self, "gate_up_proj"), product, self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
@@ -248,15 +292,16 @@ class GatedMLP(_MLP):
             return int(kept) * itemsize * self.spec.intermediate_size + 8
         if kept and self.spec.gate_scale != 1.0:
             kept += 1
-        elif kept and float8_of(self.down_proj) is not None:
+        elif kept and float8_of(self.down_proj) is not None and self.spec.joins_down:
             product = saved_input_bytes(unwrapped(self.down_proj), itemsize)
             return int(kept - 2) * product + eight_bits_bytes(self.spec.intermediate_size)
-        return int(kept) * itemsize * self.spec.intermediate_size
+        return int(kept) * itemsize * self.spec.intermediate_size + self._norm_bytes(level, itemsize)
 
     @property
     def float8_gradient_bytes(self) -> int:
         """Bytes per token of the gradients of the product, of gate and up, and of the latter in float8."""
-        return 8 * self.spec.intermediate_size if float8_of(self.down_proj) is not None else 0
+        in_float8 = float8_of(self.down_proj) is not None and self.spec.joins_down
+        return 8 * self.spec.intermediate_size if in_float8 else 0
 
     def extra_repr(self) -> str:
         sparse = f", sparsity={self.spec.sparsity}" if self.spec.sparsity else ""
@@ -284,21 +329,25 @@ class PlainMLP(_MLP):
             self.activation = plain_activation(spec.activation)
         linear = ClippedLinear if spec.clipped else Linear
         self.up_proj = linear(hidden_size, spec.intermediate_size, bias=spec.bias)
+        self.down_norm = self._make_norm()
         self.down_proj = linear(spec.intermediate_size, hidden_size, bias=spec.bias)
 
     def _forward(self, x: Tensor, added: nn.Module | None = None, scale: float = 1.0) -> Tensor:
         up = self.up_proj(x)
         up = up if added is None else up + added(x)
         if self.spec.activation == "xielu":
-            return project_scaled(self.down_proj, self.act_fn(up), scale)
+            return project_scaled(self.down_proj, self._normed(self.act_fn(up)), scale)
         down = self._down_in_place(up, self.up_proj, scale)
         if down is not None:
             return down
-        return project_scaled(self.down_proj, carry_recipe(self.activation(up), self.activation, up), scale)
+        product = carry_recipe(self.activation(up), self.activation, up)
+        return project_scaled(self.down_proj, self._normed(product), scale)
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         activation = self.act_fn if self.spec.activation == "xielu" else self.activation
-        return mlp_in_tiles(self, x, self.up_proj, activation, self.down_proj, self._forward)
+        return mlp_in_tiles(
+            self, x, self.up_proj, self._then_norm(activation), self.down_proj, self._forward
+        )
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: the projection and its activation, depending on the level; for quick_gelu
@@ -307,7 +356,7 @@ class PlainMLP(_MLP):
         kept = {"all": 2, "lean": 1}.get(level, 0)
         if kept and self.spec.activation == "quick_gelu":
             kept += 1
-        return kept * itemsize * self.spec.intermediate_size
+        return kept * itemsize * self.spec.intermediate_size + self._norm_bytes(level, itemsize)
 
     def extra_repr(self) -> str:
         return f"activation={self.spec.activation!r}"

@@ -42,8 +42,10 @@ class LigerRMSNorm(nn.Module):
     Attributes:
         float8_copy: write a float8 copy of the result in the same pass, for a linear layer (`set_float8`).
         float8_gradient: likewise of the gradient of the sum, for the linear layer that made x.
+        remakes_input: the recipe of the result also recomputes an input that carries a recipe itself.
     """
 
+    remakes_input: bool = False
     float8_copy: bool = False
     float8_gradient: bool = False
 
@@ -92,7 +94,7 @@ class LigerRMSNorm(nn.Module):
         inputs = (x,) if self.weight is None else (x, self.weight)
         if self.float8_copy:
             carry_float8_recipe(y, functools.partial(norm, float8=True), *inputs, late=True)
-        return carry_recipe(y, norm, *inputs, late=True)
+        return carry_recipe(y, norm, *inputs, late=True, deep=self.remakes_input)
 
     def _cast_for(self, x: Tensor) -> NormCast:
         """Cast to use: a weight wider than the model's matrices would promote the result, which they could

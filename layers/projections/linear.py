@@ -13,6 +13,8 @@ from liger_models.kernels import StoredMatrices
 from liger_models.kernels._dispatch import autocasts
 from liger_models.kernels.scaled_linear import scaled_linear
 from liger_models.layers.projections.float8 import Float8Settings, float8_linear
+from liger_models.layers.projections.ternary import is_ternary, ternary_linear
+from liger_models.layers.specs.ternary import TernarySpec
 
 
 class Linear(nn.Linear):
@@ -23,6 +25,7 @@ class Linear(nn.Linear):
         float8: how its products run in float8; None: in the weight's dtype. See `set_float8`.
         float8_largest: of a weight that is gathered in float8 with one scale: its largest magnitude, and the
             event after which it is known (layers/projections/gathered.py).
+        ternary: its products are of rounded operands; None: they are not. See `round_operands`.
         passes_adapters: transformers multiplies by the weight without calling the layer, so an adapter has no
             effect there.
     """
@@ -30,9 +33,12 @@ class Linear(nn.Linear):
     passes_adapters: bool = False
     float8: Float8Settings | None = None
     float8_largest: tuple[Tensor, Any] | None = None
+    ternary: TernarySpec | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in_features] -> [..., out_features]."""
+        if self.ternary is not None:
+            return ternary_linear(x, self.weight, self.whole_bias(), self.ternary, self.heights)
         if self.float8 is not None:
             return float8_linear(x, self.weight, self.whole_bias(), self.float8)
         return project(x, self.weight, self.whole_bias())
@@ -40,6 +46,22 @@ class Linear(nn.Linear):
     def whole_bias(self) -> Tensor | None:
         """The bias of each output, [out_features]."""
         return self.bias
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """Outputs of each projection that checkpoints hold by itself."""
+        return (self.out_features,)
+
+
+def round_operands(module: nn.Module, spec: TernarySpec | None) -> None:
+    """Let the linear layers of a module, at any depth, multiply rounded operands, or plain ones if None.
+    Weights that have three values already are frozen.
+    """
+    for layer in module.modules():
+        if isinstance(layer, Linear):
+            layer.ternary = spec
+            if spec is not None and not spec.rounds_weights:
+                layer.weight.requires_grad_(False)
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,8 +81,9 @@ def project_scaled(linear: nn.Module, x: Tensor, scale: float) -> Tensor:
 
 
 def is_plain(linear: nn.Module) -> bool:
-    """Whether it is our linear layer itself, without hooks, adapters or float8."""
-    return type(linear) is Linear and linear.float8 is None and not has_hooks(linear)
+    """Whether it is our linear layer itself, without hooks, adapters, float8 or rounded operands."""
+    plain = type(linear) is Linear and linear.float8 is None and not is_ternary(linear)
+    return plain and not has_hooks(linear)
 
 
 def as_wide_as(weight: Tensor | StoredMatrices, bias: Tensor | None) -> Tensor | None:

@@ -33,6 +33,7 @@ from liger_models.layers.projections.gathered import GatheredWeight
 from liger_models.layers.projections.linear import Linear, as_wide_as, has_hooks
 from liger_models.layers.projections.low_rank_autograd import run_low_rank
 from liger_models.layers.projections.low_rank_plan import Adapter, Projection, product_dtype
+from liger_models.layers.projections.ternary import is_ternary
 
 
 def low_rank_linear(x: Tensor, *projections: Projection) -> Tensor:
@@ -104,11 +105,11 @@ def plain_low_rank_linear(x: Tensor, projection: Projection, dtype: torch.dtype)
 
 def projection_of(layer: nn.Module) -> Projection | None:
     """Describe a layer for `low_rank_linear`. Returns None if the layer must be called instead: it is not a
-    linear layer, its forward is replaced, or it has hooks.
+    linear layer, its forward is replaced, it has hooks, or it rounds its operands.
 
     A layer with paths describes itself: `low_rank_projection()` returns a `Projection` or None.
     """
-    if has_hooks(layer):
+    if has_hooks(layer) or is_ternary(layer):
         return None
     own = getattr(layer, "low_rank_projection", None)
     if own is not None:

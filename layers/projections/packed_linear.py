@@ -76,6 +76,11 @@ class PackedLinear(Linear):
         pieces = zip(self.bias.split(widths), self.parts.values(), strict=True)
         return torch.cat([own if len(own) else own.new_zeros(width) for own, width in pieces])
 
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """The widths of the parts."""
+        return tuple(self.parts.values())
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -318,7 +323,7 @@ def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, s
 
 def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None, *origins: Linear) -> Filled:
     """Build a linear layer from parameters: its constructor would allocate and draw random ones. It runs in
-    float8 if one of those that it replaces does.
+    float8 if one of those that it replaces does, and rounds its operands if they do.
     """
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)
@@ -326,6 +331,7 @@ def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None,
     linear.weight = weight
     linear.register_parameter("bias", bias)
     linear.float8 = next((o.float8 for o in origins if o.float8 and fits_float8(*weight.shape)), None)
+    linear.ternary = origins[0].ternary
     return linear
 
 

@@ -2,6 +2,8 @@
 
     y = x W^T + b,  dx = dy W        W = the float32 products of codes and scales, rounded once
 
+    y = T(x) W^T + b             where the model rounds its inputs (ternary.py)
+
 W is decoded in forward and again in backward (layers/projections/low_rank.py), and never kept.
 """
 
@@ -15,6 +17,7 @@ from liger_models.convert.quantised.formats import CODES
 from liger_models.convert.quantised.kept import Kept
 from liger_models.kernels import Float8
 from liger_models.layers.projections.float8 import Float8Settings
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.low_rank import low_rank_linear
 from liger_models.layers.projections.low_rank_plan import Projection
 from liger_models.layers.projections.stored_weight import (
@@ -25,6 +28,8 @@ from liger_models.layers.projections.stored_weight import (
     hold,
     part_name,
 )
+from liger_models.layers.projections.ternary import ternary_linear
+from liger_models.layers.specs.ternary import TernarySpec
 
 
 class StoredLinear(nn.Linear):
@@ -37,9 +42,11 @@ class StoredLinear(nn.Linear):
 
     Attributes:
         float8: how the products with the decoded weight run in float8; None: in its dtype. See `set_float8`.
+        ternary: its inputs are rounded; None: they are not.
     """
 
     float8: Float8Settings | None = None
+    ternary: TernarySpec | None = None
 
     def __init__(self, like: nn.Linear, kept: Kept):
         nn.Module.__init__(self)
@@ -52,6 +59,7 @@ class StoredLinear(nn.Linear):
         self.kept_weights, self.decoded_dtype = {"weight": kept}, like.weight.dtype
         hold(self, "weight", kept)
         self.bias = like.bias
+        self.ternary = getattr(like, "ternary", None)
         self.stacked_vectors = tuple(part_name("weight", role) for role in kept.parts if role != CODES)
 
     def dense(self, weight: Tensor) -> Tensor:
@@ -71,6 +79,9 @@ class StoredLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in] to [..., out], in the dtype of x or of autocast."""
+        if self.ternary is not None:
+            heights = (self.out_features,)
+            return ternary_linear(x, self.weight, self.bias, self.ternary, heights, self.dense)
         return low_rank_linear(x, self.low_rank_projection())
 
     def low_rank_projection(self) -> Projection:
@@ -81,7 +92,10 @@ class StoredLinear(nn.Linear):
     @torch.no_grad()
     def as_dense(self) -> nn.Linear:
         """The layer with its decoded weight and the same bias."""
-        plain = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        kind = nn.Linear if self.ternary is None else Linear
+        plain = kind(self.in_features, self.out_features, bias=False, device="meta")
         plain.weight = nn.Parameter(self.dense(self.weight), requires_grad=False)
         plain.register_parameter("bias", self.bias)
+        if isinstance(plain, Linear):
+            plain.ternary = self.ternary
         return plain.train(self.training)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from liger_models.convert.checkpoints.shards import local_tensor, shape_of
+from liger_models.convert.quantised.bitnet import ThreeValues, unpack
 from liger_models.convert.quantised.bitsandbytes import MAP
 from liger_models.convert.quantised.codes import FLOAT8, as_scale, scale_numbers
 from liger_models.convert.quantised.formats import CODES, GROUPS, SCALE, SECOND, ZERO, Blocks
@@ -64,6 +65,9 @@ def decode(kept: Kept, parts: Mapping[str, Tensor], stored: torch.dtype, dtype: 
         )
     narrow = (torch.bfloat16, torch.float16)
     once = dtype if stored == torch.float32 and dtype in narrow else stored
+    if isinstance(kept.format, ThreeValues):
+        scale = parts[SCALE].flatten().view(kept.dtypes[SCALE])
+        return unpack(parts[CODES], scale, once).to(dtype)
     typed, (*stack, _, _) = kept.typed(parts), parts[CODES].shape
     dense = _decode_blocks if isinstance(kept.format, Blocks) else _decode_flat
     return dense(kept.format, kept.matrix, typed, once).view(*stack, *kept.shape[-2:]).to(dtype)

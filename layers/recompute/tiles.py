@@ -23,6 +23,7 @@ from liger_models.kernels.losses._linear_chunks import add_product
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.linear import project
 from liger_models.layers.projections.packed_linear import SplitProjections
+from liger_models.layers.projections.ternary import is_ternary
 from liger_models.layers.recompute.activation_memory import output_is_ours, recompute
 
 # Maximum tokens per tile. Each tile reads and writes the float32 sums once, in 1% of the time of its
@@ -74,7 +75,7 @@ def _plain_linears(module: nn.Module) -> list[nn.Linear]:
     """Linear layers whose concatenated outputs are the module's, if all of them are plain; else none."""
     layers = module.linears() if isinstance(module, SplitProjections) and module.is_sorted else [module]
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and output_is_ours(layer)]
-    if any(runs_in_float8(layer) for layer in plain):
+    if any(runs_in_float8(layer) or is_ternary(layer) for layer in plain):
         return []
     return plain if len(plain) == len(layers) else []
 

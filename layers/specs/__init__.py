@@ -105,6 +105,7 @@ from liger_models.layers.specs.tables import (
     FractionTable,
     StretchedTable,
 )
+from liger_models.layers.specs.ternary import TernarySpec
 from liger_models.layers.specs.vision import (
     AnyresPictures,
     CroppedPictures,
@@ -228,6 +229,7 @@ __all__ = [
     "StridedProjectorSpec",
     "StripPictures",
     "SubsampledSounds",
+    "TernarySpec",
     "TileRowsSpec",
     "TiledVisionSpec",
     "TimeSpec",

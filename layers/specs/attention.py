@@ -68,7 +68,7 @@ class AttentionSpec(_Heads):
     all tokens attend to each other, limited by the window unless `whole_spans` is set. Without
     `bidirectional_spans` spans are ignored. `clipped` projections clamp to stored bounds:
     layers/projections/clipped_linear.py. With an `indexer` the heads of a group attend to the blocks of keys
-    that it chooses.
+    that it chooses. `out_norm` is a norm of the output of all heads together, before its projection.
     """
 
     num_attention_heads: int
@@ -98,6 +98,7 @@ class AttentionSpec(_Heads):
     v_head_dim: int | None = None
     indexer: BlockIndexerSpec | PooledIndexerSpec | None = None
     k_bias: bool = True
+    out_norm: NormSpec | None = None
 
     @property
     def is_plain_softmax(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from liger_models.kernels import CappedSwiGLU, ClampedSwiGLU
 from liger_models.kernels.activations.gated import has_gate
+from liger_models.layers.specs.norms import NormSpec
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "xielu"]
 
@@ -15,7 +16,8 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "quick_gelu", "relu", "relu2",
 class MLPSpec:
     """MLP: gated, `down(act(gate_scale * gate(x)) * up(x))`, or plain, `down(act(up(x)))`. `clipped`
     projections clamp to stored bounds: layers/projections/clipped_linear.py. With `sparsity` about
-    that share of a token's gates are cut to zero: kernels/activations/sparse_gated.py.
+    that share of a token's gates are cut to zero: kernels/activations/sparse_gated.py. `down_norm` is a norm
+    of the input of down.
     """
 
     intermediate_size: int
@@ -25,11 +27,18 @@ class MLPSpec:
     clipped: bool = False
     gate_scale: float = 1.0
     sparsity: float = 0.0
+    down_norm: NormSpec | None = None
 
     @property
     def plain_gate(self) -> bool:
         """Whether the activation's input is the gate itself."""
         return self.gate_scale == 1.0 and self.sparsity == 0.0
+
+    @property
+    def joins_down(self) -> bool:
+        """Whether one kernel makes the input of down and reads it: kernels/activations/gated_linear.py."""
+        with_gate = self.gated and self.plain_gate and self.activation != "relu2"
+        return self.down_norm is None and (with_gate or (not self.gated and self.activation == "relu2"))
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from liger_models.layers.specs.fresh import Fresh
 from liger_models.layers.specs.mlp import MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import RopeSpec
+from liger_models.layers.specs.ternary import TernarySpec
 from liger_models.layers.specs.vision import TiledVisionSpec, VisionSpec
 
 
@@ -51,6 +52,8 @@ class ModelSpec:
     With `float32_head` logits are computed in float32, whatever the model's dtype (but not under autocast),
     and the head's weight may be wider than other matrices.
 
+    With `ternary` the linear layers of the blocks multiply rounded operands.
+
     `fresh` has initial values of parameters that differ from the usual, with patterns of their paths.
     """
 
@@ -82,6 +85,7 @@ class ModelSpec:
     embed_dropout: float = 0.0
     id_norm: NormSpec | None = None
     fresh: tuple[tuple[str, Fresh], ...] = ()
+    ternary: TernarySpec | None = None
 
     @property
     def streams(self) -> StreamsSpec | GatedStreamsSpec | AltUpSpec | None:

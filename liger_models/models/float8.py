@@ -30,6 +30,7 @@ from liger_models.layers.projections.gathered import (
 )
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.stored_linear import StoredLinear
+from liger_models.layers.projections.ternary import is_ternary
 from liger_models.layers.projections.weight_copies import WeightCopies
 
 # A layer gains if the time that its products save exceeds the time of the casts. Per token, three products
@@ -68,7 +69,9 @@ def set_float8(
     found: dict[str, str] = {}
     for path, layer in _linears(model):
         sizes = layer.in_features, layer.out_features
-        if not fits_float8(*sizes):
+        if is_ternary(layer):
+            found[path] = "its operands are rounded to three values and 8 bits"
+        elif not fits_float8(*sizes):
             found[path] = f"{sizes[0]} to {sizes[1]} is not a multiple of 16"
         elif not all_sizes and not gains_from_float8(*sizes):
             found[path] = f"{sizes[0]} to {sizes[1]} is too small to gain"
@@ -226,6 +229,11 @@ def load_in_float8(model: Any, recipe: str) -> None:
         )
     if model.dtype != torch.bfloat16:
         raise ConfigError(f"float8 is {recipe!r}, but the model is in {model.dtype}; pass dtype='bfloat16'")
+    if model.spec.ternary is not None:
+        raise ConfigError(
+            f"float8 is {recipe!r}, but this model rounds the operands of its linear layers to three values "
+            "and 8 bits (quantization_config); omit float8"
+        )
     set_float8(model, recipe)  # type: ignore[arg-type]
     gather_in_float8(model)
 

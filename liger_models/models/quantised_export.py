@@ -10,6 +10,7 @@ from liger_models.convert.errors import CheckpointError, ConfigError, Unsupporte
 from liger_models.convert.quantised.encoders import TARGETS, AsLoaded, Quantiser
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.linear import Linear
+from liger_models.layers.specs import ModelSpec
 
 AS_LOADED = "as_loaded"
 
@@ -17,13 +18,16 @@ AS_LOADED = "as_loaded"
 def encoder_of(
     model: Any, quantization: str | None, weight_map: WeightMap | None = None
 ) -> AbstractContextManager[Any]:
-    """Create the encoder of a LigerCausalLM's checkpoint, by default with its own map; None: dense weights.
+    """Create the encoder of a LigerCausalLM's checkpoint, by default with its own map; None: dense weights,
+    or those of three values packed.
 
     Raises:
         ConfigError: no such format.
         CheckpointError: the checkpoint that the model was read from is not quantised, or unknown.
         UnsupportedModelError: no server reads the family in this format.
     """
+    if quantization is None and packs_weights(model.spec):
+        quantization = AS_LOADED
     if quantization is None:
         return nullcontext()
     if quantization == AS_LOADED:
@@ -41,8 +45,18 @@ def encoder_of(
     return _quantiser(model, quantization, model.weight_map() if weight_map is None else weight_map)
 
 
+def packs_weights(spec: ModelSpec) -> bool:
+    """Whether the checkpoint of a model holds weights of three values, packed: its config says so."""
+    return spec.ternary is not None and not spec.ternary.rounds_weights
+
+
 def _quantiser(model: Any, kind: str, weight_map: WeightMap) -> Quantiser:
     """The quantiser of the matrices of a model's layers."""
+    if model.spec.ternary is not None:
+        raise UnsupportedModelError(
+            f"quantization is {kind!r}, but this model rounds its weights to three values "
+            "(quantization_config), which no server does in this format; omit it"
+        )
     target = TARGETS[kind]
     stacked: set[str] = set()
     chosen: set[str] = set()

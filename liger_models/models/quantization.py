@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from liger_models.convert.errors import ConfigError
+from liger_models.layers.projections.ternary import is_ternary
 
 METHODS = ("nf4", "int8")
 
@@ -32,9 +33,14 @@ def quantise(model: nn.Module, method: str, device: torch.device, to_host: bool 
         to_host: keep the weights in host memory (only nf4), for the model's `keep_weights_on_host`.
 
     Raises:
-        ConfigError: bitsandbytes is not installed.
+        ConfigError: bitsandbytes is not installed, or the model rounds its weights itself.
     """
     bnb = _import_bitsandbytes()
+    if any(map(is_ternary, model.modules())):
+        raise ConfigError(
+            f"quantize is {method!r}, but this model rounds its weights to three values (quantization_config), "
+            "which layers in another form would not; omit it"
+        )
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and path != "lm_head":
             new: Any = _quantised(bnb, module, method, device)

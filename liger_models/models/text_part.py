@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.architectures.registry.multimodal import MULTIMODAL, text_config
+from liger_models.architectures.registry.ternary import asks_for_rounding
 from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
 from liger_models.convert.checkpoints.source_layout import repeats
@@ -27,6 +28,11 @@ def text_config_of(config: HFConfig) -> HFConfig:
     """
     if config.model_type not in MULTIMODAL:
         return config
+    if asks_for_rounding(config.raw):
+        raise UnsupportedModelError(
+            f"{config.name}: text_only: quantization_config asks for weights of three values, which is "
+            "supported in checkpoints of language models alone"
+        )
     text = config.with_raw(text_config(config.raw, config.name))
     if text.model_type not in list_architectures():
         raise UnsupportedModelError(

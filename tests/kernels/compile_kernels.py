@@ -65,6 +65,7 @@ def run_everything() -> None:
     backward(kernels.sparse_gated(operand(8, 256), "gelu_tanh", 1.6448536))
     backward(kernels.sigmoid_gated(operand(8, 128), operand(8, 128)))
     backward(kernels.relu2(operand(8, 128)))
+    backward(kernels.relu2_gated(operand(8, 256)))
     backward(kernels.embedding(torch.arange(8), operand(16, 128)))
     for one_scale in (False, True):
         kernels.quantize(operand(8, 128), by_columns=True, one_scale=one_scale)

@@ -47,6 +47,7 @@ from liger_models.kernels import (
     layer_norm,
     log_probs,
     relu2,
+    relu2_gated,
     rms_norm,
     rotary,
     selective_scan,
@@ -250,6 +251,11 @@ OPERATIONS = {
     ),
     "sigmoid_gated": Operation(
         sigmoid_gated, lambda g, u: g.sigmoid() * u, lambda rows, width: [(rows, width), (rows, width)]
+    ),
+    "relu2_gated": Operation(
+        relu2_gated,
+        lambda x: F.relu(halves(x)[0]).square() * halves(x)[1],
+        lambda rows, width: [(rows, 2 * width)],
     ),
     "capped_swiglu": Operation(
         lambda x: capped_swiglu(x, limit=0.8),

@@ -26,6 +26,7 @@ from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.low_rank import low_rank_linear, projection_of
 from liger_models.layers.projections.low_rank_plan import Projection
+from liger_models.layers.projections.ternary import is_ternary
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 
 
@@ -56,7 +57,7 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Map x [..., in] to [..., out], in the dtype of the base layer's output."""
         projection = None if args or kwargs else self.low_rank_projection()
-        if projection is None and runs_in_float8(self.base_layer):
+        if projection is None and (runs_in_float8(self.base_layer) or is_ternary(self.base_layer)):
             out = add_paths(self, x, *args, **kwargs)
             if out is not None:
                 return out
@@ -68,7 +69,7 @@ class LowRankLinear(peft_lora.Linear):  # type: ignore[misc]
         """Add adapters to the base layer's weight, as PEFT.
 
         Raises:
-            ConfigError: the base layer keeps quantised bits.
+            ConfigError: the base layer keeps quantised bits, or rounds its weight.
         """
         refuse_merging(self.get_base_layer())
         super().merge(*args, **kwargs)

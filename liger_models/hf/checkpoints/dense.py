@@ -2,7 +2,8 @@
 
 Formats that `liger_models.convert.quantised` reads are decoded there, and not by transformers' quantisers:
 these need a GPU for some formats, and are wrong for others (ragged blocks, stacked experts). Layers of
-bitsandbytes and torchao train as they are, with adapters, and so keep transformers' own path.
+bitsandbytes and torchao train as they are, with adapters, and so keep transformers' own path, as do those of
+BitNet, which round their operands.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from liger_models.convert.quantised.reader import ModelReader
 from liger_models.convert.quantised.recognition import METHODS, MODELOPT_FILE, settings_of
 
 _LOCATION = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-_LEFT_TO_TRANSFORMERS = ("bitsandbytes", "torchao")
+_LEFT_TO_TRANSFORMERS = ("bitsandbytes", "torchao", "bitnet")
 
 
 def with_dense_config(config_class: Any, args: Sequence[Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""Quantised models: bitsandbytes and torchao layers in the same places as in transformers' own models.
+"""Quantised models: bitsandbytes, torchao and BitNet layers in the same places as in transformers' own
+models.
 
 Before weights are read, transformers replaces modules whose class is exactly `torch.nn.Linear`, and quantises
 each weight as it is loaded. A model to be quantised therefore has one such layer for each in transformers'
@@ -23,7 +24,7 @@ from liger_models.layers.projections.in_place import change_class
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import packed_here_alone
 
-METHODS = ("bitsandbytes", "torchao")
+METHODS = ("bitsandbytes", "torchao", "bitnet")
 
 
 def is_quantised(config: Any) -> bool:
