@@ -244,6 +244,9 @@ class _Moments:
         in_front = (p for m in mixers for p in before_output(m))
         of_mlp, whole = (gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
         last = adapters.last.total(product)
+        # The input of a norm before the last product exists next to its gradient and its output's.
+        normed_product = getattr(mlp, "down_norm", None) is not None
+        last += normed_product * product
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
         added = ("front" in adapters.peft and itemsize > 2) * stream
@@ -270,6 +273,7 @@ class _Moments:
             moments = [2 * wide + of_tile.last.total(wide), 2 * wide + of_tile.front.total()]
             moments += [wide + of_tile.front.forward + of_tile.last.begun, 3 * wide + of_tile.last.forward]
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
+            tile += 2 * normed_product * wide
             tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
         front = max(front, tokens * getattr(mlp, "float8_gradient_bytes", 0))

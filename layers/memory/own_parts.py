@@ -20,6 +20,7 @@ from liger_models.layers.memory.step import Step
 from liger_models.layers.parts.altup import AltUpEnds
 from liger_models.layers.projections.matrices import matrices
 from liger_models.layers.projections.stored_weight import dense_shape, kept_weights
+from liger_models.layers.projections.ternary import rounded_bytes
 
 
 def own_bytes(p: Tensor) -> int:
@@ -67,8 +68,8 @@ def largest_part(modules: Iterable[nn.Module]) -> int:
 
 
 def decoded_bytes(layer: nn.Module, itemsize: int) -> dict[str, int]:
-    """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, or of
-    a stack's copy in float8, by its place in the layer.
+    """Bytes of the largest matrix in quantised bits, or stack of experts' matrices, once it is decoded, of a
+    stack's copy in float8, or of a matrix rounded for its product, by its place in the layer.
     """
     places, most = places_of(layer), dict.fromkeys(PLACES, 0)
     for module in layer.modules():
@@ -78,6 +79,9 @@ def decoded_bytes(layer: nn.Module, itemsize: int) -> dict[str, int]:
         for name, copied in getattr(module, "float8_copies", {}).items():
             place = places.get(id(module.get_parameter(name)), "mixer")
             most[place] = max(most[place], copied)
+        if rounded := rounded_bytes(module, itemsize):
+            place = places.get(id(module.get_parameter("weight")), "mixer")
+            most[place] = max(most[place], rounded)
     return most
 
 

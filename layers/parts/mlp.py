@@ -261,8 +261,8 @@ class GatedMLP(_MLP):
         if down is not None:
             return down
         product = self.gated_product(gate_up, reuse_input=output_is_ours(first))
-        product = carry_recipe(product, self.gated_product, gate_up)
-        return project_scaled(self.down_proj, self._normed(product), scale)
+        product = self._normed(carry_recipe(product, self.gated_product, gate_up))
+        return project_scaled(self.down_proj, product, scale)
 
     def _forward_in_eight_bits(self, x: Tensor, settings: Float8Settings) -> Tensor:
         """Keep gate and up in 8 bits, as the products that read them and their gradients have no more."""
@@ -340,8 +340,8 @@ class PlainMLP(_MLP):
         down = self._down_in_place(up, self.up_proj, scale)
         if down is not None:
             return down
-        product = carry_recipe(self.activation(up), self.activation, up)
-        return project_scaled(self.down_proj, self._normed(product), scale)
+        product = self._normed(carry_recipe(self.activation(up), self.activation, up))
+        return project_scaled(self.down_proj, product, scale)
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         activation = self.act_fn if self.spec.activation == "xielu" else self.activation

@@ -11,7 +11,7 @@ computed in float32, and rounded to the dtype of W or x, in the order of operati
 `AutoBitLinear`. Where several projections are packed, each has a mean of its own, as have the checkpoint's.
 
 Saved for the backward pass are x (or its recipe) and W, as in a plain layer: T(x) and T(W) are made again,
-and exist during a product only. T takes float32 memory for a band of rows at a time; the mean, once for W.
+and exist during a product only. T takes float32 memory for a band of rows at a time; a mean, for its part of W.
 
 Checkpoints may hold T(W) in place of W, packed (convert/quantised/bitnet.py). Then only inputs are rounded.
 """
@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.kernels._dispatch import once_differentiable, without_autocast
 from liger_models.layers.projections.low_rank_plan import product_dtype
 from liger_models.layers.specs.ternary import TernarySpec
 
 SMALLEST = 1e-5  # of a mean or a maximum
-BAND = 1 << 24  # elements of a band: 64 MiB in float32
+BAND = 1 << 23  # elements of a band: 32 MiB in float32
 
 
 def is_ternary(layer: Any) -> bool:
@@ -92,7 +92,8 @@ def round_inputs(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     out = torch.empty(rows.shape, dtype=dtype or x.dtype, device=x.device)
     for band in _bands(rows):
         wide = rows[band].to(torch.float32, copy=True)
-        scale = 127 / wide.abs().amax(-1, keepdim=True).clamp_(min=SMALLEST)
+        low, high = torch.aminmax(wide, dim=-1, keepdim=True)
+        scale = 127 / torch.maximum(high, -low).clamp_(min=SMALLEST)
         wide.mul_(scale).round_().clamp_(-128, 127).div_(scale)
         out[band] = wide.to(x.dtype)
     return out.view(x.shape)
@@ -101,26 +102,25 @@ def round_inputs(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 @torch.no_grad()
 def round_weights(weight: Tensor, heights: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """T(W) of W [out, in], in `dtype` or that of W; each of the `heights` rows has a mean of its own."""
+    parts = weight.split(list(heights))
+    scales = [1.0 / part.to(torch.float32, copy=True).abs_().mean().clamp_(min=SMALLEST) for part in parts]
     out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device)
-    start = 0
-    for height in heights:
-        part, room = weight[start : start + height], out[start : start + height]
-        scale = 1.0 / part.to(torch.float32, copy=True).abs_().mean().clamp_(min=SMALLEST)
+    for part, scale, room in zip(parts, scales, out.split(list(heights)), strict=True):
         for band in _bands(part):
             wide = part[band].to(torch.float32, copy=True)
             wide.mul_(scale).round_().clamp_(-1, 1).div_(scale)
             room[band] = wide.to(weight.dtype)
-        start += height
     return out
 
 
-def rounded_bytes(layer: nn.Module, itemsize: int) -> int:
-    """Bytes of T(W), during a product."""
+def rounded_bytes(layer: Any, itemsize: int) -> int:
+    """Bytes of T(W) during a product of a linear layer, or of the float32 copy for its mean, if that is
+    more.
+    """
     spec: TernarySpec | None = getattr(layer, "ternary", None)
     if spec is None or not spec.rounds_weights:
         return 0
-    weight = layer.get_parameter("weight")
-    return itemsize * weight.shape.numel()
+    return int(layer.in_features * max(itemsize * layer.out_features, 4 * max(layer.heights)))
 
 
 def _bands(matrix: Tensor) -> Iterator[slice]:
