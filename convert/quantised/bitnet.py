@@ -57,7 +57,9 @@ def rounds_weights(settings: Mapping[str, Any], name: str) -> bool:
     where = f"{name}: quantization_config"
     unknown = {key: value for key, value in settings.items() if key not in _KNOWN and value is not None}
     if unknown:
-        raise ConfigError(f"{where} has unknown settings, {abbreviate(unknown)}, which may change the products")
+        raise ConfigError(
+            f"{where} has unknown settings, {abbreviate(unknown)}, which may change the products"
+        )
     if (kind := settings.get("linear_class") or "bitlinear") != "autobitlinear":
         raise UnsupportedModelError(
             f"{where} has linear_class {kind!r}; expected 'autobitlinear'. The products of other classes "

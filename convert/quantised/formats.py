@@ -144,9 +144,7 @@ class Blocks(Format):
     ) -> None:
         for role in (SCALE, SECOND):
             if role in parts:
-                check_scales(
-                    as_scale(parts[role]), partial(name_of, role), role == SCALE and self.allow_zero
-                )
+                check_scales(as_scale(parts[role]), partial(name_of, role), role == SCALE and self.allow_zero)
         if GROUPS in parts:
             self._check_groups(parts[GROUPS], shape, name_of(GROUPS, 0))
 

@@ -23,6 +23,7 @@ from liger_models.layers.memory.own_parts import before_output, decoded_bytes, g
 from liger_models.layers.memory.places import inner_width, matrix_elements, own_attention, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
+from liger_models.layers.projections.ternary import band_bytes, is_ternary
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, ON_HOST, RERUN, TILED, ActivationMemory
 from liger_models.layers.recompute.offload import host_bytes
@@ -246,7 +247,7 @@ class _Moments:
         last = adapters.last.total(product)
         # The input of a norm before the last product exists next to its gradient and its output's.
         normed_product = getattr(mlp, "down_norm", None) is not None
-        last += normed_product * product
+        rounded = is_ternary(unwrapped(getattr(mlp, "down_proj", layer)))
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
         added = ("front" in adapters.peft and itemsize > 2) * stream
@@ -285,8 +286,12 @@ class _Moments:
             copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
             front = max(front + decoded["front"], rows + first + normed + copied)
         else:
-            last, front = last + decoded["last"], front + decoded["front"]
-        tile = None if tile is None else tile + max(decoded["last"], decoded["front"])
+            last += max(decoded["last"], normed_product * product) + rounded * band_bytes(product // itemsize)
+            front += decoded["front"]
+        if tile is not None and rounded:  # matrices for all tiles, and the input of each tile
+            tile += decoded["last"] + decoded["front"] + stream * size // tokens
+        elif tile is not None:
+            tile += max(decoded["last"], decoded["front"])
         attention = max(
             backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
         ) + max(decoded["mixer"], decoded["output"])

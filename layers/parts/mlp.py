@@ -345,9 +345,7 @@ class PlainMLP(_MLP):
 
     def _in_tiles(self, x: Tensor) -> Tensor:
         activation = self.act_fn if self.spec.activation == "xielu" else self.activation
-        return mlp_in_tiles(
-            self, x, self.up_proj, self._then_norm(activation), self.down_proj, self._forward
-        )
+        return mlp_in_tiles(self, x, self.up_proj, self._then_norm(activation), self.down_proj, self._forward)
 
     def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
         """Saved bytes per token: the projection and its activation, depending on the level; for quick_gelu

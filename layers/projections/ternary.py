@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from liger_models.convert.errors import ConfigError
 from liger_models.kernels._dispatch import once_differentiable, without_autocast
 from liger_models.layers.projections.low_rank_plan import product_dtype
 from liger_models.layers.specs.ternary import TernarySpec
@@ -36,6 +37,19 @@ BAND = 1 << 23  # elements of a band: 32 MiB in float32
 def is_ternary(layer: Any) -> bool:
     """Whether a layer's products are of rounded operands."""
     return getattr(layer, "ternary", None) is not None
+
+
+def check_can_merge(layer: Any) -> None:
+    """Check that an adapter can be added to a layer's weight.
+
+    Raises:
+        ConfigError: the layer rounds its weight, and would round the sum.
+    """
+    if is_ternary(layer):
+        raise ConfigError(
+            f"an adapter cannot be merged into a {type(layer).__name__} that rounds its weight to three values "
+            "(quantization_config): the sum would be rounded, and be another function. Keep the adapter apart"
+        )
 
 
 def ternary_linear(
@@ -121,6 +135,11 @@ def rounded_bytes(layer: Any, itemsize: int) -> int:
     if spec is None or not spec.rounds_weights:
         return 0
     return int(layer.in_features * max(itemsize * layer.out_features, 4 * max(layer.heights)))
+
+
+def band_bytes(elements: int) -> int:
+    """Bytes in float32 of a band of rows that are rounded, of so many elements."""
+    return 4 * min(BAND, elements)
 
 
 def _bands(matrix: Tensor) -> Iterator[slice]:

@@ -23,8 +23,9 @@ from liger_models.kernels.losses._linear_chunks import add_product
 from liger_models.layers.projections.float8 import runs_in_float8
 from liger_models.layers.projections.linear import project
 from liger_models.layers.projections.packed_linear import SplitProjections
-from liger_models.layers.projections.ternary import is_ternary
+from liger_models.layers.projections.ternary import is_ternary, round_inputs, round_weights
 from liger_models.layers.recompute.activation_memory import output_is_ours, recompute
+from liger_models.layers.specs.ternary import TernarySpec
 
 # Maximum tokens per tile. Each tile reads and writes the float32 sums once, in 1% of the time of its
 # products.
@@ -41,7 +42,7 @@ def mlp_in_tiles(
 ) -> Tensor:
     """down(activation(up(x))) for x [..., H]; `whole` computes the same at once.
 
-    `up` and `down` are parts of `mlp`, and need not be plain linear layers: adapters, quantised layers and
+    `up` and `down` are parts of `mlp`. Both may round their operands. They need not be plain linear layers: adapters, quantised layers and
     hooked modules run tile by tile if that costs no precision, which requires all trained parameters in the
     MLP to be float32, as adapters are. Otherwise all tokens run at once.
     """
@@ -52,7 +53,7 @@ def mlp_in_tiles(
     if ups and downs and x.dtype == downs[0].weight.dtype and not torch.is_autocast_enabled(x.device.type):
         parameters = [parameter for linear in (*ups, *downs) for parameter in (linear.weight, linear.bias)]
         numbers = list(activation.parameters()) if isinstance(activation, nn.Module) else []
-        plan = _Plan(activation, len(ups))
+        plan = _Plan(activation, [*ups, *downs])
         y = _Make.apply(_Keep.apply(rows, plan, *parameters, *numbers), plan, *parameters)
     elif any(p.requires_grad and p.dtype.itemsize < 4 for p in mlp.parameters()):
         return recompute(whole, x)
@@ -65,7 +66,7 @@ def project_pieces(pieces: Sequence[Tensor], linear: nn.Module) -> Tensor:
     """linear(cat(pieces)) for pieces [T, a], [T, b] and so on, concatenated one tile at a time."""
     if len(pieces) == 1:
         return linear(pieces[0])
-    plain = _plain_linears(linear)
+    plain = [layer for layer in _plain_linears(linear) if not is_ternary(layer)]
     if not plain or pieces[0].dtype != plain[0].weight.dtype or len(pieces[0]) <= TILE:
         return linear(torch.cat(list(pieces), dim=-1))
     return _ProjectPieces.apply(plain[0].weight, plain[0].bias, *pieces)
@@ -75,7 +76,7 @@ def _plain_linears(module: nn.Module) -> list[nn.Linear]:
     """Linear layers whose concatenated outputs are the module's, if all of them are plain; else none."""
     layers = module.linears() if isinstance(module, SplitProjections) and module.is_sorted else [module]
     plain = [layer for layer in layers if isinstance(layer, nn.Linear) and output_is_ours(layer)]
-    if any(runs_in_float8(layer) or is_ternary(layer) for layer in plain):
+    if any(map(runs_in_float8, plain)):
         return []
     return plain if len(plain) == len(layers) else []
 
@@ -88,11 +89,27 @@ def _tiles(tokens: int) -> Iterator[slice]:
 
 class _Plan:
     """Products of an MLP from its parameters, alternating weights and biases: first of the `num_ups` parallel
-    layers before the activation, then of the layer after it, then the activation's parameters.
+    layers before the activation, then of the layer after it, then the activation's parameters. Where the
+    layers round their operands, `of_products` gives these.
     """
 
-    def __init__(self, activation: Callable[[Tensor], Tensor], num_ups: int):
-        self.activation, self.num_ups = activation, num_ups
+    def __init__(self, activation: Callable[[Tensor], Tensor], linears: Sequence[nn.Linear]):
+        self.activation, self.num_ups = activation, len(linears) - 1
+        self.ternary: list[tuple[TernarySpec | None, tuple[int, ...]]] = [
+            (getattr(linear, "ternary", None), getattr(linear, "heights", ())) for linear in linears
+        ]
+
+    def of_products(self, parameters: Sequence[Any]) -> Sequence[Any]:
+        """The parameters, with weights as the products read them."""
+        read = list(parameters)
+        for i, (spec, heights) in enumerate(self.ternary):
+            if spec is not None and spec.rounds_weights:
+                read[2 * i] = round_weights(read[2 * i], heights)
+        return read
+
+    def read(self, x: Tensor) -> Tensor:
+        """The input of a product, as that reads it."""
+        return x if self.ternary[0][0] is None else round_inputs(x)
 
     def up(self, x: Tensor, parameters: Sequence[Any]) -> Tensor:
         """x [n, H] -> [n, the activation's input width]."""
@@ -127,13 +144,14 @@ class _Keep(torch.autograd.Function):
         down = 2 * plan.num_ups
         sums = [_Sum(parameter, want) for parameter, want in zip(parameters, wanted, strict=True)]
         numbers = [i for i in range(down + 2, len(parameters)) if wanted[i]]
+        parameters = plan.of_products(parameters)
         dx = torch.empty_like(x) if want_x else None
         for tile in _tiles(len(x)):
-            x_tile, dy_tile = x[tile], dy[tile]
+            x_tile, dy_tile = plan.read(x[tile]), dy[tile]
             z = plan.up(x_tile, parameters).requires_grad_()
             with torch.enable_grad():
                 h = plan.activation(z)
-            _add_gradients(sums[down : down + 2], dy_tile, h.detach())
+            _add_gradients(sums[down : down + 2], dy_tile, plan.read(h.detach()))
             dh = dy_tile @ parameters[down]
             dz, *dnumbers = torch.autograd.grad(h, [z, *(parameters[i] for i in numbers)], dh)
             del h, dh, z  # free before the next tile's products
@@ -152,9 +170,12 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan, *parameters: Tensor | None) -> Tensor:
-        y = torch.empty_like(x)
+        y, parameters = torch.empty_like(x), plan.of_products(parameters)
         for tile in _tiles(len(x)):
-            y[tile] = plan.down(plan.activation(plan.up(x[tile], parameters)), parameters)
+            h = plan.activation(plan.up(plan.read(x[tile]), parameters))
+            h = plan.read(h)
+            y[tile] = plan.down(h, parameters)
+            del h  # before the next tile's
         return y
 
     @staticmethod

@@ -24,6 +24,8 @@ from liger_models.convert.checkpoints.reading import CheckpointReader
 from liger_models.convert.errors import CheckpointError, ConfigError
 from liger_models.layers.parts.embedding import TrainedRows
 from liger_models.layers.projections.in_place import change_class
+from liger_models.layers.projections.linear import unwrapped
+from liger_models.layers.projections.ternary import check_can_merge
 from liger_models.models.causal_lm import GENERATION_CONFIG, LigerCausalLM
 from liger_models.models.classifier import HEAD, LigerSequenceClassifier
 from liger_models.models.quantization import dequantised
@@ -170,7 +172,12 @@ class Adapters:
     def merge(self) -> None:
         """Merge the adapters into plain layers, by PEFT's own merging. Quantised weights are dequantised, so
         the merged model computes the same function. The model must not be sharded.
+
+        Raises:
+            ConfigError: the model rounds its weights, and would round the sums.
         """
+        for path in self.layers:
+            check_can_merge(unwrapped(self.model.get_submodule(path)))
         decode_stored(self.model)
         for path in self.layers:
             layer: Any = self.model.get_submodule(path)

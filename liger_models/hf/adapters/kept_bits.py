@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import ConfigError
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.stored_weight import kept_weights
-from liger_models.layers.projections.ternary import is_ternary
+from liger_models.layers.projections.ternary import check_can_merge
 
 
 def adapt_kept_bits(module: nn.Module, configs: Mapping[str, Any]) -> None:
@@ -59,13 +59,9 @@ def refuse_merging(base: nn.Module) -> None:
     """
     Raises:
         ConfigError: the module keeps quantised bits, to which an adapter cannot be added, or rounds its
-            weight, and would round the sum.
+            weight.
     """
-    if is_ternary(base):
-        raise ConfigError(
-            f"an adapter cannot be merged into a {type(base).__name__} that rounds its weight to three values "
-            "(quantization_config): the sum would be rounded, and be another function. Keep the adapter apart"
-        )
+    check_can_merge(base)
     if kept_weights(base):
         raise ConfigError(
             f"an adapter cannot be merged into the quantised bits of a {type(base).__name__}; call "
