@@ -11,7 +11,8 @@ computed in float32, and rounded to the dtype of W or x, in the order of operati
 `AutoBitLinear`. Where several projections are packed, each has a mean of its own, as have the checkpoint's.
 
 Saved for the backward pass are x (or its recipe) and W, as in a plain layer: T(x) and T(W) are made again,
-and exist during a product only. T takes float32 memory for a band of rows at a time; a mean, for its part of W.
+and exist during a product only. T takes float32 memory for a band of rows at a time; a mean, for its part of
+W.
 
 Checkpoints may hold T(W) in place of W, packed (convert/quantised/bitnet.py). Then only inputs are rounded.
 """
@@ -47,8 +48,9 @@ def check_can_merge(layer: Any) -> None:
     """
     if is_ternary(layer):
         raise ConfigError(
-            f"an adapter cannot be merged into a {type(layer).__name__} that rounds its weight to three values "
-            "(quantization_config): the sum would be rounded, and be another function. Keep the adapter apart"
+            f"an adapter cannot be merged into a {type(layer).__name__} that rounds its weight to three "
+            "values (quantization_config): the sum would be rounded, and be another function. Keep the "
+            "adapter apart"
         )
 
 

@@ -42,9 +42,10 @@ def mlp_in_tiles(
 ) -> Tensor:
     """down(activation(up(x))) for x [..., H]; `whole` computes the same at once.
 
-    `up` and `down` are parts of `mlp`. Both may round their operands. They need not be plain linear layers: adapters, quantised layers and
-    hooked modules run tile by tile if that costs no precision, which requires all trained parameters in the
-    MLP to be float32, as adapters are. Otherwise all tokens run at once.
+    `up` and `down` are parts of `mlp`, both of which may round their operands. They need not be plain linear
+    layers: adapters, quantised layers and hooked modules run tile by tile if that costs no precision, which
+    requires all trained parameters in the MLP to be float32, as adapters are. Otherwise all tokens run at
+    once.
     """
     if x.shape[:-1].numel() <= TILE:
         return whole(x)
@@ -170,11 +171,11 @@ class _Make(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: _Plan, *parameters: Tensor | None) -> Tensor:
-        y, parameters = torch.empty_like(x), plan.of_products(parameters)
+        y, operands = torch.empty_like(x), plan.of_products(parameters)
         for tile in _tiles(len(x)):
-            h = plan.activation(plan.up(plan.read(x[tile]), parameters))
+            h = plan.activation(plan.up(plan.read(x[tile]), operands))
             h = plan.read(h)
-            y[tile] = plan.down(h, parameters)
+            y[tile] = plan.down(h, operands)
             del h  # before the next tile's
         return y
 

@@ -282,8 +282,8 @@ def from_config(
     model = _skeleton(choice, options)
     if packs_weights(model.spec):
         raise ConfigError(
-            f"{choice.config.name}: quantization_config has quantization_mode 'offline', of a checkpoint with "
-            "packed weights; a fresh model has master weights: expected 'online'"
+            f"{choice.config.name}: quantization_config has quantization_mode 'offline', of a checkpoint "
+            "with packed weights; a fresh model has master weights: expected 'online'"
         )
     raw = choice.config.raw
     _lay_out(model, options, raw.get("dtype") or raw.get("torch_dtype") or "float32")

@@ -38,8 +38,8 @@ def quantise(model: nn.Module, method: str, device: torch.device, to_host: bool 
     bnb = _import_bitsandbytes()
     if any(map(is_ternary, model.modules())):
         raise ConfigError(
-            f"quantize is {method!r}, but this model rounds its weights to three values (quantization_config), "
-            "which layers in another form would not; omit it"
+            f"quantize is {method!r}, but this model rounds its weights to three values "
+            "(quantization_config), which layers in another form would not; omit it"
         )
     for path, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and path != "lm_head":

@@ -41,6 +41,7 @@ from liger_models.layers.specs import (
     SparseMixerSpec,
     SSDSpec,
     StreamsSpec,
+    TernarySpec,
 )
 
 TOKENS, HIDDEN = 12, 32
@@ -113,6 +114,11 @@ BLOCKS = {
     "experts alone": replace(PRE_NORM, topology="one_part", mixer=None, mlp=EXPERTS),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
     "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
+    "norms before output projections": replace(
+        PRE_NORM,
+        mixer=replace(ATTENTION, out_norm=NormSpec()),
+        mlp=MLPSpec(40, "relu2", down_norm=NormSpec()),
+    ),
     "scaled branches": replace(PRE_NORM, residual_scale=0.5),
     "branches scaled apart": replace(PRE_NORM, branch_scales=(0.5, 1.0, 2.0)),
     "streams from norms": replace(
@@ -167,14 +173,15 @@ LEARNED = RopeSpec(6, interleaved=True, learned=True)
 SCALED_LATENT = LatentAttentionSpec(4, 10, 6, 12, 20, 0.25, rope=LEARNED, learned_query_scale=True)
 
 
-def model_of(*blocks: BlockSpec, **options) -> CausalLM:
+def model_of(*blocks: BlockSpec, ternary: TernarySpec | None = None, **options) -> CausalLM:
     ids = 61 if blocks[0].per_layer_input else None
-    return CausalLM(ModelSpec(61, HIDDEN, blocks, NormSpec(), per_layer_vocab_size=ids), **options)
+    spec = ModelSpec(61, HIDDEN, blocks, NormSpec(), per_layer_vocab_size=ids, ternary=ternary)
+    return CausalLM(spec, **options)
 
 
-def kept_bytes(blocks: tuple[BlockSpec, ...], level: str) -> int:
+def kept_bytes(blocks: tuple[BlockSpec, ...], level: str, ternary: TernarySpec | None = None) -> int:
     torch.manual_seed(0)
-    model = model_of(*blocks, activation_memory=level)
+    model = model_of(*blocks, ternary=ternary, activation_memory=level)
     model.reset_parameters()
     ids = torch.randint(61, (1, TOKENS))
     saved = weakref.WeakSet()
@@ -218,6 +225,13 @@ def test_a_layer_reports_the_bytes_it_keeps(block, level):
         # Relative positions, their projection and the scales of queries, whatever the number of tokens.
         most += 4 * ((block.mixer.window + 1) * 2 * HIDDEN + block.mixer.head_dim)
     assert 0 <= unsaid <= most
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+@pytest.mark.parametrize("name", ["pre_norm", "norms before output projections"])
+def test_layers_that_round_their_operands_keep_no_more(name):
+    blocks = (BLOCKS[name],) * 2
+    assert kept_bytes(blocks, "lean", TernarySpec()) == kept_bytes(blocks, "lean")
 
 
 # Topologies whose bytes are compared elsewhere.
