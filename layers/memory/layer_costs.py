@@ -23,7 +23,6 @@ from liger_models.layers.memory.own_parts import before_output, decoded_bytes, g
 from liger_models.layers.memory.places import inner_width, matrix_elements, own_attention, places_of
 from liger_models.layers.memory.step import Step
 from liger_models.layers.projections.linear import unwrapped
-from liger_models.layers.projections.ternary import band_bytes, is_ternary
 from liger_models.layers.recompute import tiles
 from liger_models.layers.recompute.activation_memory import LEVELS, ON_HOST, RERUN, TILED, ActivationMemory
 from liger_models.layers.recompute.offload import host_bytes
@@ -245,9 +244,7 @@ class _Moments:
         in_front = (p for m in mixers for p in before_output(m))
         of_mlp, whole = (gradient_bytes(parts, step) for parts in (in_mlp, layer.parameters()))
         last = adapters.last.total(product)
-        # The input of a norm before the last product exists next to its gradient and its output's.
-        normed_product = getattr(mlp, "down_norm", None) is not None
-        rounded = is_ternary(unwrapped(getattr(mlp, "down_proj", layer)))
+        own_last = tiles.LastProduct.of(mlp, product, itemsize)
         # The gradients of the input of several layers run by PEFT are summed one after the other. With 16
         # bits the last one casts its output's gradient, which is then freed and is larger.
         added = ("front" in adapters.peft and itemsize > 2) * stream
@@ -274,7 +271,6 @@ class _Moments:
             moments = [2 * wide + of_tile.last.total(wide), 2 * wide + of_tile.front.total()]
             moments += [wide + of_tile.front.forward + of_tile.last.begun, 3 * wide + of_tile.last.forward]
             tile = tiles.working_bytes(tokens, 0, elements, itemsize) + max(moments)
-            tile += 2 * normed_product * wide
             tile_begun = of_tile.last.begun
             moved = 8 * elements * -(-tokens // tiles.TILE)
         front = max(front, tokens * getattr(mlp, "float8_gradient_bytes", 0))
@@ -286,12 +282,8 @@ class _Moments:
             copied = first // 2 if own.float8 is not None else 0  # of the gradients of gate and up, in float8
             front = max(front + decoded["front"], rows + first + normed + copied)
         else:
-            last += max(decoded["last"], normed_product * product) + rounded * band_bytes(product // itemsize)
-            front += decoded["front"]
-        if tile is not None and rounded:  # matrices for all tiles, and the input of each tile
-            tile += decoded["last"] + decoded["front"] + stream * size // tokens
-        elif tile is not None:
-            tile += max(decoded["last"], decoded["front"])
+            last, front = last + own_last.of_all(decoded), front + decoded["front"]
+        tile = None if tile is None else tile + own_last.of_tiles(decoded, stream * size // tokens, wide)
         attention = max(
             backward_mixing(layer, step, itemsize), _peft_mixer(layer, step, itemsize, adapters)
         ) + max(decoded["mixer"], decoded["output"])

@@ -95,10 +95,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
         self.embed_positions = make_positions(spec)
         self.embed_norm = None if spec.embed_norm is None else make_norm(spec.hidden_size, spec.embed_norm)
         self.embed_dropout = nn.Dropout(spec.embed_dropout) if spec.embed_dropout else None
-        layers = [
-            BLOCKS[block.topology](spec.hidden_size, block, i, attention)
-            for i, block in enumerate(spec.blocks)
-        ]
+        layers = [BLOCKS[b.topology](spec.hidden_size, b, i, attention) for i, b in enumerate(spec.blocks)]
         self.layers: Sequence[Block] = cast(Any, nn.ModuleList(layers))
         for layer in self.layers:
             round_operands(layer, spec.ternary)

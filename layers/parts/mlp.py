@@ -177,11 +177,7 @@ class _MLP(nn.Module):
 
     def _normed(self, product: Tensor) -> Tensor:
         """The input of `down`."""
-        if self.down_norm is None:
-            return product
-        normed = self.down_norm(product)
-        assert isinstance(normed, Tensor)
-        return normed
+        return product if self.down_norm is None else cast(Tensor, self.down_norm(product))
 
     def _then_norm(self, activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         """`activation`, and the norm of its output."""

@@ -78,13 +78,11 @@ class PackedLinear(Linear):
 
     @property
     def heights(self) -> tuple[int, ...]:
-        """The widths of the parts."""
         return tuple(self.parts.values())
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}"
 
 
 class SplitProjections(nn.Module):
@@ -322,8 +320,8 @@ def _children(model: nn.Module, kind: type[Kind]) -> Iterator[tuple[nn.Module, s
 
 
 def _filled(kind: type[Filled], weight: nn.Parameter, bias: nn.Parameter | None, *origins: Linear) -> Filled:
-    """Build a linear layer from parameters: its constructor would allocate and draw random ones. It runs in
-    float8 if one of those that it replaces does, and rounds its operands if they do.
+    """Build a linear layer from parameters: its constructor would allocate and draw random ones. Its products
+    run as those of the layers that it replaces.
     """
     linear = kind.__new__(kind)
     nn.Module.__init__(linear)

@@ -37,8 +37,8 @@ from liger_models.models.devices import device_for, parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, dtypes_of_files, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
-from liger_models.models.quantised_export import packs_weights
 from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
+from liger_models.models.ternary import check_loading
 from liger_models.models.text_part import save_alone, select_text, text_config_of, warn_of
 from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
@@ -190,12 +190,7 @@ def from_hub(
             new_tokens = range(size, adapter.tokens[-1] + 1)
         if new_tokens:
             choice = _with_new_rows(choice, new_tokens, reader)
-        model = _skeleton(choice, options)
-        if adapter is not None and model.spec.ternary is not None:
-            raise ConfigError(
-                f"{folder}: the model rounds its weights to three values (quantization_config), so that an "
-                "adapter cannot be merged into them: load the base model, and put the adapter on it with PEFT"
-            )
+        model = _skeleton(choice, options, adapter)
         source = find_layout(model, reader, choice.fresh)
         dtypes = dtypes_of_files(model, reader.dtypes, reader.decoded_dtype, choice.fresh)
         if keep_quantised:
@@ -280,11 +275,6 @@ def from_config(
         config = preset(config)
     choice = _choose(options.read(config), options)
     model = _skeleton(choice, options)
-    if packs_weights(model.spec):
-        raise ConfigError(
-            f"{choice.config.name}: quantization_config has quantization_mode 'offline', of a checkpoint "
-            "with packed weights; a fresh model has master weights: expected 'online'"
-        )
     raw = choice.config.raw
     _lay_out(model, options, raw.get("dtype") or raw.get("torch_dtype") or "float32")
     if not model.embed_tokens.weight.is_meta:  # there torch draws nothing, and imports its compiler for it
@@ -387,11 +377,12 @@ def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str,
     load_parameters(tensors, weight_map, reader, progress=True)
 
 
-def _skeleton(choice: _Choice, options: LoadOptions) -> LigerCausalLM:
+def _skeleton(choice: _Choice, options: LoadOptions, adapter: object = None) -> LigerCausalLM:
     """The model on the meta device: shapes without memory."""
     config, architecture = choice.config, choice.architecture
     spec = architecture.as_stored(architecture.spec(config), choice.names)
     spec = replace(spec, tie_word_embeddings=False) if choice.untied else spec
+    check_loading(spec, config.name, fresh=choice.names is None, merges=adapter is not None)
     raw = {"architectures": [architecture.reference], **config.raw}
     try:
         with torch.device("meta"), WithoutInitialisation():

@@ -10,7 +10,7 @@ from liger_models.convert.errors import CheckpointError, ConfigError, Unsupporte
 from liger_models.convert.quantised.encoders import TARGETS, AsLoaded, Quantiser
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.linear import Linear
-from liger_models.layers.specs import ModelSpec
+from liger_models.models.ternary import packs_weights
 
 AS_LOADED = "as_loaded"
 
@@ -43,11 +43,6 @@ def encoder_of(
             "None"
         )
     return _quantiser(model, quantization, model.weight_map() if weight_map is None else weight_map)
-
-
-def packs_weights(spec: ModelSpec) -> bool:
-    """Whether the checkpoint of a model holds weights of three values, packed: its config says so."""
-    return spec.ternary is not None and not spec.ternary.rounds_weights
 
 
 def _quantiser(model: Any, kind: str, weight_map: WeightMap) -> Quantiser:

@@ -208,11 +208,6 @@ def load_model(
     adapters: Adapters | None = None
     if config.quantize:
         quantise(model, config.quantize, world.device, on_host)
-    if config.merge and model.spec.ternary is not None:
-        raise ConfigError(
-            "merge adds adapters to weights, but this model rounds its weights to three values "
-            "(quantization_config), and would round the sums; omit it"
-        )
     if config.lora is not None:
         settings = LoraSettings.parse(config.lora)
         adapters = Adapters(model, settings, config.model, config.seed, frozen, new)

@@ -16,6 +16,7 @@ from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.base_model import LigerBaseModel
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
+from liger_models.models.ternary import check_run
 from liger_models.training.config import TrainConfig
 from liger_models.training.data.corpora.learned_tokens import LearnedTokens
 from liger_models.training.processes.world import World
@@ -115,8 +116,10 @@ def choose_trained(model: LigerCausalLM, config: TrainConfig) -> None:
     """Freeze the weights that the settings name, and train indexers if they ask for it.
 
     Raises:
-        ConfigError: as for `freeze`; or no layer has an indexer, or other settings do not support its loss.
+        ConfigError: as for `freeze`; or no layer has an indexer, or other settings do not support its loss;
+            or adapters would be merged into weights that the model rounds.
     """
+    check_run(model.spec, config.merge)
     if config.objective_options.get("indexer_loss"):
         for option, unset in (("lora", None), ("cuda_graphs", False), ("sequence_parallel", 1)):
             if getattr(config, option) != unset:
