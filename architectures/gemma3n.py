@@ -1,103 +1,176 @@
-"""Gemma 3n (Google DeepMind, 2025), its text models: Gemma 3 on four residual streams of which each layer
-computes one (AltUp), with a low-rank branch next to attention (LAuReL), per-layer embeddings, keys and values
-shared among later layers, and sparse gates in the first ones.
+"""Gemma 3n (Google DeepMind, 2025): Gemma 3n's text models with MobileNetV5 for images and a conformer for
+sounds; images and sounds have vocabularies of their own, too.
 """
 
+import math
 from dataclasses import replace
 
-from liger_models.architectures.common import (
-    FULL,
-    SLIDING,
-    activation,
-    attention,
-    gemma,
-    local_rope,
-    share_keys,
-    unread_keys,
-    windows,
-)
-from liger_models.architectures.registry import for_tests, register
+from liger_models.architectures.audio_encoders import gemma3n as sounds
+from liger_models.architectures.common.images import language_model
+from liger_models.architectures.gemma3n_text import NAMES, unread
+from liger_models.architectures.registry import find_architecture, for_tests, register
+from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec, PerLayerInputSpec, QKNormSpec
+from liger_models.convert.errors import ConfigError, abbreviate
+from liger_models.layers.specs import (
+    EdgeBlockSpec,
+    InvertedBlockSpec,
+    ModelSpec,
+    PatchSpec,
+    ProjectorSpec,
+    PyramidBlockSpec,
+    PyramidSpec,
+    QueryBlockSpec,
+    SquarePictures,
+    VisionSpec,
+)
 
-NAMES = ((".per_layer_inputs.", "."), (".per_layer_input.", "."), (".stream_ends.", "."))
+NAME, WIDTH = "mobilenetv5_300m_enc", 2048  # in timm
+PATCH = 48  # pixels on a side, a token: three at the resolution of the fusion
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
-    """Patterns of tensors that no layer reads: keys of layers that share others', and unused scales."""
-    scales = () if c.take_flag("altup_correct_scale", True) else ("model.layers.*.correct_output_scale",)
-    return (*unread_keys(c), *scales)
+    """Patterns of the text model's unread tensors."""
+    return tuple(f"*language_model.{name.removeprefix('model.')}" for name in unread(text_part(c)))
 
 
 @register(
-    "gemma3n_text",
-    reference="Gemma3nForCausalLM",
-    layouts=(Layout(NAMES),),
+    "gemma3n",
+    reference="Gemma3nForConditionalGeneration",
+    vision=True,
+    audio=True,
+    layouts=tuple(
+        Layout(
+            NAMES,
+            root=f"{root}language_model.",
+            parts=(
+                ("vision.encoder.", Layout(root=f"{root}vision_tower.timm_model.")),
+                ("vision.projector.", Layout(sounds.EMBEDDER, root=f"{root}embed_vision.")),
+                ("audio.encoder.", Layout(sounds.NAMES, root=f"{root}audio_tower.")),
+                ("audio.projector.", Layout(sounds.EMBEDDER, root=f"{root}embed_audio.")),
+            ),
+        )
+        for root in ("model.", "")
+    ),
     carried=carried,
-    defaults={
-        **gemma.DEFAULTS,
-        **{"num_key_value_heads": 2, "max_position_embeddings": 32768, "sliding_window": 512},
-        **{"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144, "laurel_rank": 64},
-        **{"altup_num_inputs": 4, "altup_active_idx": 0, "altup_coef_clip": 120.0},
-        **{"num_kv_shared_layers": 15, "final_logit_softcapping": 30.0},
-    },
 )
-def gemma3n_text(c: HFConfig) -> ModelSpec:
-    norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="gemma")
-    attn = attention(c, bias=c.take_flag("attention_bias", False), layer_type=FULL, theta=1e6)
-    attn = replace(attn, scale=1.0, qk_norm=QKNormSpec(norm, values=True))
-    local = local_rope(c, attn.head_dim)
-    slides = windows(c, lambda i: SLIDING if (i + 1) % 5 else FULL)
-    mixers = [attn if window is None else replace(attn, window=window, rope=local) for window in slides]
-    streams, rank = gemma.alternating_streams(c), c.take_count("laurel_rank")
-    own = PerLayerInputSpec(c.take_count("hidden_size_per_layer_input"), activation(c, "hidden_activation"))
-    blocks = [
-        BlockSpec(mixer, mlp, norm, "altup", per_layer_input=own, streams=streams, laurel_rank=rank)
-        for mixer, mlp in zip(share_keys(c, mixers), gemma.sparse_mlps(c), strict=True)
-    ]
-    ids = c.take_count("vocab_size_per_layer_input")
-    return gemma.scaled_decoder(c, blocks, norm, per_layer_vocab_size=ids)
+def gemma3n(c: HFConfig) -> ModelSpec:
+    text, v = language_model(c), c.part("vision_config")
+    for key in ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id"):
+        c.take(key, None)  # placed by the processor
+    audio = sounds.conformer(
+        c.part("audio_config"),
+        c.take_count("audio_token_id", 262273, least=0),
+        tokens=c.take_count("audio_soft_tokens_per_image", 188),
+        vocab_size=text.vocab_size,
+    )
+    of_images = sounds.embedder(v, 262144)
+    if of_images.first_id + of_images.ids != audio.projector.first_id:
+        raise ConfigError(
+            f"{c.name}: the vocabulary of images ends before {of_images.first_id + of_images.ids}, and that "
+            f"of sounds begins at {audio.projector.first_id}; expected the same"
+        )
+    vision = mobilenet(
+        v,
+        of_images,
+        c.take_count("image_token_id", 262145, least=0),
+        c.take_count("vision_soft_tokens_per_image", 256),
+    )
+    return replace(text, vision=vision, audio=audio)
+
+
+def mobilenet(v: HFConfig, projector: ProjectorSpec, image_id: int, tokens: int) -> VisionSpec:
+    """Spec of MobileNetV5 (after MobileNetV4, arXiv:2404.10518), whose sizes the package timm fixes, from its
+    config `v`.
+
+    Args:
+        projector: to the language model.
+        image_id: of image tokens.
+        tokens: of an image.
+
+    Raises:
+        ConfigError: another encoder, or sizes that the reference cannot run.
+    """
+    v.take_only(architecture=NAME, hidden_size=WIDTH, do_pooling=False)
+    for key in ("label_names", "num_classes", "num_labels", "global_pool", "pretrained_cfg"):
+        v.take(key, None)  # of a classifier
+    given = v.take("model_args", None) or {}
+    multiplier, side = given.get("channel_multiplier", 1.0), given.get("msfa_output_resolution", 16)
+    known = isinstance(given, dict) and given.keys() <= {"channel_multiplier", "msfa_output_resolution"}
+    if not known or type(side) is not int or side < 1 or not multiplier > 0:
+        raise ConfigError(
+            f"{v.name}: model_args may have channel_multiplier, a positive number, and "
+            f"msfa_output_resolution, a count; found {abbreviate(given)}"
+        )
+    if tokens != side**2:
+        raise ConfigError(
+            f"{v.name}: an image has {tokens} tokens (vision_soft_tokens_per_image), and its features are "
+            f"{side} times {side}"
+        )
+    return VisionSpec(
+        *(WIDTH, PatchSpec(PATCH), (), projector, image_id),
+        pictures=SquarePictures(PATCH * side),
+        pyramid=PyramidSpec(
+            64 if multiplier < 1 else _channels(64, multiplier), _stages(multiplier), math.sqrt(WIDTH)
+        ),
+    )
+
+
+def _channels(count: int, multiplier: float) -> int:
+    """A number of channels times the multiplier, as a multiple of 8 that is less by a tenth at most."""
+    exact = count * multiplier
+    rounded = max(8, int(exact + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * exact else rounded
+
+
+def _stages(multiplier: float) -> tuple[tuple[PyramidBlockSpec, ...], ...]:
+    first, second, third, fourth = (_channels(n, multiplier) for n in (128, 256, 640, 1280))
+    near, far = QueryBlockSpec(12, 64, stride=2), QueryBlockSpec(16, 96)
+    return (
+        (EdgeBlockSpec(first, 4, stride=2), *(EdgeBlockSpec(first, 4),) * 2),
+        (
+            InvertedBlockSpec(second, 6, start=3, middle=5, stride=2),
+            *(InvertedBlockSpec(second, 4, start=size) for size in (5, 3, 5, 3)),
+        ),
+        (
+            InvertedBlockSpec(third, 6, start=5, middle=5, stride=2),
+            *(InvertedBlockSpec(third, 4, start=5),) * 7,
+            InvertedBlockSpec(third, 1),
+            *(near, InvertedBlockSpec(third, 2)) * 14,
+        ),
+        (
+            InvertedBlockSpec(fourth, 6, start=5, middle=5, stride=2),
+            *(far, InvertedBlockSpec(fourth, 2)) * 19,
+        ),
+    )
 
 
 # -- tests
 
 for_tests(
-    "gemma3n_text",
+    "gemma3n",
     tiny={
-        **gemma.TINY,
-        "num_hidden_layers": 4,
-        "intermediate_size": [40, 36, 44, 40],
-        "activation_sparsity_pattern": [0.6, 0.0, 0.3, 0.0],
-        "altup_num_inputs": 3,
-        "altup_active_idx": 1,
-        "hidden_size_per_layer_input": 20,
-        "vocab_size_per_layer_input": 131,
-        "laurel_rank": 6,
-        "rms_norm_eps": 0.3,
-        "num_kv_shared_layers": 2,
-        "layer_types": [SLIDING, FULL] * 2,
-        "rope_parameters": {
-            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "text_config": {
+            **find_architecture("gemma3n_text").tiny,
+            "model_type": "gemma3n_text",
+            "hidden_act": ...,
         },
-    },
-    variants={
-        "one width, unscaled": {"intermediate_size": 40, "altup_correct_scale": False},
-        "every_fifth": {
-            "num_hidden_layers": 11,
-            **dict.fromkeys(("layer_types", "activation_sparsity_pattern"), ...),
-            **{"intermediate_size": 40, "num_kv_shared_layers": 0, "rms_norm_eps": 1.0},
+        "vision_config": {
+            "model_type": "gemma3n_vision",
+            "architecture": NAME,
+            "hidden_size": WIDTH,
+            "vocab_size": 10,
+            "vocab_offset": 111,
+            "rms_norm_eps": 0.3,
+            "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2},
+            "label_names": ["LABEL_0", "LABEL_1"],
         },
-        "clamped": {"altup_coef_clip": 0.05},
-        "fewer_ids": {"vocab_size_per_layer_input": 101},
-        "thetas": {"rope_parameters": ..., "rope_theta": 500.0, "rope_local_base_freq": 100.0},
+        "audio_config": sounds.TINY,
+        "image_token_id": 113,
+        "vision_soft_tokens_per_image": 4,
+        "audio_token_id": 123,
+        "audio_soft_tokens_per_image": 6,
     },
-    skip={
-        "rope:yarn_fractional": "of settings by layer type the reference does not read truncate",
-        **{
-            f"field:RopeSpec.{name}": "seen without truncation"
-            for name in ("truncate", "beta_fast", "beta_slow")
-        },
-    },
+    skip={"field:EmbedderSpec.padding_row": "of sounds, see tests/audio"},
 )

@@ -274,9 +274,7 @@ MULTIMODAL: dict[str, Multimodal] = {
     ),
     "gemma3": Multimodal({"gemma3_text": "gemma3_text"}, tied=True, without=("final_logit_softcapping",)),
     "gemma4": Multimodal({"gemma4_text": "gemma4_text"}, _OWN_ROOT, tied=True),
-    "gemma3n": Multimodal(
-        {"gemma3n_text": "gemma3n_text"}, _OWN_ROOT, tied=True, missing="MobileNetV5 and a conformer"
-    ),
+    "gemma3n": Multimodal({"gemma3n_text": "gemma3n_text"}, _OWN_ROOT, tied=True),
     "gemma4_unified": Multimodal(
         {"gemma4_unified_text": "gemma4_text"},
         _OWN_ROOT,

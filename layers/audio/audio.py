@@ -14,7 +14,8 @@ from liger_models.convert.errors import DataError
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.audio.conformer import ConformerEncoder
 from liger_models.layers.audio.encoder import AudioEncoder, Pieces
-from liger_models.layers.audio.sounds import Sounds, blank_sound, take_sounds
+from liger_models.layers.audio.sounds import Sounds, blank_sound, kept_of, take_sounds
+from liger_models.layers.parts.embedder import filled_up
 from liger_models.layers.sequences.host_copy import HostCopy
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
@@ -88,6 +89,9 @@ class Audio(nn.Module):
         if isinstance(self.encoder, Pieces):  # no weights of an encoder gave them the model's dtype
             dtype = next(self.projector.parameters()).dtype
             made = made.to(dtype) if dtype.is_floating_point else made  # else: of quantised weights
+        if self.spec.tokens is not None:
+            lengths = [kept_of(self.spec, n) for n in sounds.frames]
+            return filled_up(self.projector, self.projector(made), lengths, self.spec.tokens)
         if not isinstance(self.spec.projector, TwoWaysSpec):
             return self.projector(made)
         return self.projector(made, with_images, is_of_several(self.encoder, *self.ways_out()))

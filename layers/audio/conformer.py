@@ -1,13 +1,14 @@
-"""The encoder of spectrograms by a conformer: Gemma 4 (after USM, arXiv:2303.01037), Phi-4-multimodal
-(arXiv:2503.01743, section 2.1.2), Parakeet (after FastConformer, arXiv:2305.05084).
+"""The encoder of spectrograms by a conformer: Gemma 3n and Gemma 4 (after USM, arXiv:2303.01037),
+Phi-4-multimodal (arXiv:2503.01743, section 2.1.2), Parakeet (after FastConformer, arXiv:2305.05084).
 
     x = relu(norm(conv(relu(norm(conv(features)))))) @ W_in^T     a quarter of the columns, which are frames
     or convolutions of each channel apart, and linear layers over channels
     [F, D] of all clips of a batch, without padding
     blocks of two MLPs, attention and a convolution (layers/blocks/encoders/conformer.py)
-    x @ W_out^T + b, in some families
+    x @ W_out^T + b, in some families, or every fourth frame
 
-Convolutions read zeros after the end of a clip. So each clip is encoded as if it were alone.
+Convolutions read zeros after the end of a clip. So each clip is encoded as if it were alone. Those of Gemma
+3n read the padding that the processor made, in up to two frames at the end, as in the reference.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
-from liger_models.layers.audio.frames import Convolution, StoredMoments, unpadded
+from liger_models.layers.audio.frames import Convolution, CumulativeNorm, StoredMoments, unpadded
 from liger_models.layers.audio.sounds import Sounds
 from liger_models.layers.blocks import BLOCKS, Block, run_block
 from liger_models.layers.conformer.distance_attention import DistanceTable
@@ -69,7 +70,9 @@ class ConformerEncoder(nn.Module):
             self.out_proj = Linear(spec.hidden_size, spec.output_size, bias=True)
 
     def forward(self, sounds: Sounds) -> Tensor:
-        """Return the projector's input, [F, output_size] or as wide as the layers."""
+        """Return the projector's input, [F, output_size] or as wide as the layers; with a `reduction` fewer
+        rows.
+        """
         x, residual, offload = self.subsampling(sounds), None, Offload()
         x = with_rows_after(x, sounds.frames, sounds.filling)
         sequences = Sequences.of_lengths(sounds.lengths, x.device)
@@ -79,6 +82,8 @@ class ConformerEncoder(nn.Module):
         for layer in self.layers:
             x, residual = run_block(layer, x, residual, sequences, *read, offload=offload)
         x = without_rows_after(x, sounds.frames, sounds.filling)
+        if self.spec.reduction > 1:
+            x = torch.cat([clip[:: self.spec.reduction] for clip in x.split(sounds.frames)])
         return x if self.out_proj is None else cast(Tensor, self.out_proj(x))
 
     def set_activation_memory(self, levels: str | Sequence[str]) -> None:
@@ -103,21 +108,22 @@ class Subsampling(nn.Module):
         for number, outputs in enumerate(sounds.channels):
             inputs = sounds.channels[number - 1] if number else 1
             if isinstance(sounds, SubsampledSounds):
-                halved: nn.Module = HalvedColumns(inputs, outputs, sounds.eps)
+                halved: nn.Module = HalvedColumns(inputs, outputs, sounds.eps, sounds.cumulative)
             else:
                 halved = HalvedColumnsApart(inputs, outputs, sounds.activation, first=not number)
             self.add_module(f"layer{number}", halved)
-        self.halvings = len(sounds.channels)
+        self.halvings, self.reads_padding = len(sounds.channels), getattr(sounds, "cumulative", False)
         width = sounds.channels[-1] * -(-bins // 2**self.halvings)
         self.in_proj = Linear(width, hidden_size, bias=self.channels_first)
 
     def forward(self, sounds: Sounds) -> Tensor:
         """The frames of all clips without padding, [F, D]."""
         columns = sounds.columns
-        x = sounds.features[:, : max(columns)]
+        x = sounds.features if self.reads_padding else sounds.features[:, : max(columns)]
         x = (x if self.moments is None else self.moments(x))[..., None]  # [clips, columns, bins, 1]
         for number in range(self.halvings):
-            x = getattr(self, f"layer{number}")(without_padding(x, columns))
+            x = x if self.reads_padding else without_padding(x, columns)
+            x = getattr(self, f"layer{number}")(x)
             columns = [(n + 1) // 2 for n in columns]
         x = x.transpose(2, 3) if self.channels_first else x
         if any(sounds.unseen):  # frames of padding are zeros
@@ -127,18 +133,23 @@ class Subsampling(nn.Module):
 
 
 class HalvedColumns(nn.Module):
-    """A convolution over three columns and three frequencies with stride 2, a norm over channels, and max(x,
-    0).
+    """A convolution over three columns and three frequencies with stride 2, a norm over channels, or a
+    `cumulative` one, and max(x, 0).
 
     Args:
         inputs, outputs: numbers of channels.
         eps: of the norm.
+        cumulative: over channels, frequencies and the columns so far; windows begin with their column.
     """
 
-    def __init__(self, inputs: int, outputs: int, eps: float):
+    def __init__(self, inputs: int, outputs: int, eps: float, cumulative: bool = False):
         super().__init__()
-        self.conv = Convolution(inputs, outputs, stride=2, axes=2, bias=False)
-        self.norm = make_norm(outputs, LayerNormSpec(eps, bias=False))
+        self.conv = Convolution(inputs, outputs, stride=2, axes=2, bias=False, ahead=cumulative)
+        self.norm: nn.Module
+        if cumulative:
+            self.norm = CumulativeNorm(outputs, eps)
+        else:
+            self.norm = make_norm(outputs, LayerNormSpec(eps, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """x [clips, columns, frequencies, inputs] -> [clips, columns / 2, frequencies / 2, outputs]."""

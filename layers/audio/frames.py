@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from liger_models.layers.parts.sinusoids import sinusoids
 from liger_models.layers.projections.linear import as_wide_as
+from liger_models.layers.recompute.activation_memory import recompute
 
 
 class Convolution(nn.Module):
@@ -21,6 +23,8 @@ class Convolution(nn.Module):
         axes: 2: over three frequencies, too.
         bias: add a bias.
         apart: each output reads the input of the same number alone.
+        ahead: a window begins with its column, and the zeros at the ends are all after the last; frequencies
+            have them on both sides.
     """
 
     def __init__(
@@ -31,9 +35,10 @@ class Convolution(nn.Module):
         axes: int = 1,
         bias: bool = True,
         apart: bool = False,
+        ahead: bool = False,
     ):
         super().__init__()
-        self.stride, self.groups = stride, inputs if apart else 1
+        self.stride, self.groups, self.ahead = stride, inputs if apart else 1, ahead
         self.weight = nn.Parameter(torch.empty(outputs, inputs // self.groups, *(3,) * axes))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
 
@@ -43,13 +48,51 @@ class Convolution(nn.Module):
         """
         weight, bias = self.weight, as_wide_as(self.weight, self.bias)
         convolve = F.conv1d if weight.dim() == 3 else F.conv2d
-        return convolve(x.to(weight.dtype), weight, bias, self.stride, padding=1, groups=self.groups)
+        padding: Any = 1
+        if self.ahead:  # columns precede frequencies
+            x, padding = F.pad(x, (0, 0, 0, 2)), (0, 1)
+        return convolve(x.to(weight.dtype), weight, bias, self.stride, padding, groups=self.groups)
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
         """Initialise like a matrix."""
         nn.init.normal_(self.weight, 0.0, std, generator)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class CumulativeNorm(nn.Module):
+    """`(x - mean_t) / sqrt(var_t + eps) * weight` for the columns t of a clip, with one mean over all
+    channels and frequencies of the columns up to t, and the mean of the squared distances of each of these
+    columns from its own mean; in float32. Only x is kept for the backward pass.
+
+    Args:
+        channels: their number C.
+        eps: added to the variance.
+    """
+
+    def __init__(self, channels: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [clips, columns, frequencies, C] -> the same, in x's dtype."""
+        return recompute(self._normed, x, self.weight)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        count = wide[0, 0].numel() * torch.arange(1, x.shape[1] + 1, device=x.device)[:, None, None]
+        wide = wide - wide.sum((2, 3), keepdim=True).cumsum(1) / count
+        variance = wide.square().sum((2, 3), keepdim=True).cumsum(1) / count
+        return (wide * (variance + self.eps).rsqrt() * weight.to(dtype)).to(x.dtype)
+
+    def reset_parameters(self, *_: object) -> None:
+        """Initialise the weight to one."""
+        nn.init.ones_(self.weight)
+
+    def extra_repr(self) -> str:
+        return f"{len(self.weight)}, eps={self.eps}"
 
 
 class StoredMoments(nn.Module):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from liger_models.layers.audio.audio import AudioInputs
 from liger_models.layers.blocks import IMAGES, Block
 from liger_models.layers.experts.modal_experts import ModalExperts
+from liger_models.layers.parts.embedder import embed_own_ids, embeds_ids
 
 
 class Media(NamedTuple):
@@ -44,6 +45,7 @@ class MediaParts(nn.Module):
         vision, audio: encoders of images and of sounds, with their projectors; None: there is none.
     """
 
+    embed_tokens: nn.Embedding
     layers: Sequence[Block]
     vision: Any
     audio: Any
@@ -55,6 +57,13 @@ class MediaParts(nn.Module):
             DataError: missing or incompatible keywords.
         """
         return Media(*(None if part is None else part.take(keywords) for part in (self.vision, self.audio)))
+
+    def embed_ids(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., H] of ids [...] of all vocabularies: the language model's, and projectors' own."""
+        embeds: Tensor = self.embed_tokens(ids)
+        for part in (self.vision, self.audio):
+            embeds = embed_own_ids(part, ids, embeds)
+        return embeds
 
     def with_inputs(self, media: Media) -> list[tuple[Any, Any]]:
         """The encoders with inputs, and these."""
@@ -77,15 +86,20 @@ class MediaParts(nn.Module):
         modules: list[Any] = [layer for layer in self.layers if IMAGES in layer.reads]
         experts = (getattr(layer, "mlp", None) for layer in self.layers)
         modules += [mlp.of_images for mlp in experts if isinstance(mlp, ModalExperts)]
-        if self.vision is not None:
-            modules += [self.vision.encoder, *self.vision.ways_out()]
-        return modules
+        return modules + _own_modules(self.vision)
 
     def parts_of_sounds(self) -> list[nn.Module]:
         """Modules that only sounds reach: the encoder and the projector."""
-        return [] if self.audio is None else [self.audio.encoder, *self.audio.ways_out()]
+        return _own_modules(self.audio)
 
     def encoder_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters that only images or sounds reach."""
         parts = [*self.parts_of_images(), *self.parts_of_sounds()]
         yield from {id(p): p for module in parts for p in module.parameters()}.values()
+
+
+def _own_modules(part: Any) -> list[nn.Module]:
+    """An encoder and its projector, of which text reaches all but a norm if it has a vocabulary."""
+    if part is None:
+        return []
+    return [part.encoder, *([part.projector.norm_of_features] if embeds_ids(part) else part.ways_out())]

@@ -88,7 +88,14 @@ def _halved(spec: AudioSpec, columns: int) -> int:
 
 def tokens_of(spec: AudioSpec, frames: int) -> int:
     """The number of tokens of a clip of so many frames."""
+    if spec.tokens is not None:
+        return spec.tokens
     return (frames // 2 if spec.paired else frames) // spec.projector.merge**2
+
+
+def kept_of(spec: AudioSpec, frames: int) -> int:
+    """The number of a clip's frames that the projector reads."""
+    return -(-frames // spec.reduction)
 
 
 def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
@@ -129,6 +136,11 @@ def take_sounds(spec: AudioSpec, keywords: dict[str, Any]) -> Sounds | None:
         if isinstance(spec.sounds, DepthwiseSounds):
             _check_room(spec, columns, most)
     sounds = Sounds(spec, features, columns)
+    if spec.tokens is not None and (made := max(kept_of(spec, n) for n in sounds.frames)) > spec.tokens:
+        raise DataError(
+            f"a clip has {max(columns)} columns and makes {made} features; {spec.audio_id} stands "
+            f"{spec.tokens} times for each clip: cut the clip, as the model's processor does"
+        )
     if counted:
         sizes = torch.as_tensor(given[CountedSounds.sizes]).flatten().tolist()
         if sizes != sounds.counts():

@@ -1,13 +1,13 @@
-"""Attention of the frames of a clip to the last W frames, with relative positions (Gemma 4's encoder of
-sound, after Transformer-XL, arXiv:1901.02860, section 3.3).
+"""Attention of the frames of a clip to the last W frames, with relative positions (encoders of sound of
+Gemma 3n and Gemma 4, after Transformer-XL, arXiv:1901.02860, section 3.3).
 
     q_i = softplus(s) * q_scale * (x_i @ W_q^T);    k_j = k_scale * (x_j @ W_k^T)
     score(i, j) = c * tanh((q_i k_j + q_i r[i - j]) / c)        0 <= i - j < W, in one clip
     r = sinusoids @ W_r^T                                       a row for each distance
 
-Frames are cut into blocks of W, whose queries see keys of their own block and of the one before: 2 W columns
-of scores for each frame. Everything between the projections is in float32. `lean` keeps queries, keys and
-values alone.
+Frames are cut into blocks of B = W - 1, whose queries see keys of their own block and of the one before: 2 B
+columns of scores for each frame. Everything between the projections is in float32. `lean` keeps queries, keys
+and values alone.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LocalAttention(nn.Module):
 
     def forward(self, x: Tensor, sequences: Sequences) -> Tensor:
         """x [F, D] -> [F, D]."""
-        table = cached_sinusoids(self.spec.window + 1, x.shape[1], x.device)
+        table = cached_sinusoids(self.spec.block + 1, x.shape[1], x.device)
         relative = self.relative_k_proj(table.flip(0).to(x.dtype))  # from the farthest to the frame itself
         bounds = sequences.documents.bounds()
         starts = None if bounds is None else bounds[0]
@@ -67,18 +67,18 @@ class LocalAttention(nn.Module):
         return self.o_proj(out.to(x.dtype))
 
     def _attend(self, qkv: Tensor, relative: Tensor, scale: Tensor, starts: Tensor | None) -> Tensor:
-        """qkv [F, 3 N d], relative [W + 1, N d] from the largest distance to 0, scale [d], the first frame of
+        """qkv [F, 3 N d], relative [B + 1, N d] from the largest distance to 0, scale [d], the first frame of
         each frame's clip [F] -> [F, N d], in float32 or wider.
         """
         spec, frames, dtype = self.spec, len(qkv), torch.promote_types(qkv.dtype, torch.float32)
-        heads, window = (spec.num_attention_heads, spec.head_dim), spec.window
+        heads, block = (spec.num_attention_heads, spec.head_dim), spec.block
         q, k, v = (part.to(dtype).unflatten(-1, heads) for part in qkv.chunk(3, dim=-1))
-        q = _in_blocks(q * spec.q_scale * scale, window)  # [N, B, W, d]
-        k, v = (_with_block_before(part, window) for part in (k * spec.k_scale, v))  # [N, B, 2 W, d]
+        q = _in_blocks(q * spec.q_scale * scale, block)  # [N, blocks, B, d]
+        k, v = (_with_block_before(part, block) for part in (k * spec.k_scale, v))  # [N, blocks, 2 B, d]
         by_place = q.flatten(1, 2) @ relative.to(dtype).unflatten(-1, heads).permute(1, 2, 0)
         scores = q @ k.transpose(2, 3) + _shifted(by_place.unflatten(1, q.shape[1:3]))
         scores = (scores / spec.softcap).tanh() * spec.softcap
-        hidden = ~_visible(frames, window, starts, q.device)
+        hidden = ~_visible(frames, block, spec.window, starts, q.device)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         return (weights @ v).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)[:frames]
 
@@ -96,7 +96,7 @@ class LocalAttention(nn.Module):
         spec = self.spec
         kept = itemsize * 4 * spec.q_size
         if level == "all":
-            kept += 4 * (5 * spec.q_size + 3 * 2 * spec.window * spec.num_attention_heads)
+            kept += 4 * (5 * spec.q_size + 3 * 2 * spec.block * spec.num_attention_heads)
         return kept
 
     def extra_repr(self) -> str:
@@ -104,35 +104,35 @@ class LocalAttention(nn.Module):
         return f"heads={spec.num_attention_heads}, head_dim={spec.head_dim}, window={spec.window}"
 
 
-def _in_blocks(x: Tensor, window: int) -> Tensor:
-    """[F, N, d] -> [N, B, W, d], with zeros after the last frame."""
-    x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % window))
-    return x.unflatten(0, (-1, window)).permute(2, 0, 1, 3)
+def _in_blocks(x: Tensor, block: int) -> Tensor:
+    """[F, N, d] -> [N, blocks, B, d], with zeros after the last frame."""
+    x = F.pad(x, (0, 0, 0, 0, 0, -len(x) % block))
+    return x.unflatten(0, (-1, block)).permute(2, 0, 1, 3)
 
 
-def _with_block_before(x: Tensor, window: int) -> Tensor:
-    """[F, N, d] -> [N, B, 2 W, d]: each block after the one before, or after zeros."""
-    blocks = _in_blocks(F.pad(x, (0, 0, 0, 0, window, 0)), window)
+def _with_block_before(x: Tensor, block: int) -> Tensor:
+    """[F, N, d] -> [N, blocks, 2 B, d]: each block after the one before, or after zeros."""
+    blocks = _in_blocks(F.pad(x, (0, 0, 0, 0, block, 0)), block)
     return torch.cat([blocks[:, :-1], blocks[:, 1:]], dim=2)
 
 
 def _shifted(x: Tensor) -> Tensor:
-    """By distance, from W to 0, [.., W, W + 1] -> by key of both blocks, [.., W, 2 W]: row c moves c columns
+    """By distance, from B to 0, [.., B, B + 1] -> by key of both blocks, [.., B, 2 B]: row c moves c columns
     to the right. What comes from other rows is at distances that no query sees.
     """
-    window = x.shape[-2]
-    rows = F.pad(x, (0, window)).flatten(-2)
-    return rows[..., : 2 * window**2].unflatten(-1, (window, 2 * window))
+    block = x.shape[-2]
+    rows = F.pad(x, (0, block)).flatten(-2)
+    return rows[..., : 2 * block**2].unflatten(-1, (block, 2 * block))
 
 
-def _visible(frames: int, window: int, starts: Tensor | None, device: torch.device) -> Tensor:
-    """Which of the keys of both blocks each query attends to, [B, W, 2 W]."""
-    blocks = -(-frames // window)
-    query = torch.arange(blocks * window, device=device).view(blocks, window, 1)
-    key = window * torch.arange(-1, blocks - 1, device=device)[:, None, None]
-    key = key + torch.arange(2 * window, device=device)
+def _visible(frames: int, block: int, window: int, starts: Tensor | None, device: torch.device) -> Tensor:
+    """Which of the keys of both blocks each query attends to, [blocks, B, 2 B]."""
+    blocks = -(-frames // block)
+    query = torch.arange(blocks * block, device=device).view(blocks, block, 1)
+    key = block * torch.arange(-1, blocks - 1, device=device)[:, None, None]
+    key = key + torch.arange(2 * block, device=device)
     if starts is None:
         first: Tensor = query.new_zeros(1)
     else:
-        first = F.pad(starts, (0, blocks * window - frames)).view(blocks, window, 1)
+        first = F.pad(starts, (0, blocks * block - frames)).view(blocks, block, 1)
     return (key <= query) & (key > query - window) & (key >= first)

@@ -160,6 +160,8 @@ class StepMemory:
             found.append((f"backward of {name}", self._parts(left, transient, gradients, streamed)))
             gradients += of_adapters
             left -= kept[i] - costs.own_input + (number < 0 and i in deep) * edges.state
+        if getattr(vision, "pyramid", None) is not None:  # an encoder without layers, whose blocks run again
+            found.append(("backward of the encoder", self._parts(left, edges.merger, gradients)))
         return found
 
     def _embedding(self) -> tuple[str, dict[str, int]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from liger_models.layers.grids.pyramid import numbers_kept
 from liger_models.layers.memory.measured import Measured, measured
 from liger_models.layers.parts.window_merger import WindowMerger
 from liger_models.layers.specs import (
@@ -171,7 +172,8 @@ class Edges:
             parameters and of its input.
         state: the gradient of one encoder layer's output that the language model reads; those of earlier
             layers wait for the layer.
-        merger: needed by the backward pass of a merger between layers, in addition to these, as `backward`.
+        merger: needed by the backward pass of a merger between layers, or of an encoder without layers, in
+            addition to these, as `backward`.
     """
 
     encoder: int = 0
@@ -217,6 +219,11 @@ def edges_of(
             within = WindowMerger(width, spec.merger, spec.projector.merge).to(dtype)
         merger = measured(within, tokens, width, dtype, encoder)
         kept, tokens = kept + merger.saved, tokens // spec.merger.merge**2
+    if spec.pyramid is not None and isinstance(spec.pictures, SquarePictures):
+        side = spec.pictures.size // spec.patches.size
+        own, again = numbers_kept(spec, spec.pictures.size)
+        count = shown.patches // side**2
+        kept, merger = kept + count * own * size, Measured(0, encoder * count * again * size)
     norms = [x for x in (spec.norm_patches, spec.norm_before) if x is not None]
     kept += (len(norms) * shown.tokens + (spec.norm_after is not None) * tokens) * (width * size + 8)
     if spec.norm_pixels is not None:

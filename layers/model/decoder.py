@@ -38,6 +38,7 @@ from liger_models.layers.model.mtp import make_mtp
 from liger_models.layers.model.recorded_layers import RecordedLayers
 from liger_models.layers.model.weights_memory import WeightsMemory
 from liger_models.layers.parts.altup import clamp_stored, make_stream_ends, spread_streams
+from liger_models.layers.parts.embedder import embeds_ids
 from liger_models.layers.parts.embedding import TokenEmbedding, make_positions
 from liger_models.layers.parts.frequencies import make_frequencies
 from liger_models.layers.parts.gated_streams import make_last_norm
@@ -198,7 +199,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             self.fit_levels(self, sequences, media.pictures, media.sounds)
         # The checks report an id outside the vocabulary; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
-        inputs_embeds = self.embed_tokens(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
+        inputs_embeds = self.embed_ids(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
             inputs_embeds = self.vision.place(media.vision, inputs_embeds)
         if self.audio is not None:
@@ -324,9 +325,9 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             return own
         assert ids is not None  # ensured by `batch_shape`
         padding = self.spec.padding_idx or 0  # whose input the tokens of images and sounds use
-        if media.vision is not None:
+        if media.vision is not None and not embeds_ids(self.vision):
             ids = self.vision.ids_of_text(media.vision, ids, padding)
-        if media.audio is not None and media.audio.is_audio is not None:
+        if media.audio is not None and media.audio.is_audio is not None and not embeds_ids(self.audio):
             ids = ids.masked_fill(media.audio.is_audio, padding)
         inputs = self.per_layer_inputs(ids, inputs_embeds)
         return {own_input(i): own for i, own in enumerate(inputs)}

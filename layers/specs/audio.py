@@ -62,11 +62,14 @@ class SubsampledSounds:
     """Processor outputs `input_features` [clips, columns, bins], spectrograms of any length padded to the
     longest, and `input_features_mask` [clips, columns], False for padding. Convolutions over three columns
     and three frequencies, with stride 2 and without biases, make so many `channels`. A LayerNorm over
-    channels, with `eps` and without a bias, and max(x, 0) follow each (USM, arXiv:2303.01037).
+    channels, with `eps` and without a bias, and max(x, 0) follow each (USM, arXiv:2303.01037). If
+    `cumulative`, it is a norm by the mean and variance of all columns so far instead (Gemma 3n):
+    convolutions then begin with their column and read the padding that the processor made.
     """
 
     channels: tuple[int, ...]
     eps: float = 1e-6
+    cumulative: bool = False
     masked: ClassVar[bool] = True
     features: ClassVar[str] = "input_features"
     mask: ClassVar[str] = "input_features_mask"
@@ -132,7 +135,9 @@ class AudioSpec:
     have `bins` samples, and no encoder. For `ConformerSounds` the blocks are a conformer's. A linear layer
     with a bias turns their output into `output_size` numbers, if that is given.
     The blocks share a table of biases by distance, one for each head and up to `distances` frames before and
-    after. In a document with tokens `image_id` the second of the projector's two ways is taken.
+    after. In a document with tokens `image_id` the second of the projector's two ways is taken. Every
+    `reduction`th frame of a clip is the projector's input. If `tokens` is given, each clip has as many: after
+    its features, the one that the projector makes of its `padding_row` follows, as often as needed.
     """
 
     hidden_size: int
@@ -147,6 +152,8 @@ class AudioSpec:
     output_size: int | None = None
     distances: int | None = None
     image_id: int | None = None
+    reduction: int = 1
+    tokens: int | None = None
 
     @property
     def features_size(self) -> int:

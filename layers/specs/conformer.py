@@ -29,6 +29,11 @@ class LocalAttentionSpec:
         return self.num_attention_heads * self.head_dim
 
     @property
+    def block(self) -> int:
+        """The number of frames that are computed together, which is the largest distance that is seen."""
+        return max(1, self.window - 1)
+
+    @property
     def ropes(self) -> tuple[RopeSpec, ...]:
         """Rotary settings whose tables the layer reads: none."""
         return ()

@@ -303,6 +303,20 @@ class TwoWaysSpec:
     merge: ClassVar[int] = 1
 
 
+@dataclass(frozen=True)
+class EmbedderSpec:
+    """Projector: an RMSNorm with `eps`, one linear layer, and an RMSNorm without a weight (Gemma 3n). It also
+    embeds the `ids` token ids from `first_id` on: rows of its own table, with another first norm, in place of
+    those of the language model's table. The row `padding_row` fills up features.
+    """
+
+    first_id: int
+    ids: int
+    eps: float
+    padding_row: int | None = None
+    merge: ClassVar[int] = 1
+
+
 ProjectorSpec = (
     QueryProjectorSpec
     | WindowQueriesSpec
@@ -324,4 +338,5 @@ ProjectorSpec = (
     | MLPProjectorSpec
     | TileRowsSpec
     | TwoWaysSpec
+    | EmbedderSpec
 )

@@ -15,6 +15,7 @@ from liger_models.layers.specs.projectors import (
     RowsProjectorSpec,
     WindowQueriesSpec,
 )
+from liger_models.layers.specs.pyramid import PyramidSpec
 from liger_models.layers.specs.tables import (
     AntialiasedTable,
     AxesTable,
@@ -223,7 +224,9 @@ class VisionSpec:
     outputs of these layers instead of the last block's; 1 is the first, and 0 its input. Rotary positions of
     patches start at 1 if the class token is at 0. A `merger` merges patches between two layers. With `clips`
     all time steps of a video attend to one another, and the projector receives their mean; with
-    `joined_steps` they attend to one another, and rotary positions have the time step as a third axis.
+    `joined_steps` they attend to one another, and rotary positions have the time step as a third axis. With a
+    `pyramid` the encoder has no blocks of this kind: it makes a feature of width `hidden_size` of each patch
+    by convolutions over whole images.
 
     In calls with pictures the tokens `marker_ids`, which frame images in the text, get rows of the
     projector's table in place of their embeddings (Ovis). `framing_ids` are tokens before and after an image
@@ -294,6 +297,7 @@ class VisionSpec:
     marker_ids: tuple[int, ...] = ()
     framing_ids: tuple[int, int, int, int] | None = None
     merger: WindowMergerSpec | None = None
+    pyramid: PyramidSpec | None = None
 
     @property
     def merge(self) -> int:

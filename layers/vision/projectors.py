@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
+from liger_models.layers.parts.embedder import Embedder
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
@@ -16,6 +17,7 @@ from liger_models.layers.specs import (
     AdapterSpec,
     ConvolutionProjectorSpec,
     DownsamplingProjectorSpec,
+    EmbedderSpec,
     GatedProjectorSpec,
     LayerNormSpec,
     LinearProjectorSpec,
@@ -352,6 +354,7 @@ PROJECTORS: dict[type, type[nn.Module]] = {
     MLPProjectorSpec: MLPProjector,
     TileRowsSpec: TileRows,
     TwoWaysSpec: TwoWays,
+    EmbedderSpec: Embedder,
 }
 OF_GRIDS = (StridedProjectorSpec, ResamplerSpec, RowsProjectorSpec)
 """Projectors that read the pictures' grids, too."""

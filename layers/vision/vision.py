@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from liger_models.convert.errors import DataError
 from liger_models.kernels._copies import to_device
 from liger_models.layers.attention.backends import AttentionBackend
+from liger_models.layers.grids.pyramid import PyramidEncoder
 from liger_models.layers.sequences.agreement import is_of_several
 from liger_models.layers.sequences.cache import KVCache
 from liger_models.layers.sequences.host_copy import HostCopy
@@ -125,7 +126,11 @@ class Vision(nn.Module):
             raise ValueError("clips are videos with a grid, but pictures is not a GridPictures")
         self.spec, self.merge = spec, spec.merge
         self.all_shown = False  # in the last call no images filled up rows: the next need not wait for that
-        self.encoder = VisionEncoder(spec, attention)
+        self.encoder: nn.Module
+        if spec.pyramid is not None:
+            self.encoder = PyramidEncoder(spec)
+        else:
+            self.encoder = VisionEncoder(spec, attention)
         width, make = spec.hidden_size, PROJECTORS[type(spec.projector)]
         self.projector = make(width * max(len(spec.taken), 1), hidden_size, spec.projector)
         # Access by name: transformers orders these modules differently.

@@ -165,7 +165,10 @@ def randomise(model: nn.Module, generator: torch.Generator) -> None:
                 tensor.copy_(0.3 * noise)
             elif tensor.dim() > 1 and not name.endswith("norm.weight"):
                 # scaled to keep activations and scores of order one
-                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+                of_pixels = tensor.dim() == 4 and tensor.shape[-1] == 1  # a matrix, stored as a convolution's
+                tensor.copy_(noise / math.sqrt(tensor.shape[1 if of_pixels else -1]))
+            elif name.endswith("layer_scale.gamma"):  # of dozens of branches, which would amplify rounding
+                tensor.copy_(0.1 * noise)
             else:  # around the initial value: one for factors, zero for biases, or a bound
                 tensor.nan_to_num_(posinf=1.0, neginf=-1.0).add_(0.3 * noise)
         for name, table in model.named_buffers():

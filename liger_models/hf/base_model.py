@@ -175,7 +175,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         if inputs_embeds is None:
             assert input_ids is not None
             # With its batch and padding, as hooks on the embedding (NEFTune) expect it.
-            inputs_embeds = self.embed_tokens(input_ids.clamp(0, self.spec.num_ids - 1))
+            inputs_embeds = self.embed_ids(input_ids.clamp(0, self.spec.num_ids - 1))
         refuse_float16_training(self, inputs_embeds)
         if output_hidden_states is None:
             output_hidden_states = text.output_hidden_states

@@ -9,13 +9,13 @@ import functools
 import json
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 from older import class_of_transformers
 from pairs import randomise, reference_class, relative_distance
 from safetensors.torch import load_file, save_file
+from stand_in_for_timm import stand_in_for_timm
 from text_parts import CASES, TEXT
 
 import liger_models
@@ -72,17 +72,6 @@ def logits_of(model):
     ids = torch.randint(0, 131, (2, 19), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         return model(input_ids=ids).logits
-
-
-def stand_in_for_timm():
-    """Gemma 3n's encoder of images comes from the package timm, which is not installed."""
-    automatic = pytest.importorskip("transformers").AutoModel
-    make = automatic.from_config
-
-    def from_config(config, **options):
-        return torch.nn.Linear(3, 2) if config.model_type == "gemma3n_vision" else make(config, **options)
-
-    return mock.patch.object(automatic, "from_config", from_config)
 
 
 def rewrite(folder: Path, to: Path, rename=lambda name: name, **config) -> Path:

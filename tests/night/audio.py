@@ -8,11 +8,11 @@ PARITY, OF_VIDEOS, CHECKPOINTS, HF, RANKS = (
 ALWAYS: dict[str, tuple[str, ...]] = {
     f"{PARITY}clips_of_several_lengths_match_the_reference": (
         *("gemma4-right", "gemma4_unified-right", "voxtral-left", "qwen3_omni_moe_thinker-left"),
-        *("phi4_multimodal-right", "nemotron_h_omni-left", "qwen3_asr-left"),
+        *("phi4_multimodal-right", "nemotron_h_omni-left", "qwen3_asr-left", "gemma3n-left"),
     ),
     f"{PARITY}short_clips_are_encoded_as_if_they_were_alone": ("qwen3_omni_moe_thinker",),
-    f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral",),
-    f"{PARITY}packed_documents_equal_separate_documents": ("gemma4",),
+    f"{PARITY}text_alone_trains_the_language_model_only": ("voxtral", "gemma3n"),
+    f"{PARITY}packed_documents_equal_separate_documents": ("gemma4", "gemma3n"),
     f"{PARITY}every_level_of_activation_memory_gives_the_same_gradients": ("gemma4",),
     f"{PARITY}generated_tokens_equal_the_references": ("voxtral",),
     f"{PARITY}a_frozen_encoder_gets_no_gradients_and_the_projector_those_of_before": ("voxtral",),

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.convert.errors import CheckpointError, ConfigError, UnsupportedModelError
+from liger_models.layers.parts.embedder import embeds_ids
 from liger_models.models import verification
 
 
@@ -146,6 +147,8 @@ def test_the_text_part_can_be_loaded_as_a_language_model(pair, written):
         text = liger_models.from_hub(written(pair), text_only=True)
     assert text.spec.vision is None
     ids = pair.scene([19])["input_ids"]
+    if embeds_ids(pair.ours.vision):  # ids of images and sounds are not text's
+        ids = ids.clamp(max=pair.vision.projector.first_id - 1)
     with torch.no_grad():
         found, expected = text(ids).logits, pair.ours(ids).logits
     assert not beyond_bound({"logits": relative_distance(found, expected)})
