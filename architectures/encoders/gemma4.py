@@ -1,25 +1,34 @@
-"""Gemma 4's encoder, for images and videos of any size; and the image inputs of Gemma 4 12B, normalised
-pixels of large patches through one linear layer, without an encoder.
+"""Gemma 4's encoder, for images and videos of any size; the image inputs of Gemma 4 12B, normalised pixels of
+large patches through one linear layer, without an encoder; and Gemma 3n's encoder, MobileNetV5.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 from liger_models.architectures.common import check_groups, mlp
 from liger_models.architectures.encoders.parts import axial_attention
 from liger_models.convert.config.hf_config import HFConfig
+from liger_models.convert.errors import ConfigError, abbreviate
 from liger_models.layers.specs import (
     AxesTable,
     BlockSpec,
+    EdgeBlockSpec,
+    InvertedBlockSpec,
     LayerNormSpec,
     LinearProjectorSpec,
     NormSpec,
     PatchSpec,
     PlacedPictures,
     PoolProjectorSpec,
+    ProjectorSpec,
+    PyramidBlockSpec,
+    PyramidSpec,
     QKNormSpec,
+    QueryBlockSpec,
+    SquarePictures,
     VisionSpec,
 )
 
@@ -135,4 +144,89 @@ def patches_alone(v: HFConfig, image_id: int, **settings: Any) -> VisionSpec:
         norm_after=norm,
         kinds="mm_token_type_ids",
         **settings,
+    )
+
+
+# -- MobileNetV5, of Gemma 3n
+
+_MOBILENET, _WIDTH = "mobilenetv5_300m_enc", 2048  # in timm
+_PATCH = 48  # pixels on a side, a token: three at the resolution of the fusion
+TINY_MOBILENET: dict[str, Any] = {
+    "model_type": "gemma3n_vision",
+    "architecture": _MOBILENET,
+    "hidden_size": _WIDTH,
+    "vocab_size": 10,
+    "vocab_offset": 111,
+    "rms_norm_eps": 0.3,
+    "model_args": {"channel_multiplier": 0.02, "msfa_output_resolution": 2},
+    "label_names": ["LABEL_0", "LABEL_1"],
+}
+
+
+def mobilenet(v: HFConfig, projector: ProjectorSpec, image_id: int, tokens: int) -> VisionSpec:
+    """Spec of MobileNetV5 (after MobileNetV4, arXiv:2404.10518), whose sizes the package timm fixes, from its
+    config `v`.
+
+    Args:
+        projector: to the language model.
+        image_id: of image tokens.
+        tokens: of an image.
+
+    Raises:
+        ConfigError: another encoder, or sizes that the reference cannot run.
+    """
+    v.take_only(architecture=_MOBILENET, hidden_size=_WIDTH, do_pooling=False)
+    for key in ("label_names", "num_classes", "num_labels", "global_pool", "pretrained_cfg"):
+        v.take(key, None)  # of a classifier
+    given = v.take("model_args", None) or {}
+    known, multiplier, side = isinstance(given, dict), 1.0, 16
+    if known:
+        multiplier, side = given.get("channel_multiplier", 1.0), given.get("msfa_output_resolution", 16)
+        known = given.keys() <= {"channel_multiplier", "msfa_output_resolution"}
+        known = known and type(multiplier) in (int, float) and type(side) is int
+    if not known or side < 1 or not multiplier > 0:
+        raise ConfigError(
+            f"{v.name}: model_args may have channel_multiplier, a positive number, and "
+            f"msfa_output_resolution, a count; found {abbreviate(given)}"
+        )
+    if tokens != side**2:
+        raise ConfigError(
+            f"{v.name}: an image has {tokens} tokens (vision_soft_tokens_per_image), and its features are "
+            f"{side} times {side}"
+        )
+    return VisionSpec(
+        *(_WIDTH, PatchSpec(_PATCH), (), projector, image_id),
+        pictures=SquarePictures(_PATCH * side),
+        pyramid=PyramidSpec(
+            64 if multiplier < 1 else _channels(64, multiplier), _stages(multiplier), math.sqrt(_WIDTH)
+        ),
+    )
+
+
+def _channels(count: int, multiplier: float) -> int:
+    """A number of channels times the multiplier, as a multiple of 8 that is less by a tenth at most."""
+    exact = count * multiplier
+    rounded = max(8, int(exact + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * exact else rounded
+
+
+def _stages(multiplier: float) -> tuple[tuple[PyramidBlockSpec, ...], ...]:
+    first, second, third, fourth = (_channels(n, multiplier) for n in (128, 256, 640, 1280))
+    near, far = QueryBlockSpec(12, 64, stride=2), QueryBlockSpec(16, 96)
+    return (
+        (EdgeBlockSpec(first, 4, stride=2), *(EdgeBlockSpec(first, 4),) * 2),
+        (
+            InvertedBlockSpec(second, 6, start=3, middle=5, stride=2),
+            *(InvertedBlockSpec(second, 4, start=size) for size in (5, 3, 5, 3)),
+        ),
+        (
+            InvertedBlockSpec(third, 6, start=5, middle=5, stride=2),
+            *(InvertedBlockSpec(third, 4, start=5),) * 7,
+            InvertedBlockSpec(third, 1),
+            *(near, InvertedBlockSpec(third, 2)) * 14,
+        ),
+        (
+            InvertedBlockSpec(fourth, 6, start=5, middle=5, stride=2),
+            *(far, InvertedBlockSpec(fourth, 2)) * 19,
+        ),
     )
