@@ -45,6 +45,7 @@ BUILT_ON = {
     "liger_models.integrations.verl_checkpoints": "verl",
     "liger_models.integrations.verl_settings": "verl",
     "liger_models.integrations.verl_shards": "verl",
+    "liger_models.training.text.template_classes": "jinja2",
 }
 # But these, in the function in which a user has asked for that library.
 ON_REQUEST = {
@@ -52,6 +53,7 @@ ON_REQUEST = {
     "liger_models.models.streaming",
     "liger_models.training.lora",
     "liger_models.training.adapters.lora_targets",
+    "liger_models.training.text.template_program",
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels.optimizer.adamw import WEIGHTS
 from liger_models.layers.attention.backends import BACKENDS
-from liger_models.layers.experts.expert_parallel import EXPERT_COMM_BACKENDS
+from liger_models.layers.experts.expert_parallel import EXPERT_COMM_BACKENDS, ExpertCommBackend
 from liger_models.layers.projections.float8 import RECIPES
 from liger_models.layers.recompute.activation_memory import LEVELS
 from liger_models.models.quantization import METHODS
@@ -222,7 +222,7 @@ class TrainConfig:
     shard: str | None = None
     sequence_parallel: int = 1
     expert_parallel: int = 1
-    expert_comm_backend: str = "standard"
+    expert_comm_backend: ExpertCommBackend = "standard"
     hang_timeout: float = 600.0
     resume: str | None = None
 

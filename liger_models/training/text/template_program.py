@@ -1,277 +1,62 @@
-"""Jinja environments for chat templates: transformers' own, and one that traces the origins of text.
+"""Jinja environments for chat templates, set up as transformers' own; one also traces the origins of text.
 
-Both are sandboxes, since templates are untrusted. The second differs wherever text would lose the origin that
-`Traced` carries (origins.py): where output is joined, where plain strings meet traced ones, and in filters,
-which may call any Python function. It also tracks the message of the current loop iteration. jinja2 itself is
-not modified.
+Their classes are in template_classes.py, which imports jinja2. jinja2 itself is not modified.
 """
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import functools
+import importlib
 import json
-import types
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from liger_models.convert.errors import DataError
-from liger_models.training.text.origins import Trace, Traced, braces, has_traced, join, percent
-from liger_models.training.text.template_limits import limited_environment
-
-_OF_DICT = frozenset(dir(dict))
-_SAFE_OF_STR = frozenset(name for name in dir(str) if not name.startswith(("_", "format")))
 
 
 def environment() -> Any:
     """An environment configured as in transformers' chat templates."""
-    return _completed(_classes()[0])
+    return _completed(_classes().PlainEnvironment)
 
 
 def tracing_environment() -> Any:
     """The same, with traced strings. Set `trace` before each rendering."""
-    return _completed(_classes()[1])
+    return _completed(_classes().TracingEnvironment)
+
+
+def _classes() -> Any:
+    """The module of the classes, which are jinja2's.
+
+    Raises:
+        DataError: without jinja2.
+    """
+    try:
+        importlib.import_module("jinja2")
+    except ImportError as error:
+        raise DataError(
+            "`messages` need the jinja2 package for the chat template: pip install jinja2"
+        ) from error
+    from liger_models.training.text import template_classes
+
+    return template_classes
 
 
 def _completed(kind: Any) -> Any:
-    jinja2 = _jinja2()
     made = kind(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", kind.generation])
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
     # Some templates write today's date into the system prompt; a resumed run must see the same tokens, so
     # "today" is the fallback date of Llama's templates.
     made.globals["strftime_now"] = datetime.datetime(2024, 7, 26).strftime
-    made.globals["raise_exception"] = raise_exception
+    made.globals["raise_exception"] = _raise_exception
     made.filters["tojson"] = _to_json
     made.ready()
     made.limit_filters()
     return made
 
 
+def _raise_exception(message: str) -> None:
+    raise _classes().TemplateError(message)
+
+
 def _to_json(
     x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _jinja2() -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise DataError(
-            "`messages` need the jinja2 package for the chat template: pip install jinja2"
-        ) from error
-    return jinja2
-
-
-@functools.cache
-def _classes() -> tuple[Any, Any]:
-    _jinja2()
-    from jinja2 import nodes
-    from jinja2.compiler import CodeGenerator
-    from jinja2.ext import Extension
-    from jinja2.filters import make_attrgetter
-    from jinja2.runtime import LoopContext
-    from jinja2.sandbox import SandboxedFormatter
-    from jinja2.utils import Namespace
-
-    Limited = limited_environment()
-    of_loop = frozenset(name for name in dir(LoopContext) if not name.startswith("_"))
-
-    class GenerationTags(Extension):
-        """`{% generation %}...{% endgeneration %}`, transformers' extension of the language."""
-
-        tags = {"generation"}  # noqa: RUF012 (as its base class has it)
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("_enclosed"), [], [], body).set_lineno(line)
-
-        def _enclosed(self, caller: Any) -> str:
-            return caller()
-
-    class Marking(GenerationTags):
-        def _enclosed(self, caller: Any) -> str:
-            return self.environment.trace.mark(caller())  # type: ignore[attr-defined]
-
-    class Direct(Limited):  # type: ignore[misc, valid-type]
-        """Attribute lookup on messages and text without raising and catching errors first."""
-
-        def getattr(self, obj: Any, attribute: str) -> Any:
-            kind = type(obj)
-            if kind is dict and attribute not in _OF_DICT:
-                return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
-            if (kind is str or kind is Traced) and attribute in _SAFE_OF_STR:
-                return getattr(obj, attribute)
-            if kind is LoopContext and attribute in of_loop:
-                return getattr(obj, attribute)
-            if kind is Namespace and not attribute.startswith("_"):
-                with contextlib.suppress(AttributeError):
-                    return getattr(obj, attribute)
-            return super().getattr(obj, attribute)
-
-    class Plain(Direct):
-        generation = GenerationTags
-
-        def ready(self) -> None:
-            self.finalize = self.written
-
-    class Generator(CodeGenerator):
-        """Generates code that notifies the trace of loops and output."""
-
-        def visit_For(self, node: Any, frame: Any) -> None:
-            names = [name.name for name in node.target.find_all(nodes.Name)] or [node.target.name]
-            load = [nodes.Name(name, "load") for name in names]
-            hooks = [_trace_call("enter", load)]
-            chosen = {
-                (item.node.name, item.arg.name)
-                for item in _items_within(node.body)
-                if isinstance(item.node, nodes.Name) and isinstance(item.arg, nodes.Name)
-            }
-            for items, number in sorted(chosen):  # {% for i in range(n) %}...{{ messages[i] }}
-                if number in names and items not in names:
-                    pair = [nodes.Name(items, "load"), nodes.Name(number, "load")]
-                    hooks.append(_trace_call("enter_item", pair))
-            for hook in hooks:
-                hook.set_lineno(node.lineno)
-            node.body = [*hooks, *node.body]
-            self.writeline("environment.trace.begin_loop()")
-            super().visit_For(node, frame)
-            self.writeline("environment.trace.end_loop()")
-
-        def visit_Call(self, node: Any, frame: Any, **options: Any) -> None:  # type: ignore[override]
-            if not isinstance(node.node, nodes.EnvironmentAttribute):
-                return super().visit_Call(node, frame, **options)
-            self.write(f"environment.trace.{node.node.name}(")
-            for argument in node.args:
-                self.visit(argument, frame)
-                self.write(", ")
-            self.write(")")
-
-        def visit_Concat(self, node: Any, frame: Any) -> None:
-            self.write("environment.concat(map(environment.finalize, (")
-            for part in node.nodes:
-                self.visit(part, frame)
-                self.write(", ")
-            self.write(")))")
-
-        def buffer(self, frame: Any) -> None:
-            frame.buffer = self.temporary_identifier()
-            self.writeline(f"{frame.buffer} = environment.buffer()")
-
-    def _trace_call(name: str, arguments: list[Any]) -> Any:
-        return nodes.ExprStmt(nodes.Call(nodes.EnvironmentAttribute(name), arguments, [], None, None))
-
-    def _items_within(body: list[Any]) -> Iterable[Any]:
-        return (item for child in body for item in child.find_all(nodes.Getitem))
-
-    class Buffer(list):  # type: ignore[type-arg]
-        """Output of a macro or a block; origins are recorded when it is written."""
-
-        def __init__(self, trace: Trace) -> None:
-            self.trace = trace
-
-        def append(self, text: str) -> None:
-            super().append(self.trace.text(text, self.trace.here(text)))
-
-        def extend(self, texts: Iterable[str]) -> None:
-            for text in texts:
-                self.append(text)
-
-    class Tracing(Direct):
-        generation = Marking
-        code_generator_class = Generator
-        trace = Trace()
-
-        def ready(self) -> None:
-            self.finalize = self._written
-            for name, function in list(self.filters.items()):
-                self.filters[name] = self._keeping(name, function)
-            self.filters |= {
-                "join": self._join,
-                "replace": self._replace,
-                "format": self._format,
-                "safe": self._written,  # autoescaping is off
-            }
-
-        def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-            known = type(obj) is Traced and attr in Traced.__slots__  # invisible to templates
-            return not known and super().is_safe_attribute(obj, attr, value)
-
-        def concat(self, items: Iterable[str]) -> str:  # type: ignore[override]
-            return self.trace.join(self.limits.measured(items))
-
-        def buffer(self) -> Buffer:
-            return Buffer(self.trace)
-
-        def _written(self, value: Any) -> str:
-            if isinstance(value, str):
-                return value if type(value) is Traced else str(value)
-            text = self.written(value)
-            if isinstance(value, list | dict) and has_traced(value):
-                return self.trace.made_of(text, value, "as text")
-            return text
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if operator == "%" and isinstance(left, str):
-                self.limits.operation(operator, left, right)
-                return percent(self.trace, left, right) if has_traced([left, right]) else left % right
-            return super().call_binop(context, operator, left, right)
-
-        def call(self, context: Any, function: Any, /, *values: Any, **named: Any) -> Any:
-            own = getattr(function, "__self__", None)
-            if (
-                type(own) is str
-                and isinstance(function, types.BuiltinMethodType)
-                and has_traced([values, named])
-            ):
-                function = getattr(self.trace.text(own, self.trace.here(own)), function.__name__)
-            result = super().call(context, function, *values, **named)
-            if type(result) is str and result:
-                name = getattr(function, "__name__", type(function).__name__)
-                return self.trace.made_of(result, [own, values, named], name)
-            return result
-
-        def wrap_str_format(self, value: Any) -> Any:
-            wrapped = super().wrap_str_format(value)
-            if wrapped is None:
-                return None
-            template, of_map = value.__self__, value.__name__ == "format_map"
-
-            def written(*values: Any, **named: Any) -> str:
-                self.limits.call(value.__name__, [template, *values], named)
-                if of_map:
-                    (named,), values = values, ()
-                return braces(self.trace, template, values, named, SandboxedFormatter(self))
-
-            return written
-
-        def _keeping(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-            """Wrap a filter so that its text keeps the origin of its input."""
-
-            @functools.wraps(function)
-            def kept(*values: Any, **named: Any) -> Any:
-                result = function(*values, **named)
-                if isinstance(result, str) and type(result) is not Traced and result:
-                    return self.trace.made_of(result, [values, named], name)
-                return result
-
-            return kept
-
-        def _join(self, value: Any, d: str = "", attribute: Any = None) -> str:
-            chosen = value if attribute is None else map(make_attrgetter(self, attribute), value)
-            return join(self.trace, self._written(d), map(self._written, chosen))
-
-        def _replace(self, s: Any, old: Any, new: Any, count: int | None = None) -> str:
-            text = self._written(s)
-            text = self.trace.text(text, self.trace.here(text))
-            return text.replace(self._written(old), self._written(new), -1 if count is None else count)
-
-        def _format(self, value: Any, *values: Any, **named: Any) -> str:
-            return percent(self.trace, self._written(value), named or values)
-
-    return Plain, Tracing
