@@ -182,7 +182,8 @@ def _mixed(
         operands = streams, branch, post, mixture, also
         out: Tensor = _Mixed.apply(*(None if x is None else x.contiguous() for x in operands))
         return out
-    result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture, also))
+    with without_autocast(streams):  # whose products would round the mixtures of wider streams
+        result: Tensor = as_once_differentiable(mixed_streams_plain(streams, branch, post, mixture, also))
     return result
 
 

@@ -97,3 +97,13 @@ def test_sums_by_given_weights_and_a_second_branch_follow_the_formula(implementa
     for a, b in zip(found, truth, strict=True):
         # As above: a gradient of a weight is a sum over WIDTH products with sums of COUNT + 2.
         assert_near(a, b.reshape(a.shape), 60)
+
+
+def test_autocast_rounds_no_mixture():
+    """As with the kernel: a product of torch's would round streams in float32 to bfloat16."""
+    streams, branch, post = (torch.randn(TOKENS, n) for n in (COUNT * WIDTH, WIDTH, COUNT))
+    mixture = torch.randn(TOKENS, COUNT, COUNT)
+    expected = summed_streams(streams, post), mixed_streams(streams, branch, post, mixture)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = summed_streams(streams, post), mixed_streams(streams, branch, post, mixture)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
