@@ -207,11 +207,12 @@ def routed_and_shared_experts(
     )
 
 
-def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> MoESpec:
+def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",), **settings: Any) -> MoESpec:
     """DeepSeek-V3's experts, chosen by sigmoid scores and a correction bias.
 
     Args:
         scores: names of these scores in the family's configs.
+        settings: of `routed_and_shared_experts`.
     """
     c.take_only(topk_method="noaux_tc", moe_layer_freq=1)
     if (score := c.take("scoring_func", "sigmoid")) not in scores:
@@ -222,6 +223,7 @@ def corrected_experts(c: HFConfig, scores: Collection[str] = ("sigmoid",)) -> Mo
         renormalize=c.take_flag("norm_topk_prob", False),
         correction_bias=True,
         float32_router=True,
+        **settings,
     )
 
 

@@ -23,6 +23,7 @@ def rope(
     scaling: Mapping[str, Any] | None = None,
     extra: Collection[str] = (),
     text_of_images: bool = False,
+    dim: int | None = None,
 ) -> RopeSpec:
     """Rotary settings, in either spelling of the config.
 
@@ -34,6 +35,7 @@ def rope(
         local_theta: default theta of sliding layers, if different from the others'.
         extra: see `HFConfig.take_rope`; these values do not enter the tables.
         text_of_images: the language model of a vision-language model; text has the same position on all axes.
+        dim: the number of rotated dimensions, if it follows from no stated fraction.
     """
     settings = c.take_rope(
         layer_type,
@@ -61,7 +63,7 @@ def rope(
             f"{c.name}: partial_rotary_factor is {share}, but {c.model_type!r} models rotate "
             "whole heads; remove it"
         )
-    dim = int(head_dim * share)
+    dim = int(head_dim * share) if dim is None else dim
     if dim < 2 or dim % 2:
         raise ConfigError(f"{c.name}: rotary positions need an even number of dimensions, found {dim}")
     for key in ("short_factor", "long_factor"):

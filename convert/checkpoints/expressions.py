@@ -4,7 +4,7 @@
 
 `Ref` names one checkpoint tensor, `Cat` concatenates, `Stack` adds a leading dimension, `Permute` reorders
 (`permuted` builds one from a pattern such as "e h (i 2) -> e (2 i) h"), `Rows` cuts out a shard. Expressions
-only move elements, so each has an exact inverse.
+only move elements, so each has an exact inverse. `Zeros` is a tensor that a checkpoint does not have.
 
 Each kind implements `places`: strided views of the native tensor that hold the checkpoint's elements. Reading
 fills these views, writing copies them out.
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 class Expr:
-    """Base class of `Ref`, `Cat`, `Stack`, `Permute` and `Rows`."""
+    """Base class of `Ref`, `Zeros`, `Cat`, `Stack`, `Permute` and `Rows`."""
 
     shape: Shape
 
@@ -83,6 +83,8 @@ class Expr:
 
     def read_into(self, dest: Tensor, fetch: Fetch) -> None:
         """Fill `dest` with the native tensor. Every fetch writes directly to a view of `dest`."""
+        if next(self.refs(), None) is None:
+            dest.zero_()
         for ref, start, stop, view in self.places(dest):
             fetch(ref.name, view, start, stop)
 
@@ -120,6 +122,28 @@ class Ref(Expr):
     def places(self, tensor: Tensor) -> Iterator[Place]:
         _check_native(self, tensor)
         yield Place(self, 0, tensor.numel(), tensor)
+
+
+@dataclass(frozen=True)
+class Zeros(Expr):
+    """Native tensor that the checkpoint does not have, and whose elements are all zero. Writing drops it:
+    whoever writes checks first that they still are.
+    """
+
+    shape: Shape
+
+    def refs(self) -> Iterator[Ref]:
+        yield from ()
+
+    def with_refs(self, replace: Callable[[Ref], Expr]) -> Expr:
+        return self
+
+    def places(self, tensor: Tensor) -> Iterator[Place]:
+        _check_native(self, tensor)
+        yield from ()
+
+    def read(self, get: Callable[[str], Tensor]) -> Tensor:
+        return torch.zeros(self.shape)
 
 
 @dataclass(frozen=True)
@@ -344,6 +368,8 @@ def _check_shape(what: str, found: Iterable[int], expected: Shape) -> None:
 
 def _describe(expr: Expr) -> str:
     names = [ref.name for ref in expr.refs()]
+    if not names:
+        return "a tensor of zeros"
     return (
         repr(names[0])
         if len(names) == 1

@@ -17,7 +17,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from liger_models.convert.checkpoints.expressions import Cat, Expr, Permute, Ref, Rows, Shape
+from liger_models.convert.checkpoints.expressions import Cat, Expr, Permute, Ref, Rows, Shape, Zeros
 from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.convert.checkpoints.weight_map import permuted, permuted_piece, piece_of_groups
 
@@ -72,6 +72,8 @@ class Layout:
             up.
         in_one: number of layers in turn that the checkpoint stores as one, whose modules are then numbered:
             with 2, "layers.5.mlp.up_proj" is stored as "layers.2.mlp.1.up_proj". `rename` applies later.
+        absent: patterns of native names of tensors that the checkpoint does not have, and which are zeros. If
+            they no longer are, a model is saved in the layout without `absent`.
         of_parts: only the text parts of multimodal checkpoints have this layout. Saved alone, they have the
             family's first.
     """
@@ -86,6 +88,7 @@ class Layout:
     apart: tuple[tuple[str, tuple[str, ...]], ...] = ()
     in_two: tuple[tuple[str, tuple[str, str], str | None], ...] = ()
     in_one: int = 1
+    absent: tuple[str, ...] = ()
     of_parts: bool = False
 
     def weight_map(self, forms: Mapping[str, Expr]) -> dict[str, Expr]:
@@ -97,7 +100,9 @@ class Layout:
         shapes = {ref.name: ref.shape for form in forms.values() for ref in form.refs()}
         layout = self._with_layers(shapes)
         return {
-            native: layout._whole(Ref(native, form.shape, _axes(form)))
+            native: Zeros(form.shape)
+            if _matches(native, self.absent)
+            else layout._whole(Ref(native, form.shape, _axes(form)))
             if _matches(native, self.whole)
             else form.with_refs(
                 lambda ref: layout._joined(ref, shapes) or layout._in_two(ref) or layout._tensor(ref)

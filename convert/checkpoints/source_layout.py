@@ -28,6 +28,7 @@ class SourceLayout:
         carried: tensors that the model does not use, to be written unchanged.
         tied: tensors that duplicate another one, by name; the value is the other one's name.
         quantised: whether some weights were. `files` then has their dense forms.
+        added: names of tensors that the checkpoint did not have, and which are to be written, too.
     """
 
     layout: Any
@@ -36,6 +37,7 @@ class SourceLayout:
     carried: Mapping[str, Tensor]
     tied: Mapping[str, str]
     quantised: bool = False
+    added: frozenset[str] = frozenset()
 
     @property
     def tensors(self) -> dict[str, TensorInfo]:

@@ -191,7 +191,8 @@ def plan_checkpoint(
         carried = dict(pair for name, tensor in carried.items() for pair in encoder.encode(name, tensor))
         carried |= encoder.extras
     index = None
-    if source is not None and limit is None and not source.quantised and encoder is None:
+    as_read = source is not None and not source.quantised and not source.added
+    if source is not None and as_read and limit is None and encoder is None:
         names = {file: [info.name for info in header.tensors] for file, header in source.files.items()}
         stated = {name: (info.dtype, info.shape) for name, info in source.tensors.items()}
         if all((outputs[name].dtype, outputs[name].shape) == both for name, both in stated.items()):
@@ -263,13 +264,13 @@ def _outputs(
         outputs |= {name: outputs[original] for name, original in source.tied.items()}
         outputs |= {name: Output(tuple(kept.shape), kept.dtype) for name, kept in source.carried.items()}
         stated = {name: info.dtype for name, info in source.tensors.items()}
-        if outputs.keys() != stated.keys():
-            differing = sorted(outputs.keys() ^ stated.keys())
+        if outputs.keys() != stated.keys() | source.added:
+            differing = sorted(outputs.keys() ^ (stated.keys() | source.added))
             raise ValueError(
                 f"the weight map is not that of the source's layout; they differ in {differing[:10]}"
             )
         if dtype != "parameters":
-            outputs = {name: replace(out, dtype=stated[name]) for name, out in outputs.items()}
+            outputs = {name: replace(out, dtype=stated.get(name, out.dtype)) for name, out in outputs.items()}
     if not isinstance(dtype, torch.dtype):
         return outputs
     change = {name for name, out in outputs.items() if out.dtype.is_floating_point} - keep

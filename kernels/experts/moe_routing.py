@@ -6,6 +6,7 @@
         choose the k largest logits,  weights = softmax(chosen logits)
     sigmoid (DeepSeek-V3, arXiv:2412.19437, section 2.1.2; GLM-4.5):
         s = sigmoid(logits),  choose by s + bias,  weights = scale * s / sum of the chosen s
+        or choose by logits + bias (Kolibri 1, 2026)
     sqrt_softplus (DeepSeek-V4, 2026): the same with s = sqrt(log(1 + exp(logits)))
 
 With g the gradient of the weights, zero for unchosen experts, and w = s / S, S = sum of chosen s:
@@ -46,6 +47,7 @@ def route(
     softmax_after_top_k: bool = False,
     renormalize: bool = True,
     correction_bias: Tensor | None = None,
+    correct_logits: bool = False,
     num_groups: int = 1,
     top_groups: int = 1,
     group_score: str = "top_2",
@@ -61,10 +63,13 @@ def route(
         softmax_after_top_k: choose by the logits, and take the softmax over the chosen ones only.
         renormalize: divide the weights by their sum over the chosen experts.
         correction_bias: [E], added to the scores for the choice only; weights and gradients ignore it.
+        correct_logits: add it to the logits instead, and choose by these. Not with groups.
         num_groups, top_groups: consecutive experts form `num_groups` groups of equal size, and experts are
             chosen only from the `top_groups` best.
         group_score: quality of a group, from its (corrected) scores: "top_2", the sum of its two best
-            (DeepSeek-V3), or "max", its best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+            (DeepSeek-V3), or "max", its best (DeepSeek-V2, arXiv:2405.04434, section 2.2.2). With
+            "top_2_else_0" experts of the other groups are not left out, but have the corrected score 0, and
+            may be chosen before others with negative ones (A.X K2).
         scale: multiplies the weights.
         experts: [T, k] int32, an earlier choice of this function, for which only the weights are computed.
             Recomputation in a backward pass then reproduces the same bits, or at least the same experts if
@@ -81,7 +86,7 @@ def route(
         TypeError: logits that are not floating point.
     """
     groups = num_groups, top_groups, group_score
-    _check(logits, top_k, score, softmax_after_top_k, correction_bias, *groups)
+    _check(logits, top_k, score, softmax_after_top_k, correction_bias, correct_logits, *groups)
     _check_choice(experts, logits, top_k)
     fused = use_triton(logits, correction_bias, experts)
     if fused and logits.shape[1] <= _MOST_EXPERTS and top_k <= _MOST_CHOSEN:
@@ -92,7 +97,7 @@ def route(
         score, renormalize = ("softmax_of_chosen", False) if of_chosen else (score, renormalize)
         weights, chosen = _Route.apply(
             *(as_rows(logits), correction_bias, experts, top_k, score, renormalize, scale, renormalize_eps),
-            groups,
+            (*groups, correct_logits),
         )
         return weights, chosen if experts is None else experts
     plain = route_plain(
@@ -102,6 +107,7 @@ def route(
         softmax_after_top_k=softmax_after_top_k,
         renormalize=renormalize,
         correction_bias=correction_bias,
+        correct_logits=correct_logits,
         num_groups=num_groups,
         top_groups=top_groups,
         group_score=group_score,
@@ -120,6 +126,7 @@ def route_plain(
     softmax_after_top_k: bool = False,
     renormalize: bool = True,
     correction_bias: Tensor | None = None,
+    correct_logits: bool = False,
     num_groups: int = 1,
     top_groups: int = 1,
     group_score: str = "top_2",
@@ -139,6 +146,8 @@ def route_plain(
             choice = logits  # same order as scores, without ties from rounding
             if correction_bias is not None or top_groups < num_groups:
                 choice = scores if correction_bias is None else scores + correction_bias.to(scores.dtype)
+            if correct_logits and correction_bias is not None:
+                choice = logits + correction_bias.to(logits.dtype)
             if top_groups < num_groups:
                 choice = _best_groups_only(choice, num_groups, top_groups, group_score)
             experts = choice.topk(top_k, dim=-1).indices
@@ -160,11 +169,12 @@ def sqrt_softplus(x: Tensor) -> Tensor:
 
 def _best_groups_only(choice: Tensor, num_groups: int, top_groups: int, group_score: str) -> Tensor:
     grouped = choice.unflatten(-1, (num_groups, -1))  # [T, groups, E / groups]
-    quality = grouped.topk(2 if group_score == "top_2" else 1, dim=-1).values.sum(-1)
+    quality = grouped.topk(1 if group_score == "max" else 2, dim=-1).values.sum(-1)
     best = torch.zeros_like(quality, dtype=torch.bool)
     best.scatter_(-1, quality.topk(top_groups, dim=-1).indices, True)
-    # Corrected scores may be negative: mask the other experts with -inf.
-    return grouped.masked_fill(~best.unsqueeze(-1), -torch.inf).flatten(-2)
+    # Corrected scores may be negative: mask the other experts with -inf, unless zero is asked for.
+    score = 0.0 if group_score == "top_2_else_0" else -torch.inf
+    return grouped.masked_fill(~best.unsqueeze(-1), score).flatten(-2)
 
 
 def _check(
@@ -173,6 +183,7 @@ def _check(
     score: str,
     softmax_after_top_k: bool,
     correction_bias: Tensor | None,
+    correct_logits: bool,
     num_groups: int,
     top_groups: int,
     group_score: str,
@@ -189,11 +200,13 @@ def _check(
         raise ValueError(f"correction_bias is {tuple(correction_bias.shape)}; expected ({num_experts},)")
     if not 1 <= top_groups <= num_groups:
         raise ValueError(f"top_groups is {top_groups}; expected 1 to num_groups, {num_groups}")
-    if group_score not in ("top_2", "max"):
-        raise ValueError(f"group_score is {group_score!r}; expected 'top_2' or 'max'")
+    if group_score not in ("top_2", "top_2_else_0", "max"):
+        raise ValueError(f"group_score is {group_score!r}; expected 'top_2', 'top_2_else_0' or 'max'")
+    if correct_logits and (correction_bias is None or top_groups < num_groups):
+        raise ValueError("correct_logits is for a choice by a correction_bias, and not from the best groups")
     if top_groups < num_groups:
         size, rest = divmod(num_experts, num_groups)
-        least = 2 if group_score == "top_2" else 1
+        least = 1 if group_score == "max" else 2
         if rest or size < least or top_k > top_groups * size:
             expected = f"equal groups of at least {least} experts, with enough experts in the chosen groups"
             raise ValueError(
@@ -228,7 +241,9 @@ class _Route(torch.autograd.Function):
         if correction_bias is not None:
             correction_bias = correction_bias.contiguous()
         ctx.options = score, renormalize, scale, eps
-        grouping = dict(zip(("NUM_GROUPS", "TOP_GROUPS", "GROUP_SCORE"), groups, strict=True))
+        grouping = dict(
+            zip(("NUM_GROUPS", "TOP_GROUPS", "GROUP_SCORE", "CORRECT_LOGITS"), groups, strict=True)
+        )
         grouping["GIVEN"] = given is not None
         _launch(_forward_kernel, logits, weights, experts, correction_bias, *ctx.options, **grouping)
         ctx.save_for_backward(logits, experts)
@@ -328,7 +343,7 @@ def _group_quality(
         mine = group == g
         inside = tl.where(mine, choice, -float("inf"))
         best = tl.max(inside, 1)[:, None]
-        if GROUP_SCORE == "top_2":
+        if GROUP_SCORE != "max":
             first = tl.min(tl.where(mine & (inside == best), expert, LANES), 1)[:, None]
             best += tl.max(tl.where(expert == first, -float("inf"), inside), 1)[:, None]
         broken = tl.max((inside != inside).to(tl.int32), 1)[:, None] == 1
@@ -349,12 +364,14 @@ def _ranks(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr,
+    CORRECT_LOGITS: tl.constexpr,
 ):
     """Rank of each expert among the chosen, best first; TOP_K for the others."""
     TAKEN: tl.constexpr = -(1 << 31)
     choice = x  # same order as scores, without ties from rounding
     if correction_bias is not None:
-        choice = scores + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
+        corrected = x if CORRECT_LOGITS else scores
+        choice = corrected + tl.load(correction_bias + expert, expert < num_experts, 0.0).to(tl.float32)
     if TOP_GROUPS < NUM_GROUPS:
         choice = scores if correction_bias is None else choice  # logits + bias would have another order
         group = expert // (num_experts // NUM_GROUPS)
@@ -366,8 +383,8 @@ def _ranks(
             first = tl.min(tl.where(group_key == largest, group, NUM_GROUPS), 1)[:, None]
             group_key = tl.where(group == first, TAKEN, group_key)
             kept = tl.where(group == first, 1, kept)
-        # Corrected scores may be negative: mask the other experts with -inf.
-        choice = tl.where(kept == 1, choice, -float("inf"))
+        # Corrected scores may be negative: mask the other experts with -inf, unless zero is asked for.
+        choice = tl.where(kept == 1, choice, 0.0 if GROUP_SCORE == "top_2_else_0" else -float("inf"))
     key = tl.where(expert < num_experts, _sort_key(choice), TAKEN)
     rank = tl.full((ROWS, LANES), TOP_K, tl.int32)
     for slot in range(TOP_K):
@@ -398,6 +415,7 @@ def _forward_kernel(
     NUM_GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     GROUP_SCORE: tl.constexpr,
+    CORRECT_LOGITS: tl.constexpr,
     GIVEN: tl.constexpr,
 ):
     row, expert, x = _load_tile(logits, stride, rows, num_experts, ROWS, LANES)
@@ -421,6 +439,7 @@ def _forward_kernel(
             NUM_GROUPS,
             TOP_GROUPS,
             GROUP_SCORE,
+            CORRECT_LOGITS,
         )
     chosen = rank < TOP_K
     if SCORE == "softmax_of_chosen":

@@ -68,7 +68,7 @@ class Indexer(nn.Module):
             raise ValueError(f"an indexer of keys needs its spec, found {spec.indexer}")
         self.spec, self.rope, self.rotated, self.layer = spec.indexer, spec.rope, spec.qk_rope_head_dim, layer
         heads, dim = self.spec.num_heads, self.spec.head_dim
-        self.scale = dim**-0.5
+        self.scale = self.spec.scale * dim**-0.5
         if spec.q_lora_rank is None:
             self.q_input_norm = make_norm(hidden_size, LayerNormSpec(eps=1e-6))
         self.wq_b = Linear(spec.q_lora_rank or hidden_size, heads * dim, bias=False)

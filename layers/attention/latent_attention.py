@@ -3,13 +3,14 @@ from one narrow latent of the token, and queries from another.
 
     q_latent, kv_latent, k_rope = split(x @ W_a^T + b)                  k_rope: one head shared by all
     q = norm(q_latent) @ W_qb^T,  or x @ W_q^T  without a latent        a head: [no position | rotated]
+        or [norm(q_latent) | q_latent] @ W_qb^T
     k_nope, v = split(norm(kv_latent) @ W_kvb^T)
     out = attend([q_nope | rotate(q_rope)], [k_nope | rotate(k_rope)], v) @ W_o^T + b
 
-With gates, g = x @ W_g^T [T, heads] or [T, heads * v_head_dim], the output is multiplied by sigmoid(g), and
-with sinks each head's softmax has one more logit, whose value is zero. With an indexer, a query attends to
-the keys that it chooses (indexer.py). A layer may read norm(kv_latent) and rotate(k_rope) of an earlier layer
-instead of computing its own (Brandon et al., 2024, arXiv:2405.12981).
+With gates, g = x @ W_g^T [T, heads] or [T, heads * v_head_dim], or from more rows of W_qb, the output is
+multiplied by sigmoid(g), and with sinks each head's softmax has one more logit, whose value is zero. With an
+indexer, a query attends to the keys that it chooses (indexer.py). A layer may read norm(kv_latent) and
+rotate(k_rope) of an earlier layer instead of computing its own (Brandon et al., 2024, arXiv:2405.12981).
 
 A head's values may be narrower than its keys; nothing is padded. Generation caches the normalised latent and
 the rotated k_rope, kv_lora_rank + qk_rope_head_dim elements a token, and recomputes keys and values from
@@ -33,7 +34,7 @@ from liger_models.layers.parts.gated_pools import GatedPoolIndexer
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.projections.packed_linear import PackedLinear
-from liger_models.layers.recompute.activation_memory import ActivationMemory
+from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe
 from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import GatedPoolsSpec, IndexerSpec, LatentAttentionSpec
 
@@ -52,6 +53,14 @@ class LatentAttention(nn.Module):
         self, hidden_size: int, spec: LatentAttentionSpec, layer: int = 0, backend: AttentionBackend = "auto"
     ):
         super().__init__()
+        if (spec.gated or spec.raw_q_latent) and spec.q_lora_rank is None:
+            raise ValueError(f"gated and raw_q_latent are for queries from a latent, found {spec}")
+        if spec.k_rope_norm and spec.latents_of is not None:
+            raise ValueError("k_rope_norm is for layers that compute the rotated part of keys themselves")
+        if spec.window is not None and (spec.indexer is not None or spec.keys_of is not None):
+            raise ValueError("keys are chosen by an indexer or limited by a window, not both")
+        if spec.gated and spec.gates:
+            raise ValueError(f"gated is for attention without other gates, found {spec}")
         self.spec, self.layer, self.backend = spec, layer, backend
         heads, rank = spec.num_attention_heads, spec.q_lora_rank
         latents = {} if rank is None else {"q_a_proj": rank}
@@ -62,9 +71,12 @@ class LatentAttention(nn.Module):
             self.q_proj = Linear(hidden_size, heads * spec.qk_head_dim, bias=False)
         else:
             self.q_a_layernorm = make_norm(rank, spec.norm)
-            self.q_b_proj = Linear(rank, heads * spec.qk_head_dim, bias=False)
+            of_head = spec.qk_head_dim + (spec.v_head_dim if spec.gated else 0)
+            self.q_b_proj = Linear(2 * rank if spec.raw_q_latent else rank, heads * of_head, bias=False)
         if spec.latents_of is None:
             self.kv_a_layernorm = make_norm(spec.kv_lora_rank, spec.norm)
+        if spec.k_rope_norm:
+            self.k_rope_only_layernorm = make_norm(spec.qk_rope_head_dim, spec.norm)
         self.kv_b_proj = Linear(
             spec.kv_lora_rank, heads * (spec.qk_nope_head_dim + spec.v_head_dim), bias=False
         )
@@ -92,8 +104,8 @@ class LatentAttention(nn.Module):
         """
         sequences = sequences.on(x.device)
         cache, spec = sequences.cache, self.spec.attention
-        q, q_latent, made = self._queries_and_latents(x, sequences)
-        gate = self.g_proj(x) if self.spec.gates else None
+        q, gate, q_latent, made = self._queries_and_latents(x, sequences)
+        gate = self.g_proj(x) if self.spec.gates else gate
         index = () if self.spec.indexer is None else (self.indexer.keys(x, sequences),)
         latents, mask = made or read, None
         if cache is not None:
@@ -145,17 +157,27 @@ class LatentAttention(nn.Module):
 
     def _queries_and_latents(
         self, x: Tensor, sequences: Sequences
-    ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-        """q [T, heads, qk_head_dim], rotated and scaled; the normalised latent of queries [T, q_lora_rank],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, ...]]:
+        """q [T, heads, qk_head_dim], rotated and scaled; the gate that comes with it, [T, heads *
+        v_head_dim]; the normalised latent of queries [T, q_lora_rank],
         if they have one; and, unless another layer makes them, the normalised latent of keys and values [T,
         kv_lora_rank], and the rotated k_rope [T, qk_rope_head_dim].
         """
         spec = self.spec
         parts = [] if self.latent_proj is None else list(self.latent_proj(x).split(self._widths(), dim=-1))
-        q_latent = None if spec.q_lora_rank is None else self.q_a_layernorm(parts.pop(0))
-        q = self.q_proj(x) if q_latent is None else self.q_b_proj(q_latent)
-        q = q.unflatten(-1, (spec.num_attention_heads, spec.qk_head_dim))
+        q_latent, gate = None, None
+        if spec.q_lora_rank is None:
+            q = self.q_proj(x)
+        else:
+            raw = parts.pop(0)
+            q_latent = self.q_a_layernorm(raw)
+            q = self.q_b_proj(_side_by_side(q_latent, raw) if spec.raw_q_latent else q_latent)
+        q = q.unflatten(-1, (spec.num_attention_heads, -1))
+        if spec.gated:
+            q, gate = q.split([spec.qk_head_dim, spec.v_head_dim], dim=-1)
+            gate = gate.flatten(1)
         k_rope = parts[1] if parts else x[:, :0]
+        k_rope = self.k_rope_only_layernorm(k_rope) if spec.k_rope_norm else k_rope
         if spec.rope is not None:
             cos, sin = sequences.positions.rotary[spec.rope]
             q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
@@ -167,10 +189,10 @@ class LatentAttention(nn.Module):
         if spec.learned_query_scale:
             q = self.softmax_scaling(q, sequences)
         if not parts:
-            return q, q_latent, ()
+            return q, gate, q_latent, ()
         latent = self.kv_a_layernorm(parts[0])
         latent = latent if spec.latent_scale == 1.0 else latent * spec.latent_scale
-        return q, q_latent, (latent, k_rope)
+        return q, gate, q_latent, (latent, k_rope)
 
     def _keys_and_values(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
         """latent [..., kv_lora_rank], k_rope [..., qk_rope_head_dim] -> k, v [..., heads, their sizes]."""
@@ -215,14 +237,23 @@ class LatentAttention(nn.Module):
         normed = of_q + (spec.kv_lora_rank if own else 0)
         scaled = 0 if spec.latent_scale == 1.0 or not own else spec.kv_lora_rank
         latents = normed + (spec.qk_rope_head_dim if own else 0) + (normed if level == "all" else scaled)
-        in_float32 = heads + (of_q > 0) + own
+        in_float32 = heads + (of_q > 0) + own + spec.k_rope_norm
         if spec.learned_query_scale:
             a_head, in_float32 = a_head + spec.qk_head_dim, in_float32 + heads
-        gated_output = heads * spec.v_head_dim if level == "all" and spec.gates else 0
-        gates = spec.gate_size + gated_output
+        gated_output = heads * spec.v_head_dim if level == "all" and spec.gate_size else 0
+        gates = spec.gate_size + gated_output + (2 * of_q if level == "all" and spec.raw_q_latent else 0)
         return itemsize * (heads * a_head + latents + gates) + 4 * in_float32
 
     def extra_repr(self) -> str:
         spec = self.spec
         dims = f"{spec.qk_nope_head_dim}+{spec.qk_rope_head_dim}/{spec.v_head_dim}"
         return f"heads={spec.num_attention_heads}, head_dims={dims}"
+
+
+def _side_by_side(normed: Tensor, raw: Tensor) -> Tensor:
+    """The latent of queries after and before its norm, [T, 2 * q_lora_rank], made again when needed."""
+    return carry_recipe(_joined(normed, raw), _joined, normed, raw, late=True, deep=True)
+
+
+def _joined(normed: Tensor, raw: Tensor) -> Tensor:
+    return torch.cat([normed, raw], dim=-1)

@@ -1,6 +1,7 @@
 """Scaling of queries by their positions (Nakanishi, 2025, arXiv:2501.19399, in the form of Llama 4):
 
     q[t] = q[t] * (1 + beta * log(1 + floor((first + position[t]) / length)))
+        or q[t] * (1 + (first + position[t]) / length)^beta   (Beam, 2026)
 
 The factors are made once for all layers, in float32 (`Positions.query_scale`), and a product is rounded once,
 without a copy of the queries in float32. Mistral Large 4 learns two numbers per head h instead:

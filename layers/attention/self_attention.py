@@ -2,7 +2,7 @@
 
     q, k, v = rotate(split(x @ W_qkv^T + b));   out = attend(q, k, v) @ W_o^T + b
     or, with a gate g next to q:                out = (attend(q, k, v) * sigmoid(g)) @ W_o^T + b
-    or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head
+    or, with a gate of its own, g = x @ W_g^T:  the same, by channel or by head; or g + a bias of each head
     or, with a norm of the output:              out = norm(attend(q, k, v)) @ W_o^T + b
 
 Norms of queries and keys: layers/attention/qk_norm.py. With an indexer, queries attend to the blocks of keys
@@ -102,6 +102,9 @@ class Attention(nn.Module):
             raise ValueError("softplus_gates belongs to a gate, but neither `gated` nor `gates` is set")
         if spec.gates:
             self.g_proj = Linear(input_size, spec.gate_size, bias=False)
+        if spec.gate_bias and not spec.gates:
+            raise ValueError("gate_bias belongs to `gates`, which are not set")
+        self.gate_bias = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.gate_bias else None
         self.o_norm = None if spec.out_norm is None else make_norm(spec.o_size, spec.out_norm)
         self.o_proj = linear(spec.o_size, hidden_size, bias=spec.o_bias)
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
@@ -132,7 +135,7 @@ class Attention(nn.Module):
         """
         sequences = sequences.on(x.device)
         qkv, gate = self._without_gate(self._projected(x, added))  # no local name: it would keep the copy
-        gate = self.g_proj(x) if self.spec.gates else gate
+        gate = self._own_gate(x) if self.spec.gates else gate
         if (limit := self.spec.qkv_limit) is not None:
             qkv = qkv.clamp(-limit, limit)
         q, k, v = self._query_key_value(qkv, sequences)
@@ -186,6 +189,14 @@ class Attention(nn.Module):
             return qkv, None
         return split_gate(qkv, spec.num_attention_heads, spec.head_dim)
 
+    def _own_gate(self, x: Tensor) -> Tensor:
+        """The gate before its sigmoid, [T, o_size] or [T, heads]."""
+        gate: Tensor = self.g_proj(x)
+        if self.gate_bias is None:
+            return gate
+        by_head = gate.unflatten(-1, (len(self.gate_bias), -1)) + self.gate_bias.to(gate.dtype)[:, None]
+        return by_head.flatten(1)
+
     def _query_key_value(self, qkv: Tensor, sequences: Sequences) -> tuple[Tensor, Tensor, Tensor]:
         spec = self.spec
         tables = None if spec.rope is None else sequences.positions.rotary[spec.rope]
@@ -213,7 +224,11 @@ class Attention(nn.Module):
         )
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw sinks from a normal distribution; projections and norms are modules of their own."""
+        """Draw sinks from a normal distribution, and set the bias of gates to zero; projections and norms are
+        modules of their own.
+        """
+        if self.gate_bias is not None:
+            nn.init.zeros_(self.gate_bias)
         if self.sinks is not None:
             nn.init.normal_(self.sinks, 0.0, std, generator)
 

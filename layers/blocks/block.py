@@ -40,6 +40,7 @@ from liger_models.layers.specs import (
     AttentionSpec,
     BlockSpec,
     CrossAttentionSpec,
+    GatedNormSpec,
     LatentAttentionSpec,
     MoESpec,
     NormSpec,
@@ -126,6 +127,8 @@ class Block(nn.Module):
             "bound": spec.bound,
             "ngrams": spec.ngrams,
             "laurel_rank": spec.laurel_rank,
+            "norms with gates": isinstance(spec.norm, GatedNormSpec),
+            "plain_mlp_norm": spec.plain_mlp_norm,
         }
         if unsupported := [name for name, part in more.items() if part and name not in self.supports]:
             raise ValueError(f"layers of topology {spec.topology!r} do not support {unsupported}")

@@ -20,9 +20,10 @@ from liger_models.layers.sequences.sequences import Sequences
 from liger_models.layers.specs import (
     AltUpSpec,
     BlockSpec,
+    GatedNormSpec,
     GatedStreamsSpec,
-    LayerNormSpec,
     MoESpec,
+    NormSpec,
     RecurrentSpec,
     SharedAttentionSpec,
     StreamsSpec,
@@ -109,7 +110,7 @@ class GatedStreamsBlock(Block):
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         streams, norm = spec.streams, spec.norm
-        if not isinstance(streams, GatedStreamsSpec) or isinstance(norm, LayerNormSpec):
+        if not isinstance(streams, GatedStreamsSpec) or not isinstance(norm, NormSpec):
             raise ValueError(
                 f"layers of topology {spec.topology!r} have a GatedStreamsSpec and a NormSpec, found "
                 f"{streams} and {norm}"
@@ -183,6 +184,7 @@ class AltUpBlock(Block):
             raise ValueError(f"layers of topology 'altup' have an AltUpSpec, found {spec.streams}")
         assert spec.laurel_rank is not None
         assert spec.per_layer_input is not None
+        assert not isinstance(spec.norm, GatedNormSpec)  # refused above
         self.altup = AltUp(hidden_size, spec.streams, spec.norm)
         self.laurel = Laurel(hidden_size, spec.laurel_rank, spec.norm)
         self.per_layer_input = PerLayerInput(hidden_size, spec.per_layer_input)

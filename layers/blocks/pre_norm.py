@@ -11,7 +11,7 @@ from liger_models.layers.blocks.block import Block, Streams, add_and_norm
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.recompute.activation_memory import ActivationMemory
 from liger_models.layers.sequences.sequences import Sequences
-from liger_models.layers.specs import BlockSpec
+from liger_models.layers.specs import BlockSpec, GatedNormSpec, LayerNormSpec, NormSpec
 
 
 class PreNormBlock(Block):
@@ -19,12 +19,12 @@ class PreNormBlock(Block):
     Mistral, Qwen. Each of the two branches may be multiplied by one of the `branch_scales`.
     """
 
-    supports: tuple[str, ...] = ("dropout", "branch_scales")
+    supports: tuple[str, ...] = ("dropout", "branch_scales", "norms with gates", "plain_mlp_norm")
 
     def __init__(self, hidden_size: int, spec: BlockSpec, layer: int, attention: AttentionBackend = "auto"):
         super().__init__(hidden_size, spec, layer, attention)
         self.input_layernorm = make_norm(hidden_size, spec.norm)
-        self.post_attention_layernorm = make_norm(hidden_size, spec.norm)
+        self.post_attention_layernorm = make_norm(hidden_size, _before_mlp(spec))
 
     def forward(self, x: Tensor, residual: Tensor | None, sequences: Sequences) -> Streams:
         x, residual = self._attended(x, residual, sequences)
@@ -52,3 +52,16 @@ class PreNormBlock(Block):
 
     def _branch_inputs(self, level: ActivationMemory) -> int:
         return 2 if level == "all" else 0
+
+
+def _before_mlp(spec: BlockSpec) -> NormSpec | LayerNormSpec | GatedNormSpec:
+    """The norm before the MLP.
+
+    Raises:
+        ValueError: it is to lack the gate that the other norm does not have either.
+    """
+    if not spec.plain_mlp_norm:
+        return spec.norm
+    if not isinstance(spec.norm, GatedNormSpec):
+        raise ValueError(f"plain_mlp_norm is for a norm with a gate, found {spec.norm}")
+    return spec.norm.norm

@@ -36,9 +36,8 @@ class ModalExperts(MixtureOfExperts):
         super().__init__(hidden_size, spec)
         assert spec.image_size is not None
         own = replace(spec, intermediate_size=spec.image_size, image_size=None, input_noise=0.0)
-        self.of_images = MixtureOfExperts(
-            hidden_size, replace(own, shared_expert=None, shared_gate=False, shared_scale=1.0)
-        )
+        own = replace(own, shared_expert=None, shared_gate=False, shared_scale=1.0, output_norm=None)
+        self.of_images = MixtureOfExperts(hidden_size, own)
         self.of_images.experts.first_number = spec.num_experts
 
     def forward(

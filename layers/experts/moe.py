@@ -2,6 +2,7 @@
 
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x)),   or with weight_e * x
     y = y + scale * shared(x),   or   y + sigmoid(gate(x)) * shared(x)
+    y = norm(y), with an output norm
 
 Plain experts compute down_e(act(up_e(x))). Latent experts (LatentMoE: Elango et al., 2026, arXiv:2601.18089)
 work in a narrower space. Two matrices, the same for all experts, project into it and out of it:
@@ -33,6 +34,7 @@ from liger_models.layers.experts.gathered_tokens import GatheredRoutes
 from liger_models.layers.experts.input_noise import InputNoise
 from liger_models.layers.experts.router import Router, SparseMixerRouter
 from liger_models.layers.parts.mlp import make_mlp
+from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.projections.float8 import Float8Settings, check_float8
 from liger_models.layers.projections.linear import Linear, as_wide_as, unwrapped
 from liger_models.layers.recompute.activation_memory import RERUN, ActivationMemory, recompute
@@ -74,6 +76,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(spec.input_size(hidden_size), spec)
         self.shared_expert = None if spec.shared_expert is None else make_mlp(hidden_size, spec.shared_expert)
         self.shared_expert_gate = Linear(hidden_size, 1, bias=False) if spec.shared_gate else None
+        self.output_norm = None if spec.output_norm is None else make_norm(hidden_size, spec.output_norm)
 
     def forward(
         self,
@@ -122,9 +125,11 @@ class MixtureOfExperts(nn.Module):
             sequences.notes.router_logits.note(logits)
 
     def _with_shared(self, x: Tensor, y: Tensor, shared: Callable[[], Tensor] | None = None) -> Tensor:
-        if self.shared_expert is None:
-            return y
-        return torch.add(y, self._shared(x) if shared is None else shared(), alpha=self.spec.shared_scale)
+        """The mixture's output, from that of the routed experts, y [T, H]."""
+        if self.shared_expert is not None:
+            alpha = self.spec.shared_scale
+            y = torch.add(y, self._shared(x) if shared is None else shared(), alpha=alpha)
+        return y if self.output_norm is None else self.output_norm(y)
 
     def _shared(self, x: Tensor) -> Tensor:
         """The shared expert's output [T, H]."""
@@ -149,6 +154,8 @@ class MixtureOfExperts(nn.Module):
             kept += itemsize * (self.hidden_size + 1)
         if self.input_noise is not None:
             kept += 2 * itemsize * self.hidden_size
+        if self.output_norm is not None:
+            kept += self.output_norm.activation_bytes(level, itemsize)
         if self.spec.identity_experts:
             kept += (5 if level == "mlp" else 1) * self.spec.experts_per_token + 4
         return kept

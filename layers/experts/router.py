@@ -46,6 +46,8 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(spec.num_choices)) if spec.router_bias else None
         correction = torch.empty(spec.num_choices, dtype=torch.float32) if spec.correction_bias else None
         self.register_buffer("correction_bias", correction)
+        if spec.correct_logits and not spec.correction_bias:
+            raise ValueError("correct_logits says what the correction bias is added to; there is none")
         table = None
         if spec.by_token_id is not None and (
             correction is not None or (spec.num_groups, spec.top_groups) != (1, 1)
@@ -146,6 +148,7 @@ class Router(nn.Module):
             renormalize=spec.renormalize,
             renormalize_eps=spec.renormalize_eps,
             correction_bias=self.correction_bias,
+            correct_logits=spec.correct_logits,
             num_groups=spec.num_groups,
             top_groups=spec.top_groups,
             group_score=spec.group_score,
@@ -242,6 +245,7 @@ class SparseMixerRouter(Router):
 
 _FOR_ROUTE = (
     *("experts_per_token", "score", "softmax_after_top_k", "renormalize", "correction_bias"),
+    "correct_logits",
     *("num_groups", "top_groups", "group_score", "routed_scaling_factor", "renormalize_eps"),
     "identity_experts",
 )

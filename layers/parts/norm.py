@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from liger_models.kernels import add_layer_norm, add_rms_norm, layer_norm, rms_norm, sigmoid_gated
+from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import (
     ActivationMemory,
     carry_float8_recipe,
     carry_recipe,
+    recompute,
 )
-from liger_models.layers.specs import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs import GatedNormSpec, LayerNormSpec, NormCast, NormSpec
 
 
-def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> Norm:
+@overload
+def make_norm(width: int, spec: NormSpec | LayerNormSpec) -> LigerRMSNorm | LigerLayerNorm: ...
+
+
+@overload
+def make_norm(width: int, spec: NormSpec | LayerNormSpec | GatedNormSpec) -> Norm: ...
+
+
+def make_norm(width: int, spec: NormSpec | LayerNormSpec | GatedNormSpec) -> Norm:
     """Create the norm that the spec describes, over a last dimension of `width`."""
+    if isinstance(spec, GatedNormSpec):
+        return GatedRMSNorm(width, spec)
     if isinstance(spec, NormSpec):
         return LigerRMSNorm(width, spec.eps, spec.offset, spec.cast, spec.float32_stream, spec.weighted)
     return LigerLayerNorm(width, spec.eps, spec.bias, spec.offset, spec.weighted)
@@ -174,4 +187,62 @@ class LigerLayerNorm(nn.Module):
         return f"{self.hidden_size}, eps={self.eps}, bias={self.bias is not None}, offset={self.offset}"
 
 
-Norm = LigerRMSNorm | LigerLayerNorm
+class GatedRMSNorm(nn.Module):
+    """RMSNorm times a gate of low rank, y * sigmoid(W_2 silu(W_1 y)) with y = norm(x) (A.X K2, 2026). Alone
+    or fused with the preceding residual add, like `LigerRMSNorm`.
+
+    For the backward pass it keeps what the norm keeps and W_1 y; the gate is made again.
+
+    Args:
+        width: of the last dimension, H.
+        spec: the norm, and the rank of its gate.
+
+    Attributes:
+        mlp: the gate's matrices, fc1 and fc2.
+    """
+
+    activation_memory: ActivationMemory = "lean"
+
+    def __init__(self, width: int, spec: GatedNormSpec):
+        super().__init__()
+        self.hidden_size, self.rank = width, spec.rank
+        self.norm = make_norm(width, spec.norm)
+        self.mlp = _GateMatrices(width, spec.rank)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [T, H] -> [T, H]; with `residual` [T, H]: (the gated normalised sum, the sum)."""
+        if residual is None:
+            return self._with_gate(self.norm(x))
+        y, total = self.norm(x, residual)
+        return self._with_gate(y), total
+
+    def _with_gate(self, y: Tensor) -> Tensor:
+        low = self.mlp.fc1(y)
+        if self.activation_memory == "all":
+            return self._gated(low, y)
+        out: Tensor = recompute(self._gated, low, y)
+        return out
+
+    def _gated(self, low: Tensor, y: Tensor) -> Tensor:
+        gate = self.mlp.fc2(F.silu(low))
+        if gate.dtype != y.dtype or torch.compiler.is_compiling():
+            return (y * gate.float().sigmoid()).to(y.dtype)
+        return sigmoid_gated(gate, y)
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Saved bytes per token: those of the norm, the product of low rank, and the output, which its
+        consumers keep and which others than `all` count here; with `all` also the normalised tensor, the
+        activation and the gate.
+        """
+        more = self.hidden_size + self.rank if level == "all" else 0
+        kept = self.hidden_size + self.rank + more
+        return self.norm.activation_bytes(level, itemsize) + itemsize * kept
+
+
+class _GateMatrices(nn.Module):
+    def __init__(self, width: int, rank: int):
+        super().__init__()
+        self.fc1, self.fc2 = Linear(width, rank, bias=False), Linear(rank, width, bias=False)
+
+
+Norm = LigerRMSNorm | LigerLayerNorm | GatedRMSNorm

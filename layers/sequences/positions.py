@@ -114,6 +114,8 @@ class Positions(Part):
         return self._once("logarithms", lambda: (self.ids + 1).float().log())
 
     def _query_scale(self, spec: QueryScaleSpec) -> Tensor:
+        if spec.power:
+            return torch.exp(spec.beta * torch.log1p((self.ids.float() + spec.first) / spec.length))
         lengths_passed = torch.floor((self.ids.float() + spec.first) / spec.length)
         return 1 + spec.beta * torch.log(1 + lengths_passed)
 

@@ -57,7 +57,7 @@ from liger_models.layers.specs.mlp import (
     SparseMixerSpec,
 )
 from liger_models.layers.specs.model import ModelSpec, MTPSpec
-from liger_models.layers.specs.norms import LayerNormSpec, NormCast, NormSpec
+from liger_models.layers.specs.norms import GatedNormSpec, LayerNormSpec, NormCast, NormSpec
 from liger_models.layers.specs.positions import CanvasSpec, ClockSpec, PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
     AdapterSpec,
@@ -177,6 +177,7 @@ __all__ = [
     "Fresh",
     "GatedConvSpec",
     "GatedDeltaSpec",
+    "GatedNormSpec",
     "GatedPoolsSpec",
     "GatedProjectorSpec",
     "GatedStreamsSpec",

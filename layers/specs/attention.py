@@ -61,7 +61,8 @@ class AttentionSpec(_Heads):
     `dropout`. `query_scale` scales the queries by position after their
     rotation. With `gated` the query projection also computes a gate of `head_dim` per head, next to its
     query, whose sigmoid multiplies the head's output; with `gates` a projection of its own computes it, by
-    channel or one number by head, and with `softplus_gates` the softplus multiplies the output instead.
+    channel or one number by head, with `gate_bias` after adding a learned number of each head, and with
+    `softplus_gates` the softplus multiplies the output instead.
     `qkv_limit` clamps queries, keys and values as they leave their projection. Heads of values have
     `v_head_dim` elements, or if it is None as many as those of keys. With `values_are_keys` one projection
     computes both: values are the keys before norm and rotation. Within spans (`Visibility.spans`)
@@ -99,6 +100,7 @@ class AttentionSpec(_Heads):
     indexer: BlockIndexerSpec | PooledIndexerSpec | None = None
     k_bias: bool = True
     out_norm: NormSpec | None = None
+    gate_bias: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
@@ -180,8 +182,11 @@ class LatentAttentionSpec:
     scores, and `query_scale` scales the queries by position after their rotation. `bias` applies to the
     latent and the output projections. `norm` is the latents', and `latent_scale` multiplies the normed latent
     of keys and values. With `gates` a further projection computes a gate, by channel or one number by head,
-    whose sigmoid multiplies the output. With `sinks` each head learns a logit that takes a share of the
-    weights and contributes no value. With an `indexer` a query attends to the keys
+    whose sigmoid multiplies the output; with `gated` that of queries also computes a gate of `v_head_dim`
+    per head, next to its query. With `raw_q_latent` queries come from their latent after and before its norm,
+    side by side. With `k_rope_norm` the rotated part of keys is normalised before, as the latents are.
+    `window` is the number of visible tokens, as in `AttentionSpec`. With `sinks` each head learns a logit
+    that takes a share of the weights and contributes no value. With an `indexer` a query attends to the keys
     that it chooses, from the hidden state and the queries' latent, if they have one; with `keys_of`, to those
     that the indexer of that layer has chosen. With `learned_query_scale` the layer's queries and its
     indexer's are also multiplied by a learned linear function of the logarithm of their position, by head.
@@ -207,6 +212,10 @@ class LatentAttentionSpec:
     keys_of: int | None = None
     learned_query_scale: bool = False
     latents_of: int | None = None
+    gated: bool = False
+    raw_q_latent: bool = False
+    k_rope_norm: bool = False
+    window: int | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -216,14 +225,15 @@ class LatentAttentionSpec:
     def attention(self) -> AttentionSpec:
         """The attention product, after queries, keys and values are computed."""
         heads = self.num_attention_heads
-        return AttentionSpec(heads, heads, self.qk_head_dim, self.scale, sinks=self.sinks)
+        sizes = heads, heads, self.qk_head_dim
+        return AttentionSpec(*sizes, self.scale, window=self.window, sinks=self.sinks)
 
     @property
     def gate_size(self) -> int:
         """Width of the gate, over all heads; 0 without one."""
-        if self.gates is None:
+        if self.gates is None and not self.gated:
             return 0
-        return self.num_attention_heads * (self.v_head_dim if self.gates == "channels" else 1)
+        return self.num_attention_heads * (1 if self.gates == "heads" else self.v_head_dim)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

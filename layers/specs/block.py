@@ -26,7 +26,7 @@ from liger_models.layers.specs.conformer import (
     RelativeAttentionSpec,
 )
 from liger_models.layers.specs.mlp import MLPSpec, MoESpec, NgramSpec, PerLayerInputSpec
-from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
+from liger_models.layers.specs.norms import GatedNormSpec, LayerNormSpec, NormSpec
 from liger_models.layers.specs.recurrent import RecurrentSpec
 from liger_models.layers.specs.rotary import RopeSpec
 
@@ -140,7 +140,8 @@ class BlockSpec:
     them. `second_mixer` reads the same input as `mixer`, and `branch_scales` multiply the outputs of both and
     of the MLP; `stream_scales` multiply the terms to which the mixer's output and the MLP's are added. `norm`
     applies to each of the layer's norms, or with `branch_norm` to those before
-    the branches, and that to the norms of their outputs. `initial_scale` is the initial value of learned
+    the branches, and that to the norms of their outputs. If it has a gate, the norm before the MLP has none
+    with `plain_mlp_norm`. `initial_scale` is the initial value of learned
     scales of the branches. `residual_scale` multiplies each branch before it
     is added to the residual stream, and in training its elements are dropped with the probability `dropout`.
     Some topologies support `experts` in addition to the MLP, and a `per_layer_input`. With `shared`, the
@@ -153,7 +154,7 @@ class BlockSpec:
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
-    norm: NormSpec | LayerNormSpec
+    norm: NormSpec | LayerNormSpec | GatedNormSpec
     topology: Topology = "pre_norm"
     residual_scale: float = 1.0
     experts: MoESpec | None = None
@@ -169,6 +170,7 @@ class BlockSpec:
     bound: float | None = None
     ngrams: NgramSpec | None = None
     laurel_rank: int | None = None
+    plain_mlp_norm: bool = False
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:

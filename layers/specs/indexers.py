@@ -11,7 +11,7 @@ class IndexerSpec:
     `num_heads` queries of `head_dim` against one key per token. The first dimensions of both, or the last
     ones if `rotates_last`, are rotated as the layer's own, `interleaved` or by halves. `norm_eps` is that of
     the norm of keys; with `float32_weights` the weights of heads are computed in float32, whatever the
-    model's dtype.
+    model's dtype. `scale` multiplies the scores, which matters to the indexer's loss alone.
     """
 
     num_heads: int
@@ -21,6 +21,7 @@ class IndexerSpec:
     rotates_last: bool = False
     norm_eps: float = 1e-6
     float32_weights: bool = False
+    scale: float = 1.0
 
     @property
     def key_size(self) -> int:

@@ -67,7 +67,8 @@ class MoESpec:
     multiplied by a learned number. With `latent_size` the experts' inputs and outputs have that width: a
     projection precedes and one follows them, with biases if `latent_bias`, while the router and the shared
     expert read the tokens themselves. `shared_expert` is an additional MLP for all tokens; `shared_scale`
-    multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). The router also chooses among
+    multiplies its output, and `shared_gate` weighs it by sigmoid(gate(x)). With `output_norm` the sum of all
+    their outputs is normalised. The router also chooses among
     `identity_experts` without weights, which return their input; their numbers follow those of the MLPs. With
     `image_size` tokens of pictures have as many other experts of that width, with a router of their own
     (layers/experts/modal_experts.py). With `by_token_id` a stored table has the experts of each of so many
@@ -85,9 +86,10 @@ class MoESpec:
     softmax_after_top_k: bool = False
     renormalize: bool = True
     correction_bias: bool = False
+    correct_logits: bool = False
     num_groups: int = 1
     top_groups: int = 1
-    group_score: Literal["top_2", "max"] = "top_2"
+    group_score: Literal["top_2", "top_2_else_0", "max"] = "top_2"
     routed_scaling_factor: float = 1.0
     renormalize_eps: float = 1e-20
     sparse_mixer: SparseMixerSpec | None = None
@@ -101,6 +103,7 @@ class MoESpec:
     shared_expert: MLPSpec | None = None
     shared_gate: bool = False
     shared_scale: float = 1.0
+    output_norm: NormSpec | None = None
     identity_experts: int = 0
     image_size: int | None = None
     by_token_id: int | None = None

@@ -23,6 +23,14 @@ class NormSpec:
 
 
 @dataclass(frozen=True)
+class GatedNormSpec:
+    """RMSNorm times a gate of rank `rank` of its result: `GatedRMSNorm` in layers/parts/norm.py."""
+
+    norm: NormSpec
+    rank: int
+
+
+@dataclass(frozen=True)
 class LayerNormSpec:
     """LayerNorm: `(x - mean(x)) / std(x) * (offset + weight) + bias`, with or without a weight and a
     bias.

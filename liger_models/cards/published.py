@@ -90,6 +90,8 @@ def _with_first(config: Mapping[str, Any], layers: int) -> dict[str, Any]:
     for key in ("moe_layers", "cross_attention_layers"):
         if listed := cut.get(key):
             cut[key] = [layer for layer in listed if layer < layers]
+    if own_sizes := cut.get("per_layer_config"):
+        cut["per_layer_config"] = {i: sizes for i, sizes in own_sizes.items() if int(i) < layers}
     if runs := cut.get("attention_types"):  # of GPT-Neo: lists of kinds, and how often each is repeated
         kinds = [kind for listed, times in runs for _ in range(times) for kind in listed]
         cut["attention_types"] = [[kinds[:layers], 1]]

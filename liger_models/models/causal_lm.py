@@ -31,6 +31,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.specs import ModelSpec
+from liger_models.models.absent_tensors import write_all_tensors
 from liger_models.models.quantised_export import encoder_of
 from liger_models.models.vocabulary import resize
 
@@ -185,6 +186,7 @@ class LigerCausalLM(CausalLM):
                 model's parameters have changed since its creation, for example by adding an adapter.
             ConfigError: an invalid `dtype`.
         """
+        write_all_tensors(self)
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         options = self._plan_options(parameters, weight_map, dtype)
         with encoder_of(self, quantization) as encoder:
@@ -199,6 +201,7 @@ class LigerCausalLM(CausalLM):
         Raises:
             CheckpointError, ConfigError: as in `save_pretrained`.
         """
+        write_all_tensors(self)
         parameters, weight_map = self.saved_tensors(), self.weight_map()
         return plan_checkpoint(parameters, weight_map, **self._plan_options(parameters, weight_map, dtype))
 
@@ -243,6 +246,7 @@ class LigerCausalLM(CausalLM):
             CheckpointError: the model's parameters have changed since its creation, for example by adding an
             adapter.
         """
+        write_all_tensors(self)
         natives, weight_map = self.saved_tensors(), self.weight_map()
         check_savable(natives, weight_map)
         copies: dict[str, list[str]] = {}

@@ -239,7 +239,9 @@ def as_transformers_4(config: Mapping[str, Any], rope_keys: tuple[str, str]) -> 
     new = old.pop("rope_parameters", None)
     if not new:
         return old
-    if new.get("full_attention", new) is None:  # layers without positions, of which it cannot tell
+    nested = any(isinstance(settings, Mapping) for settings in new.values())
+    # Layers without positions, or of other types, of which the older spelling cannot tell.
+    if new.get("full_attention", None if nested else new) is None:
         return {**old, "rope_parameters": new}
     full = dict(new.get("full_attention", new))
     for key, older in zip(("rope_theta", "partial_rotary_factor"), rope_keys, strict=True):

@@ -72,6 +72,21 @@ def test_fresh_weights_are_saved_as_the_native_model_saves_them(family, make_bot
     assert relative_distance(fresh.eval()(ids).logits, native(ids).logits) <= BOUND
 
 
+def test_tensors_that_a_checkpoint_lacks_are_zeros(make_both, tmp_path):
+    """A.X K1 was released without the correction bias of its routers."""
+    both = make_both("axk1")
+    tensors = load_file(both.folder / "model.safetensors")
+    stored = {name: tensor for name, tensor in tensors.items() if not name.endswith("correction_bias")}
+    assert len(stored) < len(tensors)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((both.folder / "config.json").read_bytes())
+    model = type(both.ours).from_pretrained(tmp_path).eval()
+    assert not any(bias.any() for name, bias in model.named_buffers() if name.endswith("correction_bias"))
+    native = liger_models.from_pretrained(tmp_path)
+    ids = torch.arange(3, 16)[None]
+    assert relative_distance(model(ids).logits, native(ids).logits) <= BOUND
+
+
 def test_a_checkpoint_with_stacked_experts_is_saved_with_stacked_experts(make_both, tmp_path):
     both = make_both("qwen3_moe")
     native = liger_models.from_pretrained(both.folder)

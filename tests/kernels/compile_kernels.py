@@ -94,7 +94,8 @@ def run_everything() -> None:
     attention()
     streams()
     corrected = [{"score": s, "correction_bias": torch.randn(128)} for s in ("sigmoid", "sqrt_softplus")]
-    for choice in ({}, {"renormalize": False}, *corrected):
+    of_logits = {**corrected[0], "correct_logits": True}
+    for choice in ({}, {"renormalize": False}, *corrected, of_logits):
         backward(kernels.route(operand(64, 128), 8, **choice)[0])
     for choice in ({"score": "sigmoid"}, {"group_score": "max", "renormalize": False}):
         backward(kernels.route(operand(64, 128), 8, num_groups=8, top_groups=4, **choice)[0])

@@ -107,6 +107,33 @@ def test_only_experts_of_the_best_groups_are_chosen_even_if_their_scores_are_neg
     assert torch.equal((experts // 4).sort(1).values[:, ::4], quality.topk(2).indices.sort(1).values)
 
 
+def test_experts_of_other_groups_may_count_as_zero(implementation):
+    """A.X K2: experts of the groups that are left out have the corrected score 0, and others lie below."""
+    logits = torch.randn(TOKENS, EXPERTS)
+    bias = torch.randn(EXPERTS) / 4 - 0.5
+    options = {"score": "sigmoid", "correction_bias": bias, "num_groups": 4, "top_groups": 2}
+    experts = route(logits, TOP_K, **options, group_score="top_2_else_0")[1].long()
+    corrected = logits.sigmoid() + bias
+    groups = corrected.unflatten(1, (4, 4)).topk(2).values.sum(-1).topk(2).indices
+    inside = (torch.arange(EXPERTS)[:, None] // 4 == groups[:, None]).any(-1)
+    expected = corrected.where(inside, 0.0)
+    chosen = torch.zeros_like(inside).scatter(1, experts, True)
+    least = expected.where(chosen, torch.inf).min(1).values
+    assert (expected.masked_fill(chosen, -torch.inf).max(1).values <= least).all()
+    assert (chosen & ~inside).any()
+
+
+def test_a_correction_of_logits_chooses_by_their_sum(implementation, assert_near):
+    """Kolibri 1. The choice by corrected scores differs."""
+    logits, bias = torch.randn(TOKENS, EXPERTS) * 3, torch.randn(EXPERTS)
+    options = {"score": "sigmoid", "correction_bias": bias}
+    weights, experts = route(logits, TOP_K, **options, correct_logits=True)
+    assert torch.equal(experts.long(), (logits + bias).topk(TOP_K).indices)
+    assert not torch.equal(experts, route(logits, TOP_K, **options)[1])
+    scores = logits.double().sigmoid().gather(1, experts.long())
+    assert_near(weights, scores / scores.sum(1, keepdim=True), 8)
+
+
 some_forms = pytest.mark.parametrize(
     "options",
     [
@@ -336,7 +363,8 @@ def test_no_tokens_and_top_k_of_all_experts_are_accepted(implementation):
         ({"correction_bias": torch.zeros(7)}, r"correction_bias is \(7,\); expected \(8,\)"),
         ({"num_groups": 2, "top_groups": 3}, "top_groups is 3; expected 1 to num_groups, 2"),
         ({"num_groups": 3, "top_groups": 1}, "3 groups with top_groups=1"),
-        ({"group_score": "sum"}, "group_score is 'sum'; expected 'top_2' or 'max'"),
+        ({"correct_logits": True}, "correct_logits is for a choice by a correction_bias"),
+        ({"group_score": "sum"}, "group_score is 'sum'; expected 'top_2', 'top_2_else_0' or 'max'"),
         ({"num_groups": 8, "top_groups": 4}, "8 groups with top_groups=4"),
         ({"num_groups": 4, "top_groups": 1, "top_k": 3}, "4 groups with top_groups=1"),
         ({"experts": torch.zeros(3, 1, dtype=torch.int32)}, r"experts are \(3, 1\), torch.int32; expected"),

@@ -33,6 +33,16 @@ def test_the_first_position_may_count_as_another():
     assert torch.allclose(found, torch.tensor([math.log(1 + (n + 1) // 2) + 1 for n in range(5)]))
 
 
+def test_the_factor_may_be_a_power_of_lengths_passed():
+    """Beam's constants, at far positions: (1 + (position + 1) / 2048) ^ 0.1."""
+    positions = torch.tensor([[0, 2047, 500_000]])
+    sequences = Sequences.from_call((1, 3), torch.device("cpu"), position_ids=positions)
+    found = sequences.positions.query_scale(QueryScaleSpec(0.1, 2048, first=1, power=True))
+    expected = [(1 + (n + 1) / 2048) ** 0.1 for n in positions[0].tolist()]
+    # A logarithm, its product and an exponential of float32.
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=4 * 2**-23, atol=0)
+
+
 def test_a_product_and_its_gradient_are_rounded_once():
     spec, sequences = QueryScaleSpec(0.3, 2), Sequences.from_call((1, 9), torch.device("cpu"))
     torch.manual_seed(0)

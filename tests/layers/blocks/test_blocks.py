@@ -21,6 +21,7 @@ from liger_models.layers.specs import (
     BlockSpec,
     DifferentialAttentionSpec,
     GatedDeltaSpec,
+    GatedNormSpec,
     GatedStreamsSpec,
     LatentAttentionSpec,
     LayerNormSpec,
@@ -61,6 +62,7 @@ ROUTED = {
     "experts": EXPERTS,
     "router's loss": replace(EXPERTS, aux_loss_coef=0.1),
     "shared expert": replace(EXPERTS, shared_expert=MLPSpec(20), shared_gate=True),
+    "normalised experts": replace(EXPERTS, shared_expert=MLPSpec(20), output_norm=NormSpec()),
     "drawn experts": replace(EXPERTS, sparse_mixer=SparseMixerSpec(0.4), input_noise=0.1),
     "weighted inputs": replace(EXPERTS, weighted="inputs", shared_expert=MLPSpec(20)),
     "all in float32": replace(EXPERTS, float32_router=True, score="sigmoid", correction_bias=True),
@@ -97,6 +99,9 @@ BLOCKS = {
         per_layer_input=PerLayerInputSpec(6, "gelu_tanh"),
     ),
     "sandwich": replace(PRE_NORM, topology="sandwich"),
+    "a sandwich of scaled sums": replace(
+        PRE_NORM, topology="sandwich", branch_scales=(0.5, 1.0, 2.0), stream_scales=(2.0, 0.5)
+    ),
     "scaled sandwich": replace(PRE_NORM, topology="scaled_sandwich"),
     "own inputs": replace(
         PRE_NORM, topology="scaled_sandwich", per_layer_input=PerLayerInputSpec(6, "gelu_tanh")
@@ -113,6 +118,14 @@ BLOCKS = {
     "mlp alone": replace(PRE_NORM, topology="one_part", mixer=None),
     "experts alone": replace(PRE_NORM, topology="one_part", mixer=None, mlp=EXPERTS),
     "layer norm": replace(PRE_NORM, norm=LayerNormSpec()),
+    "norms with gates": replace(PRE_NORM, norm=GatedNormSpec(NormSpec(), 5)),
+    "a norm with a gate": replace(PRE_NORM, norm=GatedNormSpec(NormSpec(), 5), plain_mlp_norm=True),
+    "gates next to latent queries": replace(
+        PRE_NORM, mixer=replace(LATENT, gates=None, gated=True, raw_q_latent=True)
+    ),
+    "norms of rotated keys, and a window": replace(
+        PRE_NORM, mixer=replace(LATENT, gates="heads", k_rope_norm=True, window=5)
+    ),
     "plain mlp": replace(PRE_NORM, mlp=MLPSpec(40, "relu2", gated=False)),
     "norms before output projections": replace(
         PRE_NORM,
@@ -143,6 +156,10 @@ BLOCKS = {
         PRE_NORM, mixer=replace(ATTENTION, qk_norm=QKNormSpec(scope="unweighted", before_rope=False))
     ),
     "gates by channel": replace(PRE_NORM, mixer=replace(ATTENTION, gates="channels")),
+    "gates with biases": replace(PRE_NORM, mixer=replace(ATTENTION, gates="channels", gate_bias=True)),
+    "queries that grow as a power": replace(
+        PRE_NORM, mixer=replace(ATTENTION, query_scale=QueryScaleSpec(0.1, 4, 1, power=True))
+    ),
     "softplus gates by head": replace(PRE_NORM, mixer=replace(ATTENTION, gates="heads", softplus_gates=True)),
     "clamped projections": replace(PRE_NORM, mixer=replace(ATTENTION, qkv_limit=0.1)),
     "layer norm without parameters": replace(PRE_NORM, norm=LayerNormSpec(bias=False, weighted=False)),
