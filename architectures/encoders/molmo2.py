@@ -1,5 +1,5 @@
-"""Molmo 2's encoder of images of one size, several of whose layers the projector reads side by side. It pools
-patches by attention; the processor says which of them make a token.
+"""Molmo 2's encoder for images of one size. The projector reads outputs of several layers, concatenated, and
+pools patches by attention; the processor says which patches make a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Shared parts of image encoders."""
+"""Shared parts of image encoders: attention over all patches, patches, projectors, the states that a projector
+reads, tiles; and the Q-Formers of Granite 4 Vision.
+"""
 
 from __future__ import annotations
 

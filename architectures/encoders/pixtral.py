@@ -1,4 +1,6 @@
-"""Pixtral's encoder (arXiv:2410.07073), for images of any size."""
+"""Pixtral's encoder (arXiv:2410.07073), for images of any size: gated MLPs, RMSNorm, and rotary embeddings by
+row and column; no biases.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""SigLIP 2's encoder (arXiv:2502.14786) for images of any size (NaFlex): positions are resized to each; and
-the encoder of MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR, for images and frames of any size: SigLIP's layers,
-between two of which windows of four patches are merged, unless tokens are to keep their detail.
+"""SigLIP 2's encoder (arXiv:2502.14786) for images of any size (NaFlex), with a position table resized to each.
+
+Below it, the encoder of MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR, for images and frames of any size: SigLIP's
+layers. Windows of four patches are merged between two of them, except in the mode that keeps detail.
 """
 
 from __future__ import annotations
