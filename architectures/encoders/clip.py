@@ -1,6 +1,6 @@
-"""Encoders of CLIP (arXiv:2103.00020) and SigLIP (arXiv:2303.15343), for square images: LayerNorm, plain MLPs, a
-position table, and CLIP's class token. Hunyuan-VL's and Phi-4-multimodal's (arXiv:2503.01743, section 2.1.1)
-have SigLIP's layers.
+"""Encoders of CLIP (arXiv:2103.00020) and SigLIP (arXiv:2303.15343), for square images: LayerNorm, plain
+MLPs, a position table, and CLIP's class token. Hunyuan-VL's and Phi-4-multimodal's (arXiv:2503.01743, section
+2.1.1) have SigLIP's layers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Llama 4's encoder, for square tiles: LayerNorm, plain MLPs, a position table and rotary embeddings by column
-and row, and a class token at the end. The adapter merges patches (pixel shuffle).
+"""Llama 4's encoder, for square tiles: LayerNorm, plain MLPs, a position table and rotary embeddings by
+column and row, and a class token at the end. The adapter merges patches (pixel shuffle).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Encoder of Llama 3.2 Vision (arXiv:2407.21783, section 7), for images split into tiles: layers with LayerNorm
-and plain MLPs, then layers with gated branches. Outputs of several layers are concatenated.
+"""Encoder of Llama 3.2 Vision (arXiv:2407.21783, section 7), for images split into tiles: layers with
+LayerNorm and plain MLPs, then layers with gated branches. Outputs of several layers are concatenated.
 """
 
 from __future__ import annotations

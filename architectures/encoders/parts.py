@@ -1,5 +1,5 @@
-"""Shared parts of image encoders: attention over all patches, patches, projectors, the states that a projector
-reads, tiles; and the Q-Formers of Granite 4 Vision.
+"""Shared parts of image encoders: attention over all patches, patches, projectors, the states that a
+projector reads, tiles; and the Q-Formers of Granite 4 Vision.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Encoders of the Qwen families (arXiv:2409.12191), for images and videos of any size: rotary embeddings by row
-and column, and a merger of patches. ERNIE 4.5 VL's has the same layers.
+"""Encoders of the Qwen families (arXiv:2409.12191), for images and videos of any size: rotary embeddings by
+row and column, and a merger of patches. ERNIE 4.5 VL's has the same layers.
 """
 
 from __future__ import annotations

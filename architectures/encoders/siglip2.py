@@ -1,4 +1,4 @@
-"""SigLIP 2's encoder (arXiv:2502.14786) for images of any size (NaFlex), with a position table resized to each.
+"""SigLIP 2's encoder (arXiv:2502.14786, NaFlex) for images of any size; its position table is resized.
 
 Below it, the encoder of MiniCPM-V 4.6 and 4.7 and MiniCPM-OCR, for images and frames of any size: SigLIP's
 layers. Windows of four patches are merged between two of them, except in the mode that keeps detail.
