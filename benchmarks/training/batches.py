@@ -36,7 +36,8 @@ def make_batch(
         scenes = _scenes(config)
         call = scenes.make(_with_images(batch, seq, scenes))
         return {name: tensor.to(device) for name, tensor in call.items()}
-    vocab_size = config["vocab_size"]
+    # Gemma 3n has no embeddings by layer for its last ids, which stand for images and sounds.
+    vocab_size = min(config[key] for key in ("vocab_size", "vocab_size_per_layer_input") if config.get(key))
     generator = torch.Generator().manual_seed(0)
     if data == "full":
         ids = torch.randint(vocab_size, (batch, seq), generator=generator).to(device)

@@ -23,6 +23,7 @@ PACKAGES = {
     SSDSpec: ("mamba_ssm", "causal_conv1d"),
     GatedConvSpec: ("causal_conv1d",),
 }
+WIDEST = 4  # convolution of causal_conv1d's kernels
 
 
 def settings_of_peers(
@@ -81,6 +82,7 @@ def kinds_of_attention(spec: ModelSpec, tokens: int, sdpa: bool = True) -> list[
 
 def packages_of(spec: ModelSpec) -> str:
     """Installed packages whose kernels a peer's recurrent layers can use, as options of a provider."""
-    kinds = {type(mixer) for block in spec.blocks for mixer in block.mixers}
+    mixers = [mixer for block in spec.blocks for mixer in block.mixers]
+    kinds = {type(mixer) for mixer in mixers if getattr(mixer, "conv", 0) <= WIDEST}
     usable = dict.fromkeys(name for kind in PACKAGES if kind in kinds for name in PACKAGES[kind])
     return "".join(f"+{name}" for name in usable if importlib.util.find_spec(name) is not None)
