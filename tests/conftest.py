@@ -84,10 +84,10 @@ def pytest_collection_modifyitems(config, items):
         item.user_properties += [("supports", mark.args) for mark in item.iter_markers("supports")]
     if torch.cuda.is_available():
         return
-    for_gpus = [item for item in items if "gpu" in item.keywords]
+    for_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if hasattr(config, "workerinput"):  # to skip a sixth of the tests, each reported by itself, takes seconds
         config.hook.pytest_deselected(items=for_gpus)
-        items[:] = [item for item in items if "gpu" not in item.keywords]
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     for item in for_gpus:
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
 
@@ -223,7 +223,7 @@ def _within_a_second():
 def pytest_runtest_teardown(item):
     """Return the GPU memory that a test's process no longer uses: several processes may share the GPU."""
     yield
-    if "gpu" in item.keywords and torch.cuda.is_initialized():
+    if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
 

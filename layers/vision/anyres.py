@@ -44,7 +44,9 @@ class Newline(nn.Module):
 
     def forward(self, x: Tensor, pictures: Sequence[Taps], sizes: Sequence[int]) -> Tensor:
         """x [N, H], the features of pictures of these sizes -> [F, H]."""
-        rows = torch.cat([x, self.weight.to(x.dtype)[None]])
+        # In float32 before rows are picked: gradients add up in the dtype of what is picked from, one by one,
+        # and many rows of an image end with the same feature.
+        rows = torch.cat([x, self.weight.to(x.dtype)[None]]).float()
         first, taps = 0, []
         for picture, size in zip(pictures, sizes, strict=True):
             taps.append(torch.where(picture.features == NEWLINE, len(x), picture.features + first))

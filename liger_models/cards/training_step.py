@@ -193,7 +193,9 @@ def plan(
     job = {"model": name, "config": config, "batch": batch, "seq": tokens}
     job |= {"warmup": WARMUP, "steps": STEPS, "data": data}
     ours = [OURS]
-    if family.vision and operations(config, batch * tokens) < FEW_OPERATIONS:
+    # Layers that choose keys read where documents begin on the host, which graphs cannot record.
+    chooses = any(getattr(mixer, "indexer", None) for block in spec.blocks for mixer in block.mixers)
+    if family.vision and not chooses and operations(config, batch * tokens) < FEW_OPERATIONS:
         ours.append(f"{OURS}+graphs")
     theirs = settings_of_peers(spec, tokens, compiled, sdpa, has_experts_choice(family))
     return [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from wide import _reference
+from wide import VOCABULARY, _reference, _spec, wide_config
 
 from liger_models.architectures import find_architecture
 
@@ -19,3 +19,10 @@ def test_the_reference_in_bfloat16_has_rotary_frequencies_in_float32(family):
 
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+
+def test_ids_of_sounds_are_within_the_vocabulary_of_a_model_without_images():
+    config = wide_config("qwen2_audio")
+    assert config["audio_config"]["encoder_layers"] == 3
+    spec = _spec(config)
+    assert spec.audio.audio_id < spec.vocab_size == VOCABULARY

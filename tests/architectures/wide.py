@@ -91,8 +91,8 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     has = [config for config in own if having and config.get(having)]
     config = min(has or own, key=lambda config: abs(_spec(config).hidden_size - 4096))
     cut = with_layers(config, max(2, layers_of_every_kind(config)))
-    if images := "vision_config" in cut:
-        _cut_encoder(cut)
+    if media := not {"vision_config", "audio_config"}.isdisjoint(cut):
+        _cut_encoders(cut)
     if _parameters(cut) > MOST:  # layers that differ by decays of their own (MiniMax)
         cut = with_layers(cut, 2)
     text = cut.get("text_config", cut)
@@ -101,7 +101,7 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
         cut |= {key: config[key] - fewer for key in IDS_OF_MOLMO if key in config}
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
-    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if images else None}
+    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if media else None}
     if "vocab_size_per_layer_input" in text:
         text["vocab_size_per_layer_input"] = text["vocab_size"]
     # transformers 5.17 does not read it
@@ -130,14 +130,10 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
     return cut
 
 
-def _cut_encoder(config: dict[str, Any]) -> None:
-    """Cut the encoder to few layers, and use small ids for images."""
-    vision = config["vision_config"] = dict(config["vision_config"])
-    vision |= {key: value for key, value in FEW.items() if key in vision}
-    if "layer_types" in vision:
-        vision["layer_types"] = vision["layer_types"][: vision["num_hidden_layers"]]
-    if taken := vision.get("intermediate_layers_indices"):
-        vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
+def _cut_encoders(config: dict[str, Any]) -> None:
+    """Cut the encoders to few layers, and use small ids for images and sounds."""
+    if "vision_config" in config:
+        config["vision_config"] = _cut_vision(config["vision_config"])
     if "insert_layer_id" in config:  # between two of these
         config["insert_layer_id"] = 1
     if "deepstack_layer_map" in config:
@@ -152,6 +148,15 @@ def _cut_encoder(config: dict[str, Any]) -> None:
         config["audio_config"] = {**audio, **few}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
+
+
+def _cut_vision(config: Mapping[str, Any]) -> dict[str, Any]:
+    vision = {**config, **{key: value for key, value in FEW.items() if key in config}}
+    if "layer_types" in vision:
+        vision["layer_types"] = vision["layer_types"][: vision["num_hidden_layers"]]
+    if taken := vision.get("intermediate_layers_indices"):
+        vision["vision_output_dim"] = vision["hidden_size"] * (1 + len(taken))
+    return vision
 
 
 def _spec(config: Mapping[str, Any]) -> ModelSpec:

@@ -210,6 +210,14 @@ def test_an_unknown_provider_is_refused(benchmarks, provider):
         check_provider(provider)
 
 
+def test_ids_of_a_batch_have_embeddings_by_layer(benchmarks):
+    from benchmarks.training.batches import make_batch
+
+    config = {"vocab_size": 400, "vocab_size_per_layer_input": 100}
+    for kind in ("full", "packed"):
+        assert make_batch(kind, 4, 100, config, "cpu")["input_ids"].max() < 100
+
+
 def test_every_shape_is_a_supported_model(benchmarks):
     import liger_models
     from benchmarks.training.shapes import MODELS, config_of

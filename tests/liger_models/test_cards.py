@@ -245,6 +245,8 @@ def test_a_vision_language_family_is_measured_with_images():
     assert [job["provider"] for job in jobs] == [
         *("ours", "ours+graphs", "transformers+liger+sdpa", "transformers+sdpa")
     ]
+    *providers, _, _ = training_step.plan(find_architecture("qwen4_exp"), ROOT, ["cpu"])
+    assert not any("graphs" in job["provider"] for job in providers)  # its indexers cannot be recorded
     nested, *_ = training_step.plan(find_architecture("llava"), ROOT, ["cpu"])
     result = {"tokens_per_second": 1.0, "gib": 1.0}
     passed, values = training_step.outcome(nested, {"ours": result})
@@ -283,9 +285,14 @@ def test_peers_are_measured_in_each_setting_that_may_be_their_fastest():
 def test_recurrent_peers_use_the_packages_that_are_installed(monkeypatch):
     installed = {"fla": True, "causal_conv1d": None, "mamba_ssm": True}
     monkeypatch.setattr(peers.importlib.util, "find_spec", installed.get)
+    monkeypatch.setattr(peers, "has_sdpa", lambda family: True)  # transformers' imports look, too
     assert settings_of(find_architecture("qwen3_5_text"), 64)[1:] == ["transformers+sdpa+fla"]
     assert settings_of(find_architecture("bamba"), 64)[1:] == ["transformers+sdpa+mamba_ssm"]
     assert settings_of(LLAMA, 64)[1:] == ["transformers+sdpa"]
+    installed["causal_conv1d"] = True
+    lfm2 = find_architecture("lfm2")
+    assert settings_of(lfm2, 64, conv_L_cache=4)[1:] == ["transformers+sdpa+causal_conv1d"]
+    assert settings_of(lfm2, 64, conv_L_cache=5)[1:] == ["transformers+sdpa"]  # wider than its kernels
 
 
 def test_peers_are_compiled_in_the_settings_that_may_be_their_fastest():

@@ -9,7 +9,7 @@ import torch
 from scenes import Video
 
 from liger_models.convert.errors import DataError
-from liger_models.layers.vision.anyres import Newline, best_resolution, of_tiles
+from liger_models.layers.vision.anyres import NEWLINE, Newline, best_resolution, of_tiles
 from liger_models.layers.vision.packing import VisionConversation, pack_conversations
 
 RESOLUTIONS = [(h, w) for h in (10, 20, 30) for w in (10, 20, 40)]
@@ -51,3 +51,18 @@ def test_videos_of_several_lengths_are_packed_frame_by_frame(make_pair):
         packed["num_frames_per_video"] += 1
         with pytest.raises(DataError, match=r"num_frames_per_video is \[3, 4\], 7 frames together; found 5"):
             pair.ours(ids, cu_seqlens=bounds, **packed)
+
+
+def test_the_gradient_of_a_feature_that_ends_many_rows_is_rounded_once():
+    rows, newline = 100, Newline(64).bfloat16()
+    taps = of_tiles(10, rows // 10, 1, 10 * rows, 10, None)
+    size = 10 * 10 * (rows // 10 + 1)
+    torch.manual_seed(0)
+    torch.nn.init.normal_(newline.weight)
+    found = newline(torch.randn(size, 64, dtype=torch.bfloat16), [taps], [size])
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
+    ends = (taps.features[:, 0] == NEWLINE).nonzero()[:, 0]
+    assert len(ends) == rows
+    exact = upstream[ends].double().sum(0)
+    assert (newline.weight.grad.double() - exact).norm() <= 2**-9 * 1.01 * exact.norm()
