@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from live_bytes import AsCuDNN, LiveBytes, as_on_a_gpu
-from wide import PUBLISHED, _cut_encoder
+from wide import PUBLISHED, _cut_encoders
 
 import liger_models
 from liger_models.architectures import find_architecture
@@ -29,7 +29,7 @@ def wide_model(family):
     )
     config = with_layers(read_config(path), 3)
     if "vision_config" in config:
-        _cut_encoder(config)
+        _cut_encoders(config)
     return liger_models.from_config(config, device="meta", dtype="bfloat16").train()
 
 
