@@ -50,126 +50,73 @@ class Case(NamedTuple):
     summary: str | None = None
 
 
+def _full(level: str, batch: int, *peers: str, peers_keep: str = "none") -> tuple[Configuration, ...]:
+    """Ours at a level of activation memory, and peers, on rows without padding."""
+    return ("ours", level, batch, "full"), *((peer, peers_keep, batch, "full") for peer in peers)
+
+
+def _documents(batch: int) -> tuple[Configuration, ...]:
+    """Ours and peers on packed documents; one peer also with padding."""
+    liger = "transformers+liger"
+    return (
+        ("ours", "lean", batch, "packed"),
+        (f"{liger}+varlen", "none", batch, "packed"),
+        (liger, "none", batch, "padded"),
+        (liger, "none", batch, "packed"),
+    )
+
+
+def _rounding(weights: str) -> tuple[Configuration, ...]:
+    return (f"ours+{weights}", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")
+
+
+LIGER, PLAIN = "transformers+liger", "transformers"
+MAMBA = "transformers+sdpa+mamba_ssm+causal_conv1d"
+MAMBA_EXPERTS = "transformers+sdpa+grouped_mm+mamba_ssm+causal_conv1d"
+CONVOLUTIONS = "transformers+sdpa+causal_conv1d"
+
 CASES: Mapping[str, Case] = {
     "8B, 8 x 4096, as much kept as fits": Case(
         LARGE,
-        (
-            ("ours", "auto", 8, "full"),
-            ("transformers+liger", "checkpoint", 8, "full"),
-            ("transformers", "checkpoint", 8, "full"),
-        ),
+        _full("auto", 8, LIGER, PLAIN, peers_keep="checkpoint"),
         summary="Llama-3-8B, 8 x 4096",
     ),
-    "8B, 8 x 4096, checkpointed": Case(
-        LARGE,
-        (
-            ("ours", "checkpoint", 8, "full"),
-            ("transformers+liger", "checkpoint", 8, "full"),
-            ("transformers", "checkpoint", 8, "full"),
-        ),
-    ),
-    "8B, 4 x 4096, nothing recomputed": Case(
-        LARGE,
-        (("ours", "lean", 4, "full"), ("transformers+liger", "none", 4, "full")),
-        summary="Llama-3-8B, 4 x 4096",
-    ),
+    "8B, 8 x 4096, checkpointed": Case(LARGE, _full("checkpoint", 8, LIGER, PLAIN, peers_keep="checkpoint")),
+    "8B, 4 x 4096, nothing recomputed": Case(LARGE, _full("lean", 4, LIGER), summary="Llama-3-8B, 4 x 4096"),
     "1B, 8 x 2048, nothing recomputed": Case(
-        SMALL,
-        (
-            ("ours", "lean", 8, "full"),
-            ("transformers+liger", "none", 8, "full"),
-            ("transformers", "none", 8, "full"),
-        ),
-        seq=2048,
-        summary="Llama-3.2-1B, 8 x 2048",
+        SMALL, _full("lean", 8, LIGER, PLAIN), seq=2048, summary="Llama-3.2-1B, 8 x 2048"
     ),
-    "1B, 16 documents, 75% masked": Case(
-        SMALL,
-        (
-            ("ours", "lean", 16, "packed"),
-            ("transformers+liger+varlen", "none", 16, "packed"),
-            ("transformers+liger", "none", 16, "padded"),
-            ("transformers+liger", "none", 16, "packed"),
-        ),
-        summary="Llama-3.2-1B, 16 documents",
-    ),
-    "8B, 4 documents, 75% masked": Case(
-        LARGE,
-        (
-            ("ours", "lean", 4, "packed"),
-            ("transformers+liger+varlen", "none", 4, "packed"),
-            ("transformers+liger", "none", 4, "padded"),
-            ("transformers+liger", "none", 4, "packed"),
-        ),
-    ),
+    "1B, 16 documents, 75% masked": Case(SMALL, _documents(16), summary="Llama-3.2-1B, 16 documents"),
+    "8B, 4 documents, 75% masked": Case(LARGE, _documents(4)),
     "Qwen3-30B-A3B, 6 layers, 4 x 4096": Case(
         EXPERTS,
-        (
-            ("ours", "lean", 4, "full"),
-            ("transformers+liger+sdpa+grouped_mm", "none", 4, "full"),
-            ("transformers+liger+sdpa", "none", 4, "full"),
-            ("transformers+sdpa+grouped_mm", "none", 4, "full"),
-        ),
+        _full("lean", 4, f"{LIGER}+sdpa+grouped_mm", f"{LIGER}+sdpa", f"{PLAIN}+sdpa+grouped_mm"),
         summary="Qwen3-30B-A3B's shape, 6 layers, 4 x 4096",
     ),
     "Qwen3-Next, 4 layers, 4 x 4096": Case(
-        "qwen3-next-4",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+grouped_mm+fla+causal_conv1d", "none", 4, "full")),
+        "qwen3-next-4", _full("lean", 4, f"{PLAIN}+sdpa+grouped_mm+fla+causal_conv1d")
     ),
     "Qwen3.5-9B, 4 layers, 4 x 4096": Case(
-        "qwen3.5-9b-4",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+fla+causal_conv1d", "none", 4, "full")),
+        "qwen3.5-9b-4", _full("lean", 4, f"{PLAIN}+sdpa+fla+causal_conv1d")
     ),
-    "Granite-4-H-Small, 4 layers, 4 x 4096": Case(
-        "granite-4-h-small-4",
-        (
-            ("ours", "lean", 4, "full"),
-            ("transformers+sdpa+grouped_mm+mamba_ssm+causal_conv1d", "none", 4, "full"),
-        ),
-    ),
-    "Granite-4-H-Micro, 10 layers, 4 x 4096": Case(
-        "granite-4-h-micro-10",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
-    ),
-    "Nemotron-H-8B, 9 layers, 4 x 4096": Case(
-        "nemotron-h-8b-9",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
-    ),
-    "LFM2-2.6B, 8 layers, 4 x 4096": Case(
-        "lfm2-2.6b-8",
-        (("ours", "lean", 4, "full"), ("transformers+sdpa+causal_conv1d", "none", 4, "full")),
-    ),
+    "Granite-4-H-Small, 4 layers, 4 x 4096": Case("granite-4-h-small-4", _full("lean", 4, MAMBA_EXPERTS)),
+    "Granite-4-H-Micro, 10 layers, 4 x 4096": Case("granite-4-h-micro-10", _full("lean", 4, MAMBA)),
+    "Nemotron-H-8B, 9 layers, 4 x 4096": Case("nemotron-h-8b-9", _full("lean", 4, MAMBA)),
+    "LFM2-2.6B, 8 layers, 4 x 4096": Case("lfm2-2.6b-8", _full("lean", 4, CONVOLUTIONS)),
     # With three quarters of a peer's memory.
     "Granite-4-H-Small, 4 layers, 4 x 4096, within 34 GiB": Case(
-        "granite-4-h-small-4",
-        (
-            ("ours", "auto=34", 4, "full"),
-            ("transformers+sdpa+grouped_mm+mamba_ssm+causal_conv1d", "none", 4, "full"),
-        ),
+        "granite-4-h-small-4", _full("auto=34", 4, MAMBA_EXPERTS)
     ),
     "Granite-4-H-Micro, 10 layers, 4 x 4096, within 22 GiB": Case(
-        "granite-4-h-micro-10",
-        (("ours", "auto=22", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
+        "granite-4-h-micro-10", _full("auto=22", 4, MAMBA)
     ),
-    "Nemotron-H-8B, 9 layers, 4 x 4096, within 20 GiB": Case(
-        "nemotron-h-8b-9",
-        (("ours", "auto=20", 4, "full"), ("transformers+sdpa+mamba_ssm+causal_conv1d", "none", 4, "full")),
-    ),
-    "LFM2-2.6B, 8 layers, 4 x 4096, within 20 GiB": Case(
-        "lfm2-2.6b-8",
-        (("ours", "auto=20", 4, "full"), ("transformers+sdpa+causal_conv1d", "none", 4, "full")),
-    ),
+    "Nemotron-H-8B, 9 layers, 4 x 4096, within 20 GiB": Case("nemotron-h-8b-9", _full("auto=20", 4, MAMBA)),
+    "LFM2-2.6B, 8 layers, 4 x 4096, within 20 GiB": Case("lfm2-2.6b-8", _full("auto=20", 4, CONVOLUTIONS)),
     # Without peers: transformers 5.17 leaks states between packed documents.
     "Qwen3-Next, 4 layers, 18 documents, 75% masked": Case("qwen3-next-4", (("ours", "lean", 18, "packed"),)),
     "Qwen3.5-9B, 4 layers, 18 documents, 75% masked": Case("qwen3.5-9b-4", (("ours", "lean", 18, "packed"),)),
-    "8B, 4 x 4096, stochastic weights": Case(
-        LARGE,
-        (("ours+stochastic", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
-    ),
-    "8B, 4 x 4096, compensated weights": Case(
-        LARGE,
-        (("ours+compensated", "lean", 4, "full"), ("ours+plain", "lean", 4, "full")),
-    ),
+    "8B, 4 x 4096, stochastic weights": Case(LARGE, _rounding("stochastic")),
+    "8B, 4 x 4096, compensated weights": Case(LARGE, _rounding("compensated")),
 }
 
 
