@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from pairs import BOUND, randomise, relative_distance
@@ -23,3 +25,18 @@ def test_the_stand_in_of_the_tests_is_timms_encoder():
         features.square().sum().backward()
     own = dict(ours.named_parameters())
     assert all(relative_distance(own[name].grad, p.grad) <= BOUND**2 for name, p in theirs.named_parameters())
+
+
+@pytest.mark.parametrize("family", ["gemma3n"])
+def test_features_are_the_references_times_the_root_of_their_width(family, pair):
+    """Which a norm after them nearly hides."""
+    call = pair.batch()
+    images = call["pixel_values"].double()
+    ours, theirs = (
+        copy.deepcopy(encoder).double()
+        for encoder in (pair.ours.vision.encoder, pair.reference.model.vision_tower)
+    )
+    with torch.no_grad():
+        (found,) = ours(pair.ours.vision.take({"pixel_values": images}).pictures)
+        expected = theirs(images).last_hidden_state.flatten(2).transpose(1, 2).flatten(0, 1)
+    assert relative_distance(found, 2048**0.5 * expected) <= BOUND**2
