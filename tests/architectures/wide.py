@@ -69,6 +69,7 @@ IDS |= {
 }
 IDS["visual_indicator_token_ids"] = [2, 5, 6, 7, 8]
 IDS |= {"audio_token_id": 2, "audio_token_index": 2, "audio_start_token_id": 5, "vision_start_token_id": 6}
+LAYERS_OF_SOUNDS = "encoder_layers", "num_hidden_layers", "conf_num_hidden_layers"
 # Of Molmo 2, after the vocabulary.
 IDS_OF_MOLMO = (
     *("image_start_token_id", "image_end_token_id", "image_patch_id", "image_high_res_id"),
@@ -101,7 +102,11 @@ def wide_config(family: str, having: str | None = None) -> dict[str, Any]:
         cut |= {key: config[key] - fewer for key in IDS_OF_MOLMO if key in config}
     if cut.get("vocab_size"):  # stated for the whole model, too
         cut["vocab_size"] = min(VOCABULARY, cut["vocab_size"])
-    text |= {"vocab_size": min(VOCABULARY, _spec(config).vocab_size), "pad_token_id": 0 if media else None}
+    whole = _spec(config).vocab_size
+    text |= {"vocab_size": min(VOCABULARY, whole), "pad_token_id": 0 if media else None}
+    for part in ("vision_config", "audio_config"):  # with vocabularies at the end of the whole
+        if "vocab_offset" in (own_part := cut.get(part) or {}):
+            cut[part] = own_part | {"vocab_offset": own_part["vocab_offset"] - whole + text["vocab_size"]}
     if "vocab_size_per_layer_input" in text:
         text["vocab_size_per_layer_input"] = text["vocab_size"]
     # transformers 5.17 does not read it
@@ -144,7 +149,7 @@ def _cut_encoders(config: dict[str, Any]) -> None:
         if moved := {key: value for key, value in IDS.items() if key in own}:
             config[part] = {**own, **moved}
     if audio := config.get("audio_config"):
-        few = {key: 3 for key in ("encoder_layers", "num_hidden_layers") if key in audio}
+        few = {key: 3 for key in LAYERS_OF_SOUNDS if key in audio}
         config["audio_config"] = {**audio, **few}
     if isinstance(_spec(config).vision, TiledVisionSpec):  # its id is the first after the vocabulary
         config["image_token_index"] = VOCABULARY
