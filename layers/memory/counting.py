@@ -24,6 +24,8 @@ from liger_models.layers.memory.planned import Planned
 from liger_models.layers.memory.step import Plan, Step
 from liger_models.layers.recompute.activation_memory import ON_HOST, ActivationMemory
 
+Moment = tuple[str, dict[str, int]]  # a moment of a step, and bytes by what takes them
+
 
 class StepMemory:
     """Counts the memory of a step of a model, which may be on the meta device.
@@ -81,7 +83,7 @@ class StepMemory:
         """The levels with the least recomputation among those with which the step fits: `cheapest_plan`."""
         return cheapest_plan(self, budget, host_budget, operations_of_a_copy)
 
-    def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
+    def _forward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> Moment:
         last = self.stages[-1]
         transient = last.at_end if levels[-1] == "lean" else 0
         if self._units:  # the head is fetched while the last layer runs
@@ -90,10 +92,9 @@ class StepMemory:
         there = self._outside_layers + sum(kept) + not_yet_away(self.stages, levels)
         return "the forward pass", self._parts(there, transient, gradients, streamed)
 
-    def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> tuple[str, dict[str, int]]:
+    def _loss(self, kept: list[int], levels: Sequence[ActivationMemory]) -> Moment:
         step, spec = self.step, self.model.spec
-        head: Any = getattr(self.model, "lm_head", None)
-        head = self.model.embed_tokens if head is None else head
+        head: Any = getattr(self.model, "lm_head", None) or self.model.embed_tokens
         trained = step.lora_rank == 0 and head.weight.requires_grad
         trained = trained or getattr(head, "trained_rows", None) is not None
         wide = max(4, self.itemsize) if spec.float32_head else self.itemsize
@@ -111,7 +112,7 @@ class StepMemory:
         transient, streamed = max(transient, self._streams.at_end), sum(self._units[-1:])
         return "the loss", self._parts(self._outside_layers + sum(kept), transient, gradients, streamed)
 
-    def _frozen_encoder(self) -> list[tuple[str, dict[str, int]]]:
+    def _frozen_encoder(self) -> list[Moment]:
         """Forward pass of encoders that keep nothing, before the language model's layers run."""
         layers = [layer for costs in self._encoders for layer in costs.layers]
         if not layers or self.encoder:
@@ -121,11 +122,8 @@ class StepMemory:
         gradients = self.gradients if self.step.accumulates else 0
         return [("the encoder's forward pass", self._parts(shown, transient, gradients))]
 
-    def _backward(
-        self, kept: list[int], levels: Sequence[ActivationMemory]
-    ) -> list[tuple[str, dict[str, int]]]:
-        found, first, edges = [], len(self.encoder), self._edges
-        vision = self.model.spec.vision
+    def _backward(self, kept: list[int], levels: Sequence[ActivationMemory]) -> list[Moment]:
+        found, first, edges, vision = [], len(self.encoder), self._edges, self.model.spec.vision
         deep, merger = getattr(vision, "deep", ()), getattr(vision, "merger", None)
         new = 0 if self.step.accumulates else 1
         of_encoder, of_way, of_layers = self._own_gradients
@@ -164,12 +162,12 @@ class StepMemory:
             found.append(("backward of the encoder", self._parts(left, edges.merger, gradients)))
         return found
 
-    def _embedding(self) -> tuple[str, dict[str, int]]:
+    def _embedding(self) -> Moment:
         """Gradients of the embedding: two for a weight shared with the head, until they are added."""
         second = self._trained_bytes(self.model.embed_tokens) if self._tied else 0
         return "the embedding's gradient", self._parts(0, second, self.gradients)
 
-    def _optimizer(self) -> tuple[str, dict[str, int]]:
+    def _optimizer(self) -> Moment:
         work = self.step.optimizer_work
         if self.step.optimizer_on_host:
             work = min(work, self._state)  # the part of the state that is streamed
