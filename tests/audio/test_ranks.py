@@ -14,7 +14,10 @@ from ranks import run_ranks
 from test_sounds_of_videos import DOCUMENTS as OF_VIDEOS
 from test_sounds_of_videos import joined
 
-FAMILIES = ("gemma4", "gemma4_unified", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+FAMILIES = (
+    *("gemma4", "gemma4_unified", "nemotron_h_omni", "qwen3_asr"),
+    *("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+)
 
 
 @pytest.mark.slow
