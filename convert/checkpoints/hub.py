@@ -294,6 +294,9 @@ def _explained(error: Exception, action: str, repo_id: str, revision: str | None
     else:
         kept = ": completed downloads are kept" if action == "download" else ""
         reason = f"{type(error).__name__}: {error}; try again{kept}"
+    missing = errors.LocalEntryNotFoundError, errors.RepositoryNotFoundError
+    if action == "download" and "/" in repo_id and isinstance(error, missing):
+        reason += ". Nor is there a folder of this name"
     return HubError(f"cannot {action} {what}: {reason}")
 
 

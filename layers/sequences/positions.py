@@ -25,7 +25,7 @@ class Positions(Part):
         axes: [A, T], positions on several axes, if the tokens have them.
         given: whether the caller chose the positions.
         counted: whether positions that count tokens came with those on axes.
-        mark_documents: whether only restarts of the positions mark the documents.
+        of_packed: whether the caller gave positions that count the tokens of packed documents.
         rotary: cosines and sines of each rotary setting, added by `with_rotary`.
     """
 
@@ -34,7 +34,7 @@ class Positions(Part):
     axes: Tensor | None = None
     given: bool = False
     counted: bool = True
-    mark_documents: bool = False
+    of_packed: bool = False
     rotary: Mapping[RopeSpec, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @property

@@ -29,7 +29,7 @@ def read_call(
         raise DataError("parents names documents of cu_seqlens: pass both")
     counted, axes = (None, None) if position_ids is None else split_axes(position_ids, shape)
     documents = _documents(shape, device, attention_mask, counted, cu_seqlens, parents)
-    marked = cu_seqlens is None and documents.host_cu_seqlens is not None
+    packed = attention_mask is None and documents.host_cu_seqlens is not None
     ids, end = _positions(documents, counted)
     if axes is not None:
         axes = axes if documents.kept is None else axes[:, documents.kept]
@@ -37,7 +37,8 @@ def read_call(
     there = counted is not None or axes is None
     # By keyword: torch 2.11 does not trace six positional arguments of a frozen dataclass.
     given = position_ids is not None
-    return documents, Positions(ids, end, axes=axes, given=given, counted=there, mark_documents=marked)
+    of_packed = packed and counted is not None
+    return documents, Positions(ids, end, axes=axes, given=given, counted=there, of_packed=of_packed)
 
 
 def _documents(

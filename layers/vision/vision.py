@@ -264,11 +264,11 @@ class Vision(nn.Module):
             if marked is None
             else Visibility.of_marks(documents, marked, with_images)
         )
-        if positions.mark_documents and positions.axes is None and with_images and self.spec.positions:
+        if positions.of_packed and positions.axes is None and with_images and self.spec.positions:
             raise DataError(
                 "position_ids [batch, seq] begin anew, as those of packed documents, and are not those of "
-                "images, which have three axes: pass cu_seqlens (cu_seq_lens_q in transformers) in their "
-                "place, or [4, batch, seq] with the positions on the axes after these"
+                "images, which have three axes: pass cu_seqlens (cu_seq_lens_q in transformers) without "
+                "them, or [4, batch, seq] with the positions on the axes after these"
             )
         if positions.axes is not None:  # given by the caller
             if sequences.cache is not None:

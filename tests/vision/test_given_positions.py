@@ -64,14 +64,15 @@ def test_axes_that_a_model_lacks_are_refused(make_pair, pairs_made):
 
 
 def test_packed_documents_with_images_need_positions_on_all_axes(make_pair, pairs_made):
-    """Positions that restart in packed documents cannot be positions of images."""
+    """Positions that restart in packed documents cannot be positions of images, with bounds or without."""
     pair = pairs_made.get("qwen2_5_vl") or pairs_made.setdefault("qwen2_5_vl", make_pair("qwen2_5_vl"))
     alone = [pair.scene([1, Image(6, 10), 2]), pair.scene([5, Image(4, 4), 3])]
     lengths, call = [one["input_ids"].shape[1] for one in alone], pair.pack(alone)
     bounds = torch.tensor([0, lengths[0], sum(lengths)])
     counted = torch.cat([torch.arange(length) for length in lengths])[None]
-    with pytest.raises(DataError, match="begin anew"):
-        pair.ours(**call, position_ids=counted)
+    for more in ({}, {"cu_seqlens": bounds}):
+        with pytest.raises(DataError, match="begin anew"):
+            pair.ours(**call, position_ids=counted, **more)
     names = ("input_ids", "image_grid_thw", "mm_token_type_ids")
     theirs = pair.reference.model
     axes = torch.cat([theirs.get_rope_index(**{n: one[n] for n in names})[0] for one in alone], -1)

@@ -333,6 +333,7 @@ def test_cached_repositories_need_no_network(hub, client, home):
     offline.close()
     assert "cannot download org/never_seen: it is not completely in the cache" in message
     assert "offline mode" in message
+    assert message.count("Nor is there a folder of this name") == 1
 
 
 def test_uncached_repositories_are_an_error_without_network(hub, client):
@@ -359,6 +360,7 @@ def test_a_gated_repository_says_to_accept_its_licence_and_log_in(hub, client):
 def test_a_missing_repository_says_to_check_the_name(client):
     message = message_of(client("resolve", "org/nothing_here"))
     assert "cannot download org/nothing_here: there is no such repository, or it is private" in message
+    assert "Nor is there a folder of this name" in message  # a mistyped path has a slash, too
 
 
 def test_a_missing_revision_is_named(hub, client):
