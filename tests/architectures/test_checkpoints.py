@@ -38,8 +38,9 @@ def written_by_reference(shared_pair, tmp_path_factory):
 
     def get(family: str) -> Path:
         if family not in folders:
+            reference = shared_pair(family).reference  # or skip
             folders[family] = tmp_path_factory.mktemp("checkpoints") / family
-            shared_pair(family).reference.save_pretrained(folders[family], max_shard_size=100_000)
+            reference.save_pretrained(folders[family], max_shard_size=100_000)
         return folders[family]
 
     return get
