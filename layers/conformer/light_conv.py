@@ -16,6 +16,7 @@ centred, it is that of torch (centred_conv.py), and a batch norm with stored mom
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ class LightConvolution(nn.Module):
             self.out_proj = PointwiseConvolution(hidden_size, hidden_size)
         elif spec.centred:
             self.in_proj = PointwiseConvolution(hidden_size, 2 * hidden_size, bias=spec.bias)
-            self.norm: nn.Module = StoredBatchNorm(hidden_size)
+            self.norm: Any = StoredBatchNorm(hidden_size)
             self.out_proj = PointwiseConvolution(hidden_size, hidden_size, bias=spec.bias)
         else:
             linear = ClippedLinear if spec.clipped else Linear
@@ -108,12 +109,10 @@ class LightConvolution(nn.Module):
         """
         if self.spec.separable:
             return itemsize * self.channels * (6 if level == "all" else 4)
-        if self.spec.centred:
-            own: int = self.norm.activation_bytes(level, itemsize)
-            return own + itemsize * self.channels * (5 if level == "all" else 4)
-        own = self.norm.activation_bytes(level, itemsize)
+        own: int = self.norm.activation_bytes(level, itemsize)
         own += 0 if self.spec.bound is None else self.channels
-        return own + itemsize * self.channels * (5 if level == "all" else 2)
+        lean = 4 if self.spec.centred else 2
+        return own + itemsize * self.channels * (5 if level == "all" else lean)
 
     def extra_repr(self) -> str:
         return f"{self.channels} channels, width={self.spec.width}"
