@@ -46,7 +46,6 @@ OF_MODULES = replace(
     },
     carried=further_predictions,
     mtp=mtp.LING,
-    fixed={"q_lora_rank": None},
     unread={
         "tie_word_embeddings": "the reference has a head of its own",
         "qk_head_dim": "follows from the sizes of its parts",
@@ -93,6 +92,7 @@ for_tests(
     },
     variants={
         "biases": LATENT_VARIANTS["biases"],
+        "latent of queries": {"q_lora_rank": 14},
         "in groups": {"num_expert_group": 4, "topk_group": 2, "num_experts_per_token": 3},
         "not renormalised": {"moe_renormalize": False},
         "in groups of two": {"layer_types": ..., "layer_group_size": 2},

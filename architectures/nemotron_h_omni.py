@@ -32,6 +32,9 @@ ON_DISK = Layout(
         *parakeet.ON_DISK,
     ),
 )
+NORM_IN_PROJECTOR = replace(
+    ON_DISK, parts=((ON_DISK.parts[0][0], Layout(root=f"vision_projector.{FINAL_NORM}.")), *ON_DISK.parts[1:])
+)
 IN_MODULES = Layout(
     (*PARTS, HEAD),
     STACKED,
@@ -51,7 +54,7 @@ IN_MODULES = Layout(
     reference="NemotronH_Omni_Reasoning_V3",
     vision=True,
     audio=True,
-    layouts=(ON_DISK, IN_MODULES),
+    layouts=(ON_DISK, NORM_IN_PROJECTOR, IN_MODULES),
     carried=lambda c: ("language_model.mtp.*", *radio.UNREAD, *parakeet.unread(c)),
     as_stored=lambda spec, names: radio.as_stored(spec, names, FINAL_NORM),
     fixed={"downsample_ratio": 0.5},

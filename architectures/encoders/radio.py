@@ -146,7 +146,9 @@ def as_stored(spec: ModelSpec, names: Collection[str] | None, final_norm: str) -
     if not any(name.endswith(SCALE) for name in names):
         blocks = tuple(replace(block, topology="pre_norm") for block in vision.blocks)
         vision = replace(vision, blocks=blocks)
-    if isinstance(projector.patch_norm, LayerNormSpec) and f"{final_norm}.weight" not in names:
+    if isinstance(projector.patch_norm, LayerNormSpec) and not any(
+        name.endswith(f"{final_norm}.weight") for name in names
+    ):
         plain = replace(projector.patch_norm, weighted=False, bias=False)
         vision = replace(vision, projector=replace(projector, patch_norm=plain))
     return replace(spec, vision=vision)

@@ -100,7 +100,8 @@ _TOWERS = (
     "visual.",
     "vision_embedder.",
     "image_newline",
-    *("vision_final_layernorm.", "mlp1.", "sound_encoder.", "sound_projection."),  # of Nemotron 3 Omni
+    *("vision_final_layernorm.", "vision_projector.", "mlp1."),  # of Nemotron 3 Omni
+    *("sound_encoder.", "sound_projection."),
     "connector.",
     *("merger.", "layerwise_projectors.", "spatial_projectors."),
     "projector.",

@@ -13,7 +13,7 @@ from liger_models.kernels._dispatch import once_differentiable
 def clip(x: Tensor, bound: float | None) -> Tensor:
     """x clamped to +-`bound`, or to the finite numbers of its dtype if these are fewer; x itself if None.
 
-    Elements beyond a bound get no gradient; those at a bound get theirs, as from `torch.clamp`.
+    Elements beyond a bound get no gradient; those at a bound get theirs, as in torch 2.13.
     """
     if bound is None:
         return x

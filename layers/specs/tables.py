@@ -50,8 +50,8 @@ class ClipTable:
 
 @dataclass(frozen=True)
 class FadingTable:
-    """A table of `side` times `side` positions, interpolated linearly to the size of each image, with zeros
-    around it (Muse Glimmer).
+    """A table of `side` times `side` positions with zeros around it, interpolated linearly to the size of an
+    image with height and width exchanged; patches count through it row by row (Muse Glimmer).
     """
 
     side: int

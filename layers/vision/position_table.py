@@ -11,8 +11,9 @@ Interpolated tables are squares of side S. In the first kind, patch i of h has t
 i * (S - 1) / max(h - 1, 1), and likewise in width: corners map to corners, with linear interpolation between
 (Qwen3-VL). In the second kind A [h, S] and B [w, S] are torch's resizing of one axis: bilinear with
 antialiasing (SigLIP 2, arXiv:2502.14786), bicubic (GLM-4.1V, arXiv:2507.01006, section 2), linear between
-the rows of a table with zeros around it, which fades at the border (Muse Glimmer), or bilinear to max(h, w)
-on both axes, of which the first h and w count (C-RADIO, arXiv:2312.06709).
+the rows of a table with zeros around it, which fades at the border (Muse Glimmer, which resizes to [w, h]
+and gives patch i, row by row, position i of that, as its model was trained), or bilinear to max(h, w) on both
+axes, of which the first h and w count (C-RADIO, arXiv:2312.06709).
 """
 
 from __future__ import annotations
@@ -159,6 +160,9 @@ class ResizedPositions(PositionTable):
         )
         row, column = to_device(places_of([grid], merge), table.device)
         with torch.autocast(table.device.type, enabled=False):
+            if self.mode == "fading":  # patches count through a picture of exchanged sides
+                turned = torch.einsum("wj,jkd,hk->whd", columns, table, rows)
+                return turned.flatten(0, 1)[row * grid[2] + column]
             return torch.einsum("hj,jkd,wk->hwd", rows, table, columns)[row, column]
 
     def _of_axis(self, size: int, longest: int) -> Tensor:

@@ -223,6 +223,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
         audio_embed_sizes: Tensor | None = None,
         audio_attention_mask: Tensor | None = None,
         use_audio_in_video: bool | None = None,
+        cache: Cache | None = None,
         **others: Any,
     ) -> Any:
         """Run `LigerForCausalLM.forward` with the inputs of the family's processor. Their names are in the
@@ -233,7 +234,7 @@ class LigerForConditionalGeneration(LigerForCausalLM):
             DataError: an input is missing, or images or sounds do not match the tokens.
         """
         given = locals()
-        named = (*MEDIA, *OF_TOKENS, SOUND_OF_VIDEO, DOWNSAMPLING)
+        named = (*MEDIA, *OF_TOKENS, SOUND_OF_VIDEO, DOWNSAMPLING, "cache")
         others |= {name: given[name] for name in named if given[name] is not None}
         if labels is None and "shift_labels" not in others:
             others |= self._all_prefix(input_ids, others)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from pairs import spec_of
 
+from liger_models.architectures.common.model import CHUNKED, FULL
 from liger_models.convert.errors import ConfigError
 from liger_models.generating.generation import generate
 
@@ -43,10 +44,20 @@ def test_temperature_tuning_is_a_flag_that_older_configs_give_as_a_number():
         spec_of("llama4_text", {"attn_temperature_tuning": "yes"})
 
 
+def test_without_a_chunk_size_layers_attend_to_everything():
+    """As in transformers 5.24; earlier ones fail."""
+    assert spec_of("llama4_text", {"attention_chunk_size": None}) == spec_of(
+        "llama4_text", {"layer_types": [FULL] * 3}
+    )
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"attention_chunk_size": None}, "type chunked_attention, but attention_chunk_size is missing"),
+        (
+            {"attention_chunk_size": None, "layer_types": [CHUNKED] * 3},
+            "type chunked_attention, but attention_chunk_size is missing",
+        ),
         ({"moe_layers": [1, 3]}, r"moe_layers must be a list of numbers of the 3 layers, found \[1, 3\]"),
         ({"no_rope_layers": [1, 0]}, r"no_rope_layers must have a 0 or a 1 for each of the 3 layers"),
     ],

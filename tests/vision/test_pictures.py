@@ -82,16 +82,20 @@ def test_patches_in_raster_order_are_put_into_blocks():
 
 @pytest.mark.parametrize("grid", [(1, 6, 10), (2, 2, 4), (1, 4, 4)])
 def test_a_fading_table_is_sampled_with_zeros_around_it(grid):
-    """As by `grid_sample`, whose coordinates reach from -1 to 1 over the table."""
+    """As by `grid_sample`, whose coordinates reach from -1 to 1 over the table, width first. The released
+    model gave it heights first, for patches in the order of `meshgrid(indexing="xy")`.
+    """
     spec = replace(pairs.spec_of("muse_glimmer").vision, position_table=FadingTable(4))
     table = make_table(spec)
     torch.nn.init.normal_(table.weight)
     rows, columns = ((2 * torch.arange(n) + 1) / n - 1 for n in grid[1:])
-    at = torch.stack(torch.meshgrid(rows, columns, indexing="ij")[::-1], -1)[None]
+    at = torch.stack(torch.meshgrid(rows, columns, indexing="xy"), -1)[None]
     square = table.weight.T.unflatten(1, (4, 4))[None]
     sampled = torch.nn.functional.grid_sample(square, at, padding_mode="zeros", align_corners=False)[0]
     row, column = places_of([grid], 2)
-    torch.testing.assert_close(table([grid], 2), sampled[:, row, column].T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        table([grid], 2), sampled.flatten(1)[:, row * grid[2] + column].T, rtol=1e-5, atol=1e-5
+    )
 
 
 def test_a_picture_that_does_not_make_whole_tokens_is_refused():
