@@ -14,8 +14,8 @@ from liger_models.layers.attention import indexer as module
 
 kernels = importlib.import_module("liger_models.kernels.attention.indexer_loss")
 
-FAMILIES = ["deepseek_v32", "hy_v4", "deepseek_v4"]
-OF_TOKENS = FAMILIES[:2]  # whose indexers choose among tokens
+FAMILIES = ["deepseek_v32", "hy_v4", "dots3_note_text", "deepseek_v4"]
+OF_TOKENS = FAMILIES[:3]  # whose indexers choose among tokens
 LENGTHS = [11, 1, 4, 3]  # of 19 tokens; indexers choose 5 keys
 
 

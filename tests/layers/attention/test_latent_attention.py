@@ -150,6 +150,21 @@ def test_an_indexer_rotates_the_last_dimensions_and_weighs_heads_in_float32_if_t
     assert torch.equal(q[..., :4], own.wq_b(q_latent).unflatten(-1, (4, 10))[..., :4])
 
 
+def test_the_scale_of_an_indexer_multiplies_its_scores_in_the_loss():
+    """As larger queries would: scores are linear in them."""
+    spec = LatentAttentionSpec(2, 4, 4, 4, 6, 0.3, q_lora_rank=5, indexer=IndexerSpec(3, 8, 20, scale=2.0))
+    scaled = LatentAttention(16, spec).double().indexer
+    plain = LatentAttention(16, replace(spec, indexer=replace(spec.indexer, scale=1.0))).double().indexer
+    plain.load_state_dict(scaled.state_dict())
+    x, q_latent, q, k = (torch.randn(9, *shape).double() for shape in ((16,), (5,), (2, 8), (2, 8)))
+    sequences = Sequences.from_call((1, 9), torch.device("cpu"))
+    call = x, q_latent, (q, k, None), 0.3, None, sequences
+    found, without = scaled.loss(*call), plain.loss(*call)
+    plain.wq_b.weight.data.mul_(2)
+    torch.testing.assert_close(found, plain.loss(*call))
+    assert abs(found - without) > 1e-3 * found
+
+
 def test_packed_documents_stay_separate():
     layer = layer_of(SPEC)
     x = torch.randn(12, HIDDEN, dtype=torch.float64)
