@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from live_bytes import LiveBytes, as_on_a_gpu
 from pairs import beyond_bound, relative_distance
 from scenes import make_pair
 
+from liger_models.architectures import find_architecture
 from liger_models.architectures.audio_encoders.parakeet import TINY
+from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError, DataError
 from liger_models.layers.audio.conformer import ConformerEncoder
-from liger_models.layers.audio.sounds import Sounds
+from liger_models.layers.audio.sounds import Sounds, take_sounds
 from liger_models.layers.conformer.relative_attention import _shifted
 from liger_models.layers.recompute import activation_memory
 from liger_models.layers.recompute.activation_memory import Kept
@@ -57,6 +60,25 @@ def test_a_clip_of_whole_frames_ends_with_one_of_padding_as_alone_in_the_referen
         if "k_proj.bias" not in name:  # it moves all scores of a query alike: rounding only
             distances[name] = relative_distance(x, expected[name])
     assert not beyond_bound(distances)
+
+
+def test_clips_have_as_many_tokens_as_the_processor_counts():
+    transformers = pytest.importorskip("transformers")
+    processing = pytest.importorskip("transformers.models.nemotron_h_omni.processing_nemotron_h_omni")
+    extractor = transformers.ParakeetFeatureExtractor(feature_size=128)
+    samples = [48_777, 12_800, 176_000, 10_240]
+    waves = [torch.randn(n).numpy() for n in samples]
+    given = extractor(waves, sampling_rate=16_000, return_tensors="pt")
+    tiny = find_architecture("nemotron_h_omni").tiny
+    sounds = {**tiny["audio_config"], "num_mel_bins": 128, "subsampling_factor": 8}
+    config = HFConfig.load({**tiny, "audio_config": sounds})
+    spec = find_architecture("nemotron_h_omni").spec(config).audio
+    keywords = {"input_features": given.input_features, "input_features_mask": given.attention_mask}
+    found = take_sounds(spec, keywords)
+    count = processing.NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+    processor = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+    assert found.counts() == [count(processor, n) for n in samples]
+    assert found.unseen == [1, 1, 0, 1]
 
 
 def test_a_clip_without_a_column_for_its_frame_of_padding_is_refused(pair):
