@@ -237,7 +237,7 @@ def test_no_file_is_longer_than_400_lines(part):
 
 @pytest.mark.parametrize("part", MAY_IMPORT)
 def test_no_folder_holds_more_than_twenty_modules(part):
-    """Beyond that it wants rooms. `architectures` has one file a family."""
+    """Beyond that it needs subfolders. `architectures` has one file a family."""
     counts = Counter(path.parent for path in sources(part) if path.parent.name != "architectures")
     assert {str(folder.relative_to(ROOT)): n for folder, n in counts.items() if n > 20} == {}
 

@@ -3,8 +3,8 @@
 May import the registry, the specs and the conversion package; the families import it.
 """
 
-from liger_models.architectures.common.alibi import alibi_slopes
 from liger_models.architectures.common.grouped_attention import (
+    alibi_slopes,
     attention,
     attention_as_wide_as_the_model,
     check_groups,

@@ -1,10 +1,13 @@
-"""Devices that models can be on."""
+"""Devices that models can be on, and models that are laid out without initial values."""
 
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from liger_models.convert.errors import ConfigError
 from liger_models.kernels._dispatch import has_matrix_units
@@ -63,3 +66,16 @@ def device_for(dtype: torch.dtype, device: str | torch.device | None) -> torch.d
         stacklevel=2,
     )
     return parsed
+
+
+class WithoutInitialisation(TorchFunctionMode):
+    """Skip the random initialisation of parameters that are about to be overwritten.
+
+    On the meta device it would cost nothing in itself, but torch imports its compiler for it.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)

@@ -33,14 +33,13 @@ from liger_models.models.classifier import (
     leave_out_head,
     with_labels,
 )
-from liger_models.models.devices import device_for, parse_device
+from liger_models.models.devices import WithoutInitialisation, device_for, parse_device
 from liger_models.models.float8 import load_in_float8
 from liger_models.models.matching import copies_in_modules, dtypes_of_files, find_layout, has_own_head
 from liger_models.models.new_rows import ReaderWithNewRows
 from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
 from liger_models.models.ternary import check_loading
 from liger_models.models.text_part import save_alone, select_text, text_config_of, warn_of
-from liger_models.models.uninitialised import WithoutInitialisation
 from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
 from liger_models.presets import PRESETS, preset
 
