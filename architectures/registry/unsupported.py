@@ -26,7 +26,6 @@ MISSING |= {
     "ctrl": "sinusoidal positions with frequencies of its own",
     "doge": "attention biased by learned functions of the values",
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
-    "gpt_neox_japanese": "a bias of attention in only the last layer",
     "hrm_text": "two stacks of layers that run in turns, several times each",
     "jetmoe": "mixtures of attention heads",
     "modernbert-decoder": "a first layer without a norm, and a head of two layers",

@@ -107,6 +107,7 @@ class Attention(nn.Module):
         self.gate_bias = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.gate_bias else None
         self.o_norm = None if spec.out_norm is None else make_norm(spec.o_size, spec.out_norm)
         self.o_proj = linear(spec.o_size, hidden_size, bias=spec.o_bias)
+        self.out_bias = nn.Parameter(torch.zeros(hidden_size)) if spec.out_bias else None
         self.sinks = nn.Parameter(torch.zeros(spec.num_attention_heads)) if spec.sinks else None
         self.q_norm = self.k_norm = None
         if spec.qk_norm is not None:
@@ -164,6 +165,7 @@ class Attention(nn.Module):
             out = attend(q, k, v, self._product, sequences, self.backend, self.sinks, chosen).flatten(1)
             out = self._normed(gated(out, gate, self.spec.softplus_gates))
             out = project_scaled(self.o_proj, out, scale)
+        out = out if self.out_bias is None else out + self.out_bias.to(out.dtype) * scale
         return (out, k, v) if return_keys_values else out
 
     @property
@@ -224,11 +226,12 @@ class Attention(nn.Module):
         )
 
     def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Draw sinks from a normal distribution, and set the bias of gates to zero; projections and norms are
-        modules of their own.
+        """Draw sinks from a normal distribution, and set biases of gates and of the output to zero;
+        projections and norms are modules of their own.
         """
-        if self.gate_bias is not None:
-            nn.init.zeros_(self.gate_bias)
+        for bias in (self.gate_bias, self.out_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
         if self.sinks is not None:
             nn.init.normal_(self.sinks, 0.0, std, generator)
 

@@ -70,6 +70,7 @@ class AttentionSpec(_Heads):
     `bidirectional_spans` spans are ignored. `clipped` projections clamp to stored bounds:
     layers/projections/clipped_linear.py. With an `indexer` the heads of a group attend to the blocks of keys
     that it chooses. `out_norm` is a norm of the output of all heads together, before its projection.
+    `out_bias` is added after it, and no part of the projection, which has none.
     """
 
     num_attention_heads: int
@@ -101,6 +102,7 @@ class AttentionSpec(_Heads):
     k_bias: bool = True
     out_norm: NormSpec | None = None
     gate_bias: bool = False
+    out_bias: bool = False
 
     @property
     def is_plain_softmax(self) -> bool:
