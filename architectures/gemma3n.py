@@ -13,7 +13,7 @@ from liger_models.architectures.registry.multimodal import text_part
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.layers.specs import ModelSpec
+from liger_models.layers.specs import EmbedderSpec, ModelSpec
 
 
 def carried(c: HFConfig) -> tuple[str, ...]:
@@ -52,6 +52,7 @@ def gemma3n(c: HFConfig) -> ModelSpec:
         vocab_size=text.vocab_size,
     )
     of_images = sounds.embedder(v, 262144)
+    assert isinstance(audio.projector, EmbedderSpec)
     if of_images.first_id + of_images.ids != audio.projector.first_id:
         raise ConfigError(
             f"{c.name}: the vocabulary of images ends before {of_images.first_id + of_images.ids}, and that "

@@ -102,8 +102,11 @@ def conformer(a: HFConfig, audio_id: int, *, tokens: int, vocab_size: int) -> Au
     )
     projector = embedder(a, 262272, vocab_size)
     return AudioSpec(
-        *(width, a.take_count("input_feat_size", 128)),
-        *((block,) * a.take_count("conf_num_hidden_layers", 12), projector, audio_id),
+        width,
+        a.take_count("input_feat_size", 128),
+        (block,) * a.take_count("conf_num_hidden_layers", 12),
+        projector,
+        audio_id,
         SubsampledSounds(channels, a.take_number("sscp_conv_group_norm_eps", 1e-3), cumulative=True),
         reduction=a.take_count("conf_reduction_factor", 4),
         tokens=tokens,

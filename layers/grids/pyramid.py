@@ -88,7 +88,7 @@ def check_parts(spec: VisionSpec) -> None:
     Raises:
         ValueError: there is one.
     """
-    plain = VisionSpec(
+    plain = cast(Any, VisionSpec)(
         *(spec.hidden_size, PatchSpec(spec.patches.size, channels=spec.patches.channels), ()),
         *(spec.projector, spec.image_id, spec.video_id),
         **{name: getattr(spec, name) for name in ("pictures", "kinds", "spans", "added", "unsaid")},
@@ -269,7 +269,7 @@ class InvertedBlock(nn.Module):
 
     def __init__(self, inputs: int, spec: InvertedBlockSpec, pyramid: PyramidSpec, alone: bool = False):
         super().__init__()
-        inner, last = inputs * spec.expansion, {"pyramid": pyramid, "active": False}
+        inner, last = inputs * spec.expansion, cast(Any, {"pyramid": pyramid, "active": False})
         self.dw_start = self.dw_mid = self.layer_scale = None
         if spec.start:
             stride = 1 if spec.middle else spec.stride
