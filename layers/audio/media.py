@@ -58,8 +58,9 @@ class MediaParts(nn.Module):
         """
         return Media(*(None if part is None else part.take(keywords) for part in (self.vision, self.audio)))
 
-    def embed_ids(self, ids: Tensor) -> Tensor:
+    def embed_ids(self, ids: Tensor | None) -> Tensor:
         """Embeddings [..., H] of ids [...] of all vocabularies: the language model's, and projectors' own."""
+        assert ids is not None  # there are ids or embeddings: ensured by `batch_shape`
         embeds: Tensor = self.embed_tokens(ids)
         for part in (self.vision, self.audio):
             embeds = embed_own_ids(part, ids, embeds)

@@ -199,9 +199,7 @@ class Decoder(MediaParts, ActivationLevels, WeightsMemory):
             self.fit_levels(self, sequences, media.pictures, media.sounds)
         # The checks report an id outside the vocabulary; until then it must not stop the device.
         ids = None if input_ids is None else sequences.pack(input_ids).clamp(0, self.spec.num_ids - 1)
-        inputs_embeds = (
-            self.embed_ids(cast(Tensor, ids)) if inputs_embeds is None else sequences.pack(inputs_embeds)
-        )
+        inputs_embeds = self.embed_ids(ids) if inputs_embeds is None else sequences.pack(inputs_embeds)
         if self.vision is not None:
             inputs_embeds = self.vision.place(media.vision, inputs_embeds)
         if self.audio is not None:
