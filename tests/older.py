@@ -62,7 +62,7 @@ OTHERWISE = {
     r"tests/audio/test_(in_transformers|parity)\.py.*\[gemma4[-\]]": "inverts masks of plain attention",
     r"test_phi4_multimodal\.py::test_adapters_of_images": "looks for adapters under another name",
     r"\[axk1-experts by a list\]": "does not read mlp_layer_types",
-    r"\[axk2-defaults\]": "refuses the newer name of layer types",
+    r"\[axk2-defaults\]|real_widths\w*\[axk2\]": "refuses the newer name of layer types",
     r"test_(short_clips|modules_have|hidden_states)\w*\[qwen[23]\w*_thinker\]": BESIDE,
 }
 OF_ADAPTERS = "(adapters_match_transformers_own_model|adapters_of_all_linear_layers)"
