@@ -106,7 +106,7 @@ def test_a_gpu_without_bfloat16_is_refused_or_runs_the_plain_forms(monkeypatch):
     monkeypatch.setattr(devices, "parse_device", torch.device)
     monkeypatch.setattr(devices, "has_matrix_units", lambda index: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
-    with pytest.raises(ConfigError, match=r"Tesla T4 does not compute with .*dtype='float32'"):
+    with pytest.raises(ConfigError, match=r"in bfloat16, which Tesla T4 does not support .*dtype='float32'"):
         devices.device_for(torch.bfloat16, "cuda:0")
     with pytest.warns(UserWarning, match="Tesla T4 is older"):
         assert devices.device_for(torch.float32, "cuda:0") == torch.device("cuda:0")

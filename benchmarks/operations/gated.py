@@ -91,6 +91,26 @@ def _capped_swiglu(shape, dtype, device):
     )
 
 
+@operation("relu2_gated", "tokens x intermediate", ((16384, 6912),), tiny=(64, 256), small=(512, 6912))
+def _relu2_gated(shape, dtype, device):
+    tokens, width = shape
+    gate_up, dy = normal((tokens, 2 * width), dtype, device), normal(shape, dtype, device)
+
+    def eager(gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.relu(gate).square() * up
+
+    return standard_case(
+        (gate_up,),
+        (dy,),
+        ours=lambda gate_up: kernels.relu2_gated(gate_up),
+        liger=None,
+        eager=eager,
+        forward=Cost(3 * dy.nbytes),
+        training=Cost(8 * dy.nbytes),
+    )
+
+
 @operation("sparse_gated", "tokens x intermediate", ((16384, 16384),), tiny=(64, 256), small=(512, 16384))
 def _sparse_gated(shape, dtype, device):
     """Gemma 3n's first layers, in the reference's operations, but with the cut-off computed in float32."""

@@ -288,7 +288,10 @@ def farther_than_reference(
 
 
 def distance(found: Tensor, truth: Tensor) -> float:
-    return ((found.float() - truth).norm() / truth.norm()).item()
+    error, size = (found.float() - truth).norm().item(), truth.norm().item()
+    if not error:
+        return 0.0  # also if both are zero, as the gradients of a table that no token reads
+    return error / size if size else math.inf
 
 
 class _Compared(NamedTuple):

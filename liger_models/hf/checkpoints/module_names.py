@@ -128,7 +128,7 @@ class Matrix(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
-    float8 = None
+    float8 = ternary = None
     forward = Linear.forward  # type: ignore[assignment]
     whole_bias = Linear.whole_bias  # type: ignore[assignment]
 

@@ -270,7 +270,7 @@ def test_the_error_names_heads_that_ranks_cannot_share(family, ranks, match):
 
 
 def test_models_that_cannot_split_their_batch_are_named():
-    with pytest.raises(TypeError, match="a Linear does not divide its sequences"):
+    with pytest.raises(TypeError, match="a Linear does not support sequence parallelism"):
         divide_sequences(torch.nn.Linear(2, 2), SimpleNamespace(size=lambda: 2))
 
 

@@ -288,7 +288,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(start, teacher, tmp_path):
     shutil.copytree(teacher, tmp_path / "other")
     file = tmp_path / "other" / "tokenizer.json"
     file.write_text(file.read_text().replace('"<|user|>"', '"<|human|>"'))
-    with pytest.raises(ConfigError, match=r"has another vocabulary .*<\|human\|>"):
+    with pytest.raises(ConfigError, match=r"has a different vocabulary .*<\|human\|>"):
         start("distill", {"teacher": str(tmp_path / "other")})
     file.unlink()
     with pytest.raises(ConfigError, match=r"other has no tokenizer\.json, so its vocabulary"):
