@@ -49,8 +49,8 @@ from liger_models.models.verification import config_class
 TOKENS, TOKENS_OF_A_STEP = 4096, 2 * 4096  # per row, if the model allows
 EAGER_TOKENS = 2048  # per row, if every peer's scores are kept
 OPERATIONS, MOST_ROWS = 2.5e13, 4  # rows of small models are doubled up to so many operations of a step
-# Image encoders add many short kernels. In a step with fewer operations than these, launching them may take
-# the host longer than they run, so ours is measured with CUDA graphs, too.
+# In a step with fewer operations than these, launching the kernels may take the host longer than they run, so
+# ours is measured with CUDA graphs, too.
 FEW_OPERATIONS = 1e14
 WARMUP, STEPS = 2, 5
 TIME_LIMIT = 60.0  # seconds per provider
@@ -195,7 +195,7 @@ def plan(
     ours = [OURS]
     # Layers that choose keys read where documents begin on the host, which graphs cannot record.
     chooses = any(getattr(mixer, "indexer", None) for block in spec.blocks for mixer in block.mixers)
-    if family.vision and not chooses and operations(config, batch * tokens) < FEW_OPERATIONS:
+    if not chooses and operations(config, batch * tokens) < FEW_OPERATIONS:
         ours.append(f"{OURS}+graphs")
     theirs = settings_of_peers(spec, tokens, compiled, sdpa, has_experts_choice(family))
     return [
