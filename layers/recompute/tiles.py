@@ -59,7 +59,8 @@ def mlp_in_tiles(
     elif any(p.requires_grad and p.dtype.itemsize < 4 for p in mlp.parameters()):
         return recompute(whole, x)
     else:
-        y = torch.cat([recompute(whole, rows[tile]) for tile in _tiles(len(rows))])
+        # Slices would each get a gradient of all rows, with zeros outside of the tile.
+        y = torch.cat([recompute(whole, tile) for tile in rows.split(_height(len(rows)))])
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -84,8 +85,12 @@ def _plain_linears(module: nn.Module) -> list[nn.Linear]:
 
 def _tiles(tokens: int) -> Iterator[slice]:
     """Tiles of nearly equal length."""
-    size = ceil_div(tokens, ceil_div(tokens, TILE))
+    size = _height(tokens)
     return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _height(tokens: int) -> int:
+    return ceil_div(tokens, ceil_div(tokens, TILE))
 
 
 class _Plan:
