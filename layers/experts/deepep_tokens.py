@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from liger_models.kernels._dispatch import once_differentiable
+from liger_models.layers.experts.gathered_tokens import as_experts_cast
 
 
 class TokenBuffer:
@@ -84,9 +85,7 @@ class DeepEPRoutes:
         """Send x [T, H], weights and experts [T, k] of this rank's tokens; returns them for the tokens with
         experts here, with local expert indices from 0, and -1 for experts elsewhere.
         """
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
-        x, own_weights, own = _Dispatch.apply(x, weights.float(), experts, self)
+        x, own_weights, own = _Dispatch.apply(as_experts_cast(x), weights.float(), experts, self)
         return x, own_weights.to(weights.dtype), own
 
     def back(self, y: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from liger_models.kernels import ExpertPath
 from liger_models.kernels.experts._expert_operands import divide_gradient
 from liger_models.kernels.experts.token_copies import copy_tokens, sum_copies
 from liger_models.layers.experts.deepep_tokens import DeepEPRoutes, TokenBuffer
-from liger_models.layers.experts.gathered_tokens import GatheredRoutes, TokenCounts
+from liger_models.layers.experts.gathered_tokens import GatheredRoutes, TokenCounts, as_experts_cast
 from liger_models.layers.sequences.sequence_parallel import all_to_all
 
 if TYPE_CHECKING:
@@ -197,8 +197,7 @@ class Routes:
         experts here, with local expert indices from 0, and -1 for experts elsewhere.
         """
         exchange = self.exchange
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
+        x = as_experts_cast(x)
         choice = torch.cat([weights, experts.to(weights.dtype)], dim=1)  # one message; numbers below 2^24
         x, choice = (self._sent(rows) for rows in (x, choice))
         weights, numbers = choice.chunk(2, dim=1)

@@ -67,6 +67,13 @@ class TokenCounts:
         return torch.cat(counts).tolist()
 
 
+def as_experts_cast(x: Tensor) -> Tensor:
+    """Hidden states in the dtype to which the experts would cast them under autocast, so that it is sent."""
+    if not torch.is_autocast_enabled(x.device.type) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 class TokenExchange:
     """Rows of all tokens, this rank's first, and the sums of results on their way back.
 
@@ -209,8 +216,7 @@ class GatheredRoutes:
             self._count = HostCopy((own >= 0).sum())
         self.rows = TokenExchange(group, self.counts, choice)  # of this run: another may be under way
         self.rows.count = self._count
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as the experts would cast it
+        x = as_experts_cast(x)
         x = _Gather.apply(x, self.rows)
         if self.meanwhile is not None:
             self.meanwhile()

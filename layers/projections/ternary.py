@@ -95,12 +95,6 @@ def plain_ternary_linear(
     return F.linear(y, w.to(dtype), None if bias is None else bias.to(dtype))
 
 
-def straight_through(x: Tensor) -> Tensor:
-    """T(x) of x [..., in], whose gradient is x's."""
-    rounded: Tensor = _Straight.apply(x, round_inputs(x))
-    return rounded
-
-
 @torch.no_grad()
 def round_inputs(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """T(x) of x [..., in], in `dtype` or that of x."""

@@ -10,14 +10,29 @@ from liger_models.layers.specs.rotary import RopeSpec
 
 
 @dataclass(frozen=True)
-class LocalAttentionSpec:
+class _ClipAttentionSpec:
+    """Heads of attention within the clips of a batch, without rotary positions."""
+
+    num_attention_heads: int
+    head_dim: int
+
+    @property
+    def q_size(self) -> int:
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """Rotary settings whose tables the layer reads: none."""
+        return ()
+
+
+@dataclass(frozen=True)
+class LocalAttentionSpec(_ClipAttentionSpec):
     """Attention to the last `window` frames, the frame itself among them, with relative positions and capped
     scores: layers/conformer/local_attention.py. `q_scale` and `k_scale` multiply queries and keys. `clipped`
     projections clamp to stored bounds: layers/projections/clipped_linear.py.
     """
 
-    num_attention_heads: int
-    head_dim: int
     q_scale: float
     k_scale: float
     window: int
@@ -25,59 +40,28 @@ class LocalAttentionSpec:
     clipped: bool = False
 
     @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
     def block(self) -> int:
         """The number of frames that are computed together, which is the largest distance that is seen."""
         return max(1, self.window - 1)
 
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Rotary settings whose tables the layer reads: none."""
-        return ()
-
 
 @dataclass(frozen=True)
-class DistanceAttentionSpec:
+class DistanceAttentionSpec(_ClipAttentionSpec):
     """Attention of all frames of a clip to one another, with a bias by distance from a table that layers
     share: layers/conformer/distance_attention.py.
     """
 
-    num_attention_heads: int
-    head_dim: int
     scale: float
-
-    @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Rotary settings whose tables the layer reads: none."""
-        return ()
 
 
 @dataclass(frozen=True)
-class RelativeAttentionSpec:
+class RelativeAttentionSpec(_ClipAttentionSpec):
     """Attention of all frames of a clip to one another, with relative positions and two learned biases of
     queries: layers/conformer/relative_attention.py. With `bias`, projections have one.
     """
 
-    num_attention_heads: int
-    head_dim: int
     scale: float
     bias: bool = True
-
-    @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def ropes(self) -> tuple[RopeSpec, ...]:
-        """Rotary settings whose tables the layer reads: none."""
-        return ()
 
 
 @dataclass(frozen=True)
