@@ -29,6 +29,7 @@ class Router(nn.Module):
     optimizers and mixed precision: layers/experts/load_balance.py changes it between steps.
 
     Attributes:
+        wider_matrices: with logits in float32 the weight may have a wider dtype than other matrices.
         load: with a correction bias, the number of tokens per expert in training mode since load_balance last
             read it, [E] int64; None before the first. Not a buffer: DDP would overwrite it with the first
             rank's, and each rank has its own load.
@@ -42,6 +43,7 @@ class Router(nn.Module):
     def __init__(self, hidden_size: int, spec: MoESpec):
         super().__init__()
         self.spec = spec
+        self.wider_matrices = ("weight",) if spec.float32_router else ()
         self.weight = nn.Parameter(torch.empty(spec.num_choices, hidden_size))
         self.bias = nn.Parameter(torch.empty(spec.num_choices)) if spec.router_bias else None
         correction = torch.empty(spec.num_choices, dtype=torch.float32) if spec.correction_bias else None

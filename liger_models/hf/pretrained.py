@@ -11,6 +11,7 @@ The models themselves are in models.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -48,6 +49,7 @@ from liger_models.hf.checkpoints.weights import (
     groups_of,
     refuse_lost_adapters,
 )
+from liger_models.hf.checkpoints.wide import kept_in_float32
 from liger_models.layers.model.freezing import freeze
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.parts.fresh_weights import draw_fresh
@@ -138,6 +140,14 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         with dense_tensors(model, checkpoint_files if state_dict is None else None) as dense:
             tensors = state_dict if dense is None else dense
             return PreTrainedModel._load_pretrained_model(model, tensors, checkpoint_files, *args, **kwargs)
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Dtypes of the parameters that the loader does not cast to `dtype`, as transformers' own model has
+        them.
+        """
+        if dtype not in (torch.float16, torch.bfloat16):
+            return {}
+        return dict.fromkeys((re.escape(name) for name in kept_in_float32(self, dtype)), torch.float32)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Ignore the experts implementation that transformers stored in a config; ours has only one."""

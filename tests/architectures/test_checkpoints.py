@@ -24,6 +24,7 @@ from liger_models.convert.checkpoints.expressions import Zeros
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_nested
+from liger_models.layers.experts.router import Router
 from liger_models.layers.model.causal_lm import CausalLM
 from liger_models.models.verification import verify_bytes
 from liger_models.optim.adamw import AdamW
@@ -224,7 +225,7 @@ def ids_clear_of_ties(model: CausalLM) -> torch.Tensor:
 
 def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -> CausalLM:
     """Write a checkpoint with matrices in bfloat16 and the rest in float32, with values that bfloat16 would
-    round. Return its model.
+    round: routers too, if their logits are in float32. Return its model.
     """
     architecture, tied = find_architecture(family), tied or not can_be_untied(family)
     named = {"architectures": [architecture.reference], "tie_word_embeddings": tied}
@@ -234,13 +235,16 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
     randomise(model, torch.Generator().manual_seed(4))
     forms, own = model.weight_map(Layout()), model.saved_tensors()
     tensors: dict[str, torch.Tensor] = {}
+    routers = {path: m.spec for path, m in model.named_modules() if isinstance(m, Router)}
+    wider = {f"{path}.weight" for path, spec in routers.items() if spec.float32_router}
+    wider |= {name for name in own if name.endswith(WIDER)}
     for name, expression in model.weight_map(layout).items():
         value = own[name]
         if isinstance(expression, Zeros):
             value.zero_()
         elif not value.is_floating_point():  # experts by token id
             assert value.any()
-        elif any(len(ref.shape) > 1 for ref in forms[name].refs()) and not name.endswith(WIDER):
+        elif any(len(ref.shape) > 1 for ref in forms[name].refs()) and name not in wider:
             value.data = value.data.bfloat16()
         else:
             assert not torch.equal(value, value.bfloat16().float())

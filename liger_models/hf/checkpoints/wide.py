@@ -1,0 +1,35 @@
+"""Parameters that transformers keeps in float32 in a model of 16 bits: routers and sinks of some families.
+
+The list is the installed transformers' own and differs between its versions: from 5.24 on it has the routers of
+most families whose logits are in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.core_model_loading import build_glob_alternation
+from transformers.modeling_utils import local_torch_dtype
+
+from liger_models.hf.checkpoints.unread import own_skeleton
+
+
+def kept_in_float32(model: Any, dtype: torch.dtype) -> list[str]:
+    """Names in `model` of the parameters that transformers' own model of its config has in float32 when it is
+    loaded in `dtype`.
+    """
+    with local_torch_dtype(dtype):
+        theirs = own_skeleton(model.architecture, model.config)
+    pattern, _, _ = build_glob_alternation(list(theirs._get_dtype_plan(dtype)) or ["$^"])
+    wide = {
+        name.removeprefix(f"{theirs.base_model_prefix}.")
+        for name, tensor in theirs.state_dict().items()
+        if tensor.dtype == torch.float32 or pattern.search(name)
+    }
+    prefix, own = f"{model.base_model_prefix}.", model.weight_map(model.base_decoder.own_layout)
+    return [
+        name
+        for name, expr in own.items()
+        if any(ref.name.removeprefix(prefix) in wide for ref in expr.refs())
+    ]
