@@ -118,7 +118,7 @@ def from_hub(
         cache_dir: the hub's cache.
         local_files_only: take the repository from the cache, without a network.
         dtype: of all parameters. "auto" rounds nothing: the matrices get the narrowest dtype that holds the
-            checkpoint's exactly, and norms and biases that the checkpoint has in a wider one keep it. The
+            checkpoint's exactly, and norms, biases, and routers with logits in float32 keep a wider one. The
             matrices of a quantised checkpoint get the dtype of its config, or bfloat16.
         device: of the parameters; by default torch's default device.
         attention: the attention backend, see layers/attention/backends.py.
