@@ -1,7 +1,7 @@
 """Parameters that transformers keeps in float32 in a model of 16 bits: routers and sinks of some families.
 
-The list is the installed transformers' own and differs between its versions: from 5.24 on it has the routers of
-most families whose logits are in float32.
+The list is the installed transformers' own, and differs between its versions: from 5.24 on it has the routers of
+most families whose router logits are in float32.
 """
 
 from __future__ import annotations
