@@ -11,7 +11,6 @@ The models themselves are in models.py.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from liger_models.convert.checkpoints.shards import checkpoint_tensors, is_shard
 from liger_models.convert.errors import CheckpointError
 from liger_models.hf.checkpointing import CheckpointingSwitches
 from liger_models.hf.checkpoints.dense import dense_tensors, with_dense_config
+from liger_models.hf.checkpoints.dtypes import DtypesOfTransformers
 from liger_models.hf.checkpoints.merged import merged_tensors
 from liger_models.hf.checkpoints.module_names import by_path, refuse_ambiguous, to_split
 from liger_models.hf.checkpoints.quantization import (
@@ -49,7 +49,6 @@ from liger_models.hf.checkpoints.weights import (
     groups_of,
     refuse_lost_adapters,
 )
-from liger_models.hf.checkpoints.wide import kept_in_float32
 from liger_models.layers.model.freezing import freeze
 from liger_models.layers.parts.embedding import TokenEmbedding
 from liger_models.layers.parts.fresh_weights import draw_fresh
@@ -60,7 +59,7 @@ from liger_models.layers.projections.packed_linear import (
 )
 
 
-class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
+class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrainedModel):
     """Base class of our transformers models.
 
     Attributes:
@@ -140,14 +139,6 @@ class LigerPreTrainedModel(CheckpointingSwitches, PreTrainedModel):
         with dense_tensors(model, checkpoint_files if state_dict is None else None) as dense:
             tensors = state_dict if dense is None else dense
             return PreTrainedModel._load_pretrained_model(model, tensors, checkpoint_files, *args, **kwargs)
-
-    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Dtypes of the parameters that the loader does not cast to `dtype`, as transformers' own model has
-        them.
-        """
-        if dtype not in (torch.float16, torch.bfloat16):
-            return {}
-        return dict.fromkeys((re.escape(name) for name in kept_in_float32(self, dtype)), torch.float32)
 
     def get_correct_experts_implementation(self, requested_experts: str | None) -> str:
         """Ignore the experts implementation that transformers stored in a config; ours has only one."""

@@ -1,11 +1,12 @@
 """Parameters that transformers keeps in float32 in a model of 16 bits: routers and sinks of some families.
 
-The list is the installed transformers' own, and differs between its versions: from 5.24 on it has the routers of
-most families whose router logits are in float32.
+The list is the installed transformers' own, and differs between its versions: from 5.24 on it has the routers
+of most families whose router logits are in float32.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -13,6 +14,16 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import local_torch_dtype
 
 from liger_models.hf.checkpoints.unread import own_skeleton
+
+
+class DtypesOfTransformers:
+    """The dtypes that transformers' loader gives our models' parameters."""
+
+    def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Patterns of the parameters that the loader does not cast to `dtype`, and their dtype."""
+        if dtype not in (torch.float16, torch.bfloat16):
+            return {}
+        return dict.fromkeys(map(re.escape, kept_in_float32(self, dtype)), torch.float32)
 
 
 def kept_in_float32(model: Any, dtype: torch.dtype) -> list[str]:
