@@ -2,7 +2,7 @@
 Phi-4-multimodal (arXiv:2503.01743, section 2.1.2), Parakeet (after FastConformer, arXiv:2305.05084).
 
     x = relu(norm(conv(relu(norm(conv(features)))))) @ W_in^T     a quarter of the columns, which are frames
-    or convolutions of each channel apart, and linear layers over channels
+    or depthwise convolutions, and linear layers over channels
     [F, D] of all clips of a batch, without padding
     blocks of two MLPs, attention and a convolution (layers/blocks/encoders/conformer.py)
     x @ W_out^T + b, in some families, or every fourth frame
@@ -110,7 +110,7 @@ class Subsampling(nn.Module):
             if isinstance(sounds, SubsampledSounds):
                 halved: nn.Module = HalvedColumns(inputs, outputs, sounds.eps, sounds.cumulative)
             else:
-                halved = HalvedColumnsApart(inputs, outputs, sounds.activation, first=not number)
+                halved = HalvedColumnsSeparable(inputs, outputs, sounds.activation, first=not number)
             self.add_module(f"layer{number}", halved)
         self.halvings, self.reads_padding = len(sounds.channels), getattr(sounds, "cumulative", False)
         width = sounds.channels[-1] * -(-bins // 2**self.halvings)
@@ -157,9 +157,9 @@ class HalvedColumns(nn.Module):
         return F.relu(cast(Tensor, self.norm(x)))
 
 
-class HalvedColumnsApart(nn.Module):
+class HalvedColumnsSeparable(nn.Module):
     """A convolution over three columns and three frequencies with stride 2 and an activation; after the
-    `first`, of each channel apart, and a linear layer over channels before the activation.
+    `first`, a depthwise separable one: a linear layer over channels precedes the activation.
 
     Args:
         inputs, outputs: numbers of channels.
@@ -170,7 +170,7 @@ class HalvedColumnsApart(nn.Module):
     def __init__(self, inputs: int, outputs: int, activation: str, first: bool):
         super().__init__()
         self.activation = plain_activation(activation)
-        self.conv = Convolution(inputs, outputs if first else inputs, stride=2, axes=2, apart=not first)
+        self.conv = Convolution(inputs, outputs if first else inputs, stride=2, axes=2, depthwise=not first)
         self.pointwise = None if first else PointwiseConvolution(inputs, outputs, axes=2)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from liger_models.layers.parts.sinusoids import sinusoids
+from liger_models.layers.projections.convolution import ConvolutionWeights
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import recompute
 
 
-class Convolution(nn.Module):
+class Convolution(ConvolutionWeights):
     """A convolution over three columns, with zeros at the ends.
 
     Args:
@@ -22,7 +23,7 @@ class Convolution(nn.Module):
         stride: distance of neighbouring windows.
         axes: 2: over three frequencies, too.
         bias: add a bias.
-        apart: each output reads the input of the same number alone.
+        depthwise: each output reads the input of the same number alone.
         ahead: a window begins with its column, and the zeros at the ends are all after the last; frequencies
             have them on both sides.
     """
@@ -34,13 +35,12 @@ class Convolution(nn.Module):
         stride: int = 1,
         axes: int = 1,
         bias: bool = True,
-        apart: bool = False,
+        depthwise: bool = False,
         ahead: bool = False,
     ):
-        super().__init__()
-        self.stride, self.groups, self.ahead = stride, inputs if apart else 1, ahead
-        self.weight = nn.Parameter(torch.empty(outputs, inputs // self.groups, *(3,) * axes))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        groups = inputs if depthwise else 1
+        super().__init__(outputs, inputs // groups, *(3,) * axes, bias=bias)
+        self.stride, self.groups, self.ahead = stride, groups, ahead
 
     def forward(self, x: Tensor) -> Tensor:
         """x [clips, channels, (frequencies,) columns] -> the same of `outputs`, in the weight's dtype.
@@ -52,12 +52,6 @@ class Convolution(nn.Module):
         if self.ahead:  # columns precede frequencies
             x, padding = F.pad(x, (0, 0, 0, 2)), (0, 1)
         return convolve(x.to(weight.dtype), weight, bias, self.stride, padding, groups=self.groups)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise like a matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class CumulativeNorm(nn.Module):

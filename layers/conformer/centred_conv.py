@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from liger_models.layers.conformer.rows import with_rows_after, without_rows_after
+from liger_models.layers.projections.convolution import ConvolutionWeights
 from liger_models.layers.projections.linear import as_wide_as
 
 
-class CentredConvolution(nn.Module):
+class CentredConvolution(ConvolutionWeights):
     """`y[t, c] = bias[c] + sum over k of weight[c, 0, k] * x[t - K // 2 + k, c]`, with zeros around a clip.
 
     Args:
@@ -22,9 +22,7 @@ class CentredConvolution(nn.Module):
     """
 
     def __init__(self, channels: int, width: int, bias: bool):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, 1, width))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        super().__init__(channels, 1, width, bias=bias)
 
     def forward(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         """x [F, C] -> [F, C], for clips of these lengths."""
@@ -34,12 +32,6 @@ class CentredConvolution(nn.Module):
         bias = as_wide_as(self.weight, self.bias)
         y = F.conv1d(rows.T[None], self.weight, bias, padding=reach, groups=channels)
         return without_rows_after(y[0].T, lengths, [reach] * len(lengths)).to(x.dtype)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise like a matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         return f"{len(self.weight)} channels, width={self.weight.shape[2]}"

@@ -5,7 +5,7 @@
     query block      x + gamma * W_o attention(W_q n, W_k norm(conv(n)), W_v norm(conv'(n))),   n = norm(x)
     fusion           norm(mean(norm(W_2 gelu(norm(W_1 [x, x' enlarged])))))    of the last two stages x, x'
 
-Convolutions conv are of each channel apart, but in edge blocks; matrices W act on the channels of a pixel.
+Convolutions conv are depthwise, but in edge blocks; matrices W act on the channels of a pixel.
 Norms are RMSNorms over channels. Tensors are [images, rows, columns, channels]. Zeros around an image make
 ceil(n / stride) pixels of n: where their number is odd, one more follows the image. Only the inputs of blocks
 are kept for the backward pass.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from liger_models.layers.attention.fused import unmasked_attention
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.convolution import ConvolutionWeights
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import recompute, set_levels
 from liger_models.layers.specs import (
@@ -134,14 +135,14 @@ def whole_images(patches: Tensor, spec: PatchSpec, side: int) -> Tensor:
     return x.permute(0, 1, 4, 2, 5, 3).flatten(3, 4).flatten(1, 2)
 
 
-class Convolution(nn.Module):
+class Convolution(ConvolutionWeights):
     """A convolution with zeros around the image.
 
     Args:
         inputs, outputs: numbers of channels.
         kernel: pixels on a side.
         stride: distance of neighbouring windows.
-        apart: each output reads the input of the same number alone.
+        depthwise: each output reads the input of the same number alone.
         bias: add a bias.
     """
 
@@ -151,13 +152,12 @@ class Convolution(nn.Module):
         outputs: int,
         kernel: int = 1,
         stride: int = 1,
-        apart: bool = False,
+        depthwise: bool = False,
         bias: bool = False,
     ):
-        super().__init__()
-        self.stride, self.groups = stride, inputs if apart else 1
-        self.weight = nn.Parameter(torch.empty(outputs, inputs // self.groups, kernel, kernel))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        groups = inputs if depthwise else 1
+        super().__init__(outputs, inputs // groups, kernel, kernel, bias=bias)
+        self.stride, self.groups = stride, groups
 
     def forward(self, x: Tensor) -> Tensor:
         """x [images, rows, columns, inputs] -> the same of `outputs`, in the weight's dtype."""
@@ -171,15 +171,6 @@ class Convolution(nn.Module):
             around += zeros // 2, zeros - zeros // 2
         x = F.pad(x, (0, 0, *around)).permute(0, 3, 1, 2)
         return F.conv2d(x, weight, bias, self.stride, groups=self.groups).permute(0, 2, 3, 1)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise like a matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:  # PEFT's error shows it, where `all-linear` stands for last names of layers
-        return "takes no adapter: name it in exclude_modules"
 
 
 def norm_of(channels: int, pyramid: PyramidSpec) -> Any:
@@ -203,12 +194,12 @@ class ConvolutionNorm(nn.Module):
         kernel: int = 1,
         *,
         stride: int = 1,
-        apart: bool = False,
+        depthwise: bool = False,
         bias: bool = False,
         active: bool = True,
     ):
         super().__init__()
-        self.conv = Convolution(inputs, outputs, kernel, stride, apart, bias)
+        self.conv = Convolution(inputs, outputs, kernel, stride, depthwise, bias)
         self.bn, self.active = norm_of(outputs, pyramid), active
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,11 +265,13 @@ class InvertedBlock(nn.Module):
         if spec.start:
             stride = 1 if spec.middle else spec.stride
             self.dw_start = ConvolutionNorm(
-                inputs, inputs, kernel=spec.start, stride=stride, apart=True, **last
+                inputs, inputs, kernel=spec.start, stride=stride, depthwise=True, **last
             )
         self.pw_exp = ConvolutionNorm(inputs, inner, pyramid)
         if spec.middle:
-            self.dw_mid = ConvolutionNorm(inner, inner, pyramid, spec.middle, stride=spec.stride, apart=True)
+            self.dw_mid = ConvolutionNorm(
+                inner, inner, pyramid, spec.middle, stride=spec.stride, depthwise=True
+            )
         self.pw_proj = ConvolutionNorm(inner, spec.channels, **last)
         if not alone:
             self.layer_scale = ChannelScale(spec.channels)
@@ -299,7 +292,7 @@ class Projected(nn.Module):
         super().__init__()
         self.down_conv = self.norm = None
         if stride > 1:
-            self.down_conv = Convolution(inputs, inputs, kernel, stride, apart=True)
+            self.down_conv = Convolution(inputs, inputs, kernel, stride, depthwise=True)
             self.norm = norm_of(inputs, pyramid)
         self.proj = Convolution(inputs, outputs)
 

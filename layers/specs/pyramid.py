@@ -21,9 +21,9 @@ class EdgeBlockSpec:
 
 @dataclass(frozen=True)
 class InvertedBlockSpec:
-    """Convolutions of single pixels to `expansion` times as many channels and to `channels`; before them and
-    between them one of each channel apart, of `start` and of `middle` pixels on a side, 0 for none. The
-    latter has the `stride`.
+    """Pointwise convolutions to `expansion` times as many channels and to `channels`; before them and
+    between them a depthwise one, of `start` and of `middle` pixels on a side, 0 for none. The latter has
+    the `stride`.
     """
 
     channels: int
@@ -36,8 +36,8 @@ class InvertedBlockSpec:
 @dataclass(frozen=True)
 class QueryBlockSpec:
     """Attention of all pixels to one another in `num_attention_heads` heads of `head_dim`, which share keys
-    and values. With a `stride` these are made of fewer pixels, by convolutions of `kernel` times `kernel`
-    pixels of each channel apart.
+    and values. With a `stride` these are made of fewer pixels, by depthwise convolutions of `kernel` times
+    `kernel` pixels.
     """
 
     num_attention_heads: int

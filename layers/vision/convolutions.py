@@ -14,6 +14,7 @@ from liger_models.kernels._copies import to_device
 from liger_models.layers.grids.rows import by_size, in_rows
 from liger_models.layers.parts.mlp import plain_activation
 from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.projections.convolution import ConvolutionWeights
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.specs import (
     ConvolutionProjectorSpec,
@@ -30,30 +31,23 @@ from liger_models.layers.vision.patch_order import Grid
 from liger_models.layers.vision.pictures import TilesOfPictures
 
 
-class Convolution(nn.Module):
+class Convolution(ConvolutionWeights):
     """A convolution of 3 times 3 patches with zeros around the grid.
 
     Args:
         inputs, outputs: numbers of channels.
         stride: distance of neighbouring windows.
-        bias: whether it has one.
+        bias: add a bias.
     """
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1, bias: bool = False):
-        super().__init__()
-        self.stride, self.weight = stride, nn.Parameter(torch.empty(outputs, inputs, 3, 3))
-        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        super().__init__(outputs, inputs, 3, 3, bias=bias)
+        self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
         """x [pictures, channels, rows, columns] -> the same of `outputs`."""
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.conv2d(x, self.weight.to(x.dtype), bias, stride=self.stride, padding=1)
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise like a matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
 
 
 class Neck(nn.Module):

@@ -25,6 +25,7 @@ from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.blocks import BLOCKS, Block, add_and_norm, run_block
 from liger_models.layers.parts.norm import make_norm
 from liger_models.layers.parts.window_merger import WindowMerger
+from liger_models.layers.projections.convolution import ConvolutionWeights
 from liger_models.layers.projections.linear import as_wide_as
 from liger_models.layers.recompute.activation_memory import set_levels
 from liger_models.layers.recompute.offload import Offload
@@ -35,7 +36,7 @@ from liger_models.layers.vision.pictures import Pictures, TilesOfPictures
 from liger_models.layers.vision.position_table import make_table
 
 
-class PatchEmbedding(nn.Module):
+class PatchEmbedding(ConvolutionWeights):
     """A linear layer over patches, whose weight has the shape of a convolution's, as in checkpoints.
 
     Args:
@@ -44,25 +45,14 @@ class PatchEmbedding(nn.Module):
     """
 
     def __init__(self, spec: PatchSpec, width: int):
-        super().__init__()
         sides = (spec.frames, spec.size, spec.size) if spec.frames > 1 else (spec.size, spec.size)
-        self.weight = nn.Parameter(torch.empty(width, spec.channels, *sides))
-        self.bias = nn.Parameter(torch.empty(width)) if spec.bias else None
+        super().__init__(width, spec.channels, *sides, bias=spec.bias)
 
     def forward(self, patches: Tensor) -> Tensor:
         """patches [P, channels * frames * size^2] -> [P, D]."""
         return F.linear(
             patches.to(self.weight.dtype), self.weight.flatten(1), as_wide_as(self.weight, self.bias)
         )
-
-    def reset_parameters(self, std: float = 0.02, generator: torch.Generator | None = None) -> None:
-        """Initialise like a matrix."""
-        nn.init.normal_(self.weight, 0.0, std, generator)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def extra_repr(self) -> str:  # PEFT's error shows it, where `all-linear` stands for last names of layers
-        return "takes no adapter: name it in exclude_modules"
 
 
 class ClassToken(nn.Module):
