@@ -191,7 +191,7 @@ class TextTokenizer:
                 raise DataError(
                     f"`messages` need a chat template and the tokenizer in {self.folder} has none; use the "
                     "tokenizer of a chat model, add chat_template.jinja to the folder (docs/data.md has "
-                    "one), or take plain text: prompt/completion records in data, --raw in `generate`"
+                    "one), or use plain text (prompt/completion records; --raw in `generate`)"
                 )
             self._templates[name] = ChatTemplate(source, self._special_tokens(), self.folder)
         return self._templates[name]

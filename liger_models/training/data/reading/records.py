@@ -169,7 +169,8 @@ def parse_fields(where: str, fields: dict[str, Any], counts: Counter[str], schem
     if form == PAIRS and isinstance(fields.get("prompt", ""), str):
         fields = with_common_prompt(fields)
     if missing := [key for key in keys if key not in fields]:
-        raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}")
+        advice = schema.advice(fields)
+        raise DataError(f"{where}: {missing[0]!r} is missing; found {found}; expected {form}{advice}")
     if form == "messages":
         messages = _check_messages(where, fields["messages"])
         return Record(where, form, _take_images(where, messages, fields.get(IMAGES)), options=options)

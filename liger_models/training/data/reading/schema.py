@@ -96,18 +96,21 @@ class Schema:
         return fields
 
     def expected(self, found: Iterable[str]) -> str:
-        """Describe the accepted forms, and propose `--columns` for well-known names that were found."""
+        """Describe the accepted forms, with advice for the fields that were found."""
         of_these = "exactly one of " if len(self.forms) > 1 else ""
+        return f"{of_these}{', '.join(self.forms)}{self.advice(found)}"
+
+    def advice(self, found: Iterable[str]) -> str:
+        """What to do about a record with fields of well-known names that the accepted forms do not have."""
         there = set(found)
         known = [pair for pair in _SEEN_AS_PAIRS if there.issuperset(pair)]
-        advice = ""
         if known and "prompt/completion" in self.forms:
-            advice = f" (or --columns prompt={known[0][0]},completion={known[0][1]})"
-        elif there >= {"chosen", "rejected"} and PAIRS not in self.forms:
-            advice = " (pairs are for --objective dpo, orpo, simpo or reward)"
-        elif "messages" in self.forms and (lists := [name for name in _SEEN_AS_MESSAGES if name in there]):
-            advice = f" (or --columns messages={lists[0]})"
-        return f"{of_these}{', '.join(self.forms)}{advice}"
+            return f" (or --columns prompt={known[0][0]},completion={known[0][1]})"
+        if there >= {"chosen", "rejected"} and PAIRS not in self.forms:
+            return " (pairs are for --objective dpo, orpo, simpo or reward)"
+        if "messages" in self.forms and (lists := [name for name in _SEEN_AS_MESSAGES if name in there]):
+            return f" (or --columns messages={lists[0]})"
+        return ""
 
     def _takes_alpaca(self) -> bool:
         return ("messages" if self.chat else "prompt/completion") in self.forms
