@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 class _Parser(argparse.ArgumentParser):
     """Takes options by their whole names only. A usage error is two lines: the error, with the nearest names
-    of unknown options, and how to get help.
+    of unknown options and values, and how to get help.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -104,6 +104,14 @@ class _Parser(argparse.ArgumentParser):
         parsed, others = super().parse_known_args(args, namespace)
         file.drop_overridden(self, parsed, values)
         return parsed, others
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = difflib.get_close_matches(str(value), [*map(str, action.choices or ())], n=1)
+            error.message += f"; the nearest is {near[0]}" if near else ""
+            raise
 
     def error(self, message: str) -> NoReturn:
         for word in dict.fromkeys(word.partition("=")[0] for word in self._words):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from liger_models.cli.shared import arguments
 from liger_models.cli.shared.config_file import add_config
-from liger_models.cli.shared.gpus import GPUS, find_gpu
+from liger_models.cli.shared.gpus import GPUS, limits_of
 from liger_models.cli.shared.train_options import add_train_options
 
 if TYPE_CHECKING:
@@ -108,23 +108,13 @@ def run(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> dict[str, Any]:
     """Everything the command shows, as JSON-serialisable data."""
-    from liger_models.convert.errors import ConfigError
-    from liger_models.layers.memory import NOTHING, heard_of_length, largest, parse_budget, shown_of_size
+    from liger_models.layers.memory import NOTHING, heard_of_length, largest, shown_of_size
     from liger_models.layers.recompute.activation_memory import LEVELS
 
+    gpu, memory, budget, host_budget = limits_of(args)
     model = _model(args)
     vision, audio = model.spec.vision, model.spec.audio
     counted = _step_memory(args, model)
-    gpu, memory = find_gpu(args.gpu)
-    if args.memory_budget is not None and args.activation_memory != "auto":
-        raise ConfigError("--memory-budget requires --activation-memory auto")
-    try:
-        share, given = parse_budget(args.memory_budget)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    budget = min(memory, given) if given is not None else int(share * memory)
-    host_budget = None if args.host_memory is None else _size(args.host_memory)
-
     height, width = args.image_size
 
     def shown(rows: int) -> "Shown":
@@ -144,13 +134,7 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
 
     of_images, of_sounds = shown(1).features, heard(1).features
     features = of_images + of_sounds
-    if args.seq_len is not None and args.seq_len <= features:
-        images = [f"{args.images} images of {height}x{width} pixels"] if of_images else []
-        sounds = [f"{args.sounds} sounds of {args.sound_length} seconds"] if of_sounds else []
-        raise ConfigError(
-            f"--seq-len {args.seq_len}: {' and '.join(images + sounds)} take {features} tokens of "
-            f"{args.model}; pass a larger --seq-len"
-        )
+    _check_row(args, of_images, of_sounds)
     counted.plan(["all"] * len(counted.stages))  # caches everything independent of the batch
     seq = args.seq_len or longest(args.batch_size, args.activation_memory) or 256
 
@@ -195,6 +179,25 @@ def plan(args: argparse.Namespace) -> dict[str, Any]:
             for of_level in [planned(args.batch_size, seq, level)]
         },
     }
+
+
+def _check_row(args: argparse.Namespace, of_images: int, of_sounds: int) -> None:
+    """Refuse rows that images and sounds of these numbers of tokens fill.
+
+    Raises:
+        ConfigError: no room for text.
+    """
+    from liger_models.convert.errors import ConfigError
+
+    if args.seq_len is None or args.seq_len > of_images + of_sounds:
+        return
+    height, width = args.image_size
+    images = [f"{args.images} images of {height}x{width} pixels"] if of_images else []
+    sounds = [f"{args.sounds} sounds of {args.sound_length} seconds"] if of_sounds else []
+    raise ConfigError(
+        f"--seq-len {args.seq_len}: {' and '.join(images + sounds)} take {of_images + of_sounds} tokens of "
+        f"{args.model}; pass a larger --seq-len"
+    )
 
 
 def _model(args: argparse.Namespace) -> "LigerCausalLM":
@@ -375,13 +378,3 @@ def print_report(report: dict[str, Any]) -> None:
         figures = [gib(found["peak"]) + fitting, *[gib(found["host"])] * host, f"{found['repeated']:.1%}"]
         rows.append((level, *figures, str(found["batch_size"]), f"{found['seq_len']:,}"))
     print_table(rows)
-
-
-def _size(text: str) -> int:
-    from liger_models.convert.errors import ConfigError
-    from liger_models.convert.sizes import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError as error:
-        raise ConfigError(f"--host-memory is {text!r}; expected a size such as 256GiB") from error

@@ -32,6 +32,17 @@ def test_an_unknown_option_is_reported_with_the_nearest(more, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "nearest"),
+    [(["lst"], "list"), (["train", "model", "--dtype", "bf16"], "bfloat16")],
+    ids=["command", "value"],
+)
+def test_an_unknown_choice_is_reported_with_the_nearest(words, nearest, capsys):
+    with pytest.raises(SystemExit):
+        main(words)
+    assert f"; the nearest is {nearest}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("theirs", "ours"),
     [
         ("--learning_rate", "--lr"),

@@ -1,5 +1,6 @@
-"""The memory of GPUs by their common names, for `plan`."""
+"""The memory that `plan` may use: of GPUs by their common names, and of the host."""
 
+import argparse
 import re
 
 # GiB available to a program: for H200 and H100 as the driver reports it, for the others slightly below the
@@ -68,6 +69,37 @@ def find_gpu(name: str | None) -> tuple[str, int]:
             f"unknown GPU {name!r}; pass its memory, such as 80GiB, or one of {', '.join(GPUS)}"
         )
     return name, count
+
+
+def limits_of(args: argparse.Namespace) -> tuple[str, int, int, int | None]:
+    """The GPU's name, its memory, the part of it that a plan may use, and host memory per GPU or None, all in
+    bytes.
+
+    Raises:
+        ConfigError: an unknown GPU, or sizes that cannot be used.
+    """
+    from liger_models.convert.errors import ConfigError
+    from liger_models.layers.memory import parse_budget
+
+    gpu, memory = find_gpu(args.gpu)
+    if args.memory_budget is not None and args.activation_memory != "auto":
+        raise ConfigError("--memory-budget requires --activation-memory auto")
+    try:
+        share, given = parse_budget(args.memory_budget)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    budget = min(memory, given) if given is not None else int(share * memory)
+    return gpu, memory, budget, None if args.host_memory is None else _host_size(args.host_memory)
+
+
+def _host_size(text: str) -> int:
+    from liger_models.convert.errors import ConfigError
+    from liger_models.convert.sizes import parse_size
+
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise ConfigError(f"--host-memory is {text!r}; expected a size such as 256GiB") from error
 
 
 def _plain(name: str) -> str:

@@ -229,7 +229,7 @@ GOOD = b'{"text": "abc"}\n'
         (GOOD + b"{}\n", "line 2: found no fields"),
         (b'{"text": "a", "prompt": "b", "completion": "c"}\n', "line 1: found 'text', 'prompt'"),
         (b'{"prompt": "b"}\n', "line 1: .*'completion' is missing"),
-        (b'{"prompt": "b", "chosen": "c", "rejected": "d"}\n', "'completion' is missing.* for --objective dpo"),
+        (b'{"prompt": "b", "chosen": "c", "rejected": "d"}\n', "is missing.* for --objective dpo"),
         (b'{"prompt": "b", "response": "c"}\n', "--columns prompt=prompt,completion=response"),
         (b'{"text": 3}\n', "'text' is a number, expected a string"),
         (b'{"text": null}\n', "'text' is null"),
