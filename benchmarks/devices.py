@@ -146,6 +146,7 @@ _FASTER = "tiles that do not spill are slower"
 KNOWN_SPILLS: tuple[tuple[str, str, str, int, str], ...] = (
     ("sm_*", "_backward_kernel", "norms, 16384", 256, "rows of 16384 wait in the cache, once a row"),
     ("*", "_backward_kernel", "layer norm in float32, 5", 1024, "rows of five numbers, which no model has"),
+    ("*", "_backward_kernel", "norms in float32, 1", 256, "rows of one number, which no model has"),
     ("sm_*", "compressed_*_gradient_kernel", "*compressed keys*V4", 1024, _FASTER),
     (
         "*",

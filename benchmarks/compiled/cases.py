@@ -6,6 +6,7 @@ Tiles depend on the size of a row, and of experts on the number of rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -76,7 +77,10 @@ def gated(width):
     backward(gated_linear(operand(TOKENS, 2 * width), operand(128, width), None, "silu"))
     for approximate in ("tanh", "none"):
         backward(kernels.geglu(operand(TOKENS, 2 * width), approximate=approximate))
-    backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width)))
+    for plus_one in (False, True):
+        backward(kernels.clamped_swiglu(operand(TOKENS, 2 * width), plus_one=plus_one))
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        backward(gated_eight_bits(operand(TOKENS, 2 * width), activation)[0])
     backward(kernels.capped_swiglu(operand(TOKENS, 2 * width)))
     backward(kernels.sparse_gated(operand(TOKENS, 2 * width), "gelu_tanh", 1.6448536))
     backward(kernels.sigmoid_gated(operand(TOKENS, width), operand(TOKENS, width)))
@@ -116,36 +120,48 @@ def decoding(rows, columns):
     kernels.decode_codes(eights, blocks, sizes, (128, 128), "float8", BF16)
 
 
-def gated_norm(channels, group, gate_first=False):
+def decoding_groups(rows, columns):
+    """Integers with a scale and a zero for each group of 128 columns, which need not be in order."""
+    groups = {
+        "groups": torch.empty(1, columns, dtype=torch.int32),
+        "zero": torch.empty(1, rows, columns // 128),
+    }
+    scale, factor = torch.empty(1, rows, columns // 128, dtype=BF16), 0.5
+    for numbers, width in (("int4", columns // 2), ("int8", columns), ("biased int8", columns)):
+        codes = torch.empty(1, rows, width, dtype=torch.uint8)
+        kernels.decode_codes(codes, scale, (rows, columns), (1, 128), numbers, BF16, **groups)
+        kernels.decode_codes(codes, scale, (rows, columns), (1, 128), numbers, BF16, factor=factor)
+
+
+def gated_norm(channels, group, gate_first=False, **options):
     weight = operand(channels if gate_first else group)
     x, gate = operand(TOKENS, channels), operand(TOKENS, channels)
-    backward(kernels.gated_rms_norm(x, gate, weight, group_size=group, gate_first=gate_first))
+    backward(kernels.gated_rms_norm(x, gate, weight, group_size=group, gate_first=gate_first, **options))
 
 
-def gated_delta_rule(key_heads, heads, key, value):
-    q, k = (operand(TOKENS, key_heads, key) for _ in range(2))
-    gates = operand(TOKENS, heads), operand(TOKENS, heads), operand(heads), operand(heads)
-    backward(*kernels.gated_delta_rule(q, k, operand(TOKENS, heads, value), *gates))
+def gated_delta_rule(key_heads, heads, key, value, tokens=TOKENS):
+    q, k = (operand(tokens, key_heads, key) for _ in range(2))
+    gates = operand(tokens, heads), operand(tokens, heads), operand(heads), operand(heads)
+    backward(*kernels.gated_delta_rule(q, k, operand(tokens, heads, value), *gates))
 
 
-def channel_delta_rule(heads, width, **options):
-    q, k, v, f = (operand(TOKENS, heads, width) for _ in range(4))
-    gates = operand(TOKENS, heads), operand(heads), operand(heads, width)
+def channel_delta_rule(heads, width, tokens=TOKENS, **options):
+    q, k, v, f = (operand(tokens, heads, width) for _ in range(4))
+    gates = operand(tokens, heads), operand(heads), operand(heads, width)
     backward(*kernels.channel_delta_rule(q, k, v, f, *gates, **options))
 
 
-def ssd(heads, head_dim, groups, state):
-    x, dt = operand(TOKENS, heads, head_dim), operand(TOKENS, heads)
-    B, C = (operand(TOKENS, groups, state) for _ in range(2))
+def ssd(heads, head_dim, groups, state, tokens=TOKENS):
+    x, dt = operand(tokens, heads, head_dim), operand(tokens, heads)
+    B, C = (operand(tokens, groups, state) for _ in range(2))
     backward(*kernels.ssd(x, dt, B, C, *(operand(heads) for _ in range(3))))
 
 
-def short_conv(channels, taps, activation):
+def short_conv(channels, taps, activation, biased=False):
+    x, weight, bias = operand(TOKENS, channels), operand(channels, taps), operand(channels)
     documents = torch.tensor([0, TOKENS])
     backward(
-        kernels.short_conv(
-            operand(TOKENS, channels), operand(channels, taps), activation=activation, cu_seqlens=documents
-        )
+        kernels.short_conv(x, weight, bias if biased else None, activation=activation, cu_seqlens=documents)
     )
 
 
@@ -205,6 +221,15 @@ def ranges(of_queries: int, of_keys: int, marked: bool = False) -> KeyRanges:
     return KeyRanges(*rows, torch.empty(TOKENS, dtype=torch.int32) if marked else None)
 
 
+def routing(num_experts, top_k, corrected=False, **options):
+    """The choice of experts, and weights of an earlier choice."""
+    options["correction_bias"] = torch.empty(num_experts) if corrected else None
+    logits = operand(TOKENS, num_experts)
+    backward(kernels.route(logits, top_k, **options)[0])
+    given = torch.empty(TOKENS, top_k, dtype=torch.int32)
+    backward(kernels.route(logits, top_k, experts=given, **options)[0])
+
+
 def experts(
     tokens, hidden_size, intermediate_size, num_experts, top_k, dtype=BF16, biases=False, rank=0, **how
 ):
@@ -230,6 +255,17 @@ def experts(
             for matrices in (gate_up, down)
         )
     backward(kernels.moe_experts(x, router.values, router.indices.int(), gate_up, down, *rest, **how))
+
+
+def shared_experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
+    """Experts that two ranks share: rows in windows, computed while others are exchanged."""
+
+    def nothing(*_):
+        return None
+
+    waiting = {"arrive": nothing, "leave": nothing, "leave_weights": nothing}
+    exchange = SimpleNamespace(own=tokens // 2, ranks=2, overlaps=False, divisor=2, **waiting)
+    experts(tokens, hidden_size, intermediate_size, num_experts, top_k, exchange=exchange)
 
 
 def float8_experts(tokens, hidden_size, intermediate_size, num_experts, top_k):
@@ -268,9 +304,10 @@ def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, dtype=BF16
 
 
 def chosen_keys(heads, head_dim, top_k):
-    q, k = operand(TOKENS, heads, head_dim), operand(TOKENS, head_dim)
-    weights = torch.empty(TOKENS, heads)
-    kernels.choose_keys(q, k, weights, top_k, scale=1.0, longest=TOKENS)
+    """Of a document whose scores fit registers, and of a longer one."""
+    for tokens in (TOKENS, 16 * TOKENS):
+        q, k = operand(tokens, heads, head_dim), operand(tokens, head_dim)
+        kernels.choose_keys(q, k, torch.empty(tokens, heads), top_k, scale=1.0, longest=tokens)
 
 
 def streams(width, count, iterations, dtype=BF16):
@@ -315,6 +352,7 @@ def compressed_attention(heads, head_dim, window, rate, top_k=None, dtype=BF16):
 CASES: dict[str, Callable[[], None]] = {
     "float8, 4096": lambda: float8(4096),
     "decoding, gpt-oss": lambda: decoding(5760, 2880),
+    "decoding integers in groups": lambda: decoding_groups(4096, 4096),
     "norms, 2048": lambda: norms(2048),
     "norms, 4096": lambda: norms(4096),
     "norms, 8192": lambda: norms(8192),
@@ -345,19 +383,24 @@ CASES: dict[str, Callable[[], None]] = {
     "q/k norm, OLMo 2 32B": lambda: qk_norm(40, 8, 128, per_head=False, cast="float32"),
     "q/k norm, MiniMax M2": lambda: qk_norm(48, 8, 128, 64, per_head=False),
     "gated norm, Qwen 3 Next": lambda: gated_norm(4096, 128),
+    "gated norm, Kimi Linear": lambda: gated_norm(4096, 128, activation="sigmoid", cast="float32"),
     "gated norm, Nemotron H": lambda: gated_norm(8192, 1024, gate_first=True),
     "gated norm, Granite 4": lambda: gated_norm(8192, 8192, gate_first=True),
     "short convolution, Qwen 3 Next": lambda: short_conv(8192, 4, "silu"),
+    "short convolution, Mamba 2": lambda: short_conv(5376, 4, "silu", biased=True),
     "short convolution, LFM 2": lambda: gated_short_conv(2048, 3),
     "short convolution, LFM 3": lambda: gated_short_conv(2048, 7),
     "gated delta rule, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128),
     "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
+    "gated delta rule in segments, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128, 4 * TOKENS),
     "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),
+    "channel delta rule in segments, Kimi Linear": lambda: channel_delta_rule(32, 128, 4 * TOKENS),
     "channel delta rule, Ling 3": lambda: channel_delta_rule(32, 128, lower_bound=-5.0),
     "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
     "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, F32),
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
     "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
+    "SSD in segments, Granite 4": lambda: ssd(128, 64, 1, 128, 4 * TOKENS),
     "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),
     "SSD, Nemotron 3 Nano 4B": lambda: ssd(96, 80, 8, 128),
     "SSD, Falcon H1 34B": lambda: ssd(32, 128, 2, 256),
@@ -371,6 +414,7 @@ CASES: dict[str, Callable[[], None]] = {
     "log-probabilities, Gemma 2": lambda: log_probs(softcap=30.0),
     "divergences": divergences,
     "attention, LLaMA 8B": lambda: attention(32, 8, 128),
+    "attention, BLOOM": lambda: attention(32, 32, 128, slopes=torch.empty(32)),
     "attention, a tree, LLaMA 8B": lambda: attention(32, 8, 128, bounds=ranges(4, 6)),
     "attention, Gemma 2 9B": lambda: attention(16, 8, 256, window=4096, softcap=50.0),
     "attention, DeepSeek V3": lambda: attention(128, 128, 192, 128),
@@ -409,10 +453,21 @@ CASES: dict[str, Callable[[], None]] = {
     "AdamW, master": lambda: optimizer("master", BF16),
     "AdamW, master, float32 moments": lambda: optimizer("master", F32),
     "AdamW, float32": lambda: optimizer("plain", F32, F32),
+    "routing, Qwen 3 30B": lambda: routing(128, 8),
+    "routing, DeepSeek V2": lambda: routing(
+        160, 6, renormalize=False, num_groups=8, top_groups=3, group_score="max"
+    ),
+    "routing, DeepSeek V3": lambda: routing(256, 8, True, score="sigmoid", num_groups=8, top_groups=4),
+    "routing, DeepSeek V4": lambda: routing(256, 6, True, score="sqrt_softplus"),
+    "routing, A.X K2": lambda: routing(
+        256, 8, True, score="sigmoid", num_groups=8, top_groups=4, group_score="top_2_else_0"
+    ),
+    "routing, Kolibri 1": lambda: routing(384, 6, True, score="sigmoid", correct_logits=True),
     "experts, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8),
     "experts in float8, Qwen 3 30B": lambda: float8_experts(16384, 2048, 768, 128, 8),
     "experts with paths of rank 16, Qwen 3 30B": lambda: experts(2048, 2048, 768, 128, 8, rank=16),
     "experts with paths of rank 128, gpt-oss 20B": lambda: experts(512, 2880, 2880, 32, 4, rank=128),
+    "experts on two ranks, Qwen 3 30B": lambda: shared_experts(4096, 2048, 768, 64, 8),
     "experts, Mixtral 8x7B": lambda: experts(512, 4096, 14336, 8, 2),
     "experts, Qwen 3 Next 80B": lambda: experts(2048, 2048, 512, 512, 10),
     "experts, gpt-oss 20B": lambda: experts(2048, 2880, 2880, 32, 4, biases=True),

@@ -37,6 +37,11 @@ _HOPPER: _Table = {  # up to 197 KB of shared memory
     (256, 256): Configuration(Tiles(128, 64, 8, 2), Tiles(128, 32, 8, 2), Tiles(32, 64, 8, 2)),
     (512, 512): Configuration(Tiles(64, 32, 8, 1), Tiles(32, 32, 8, 1), Tiles(32, 32, 8, 1)),
 }
+_BLACKWELL: _Table = {  # of data centres: with two stages, gradients of wide heads' keys spill there
+    **_HOPPER,
+    (192, 128): _HOPPER[192, 128]._replace(key_value_gradient=Tiles(32, 128, 8, 1)),
+    (256, 256): _HOPPER[256, 256]._replace(key_value_gradient=Tiles(32, 64, 8, 1)),
+}
 _DESKTOP: _Table = {  # up to 99 KB
     (64, 64): _HOPPER[64, 64]._replace(key_value_gradient=Tiles(32, 128, 8, 2)),
     # The masks of their padded tiles take registers.
@@ -79,13 +84,21 @@ _FLOAT32_OF_FAMILY: dict[Family, _Table] = {
 }
 
 
-def find_tiles(q: Tensor, v: Tensor) -> Configuration | None:
-    """Tiles for heads of these sizes on q's GPU; None if none fit, on AMD's RDNA above 64 and in float32."""
-    family = gpu_of(q).family
-    wide = q.dtype == torch.float32
-    table = _FLOAT32_OF_FAMILY.get(family, _FLOAT32) if wide else _OF_FAMILY[family]
+def find_tiles(q: Tensor, v: Tensor, blocks: bool = False) -> Configuration | None:
+    """Tiles for heads of these sizes on q's GPU; None if none fit, on AMD's RDNA above 64 and in float32.
+
+    blocks: whether queries see chosen blocks of keys only, whose masks take registers.
+    """
+    family, (major, _) = gpu_of(q).family, gpu_of(q).capability
+    if q.dtype == torch.float32:
+        table = _FLOAT32_OF_FAMILY.get(family, _FLOAT32)
+    else:
+        table = _BLACKWELL if major == 10 else _OF_FAMILY[family]
     sizes = (tiles for (keys, values), tiles in table.items() if q.shape[2] <= keys and v.shape[2] <= values)
-    return next(sizes, None)
+    tiles = next(sizes, None)
+    if blocks and tiles == _DESKTOP[128, 128] and major == 12:
+        return tiles._replace(forward=Tiles(64, 64, 8, 2))
+    return tiles
 
 
 # Of `_compressed_kernels.py`, with heads of up to 512: `queries` is a number of heads.

@@ -215,7 +215,7 @@ class _Attention(torch.autograd.Function):
         def run():
             out = q.new_empty(tokens, heads, v.shape[2])
             lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
-            tiles = _configuration(q, v).forward
+            tiles = _configuration(q, v, size).forward
             strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
             if tokens:
                 with on_device_of(q):
@@ -261,7 +261,7 @@ class _Attention(torch.autograd.Function):
         strides = *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *dout.stride()[:2]
         if tokens:
             with on_device_of(q):
-                tiles = _configuration(q, v).query_gradient
+                tiles = _configuration(q, v, size).query_gradient
                 attention_query_gradient_kernel[(heads * ceil_div(tokens, tiles.queries),)](
                     q,
                     k,
@@ -287,7 +287,7 @@ class _Attention(torch.autograd.Function):
                     *rows_to_copy(tiles.keys, k, v, padded=True),
                     **_constants(q, k, v, ranges, tiles, size),
                 )
-                tiles = _configuration(q, v).key_value_gradient
+                tiles = _configuration(q, v, size).key_value_gradient
                 attention_key_value_gradient_kernel[(kv_heads * ceil_div(tokens, tiles.keys),)](
                     q,
                     k,
@@ -325,8 +325,9 @@ def has_tiles(q: Tensor, v: Tensor) -> bool:
     return find_tiles(q, v) is not None
 
 
-def _configuration(q: Tensor, v: Tensor) -> Configuration:
-    tiles = find_tiles(q, v)
+def _configuration(q: Tensor, v: Tensor, size: int) -> Configuration:
+    """Tiles; `size` is that of chosen blocks, or 0."""
+    tiles = find_tiles(q, v, blocks=size > 0)
     assert tiles is not None  # `attention` asks `has_tiles`
     return tiles
 

@@ -75,8 +75,8 @@ def rows_product(
     block_n, block_k, num_warps, num_stages, programs = _rows_config(block_m, inner, width, a)
     programs *= _SHORT if shared_device else 1
     rank = 0 if path is None else path[0].shape[1]
-    if rank > 64 and gpu_of(a).family == "a100":
-        block_n = min(block_n, 64)  # a path's blocks are all loaded before their products, into registers
+    if rank > 64 and a.element_size() == 2 and gpu_of(a).capability[0] == 8:
+        block_n, block_k, num_warps = min(block_n, 64), 64, 8  # without TMA, a path's blocks fill registers
     block_rank = min(32, max(16, rank))
     t, low = (None, None) if path is None else path
     most_tiles = order.tile_expert.numel() * ceil_div(width, block_n)

@@ -35,6 +35,11 @@ def test_kernels_of_experts_and_of_models_are_compiled_before_they_run():
     assert "AdamW" in found
 
 
+@pytest.mark.slow
+def test_operations_that_are_compiled_for_other_gpus_launch_every_kernel():
+    assert "operations launch" in run("launch_cases.py")
+
+
 def run(program: str, *arguments: str) -> str:
     # In a process of its own: in this one Triton runs its interpreter.
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
