@@ -20,12 +20,16 @@ KB = 1024
 H100 = Gpu("sm_90", (9, 0), 227 * KB, 132)
 A100 = Gpu("sm_80", (8, 0), 163 * KB, 108)
 RTX_4090 = Gpu("sm_89", (8, 9), 99 * KB, 128)
+B200 = Gpu("sm_100", (10, 0), 227 * KB, 148)
+RTX_5090 = Gpu("sm_120", (12, 0), 99 * KB, 170)
 MI300X = Gpu("gfx942", (0, 0), 64 * KB, 304, warp_size=64)
 RX_7900 = Gpu("gfx1100", (0, 0), 64 * KB, 48)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("gpu", [H100, A100, RTX_4090, MI300X, RX_7900], ids=lambda gpu: gpu.arch)
+@pytest.mark.parametrize(
+    "gpu", [H100, A100, RTX_4090, B200, RTX_5090, MI300X, RX_7900], ids=lambda gpu: gpu.arch
+)
 def test_tiles_fit_a_programs_threads_or_there_are_none(gpu, dtype, monkeypatch):
     monkeypatch.setattr(_tile_sizes, "gpu_of", lambda x: gpu)
     for dim in (16, 64, 96, 128, 192, 256, 512):
@@ -34,10 +38,19 @@ def test_tiles_fit_a_programs_threads_or_there_are_none(gpu, dtype, monkeypatch)
         assert (tiles is None) == (gpu is RX_7900 and (dim > 64 or dtype == torch.float32))
         assert tiles is None or all(part.num_warps <= gpu.most_warps for part in tiles)
         tiles = _tile_sizes.find_compressed_tiles(q)
-        narrow = gpu is RTX_4090 and dtype == torch.float32 and dim > 256
+        narrow = gpu.family == "desktop" and dtype == torch.float32 and dim > 256
         assert (tiles is None) == (gpu is RX_7900 or narrow)
         assert tiles is None or all(part.num_warps <= gpu.most_warps for part in tiles)
         assert tiles is None or tiles.key_value_gradient.keys % 32 == 0  # words of bits
+
+
+def test_chosen_blocks_have_tiles_of_their_own_where_others_spill(monkeypatch):
+    q = torch.empty(1, 1, 128, dtype=torch.bfloat16)
+    for gpu in (H100, A100, RTX_4090, B200, RTX_5090, MI300X):
+        monkeypatch.setattr(_tile_sizes, "gpu_of", lambda x, gpu=gpu: gpu)
+        usual, of_blocks = _tile_sizes.find_tiles(q, q), _tile_sizes.find_tiles(q, q, blocks=True)
+        assert (usual == of_blocks) == (gpu is not RTX_5090)
+        assert usual[1:] == of_blocks[1:]  # in the forward pass alone
 
 
 def test_plain_attention_runs_without_tiles_and_says_so_once(monkeypatch):

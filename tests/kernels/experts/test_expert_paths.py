@@ -8,6 +8,8 @@ from live_bytes import LiveBytes, as_on_a_gpu
 from moe_problem import CLAMPED, doubled, folded, formula, operands, paths_of, run
 
 from liger_models.kernels import ExpertPath, moe_experts
+from liger_models.kernels._gpu import Gpu
+from liger_models.kernels.experts import _grouped_products
 from liger_models.layers.recompute.activation_memory import recompute
 
 SCALES = (2.0, 0.7)
@@ -96,6 +98,30 @@ def test_float32_paths_of_float16_matrices_get_float32_gradients(implementation)
         # At most eight roundings, of 2^-11 each, are between an operand and a result.
         assert (actual - expected).norm() <= 2**-8 * expected.norm()
     assert all(gradient.dtype == torch.float32 for gradient in found[5:])
+
+
+def test_paths_of_high_rank_are_right_with_the_tiles_of_desktop_gpus(interpreted, monkeypatch):
+    gpu = Gpu("sm_86", (8, 6), 99 * 1024, 2)
+    blocks, descriptor = [], _grouped_products._descriptor
+
+    def noted(x, block):
+        blocks.append(block)
+        return descriptor(x, block)
+
+    monkeypatch.setattr(_grouped_products, "gpu_of", lambda x: gpu)
+    monkeypatch.setattr(_grouped_products, "shared_memory", lambda x: gpu.shared_memory)
+    monkeypatch.setattr(_grouped_products, "_descriptor", noted)
+    sizes = {"tokens": 9, "hidden": 80, "inner": 40, "num_experts": 2, "top_k": 2, "ranks": ((70,), (65,))}
+    inputs, firsts = problem(sizes | {"dtype": torch.float16})
+    upstream = torch.randn_like(inputs[0])
+    truth = run(with_paths(formula, firsts), doubled(inputs), upstream)
+    found = run(with_paths(moe_experts, firsts), inputs, upstream)
+    for actual, expected in zip(found, truth, strict=True):
+        # Nine roundings at most, of 2^-11 each: the eight above, and that of a gradient.
+        assert (actual - expected).norm() <= 9 * 2**-11 * expected.norm()
+    of_paths = [block for block in blocks if block[:2] == [1, 32]]
+    assert [1, 32, 64] in of_paths
+    assert [1, 32, 128] not in of_paths
 
 
 def test_recomputed_passes_over_frozen_matrices_give_the_bits_of_kept_ones_over_trained(implementation):
