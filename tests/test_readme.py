@@ -1,4 +1,4 @@
-"""Commands of the README and the docs are understood, and their links point to existing files."""
+"""Commands of the README and the docs are understood, and the files that they and the code name exist."""
 
 import functools
 import re
@@ -30,6 +30,17 @@ def test_every_link_to_a_heading_leads_to_one():
         assert [
             link for link in links if link[1] not in headings(page.parent / link[0] if link[0] else page)
         ] == [], page
+
+
+def test_every_file_that_the_code_names_exists():
+    """Comments and docstrings name a file by its folders, or by the last of them."""
+    folders = (*PARTS, "tests", "benchmarks", "examples")
+    files = [path.relative_to(ROOT) for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    ends = {"/".join(file.parts[i:]) for file in files for i in range(len(file.parts))}
+    for file in files:
+        if file.parts[0] in PARTS:
+            named = re.findall(r"(?<![\w./-])(?:[a-z_\d]+/)+\w+\.py\b", (ROOT / file).read_text())
+            assert [name for name in named if name not in ends] == [], file
 
 
 def page(name):

@@ -7,7 +7,7 @@
         optimizer.step()                          # applies the clipping factor
         optimizer.zero_grad()
 
-See liger_models/kernels/optimizer/adamw.py for the meaning of `weights`, and docs/optimizer.md for
+See kernels/optimizer/adamw.py for the meaning of `weights`, and docs/optimizer.md for
 measurements.
 """
 

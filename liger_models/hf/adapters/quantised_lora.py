@@ -5,7 +5,7 @@
     8 bits:  bitsandbytes' product plus the low-rank paths. Its gradient, dx = dy W with W = CB * SCB / 127,
              reads only the weights, so nothing else is kept (bitsandbytes keeps the input)
 
-As in hf/lora.py, layers are PEFT's own with another forward. PEFT casts the input of every layer to the
+As in lora.py, layers are PEFT's own with another forward. PEFT casts the input of every layer to the
 adapters' float32 and keeps that copy; here the input, or the recipe to recompute it, is kept.
 """
 

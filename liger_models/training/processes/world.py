@@ -21,7 +21,7 @@ from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.devices import default_device, parse_device
 
 SHARDS = ("full", "hybrid", "none")
-# Timeout of collectives; training/watch.py detects lost processes sooner.
+# Timeout of collectives; watch.py detects lost processes sooner.
 TIMEOUT = timedelta(minutes=30)
 # The first process computes the checksums of what all have written.
 SAVING_TIMEOUT = timedelta(hours=4)
