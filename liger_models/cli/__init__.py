@@ -140,4 +140,6 @@ def build_parser() -> argparse.ArgumentParser:
         command = subparsers.choices[name]
         command.add_argument("--debug", action="store_true", help="show the traceback of an error")
         command.set_defaults(run=module.run, parser=command)
+        purpose = (command.description or "").removeprefix(f"`liger-models {name}`: ")  # of a docstring
+        command.description = purpose[:1].upper() + purpose[1:]
     return parser

@@ -8,6 +8,7 @@ def add_parser(subparsers) -> None:
     subparsers.add_parser(
         "bench",
         help="compare speed with other libraries (in a checkout)",
+        description=__doc__,
         add_help=False,  # handled by the benchmarks
     )
 

@@ -1,4 +1,4 @@
-"""`liger-models plan`: whether a training step fits on a GPU, the activation memory levels it needs, the
+"""`liger-models plan`: show whether a training step fits on a GPU, the activation memory levels it needs, the
 largest batch and the longest context. Runs on any machine and reads only config.json.
 
 It takes the options of `train`, --config included. Rows longer than the model's `max_position_embeddings` are

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from liger_models.cli import main
+from liger_models.cli import COMMANDS, build_parser, main
+from liger_models.layers.attention.backends import BACKENDS
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,21 @@ def test_options_of_other_tools_are_reported_with_ours(theirs, ours, capsys):
     with pytest.raises(SystemExit):
         main(["train", "model", "--data", "d", "--output", "o", "--epochs", "1", theirs, "1"])
     assert f"; {theirs} is not an option, the nearest is {ours}\n" in capsys.readouterr().err
+
+
+def command_parser(name):
+    (commands,) = (action for action in build_parser()._actions if action.dest == "command")
+    return commands.choices[name]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_a_command_begins_with_its_purpose(command):
+    assert re.match(r"[A-Z][a-z]+ ", command_parser(command).description)
+
+
+def test_the_help_of_attention_names_every_backend():
+    (option,) = (action for action in command_parser("train")._actions if action.dest == "attention")
+    assert set(re.findall(r"\w+", option.help)) >= set(BACKENDS)
 
 
 def test_the_help_fits_one_screen(capsys, monkeypatch):

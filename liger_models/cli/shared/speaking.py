@@ -22,7 +22,12 @@ MODEL = "hub id, folder of a checkpoint or an adapter, or a training run's folde
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help=MODEL)
     add_base(parser)
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"))
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="dtype of the weights (default: the checkpoint's)",
+    )
     parser.add_argument(
         "--text-only", action="store_true", help="take only the language model of a multimodal checkpoint"
     )

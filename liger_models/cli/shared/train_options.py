@@ -396,4 +396,4 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="record the layers of steps as CUDA graphs, for small steps (docs/training.md)",
     )
-    add("--attention", default="auto", help="attention backend (default: %(default)s)")
+    add("--attention", default="auto", help="sdpa, varlen, flash, triton, masked or eager (default: auto)")
