@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.random_bits import dense_skeleton, fill, skeleton
 from liger_models.layers.memory import Step, StepMemory, largest
+from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.optim import AdamW
 from liger_models.optim.host_state import lane_bytes
 from liger_models.training.adapters.lora_settings import LoraSettings
@@ -41,8 +42,7 @@ def fitting(
 def _fitting(
     config: dict[str, Any], args: argparse.Namespace, device: torch.device, base: str
 ) -> Iterator[dict[str, Any]]:
-    model = dense_skeleton(config) if base == "dense" else skeleton(config, args.form)
-    model.requires_grad_(False)
+    model = _skeleton(config, args, base)
     on_host = args.optimizer_memory == "host"
     step = Step(
         args.batch,
@@ -53,7 +53,7 @@ def _fitting(
         optimizer_on_host=on_host,
         optimizer_work=lane_bytes(STATE_BYTES) if on_host else 0,
     )
-    memory = StepMemory(model, step)
+    memory = StepMemory(_adapted(_skeleton(config, args, base), args), step)
     plans, lengths = {}, {}
     for level in args.levels:
         lengths[level] = args.seq or longest(memory, level, args)
@@ -61,9 +61,7 @@ def _fitting(
     cap(args, device)
     began = time.perf_counter()
     fill(model, device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        Adapters(model, LoraSettings(r=args.rank, experts=args.experts), "random", seed=0)
+    _adapted(model, args)
     trained = [p for p in model.parameters() if p.requires_grad]
     yield row(
         f"the model with its adapters, {base}",
@@ -111,6 +109,19 @@ def _fitting(
         )
         note += f"reserved {reserved:.2f}, {args.batch * seq / median:.0f} tokens/s, "
         yield row(f"a step of {seq}, {level}, {base}", median, peak, f"{note}loss {loss.item():.4f}")
+
+
+def _skeleton(config: dict[str, Any], args: argparse.Namespace, base: str) -> LigerCausalLM:
+    model = dense_skeleton(config) if base == "dense" else skeleton(config, args.form)
+    return model.requires_grad_(False)
+
+
+def _adapted(model: LigerCausalLM, args: argparse.Namespace) -> LigerCausalLM:
+    """The same model with adapters on its layers."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        Adapters(model, LoraSettings(r=args.rank, experts=args.experts), "random", seed=0)
+    return model
 
 
 def longest(memory: StepMemory, level: str, args: argparse.Namespace) -> int:

@@ -20,7 +20,12 @@ def test_bfloat16_at_real_widths_is_as_accurate_as_the_reference(family, emptied
         torch.manual_seed(0)
         documents = [[60, Sound(123), 100, Sound(40), 30], [Sound(300), 90]]
         count = batches_of(pair.ours.spec)
-        return [pair.rows_of_one_length(documents, near_ties=True) for _ in range(count)]
+        rows = [pair.rows_of_one_length(documents, near_ties=True) for _ in range(count)]
+        # Of the ids that only an encoder's table has there would be one or two, whose gradients are noise.
+        first = config.get("vision_config", {}).get("vocab_offset", pair.vocab_size)
+        for row in rows:
+            row["input_ids"].clamp_(max=first - 1)
+        return rows
 
     config = wide_config(family, having="audio_config")
     text = config.get("text_config", {})
