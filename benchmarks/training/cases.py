@@ -103,7 +103,8 @@ CASES: Mapping[str, Case] = {
     "Granite-4-H-Micro, 10 layers, 4 x 4096": Case("granite-4-h-micro-10", _full("lean", 4, MAMBA)),
     "Nemotron-H-8B, 9 layers, 4 x 4096": Case("nemotron-h-8b-9", _full("lean", 4, MAMBA)),
     "LFM2-2.6B, 8 layers, 4 x 4096": Case("lfm2-2.6b-8", _full("lean", 4, CONVOLUTIONS)),
-    # With three quarters of a peer's memory.
+    # With four fifths and three quarters of a peer's memory.
+    "8B, 4 x 4096, within 91.7 GiB": Case(LARGE, _full("auto=91.7", 4, LIGER)),
     "Granite-4-H-Small, 4 layers, 4 x 4096, within 34 GiB": Case(
         "granite-4-h-small-4", _full("auto=34", 4, MAMBA_EXPERTS)
     ),
