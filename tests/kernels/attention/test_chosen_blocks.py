@@ -79,7 +79,7 @@ def test_attention_to_chosen_blocks(size, interpreted, monkeypatch):
     """
     tiles = flash_attention.Tiles(16, 32, 4, 1)
     monkeypatch.setattr(
-        flash_attention, "_configuration", lambda q, v: flash_attention.Configuration(*[tiles] * 3)
+        flash_attention, "_configuration", lambda *_: flash_attention.Configuration(*[tiles] * 3)
     )
     cu_seqlens = (0, 3, 3, 4, 70) if size == 8 else (0, 7, 90)
     tokens, bounds = cu_seqlens[-1], documents(cu_seqlens)

@@ -83,7 +83,7 @@ def test_attention_to_chosen_keys(cu_seqlens, interpreted, monkeypatch):
     """Small tiles, so that few tokens fill several: whole ones, and those at both ends of a document."""
     tiles = flash_attention.Tiles(16, 32, 4, 1)
     monkeypatch.setattr(
-        flash_attention, "_configuration", lambda q, v: flash_attention.Configuration(*[tiles] * 3)
+        flash_attention, "_configuration", lambda *_: flash_attention.Configuration(*[tiles] * 3)
     )
     tokens, bounds = cu_seqlens[-1], documents(cu_seqlens) if len(cu_seqlens) > 2 else None
     chosen = choose_keys(*operands(tokens), TOP_K, scale=0.4, longest=40, bounds=bounds)

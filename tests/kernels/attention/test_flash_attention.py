@@ -25,7 +25,7 @@ TOKENS = PACKED[-1]
 def small_tiles(monkeypatch):
     """Make tiles small, so that few tokens fill several; tiles of queries and of keys differ in size."""
     tiles = (module.Tiles(16, 16, 4, 1), module.Tiles(16, 32, 4, 1), module.Tiles(16, 32, 4, 1))
-    monkeypatch.setattr(module, "_configuration", lambda q, v: module.Configuration(*tiles))
+    monkeypatch.setattr(module, "_configuration", lambda *_: module.Configuration(*tiles))
 
 
 def test_results_that_are_given_again_take_the_place_of_the_forward_kernel(interpreted, small_tiles):

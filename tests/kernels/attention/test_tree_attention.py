@@ -45,7 +45,7 @@ every_limit = pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.fixture
 def small_tiles(monkeypatch):
     tiles = (module.Tiles(16, 16, 4, 1), module.Tiles(16, 32, 4, 1), module.Tiles(16, 32, 4, 1))
-    monkeypatch.setattr(module, "_configuration", lambda q, v: module.Configuration(*tiles))
+    monkeypatch.setattr(module, "_configuration", lambda *_: module.Configuration(*tiles))
 
 
 def rows_of(document, shared):
