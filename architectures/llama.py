@@ -2,6 +2,8 @@
 architecture that most others vary, and many share.
 """
 
+from typing import Any
+
 from liger_models.architectures.common import attention, decoder, mlp
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.config.hf_config import HFConfig
@@ -14,10 +16,10 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     defaults={"max_position_embeddings": 2048},
     carried=lambda c: ("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
-def llama(c: HFConfig) -> ModelSpec:
+def llama(c: HFConfig, **rotary: Any) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     block = BlockSpec(
-        attention(c, bias=c.take_flag("attention_bias", False)),
+        attention(c, bias=c.take_flag("attention_bias", False), **rotary),
         mlp(c, bias=c.take_flag("mlp_bias", False)),
         norm,
     )

@@ -67,8 +67,11 @@ def latent_attention(
             f"{c.name}: partial_rotary_factor is {turned.dim / head}, of heads of {head}, but "
             f"qk_rope_head_dim {dim}; make them agree, or remove the first"
         )
-    # Consistent with the other keys; GLM-5.2 states the part without positions as head_dim, Hunyuan 4 both.
-    for key, size, *others in (("head_dim", head, nope, nope + dim), ("qk_head_dim", nope + dim)):
+    # Consistent with the other keys. As head_dim GLM-5.2 states the part without positions, Hunyuan 4 both,
+    # and Sarvam 105B what a cache holds.
+    sizes_of_head = head, nope, nope + dim, spec.kv_lora_rank + dim
+    of_queries = (("qk_head_dim", nope + dim), ("q_head_dim", nope + dim))
+    for key, size, *others in (("head_dim", *sizes_of_head), *of_queries):
         if c.take_count(key, size) not in (size, *others):
             raise ConfigError(f"{c.name}: {key} must be {size}, as the sizes of its parts are, or left out")
     return with_positions(spec, turned)
@@ -303,6 +306,7 @@ SKIP_LATENT = {
     "variant:one_kv_head": "latent attention has a key head for each query head",
     "key:head_dim": "follows from the sizes of its parts, and is checked",
     "key:qk_head_dim": "the same",
+    "key:q_head_dim": "the same",
 }
 LATENT_VARIANTS: Mapping[str, Any] = {
     "no latent of queries": {"q_lora_rank": None},

@@ -63,6 +63,8 @@ class Architecture:
         mtp: modules for multi-token prediction in its checkpoints, which models have on request.
         fixed: accepted keys with the only supported value of each.
         rope_keys: older names of `rope_theta` and `partial_rotary_factor`.
+        other_names: further names that its configs may have for keys, each with the key: {"num_layers":
+            "num_hidden_layers"}.
         unread: keys without effect, mostly because the reference does not read them, each with a reason.
         tiny: a config small enough for tests, with the family's traits switched on, as changes of `TINY`.
             `...` removes a key.
@@ -87,6 +89,7 @@ class Architecture:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     unread: Mapping[str, str] = field(default_factory=dict)
     rope_keys: tuple[str, str] = ROPE_KEYS
+    other_names: Mapping[str, str] = field(default_factory=dict)
     says_transposed: bool = False
     masks_of_generation: bool = False
     images_by_document: bool = False
@@ -118,7 +121,7 @@ class Architecture:
         Raises:
             ConfigError: a key is missing, unknown, or has an unsupported value.
         """
-        config.rope_keys = self.rope_keys
+        config.rope_keys, config.other_names = self.rope_keys, self.other_names
         config.fill(self.defaults)
         config.take_only(**self.fixed)
         for key in self.unread:
@@ -180,6 +183,7 @@ def register(
     fixed: Mapping[str, Any] | None = None,
     unread: Mapping[str, str] | None = None,
     rope_keys: tuple[str, str] = ROPE_KEYS,
+    other_names: Mapping[str, str] | None = None,
     says_transposed: bool = False,
     masks_of_generation: bool = False,
     images_by_document: bool = False,
@@ -207,6 +211,7 @@ def register(
             fixed or {},
             unread or {},
             rope_keys,
+            other_names or {},
             says_transposed,
             masks_of_generation,
             images_by_document,

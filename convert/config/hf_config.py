@@ -14,6 +14,7 @@ setting silently gives a wrong model.
 import copy
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from liger_models.convert.config.rope_config import ROPE_KEYS, is_finite, is_nested, read_rope
@@ -35,11 +36,13 @@ class HFConfig:
         complete: the object that the config comes from fills in every default (transformers'), so a missing
             rotary setting was lost on the way.
         rope_keys: the family's names of `rope_theta` and `partial_rotary_factor` in the older spelling.
+        other_names: further names that the family has for keys, each with the key: taking that takes all.
     """
 
     most_layers = 10_000
     complete = False
     rope_keys = ROPE_KEYS
+    other_names: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -93,6 +96,7 @@ class HFConfig:
         """Another config of the same origin, with no key taken."""
         other = HFConfig(copy.deepcopy(dict(raw)), self.name, tuple(self._ignored), self._dropout)
         other.complete, other.rope_keys = self.complete, self.rope_keys
+        other.other_names = self.other_names
         return other
 
     def part(self, key: str) -> "HFConfig":
@@ -220,6 +224,7 @@ class HFConfig:
         Raises:
             ConfigError: two of them are present and differ, or none is and no default was given.
         """
+        keys = (*keys, *(other for other, key in self.other_names.items() if key in keys))
         self._taken.update(keys)
         present = {key: self.raw[key] for key in keys if key in self.raw}
         stated = present or {key: self._defaults[key] for key in keys if key in self._defaults}
@@ -355,7 +360,7 @@ _NO_EFFECT = frozenset(_NO_EFFECT_NAMES.split())
 _DROPOUT_NAMES = """
     attention_dropout attn_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout residual_dropout
     embedding_dropout attention_probs_dropout_prob hidden_dropout_prob dropout layerdrop layer_dropout
-    projection_dropout activation_dropout encoder_layerdrop
+    projection_dropout activation_dropout encoder_layerdrop embed_dropout output_dropout
 """
 _DROPOUTS = _DROPOUT_NAMES.split()
 

@@ -59,7 +59,7 @@ _ROPE_TYPES: dict[str, tuple[_RopeFields, dict[str, Any]]] = {
         {},
     ),
 }
-_ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
+_ROPE_ALIASES = {"su": "longrope", "mrope": "default", "deepseek_yarn": "yarn"}
 ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 """The usual names of both at the top level. In `rope_parameters` every family has these."""
 _NO_EFFECT = frozenset({"finetuned"})

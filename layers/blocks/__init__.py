@@ -21,6 +21,7 @@ from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.hyper_connected import AltUpBlock, GatedStreamsBlock, HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
+from liger_models.layers.blocks.normed_sums import NormedSumsBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
 from liger_models.layers.blocks.post_norm import PostNormBlock
@@ -59,6 +60,7 @@ BLOCKS: dict[str, type[Block]] = {
     "scaled_sandwich": ScaledSandwichBlock,
     "scaled_sandwich_with_experts": ScaledSandwichWithExpertsBlock,
     "post_norm": PostNormBlock,
+    "normed_sums": NormedSumsBlock,
     "parallel": ParallelBlock,
     "parallel_two_norms": ParallelTwoNormsBlock,
     "one_part": OnePartBlock,

@@ -23,7 +23,7 @@ from liger_models.kernels._ahead import compile_ahead
 from liger_models.kernels._dispatch import autocasts
 from liger_models.layers.blocks import BLOCKS, add_and_norm, run_block
 from liger_models.layers.model.head import LMHead
-from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.parts.gated_streams import make_last_norm
 from liger_models.layers.projections.linear import has_hooks
 from liger_models.layers.recompute.activation_memory import ON_HOST, RERUN
 from liger_models.layers.recompute.offload import Offload
@@ -121,7 +121,7 @@ def _made_anew(model: Any, dtype: torch.dtype) -> tuple[list[Any], Any, Any]:
             own = BLOCKS[layer.spec.topology](spec.hidden_size, layer.spec, 0, *backends[:1])
             own.set_activation_memory(layer.activation_memory)
             layers.append(_in_dtypes_of(layer, own, dtype))
-        norm = _in_dtypes_of(model.norm, make_norm(spec.hidden_size, spec.norm))
+        norm = _in_dtypes_of(model.norm, make_last_norm(spec))
         head = getattr(model, "lm_head", None)
         if isinstance(head, LMHead):
             own_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)

@@ -21,20 +21,20 @@ from torch import Tensor, nn
 
 from liger_models.kernels import rms_norm
 from liger_models.kernels.streams.gated_streams import added_to_streams, gated_mean
-from liger_models.layers.parts.norm import make_norm
+from liger_models.layers.parts.norm import Unnormalised, make_norm
 from liger_models.layers.projections.linear import Linear
 from liger_models.layers.recompute.activation_memory import ActivationMemory, carry_recipe, recompute
 from liger_models.layers.specs import GatedStreamsSpec, ModelSpec, NormSpec
 
 
 def make_last_norm(spec: ModelSpec) -> Any:
-    """Create the norm after the last block, which of gated streams is their mean.
+    """Create the norm after the last block, which of gated streams is their mean; without one, the identity.
 
     Raises:
         ValueError: gated streams and no RMSNorm.
     """
     if not isinstance(spec.streams, GatedStreamsSpec):
-        return make_norm(spec.hidden_size, spec.norm)
+        return Unnormalised() if spec.norm is None else make_norm(spec.hidden_size, spec.norm)
     if not isinstance(spec.norm, NormSpec):
         raise ValueError(f"gated streams have an RMSNorm, found {spec.norm}")
     return GatedMean(spec.hidden_size, spec.streams, spec.norm)

@@ -245,4 +245,18 @@ class _GateMatrices(nn.Module):
         self.fc1, self.fc2 = Linear(width, rank, bias=False), Linear(rank, width, bias=False)
 
 
+class Unnormalised(nn.Module):
+    """The end of a model whose last layer normalises its sum: the residual stream as it is."""
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """x [T, H] -> x; with `residual` [T, H]: the sum, twice."""
+        if residual is None:
+            return x
+        return x + residual, x + residual
+
+    def activation_bytes(self, level: ActivationMemory, itemsize: int) -> int:
+        """Saved bytes per token: none."""
+        return 0
+
+
 Norm = LigerRMSNorm | LigerLayerNorm | GatedRMSNorm

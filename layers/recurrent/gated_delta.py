@@ -65,7 +65,8 @@ class GatedDelta(RecurrentMixer):
         self.conv1d = ShortConvolution((key_heads, key_heads, value_heads), spec.conv, names=names)
         self.A_log = nn.Parameter(torch.empty(heads))
         self.dt_bias = nn.Parameter(torch.empty(heads))
-        self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps, activation=spec.gate_activation)
+        gate, cast = spec.gate_activation, spec.norm_cast
+        self.norm = GatedNormalisation(spec.value_dim, spec.norm_eps, activation=gate, cast=cast)
         self.out_proj = Linear(values, hidden_size, bias=False)
         self.reset_parameters()
 

@@ -56,6 +56,7 @@ Topology = Literal[
     "scaled_sandwich",
     "scaled_sandwich_with_experts",
     "post_norm",
+    "normed_sums",
     "parallel",
     "parallel_two_norms",
     "one_part",

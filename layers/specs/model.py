@@ -31,7 +31,7 @@ class MTPSpec:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A causal language model: embeddings, blocks, a final norm and a head.
+    """A causal language model: embeddings, blocks, a final norm (or None) and a head.
 
     `embed_scale` multiplies the embeddings of ids; with `round_embed_scale` it is first rounded to their
     dtype (Gemma). `id_norm` is a norm of these embeddings without a weight (Muse Glimmer); embeddings that a
@@ -60,7 +60,7 @@ class ModelSpec:
     vocab_size: int
     hidden_size: int
     blocks: tuple[BlockSpec, ...]
-    norm: NormSpec | LayerNormSpec
+    norm: NormSpec | LayerNormSpec | None
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
     embed_scale: float = 1.0

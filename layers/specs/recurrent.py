@@ -18,8 +18,8 @@ class GatedDeltaSpec:
     arXiv:2412.06464), after a causal depthwise convolution of queries, keys and values.
 
     Each key head serves `value_heads / key_heads` value heads in a row. `conv` is the width of the
-    convolution. `beta_scale` multiplies the learning rate. `norm_eps` is that of the norm of each value
-    head's output, which is gated by `gate_activation`.
+    convolution. `beta_scale` multiplies the learning rate. `norm_eps` and `norm_cast` are those of the norm
+    of each value head's output, which is gated by `gate_activation`.
     `projections` says which of the input projections checkpoints hold as one matrix: "qkvz", queries, keys,
     values and the output gate (Qwen3-Next); "qkv", all but the gate (Qwen3.5); "apart", none, nor the taps of
     the convolution (OLMo hybrid).
@@ -34,6 +34,7 @@ class GatedDeltaSpec:
     norm_eps: float = 1e-6
     projections: Projections = "qkv"
     gate_activation: Literal["silu", "sigmoid"] = "silu"
+    norm_cast: Literal["llama", "float32"] = "llama"
 
     @property
     def key_size(self) -> int:

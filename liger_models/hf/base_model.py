@@ -26,7 +26,13 @@ from liger_models.convert.checkpoints.layout import Layout, canonical_forms
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.errors import DataError
 from liger_models.hf.cache import CACHE, TransformersCache, UnfilledCache, given_cache, tokens_in
-from liger_models.hf.checkpoints.module_names import LanguageModel, give_names, hide_matrices, stored_as_one
+from liger_models.hf.checkpoints.module_names import (
+    LanguageModel,
+    give_names,
+    hide_matrices,
+    stored_as_one,
+    to_split,
+)
 from liger_models.hf.checkpoints.unread import carry_unread, own_layout, own_skeleton
 from liger_models.hf.pretrained import LigerPreTrainedModel
 from liger_models.kernels import load_balancing_loss
@@ -83,7 +89,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         self.own_layout = own_layout(self, theirs)
         self.names, self.ambiguous = give_names(self, self.weight_map(self.own_layout))
         weight_map = self.weight_map(self.own_layout)
-        self.several = stored_as_one(self, self.weight_map(), weight_map)
+        self.several = stored_as_one(self, to_split(self), weight_map)
         hide_matrices(self, weight_map)
         name_layers(self, weight_map)
         LanguageModel.within(self)
@@ -345,7 +351,7 @@ class LigerModel(LigerPreTrainedModel, Decoder):  # type: ignore[misc]
         """
         wanted = use_cache
         if wanted is None:
-            wanted = bool(self.config.get_text_config().use_cache)
+            wanted = bool(getattr(self.config.get_text_config(), "use_cache", False))  # GPT has none
         if not wanted:
             return None
         packed = any(others.get(name) is not None for name in ("cu_seq_lens_q", "cu_seqlens", "parents"))

@@ -21,6 +21,7 @@ import liger_models
 from liger_models.architectures import find_architecture, list_architectures
 from liger_models.cli import main
 from liger_models.convert.checkpoints.expressions import Zeros
+from liger_models.convert.checkpoints.expressions import write as write_tensors
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.rope_config import is_nested
@@ -234,11 +235,11 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
     model = CausalLM(architecture.spec(read))
     randomise(model, torch.Generator().manual_seed(4))
     forms, own = model.weight_map(Layout()), model.saved_tensors()
-    tensors: dict[str, torch.Tensor] = {}
     routers = {path: m.spec for path, m in model.named_modules() if isinstance(m, Router)}
     wider = {f"{path}.weight" for path, spec in routers.items() if spec.float32_router}
     wider |= {name for name in own if name.endswith(WIDER)}
-    for name, expression in model.weight_map(layout).items():
+    weight_map = model.weight_map(layout)
+    for name, expression in weight_map.items():
         value = own[name]
         if isinstance(expression, Zeros):
             value.zero_()
@@ -248,7 +249,8 @@ def write_mixed(folder: Path, family: str, layout: Layout, tied: bool = False) -
             value.data = value.data.bfloat16()
         else:
             assert not torch.equal(value, value.bfloat16().float())
-        tensors |= {source: part.contiguous() for source, part in expression.write(value.detach()).items()}
+    parts = [(expression, own[name].detach()) for name, expression in weight_map.items()]
+    tensors = {source: tensor.contiguous() for source, tensor in write_tensors(parts).items()}
     if model.spec.tie_word_embeddings:
         tensors[layout.name("lm_head.weight")] = tensors[layout.name("embed_tokens.weight")].clone()
     for pattern in architecture.carried(read):

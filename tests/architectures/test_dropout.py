@@ -17,6 +17,7 @@ KEYS = {
     "seed_oss": ("attention_dropout", "residual_dropout"),
     "gpt2": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
     "opt": ("attention_dropout", "dropout"),
+    "openai-gpt": ("attn_pdrop", "resid_pdrop", "embd_pdrop"),
     "gpt_neox_japanese": ("attention_dropout", "hidden_dropout"),
 }
 LEVELS = ("all", "lean", "mlp", "checkpoint", "tiled", "offload")

@@ -50,3 +50,15 @@ def test_norms_round_where_the_reference_rounds(family, rounded_pair):
             norm.cast = right
         compared += 1
     assert compared > len(rounded_pair.ours.layers)
+
+
+@pytest.mark.parametrize("family", ["lara_mini", "qwen3_next"])
+@torch.no_grad()
+def test_norms_with_gates_round_where_the_reference_rounds(family, rounded_pair):
+    found = rounded_pair.ours.layers[0].linear_attn.norm
+    reference = rounded_pair.reference.model.layers[0].linear_attn.norm
+    x, gate = torch.randn(2, ROWS, found.weight.shape[0], dtype=torch.bfloat16)
+    expected = reference(x, gate)
+    assert differing(found(x, gate), expected) <= 0.01
+    found.cast = "llama" if found.cast == "float32" else "float32"
+    assert differing(found(x, gate), expected) >= 0.1

@@ -30,7 +30,7 @@ from liger_models.convert.checkpoints.expressions import Ref
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.errors import CheckpointError
 from liger_models.convert.json_file import read_json
-from liger_models.hf.checkpoints.module_names import by_path
+from liger_models.hf.checkpoints.module_names import by_path, to_split
 from liger_models.layers.experts.moe import Experts
 from liger_models.layers.projections.packed_linear import packed_here_alone
 from liger_models.layers.vision.encoder import PatchEmbedding
@@ -346,7 +346,7 @@ def _with_usual_names(
 
 def _packed(model: Any) -> dict[str, dict[str, Tensor]]:
     """Return the projections that only our model packs, by path, with the rows of each part."""
-    return packed_here_alone(model, model.weight_map(model.layouts[-1]))
+    return packed_here_alone(model, to_split(model))
 
 
 def _sibling(path: str, part: str) -> str:

@@ -138,8 +138,8 @@ class Matrix(nn.Module):
 
 
 def stored_as_one(model: nn.Module, weight_map: WeightMap, other: WeightMap) -> dict[str, list[str]]:
-    """Map paths of packed projections that one checkpoint holds as one layer, and the `other` as several, to
-    the names of these.
+    """Map paths of packed projections that are one layer in `weight_map` (`to_split`), and several in the
+    `other`, to the names of these.
     """
     several = packed_here_alone(model, other)
     return {path: [*several[path]] for path in several.keys() - packed_here_alone(model, weight_map).keys()}
