@@ -28,7 +28,6 @@ MISSING |= {
     "gpt-sw3": "the model type gpt2 in config.json, as its checkpoints have",
     "hrm_text": "two stacks of layers that run in turns, several times each",
     "jetmoe": "mixtures of attention heads",
-    "modernbert-decoder": "a first layer without a norm, and a head of two layers",
     "xlnet": "attention in permuted orders",
     "reformer": "attention within hashed buckets",
     "zaya": "attention on convolved, compressed projections",

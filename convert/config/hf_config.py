@@ -361,6 +361,7 @@ _DROPOUT_NAMES = """
     attention_dropout attn_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout residual_dropout
     embedding_dropout attention_probs_dropout_prob hidden_dropout_prob dropout layerdrop layer_dropout
     projection_dropout activation_dropout encoder_layerdrop embed_dropout output_dropout
+    mlp_dropout
 """
 _DROPOUTS = _DROPOUT_NAMES.split()
 

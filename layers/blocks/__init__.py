@@ -21,6 +21,7 @@ from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.hyper_connected import AltUpBlock, GatedStreamsBlock, HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
+from liger_models.layers.blocks.mlp_norm import MLPNormBlock
 from liger_models.layers.blocks.normed_sums import NormedSumsBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
@@ -52,6 +53,7 @@ __all__ = [
 
 BLOCKS: dict[str, type[Block]] = {
     "pre_norm": PreNormBlock,
+    "mlp_norm": MLPNormBlock,
     "from_norms": FromNormsBlock,
     "layer_scale": LayerScaleBlock,
     "gated_pre_norm": GatedPreNormBlock,

@@ -31,6 +31,7 @@ from liger_models.layers.model.request import Request
 from liger_models.layers.model.routed_experts import RoutedExperts
 from liger_models.layers.model.scoring import Scoring
 from liger_models.layers.parts.fresh_weights import note_fresh_weights
+from liger_models.layers.parts.head_layers import make_head_layers
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.recompute.host_weights import device_of
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
@@ -62,6 +63,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
     ):
         super().__init__()
         self.make_decoder(spec, attention)
+        self.head_layers = make_head_layers(spec.hidden_size, spec.head_layers)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self.tie_weights()
@@ -152,7 +154,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         request = Request.take(others, labels, num_items_in_batch)
         routes = RoutedExperts.take(others)
         if request.teaching is not None:
-            hidden = self.hidden_states(request.teaching.sequences, input_ids)
+            hidden = self.for_head(self.hidden_states(request.teaching.sequences, input_ids))
             return request.teach(self.lm_head, self.logit_form, hidden)
         groups, own_device = groups_of_step(self), device_of(self)
         with refusing_together(groups, own_device):
@@ -183,6 +185,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
         if inner is not None:
             inner.append(sequences.unpack(hidden))
             hidden = sequences.pack(inner[-1])  # so the returned tensor has the loss's gradient
+        hidden = self.for_head(hidden)
         checks.finish()
 
         own = None if targets is None else sequences.own(targets)
@@ -215,6 +218,13 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [..., V] of hidden states [..., H] from `hidden_states`."""
+        return self._projected(self.for_head(hidden))
+
+    def for_head(self, hidden: Tensor) -> Tensor:
+        """The input of the head's projection, [..., H], of hidden states [..., H] from `hidden_states`."""
+        return hidden if self.head_layers is None else self.head_layers(hidden)
+
+    def _projected(self, hidden: Tensor) -> Tensor:
         return self.logit_form(self.lm_head(hidden))
 
     def freeze(self, *patterns: str, train_only: Sequence[str] = ()) -> None:
@@ -276,7 +286,7 @@ class CausalLM(Scoring, Distilling, Decoder, ModelParameters):
 
     def _logits(self, hidden: Tensor, sequences: Sequences, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int) and logits_to_keep == 0:
-            return sequences.unpack(self.logits(hidden))
+            return sequences.unpack(self._projected(hidden))
         rows = sequences.unpack(hidden)
         rows = rows[:, -logits_to_keep:] if isinstance(logits_to_keep, int) else rows[:, logits_to_keep]
-        return self.logits(rows)
+        return self._projected(rows)

@@ -376,6 +376,7 @@ _OF_LANGUAGE = (
     "per_layer_inputs",
     "stream_ends",
     "norm",
+    "head_layers",
     "lm_head",
 )
 

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
+from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Truncated, Uniform
 
 _LEAST = 1e-12  # of numbers whose logarithm is taken
 
@@ -50,6 +50,8 @@ def _values(like: Tensor, how: Fresh, generator: torch.Generator | None) -> Tens
     match how:
         case Normal(std):
             return wide.normal_(0.0, std, generator=generator)
+        case Truncated(std, bound):
+            return nn.init.trunc_normal_(wide, 0.0, std, -bound, bound, generator=generator)
         case Uniform(bound):
             return wide.uniform_(-bound, bound, generator=generator)
         case Constant(value):

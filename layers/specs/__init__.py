@@ -41,7 +41,7 @@ from liger_models.layers.specs.conformer import (
     LocalAttentionSpec,
     RelativeAttentionSpec,
 )
-from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Uniform
+from liger_models.layers.specs.fresh import Constant, Fresh, LogRates, Normal, StepBiases, Truncated, Uniform
 from liger_models.layers.specs.indexers import (
     BlockIndexerSpec,
     GatedPoolsSpec,
@@ -56,7 +56,7 @@ from liger_models.layers.specs.mlp import (
     PerLayerInputSpec,
     SparseMixerSpec,
 )
-from liger_models.layers.specs.model import ModelSpec, MTPSpec
+from liger_models.layers.specs.model import HeadLayersSpec, ModelSpec, MTPSpec
 from liger_models.layers.specs.norms import GatedNormSpec, LayerNormSpec, NormCast, NormSpec
 from liger_models.layers.specs.positions import CanvasSpec, ClockSpec, PlaceSpec, TimeSpec
 from liger_models.layers.specs.projectors import (
@@ -184,6 +184,7 @@ __all__ = [
     "GridAttentionSpec",
     "GridConvSpec",
     "GridPictures",
+    "HeadLayersSpec",
     "IndexerSpec",
     "InvertedBlockSpec",
     "LatentAttentionSpec",
@@ -249,6 +250,7 @@ __all__ = [
     "TiledVisionSpec",
     "TimeSpec",
     "Topology",
+    "Truncated",
     "TwiceProjectedSpec",
     "TwoWaysSpec",
     "Uniform",

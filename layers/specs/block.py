@@ -48,6 +48,7 @@ MixerSpec = (
 
 Topology = Literal[
     "pre_norm",
+    "mlp_norm",
     "from_norms",
     "layer_scale",
     "gated_pre_norm",

@@ -15,6 +15,14 @@ class Normal:
 
 
 @dataclass(frozen=True)
+class Truncated:
+    """A normal distribution around zero with the standard deviation `std`, without values beyond `bound`."""
+
+    std: float
+    bound: float
+
+
+@dataclass(frozen=True)
 class Uniform:
     """A uniform distribution from `-bound` to `bound`."""
 
@@ -47,4 +55,4 @@ class StepBiases:
     floor: float = 0.0001
 
 
-Fresh = Normal | Uniform | Constant | LogRates | StepBiases
+Fresh = Normal | Truncated | Uniform | Constant | LogRates | StepBiases

@@ -9,7 +9,7 @@ from liger_models.layers.specs.attention import AttentionSpec
 from liger_models.layers.specs.audio import AudioSpec
 from liger_models.layers.specs.block import AltUpSpec, BlockSpec, GatedStreamsSpec, StreamsSpec
 from liger_models.layers.specs.fresh import Fresh
-from liger_models.layers.specs.mlp import MoESpec
+from liger_models.layers.specs.mlp import Activation, MoESpec
 from liger_models.layers.specs.norms import LayerNormSpec, NormSpec
 from liger_models.layers.specs.rotary import RopeSpec
 from liger_models.layers.specs.ternary import TernarySpec
@@ -27,6 +27,17 @@ class MTPSpec:
     blocks: tuple[BlockSpec, ...]
     norm: NormSpec | LayerNormSpec
     first: int = 0
+
+
+@dataclass(frozen=True)
+class HeadLayersSpec:
+    """Layers of the head before its projection onto the vocabulary: a linear layer, with a bias or without,
+    an activation and a norm (layers/parts/head_layers.py).
+    """
+
+    norm: NormSpec | LayerNormSpec
+    activation: Activation = "gelu"
+    bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,8 @@ class ModelSpec:
     With `float32_head` logits are computed in float32, whatever the model's dtype (but not under autocast),
     and the head's weight may be wider than other matrices.
 
+    `head_layers` of the head come before its projection onto the vocabulary.
+
     With `ternary` the linear layers of the blocks multiply rounded operands.
 
     `fresh` has initial values of parameters that differ from the usual, with patterns of their paths.
@@ -68,6 +81,7 @@ class ModelSpec:
     input_scale: float = 1.0
     head_bias: bool = False
     float32_head: bool = False
+    head_layers: HeadLayersSpec | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
     padding_idx: int | None = None

@@ -26,6 +26,7 @@ from transformers.utils.generic import can_return_tuple
 
 from liger_models.convert.checkpoints.expressions import Expr, Ref
 from liger_models.convert.checkpoints.layout import Layout
+from liger_models.convert.checkpoints.shards import shape_of
 from liger_models.hf.base_model import LigerModel
 from liger_models.hf.cache import CACHE, given_cache
 from liger_models.hf.checkpoints.module_names import move_head
@@ -38,6 +39,7 @@ from liger_models.layers.model.head import LMHead, LogitForm
 from liger_models.layers.model.output import CausalLMOutput, ModelOutput
 from liger_models.layers.model.request import Request
 from liger_models.layers.model.scoring import Scoring
+from liger_models.layers.parts.head_layers import make_head_layers, refuse_head_layers
 from liger_models.layers.sequences.agreement import groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import IGNORE_INDEX
 
@@ -49,7 +51,7 @@ class StateSpaceOutput(CausalLMOutputWithPast):
     cache_params: Cache | None = None
 
 
-HEAD, HEAD_BIAS = "lm_head.weight", "lm_head.bias"
+HEAD, HEAD_BIAS, HEAD_LAYERS = "lm_head.weight", "lm_head.bias", "head_layers"
 
 
 class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixin):
@@ -62,6 +64,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         setattr(self, self.base_model_prefix, self.base_class(config, ignore_config_keys))
         spec = self.base_decoder.spec
         self.vocab_size = spec.vocab_size
+        self.head_layers = make_head_layers(spec.hidden_size, spec.head_layers)
         self.lm_head = LMHead(spec.hidden_size, spec.vocab_size, spec.head_bias, spec.float32_head)
         self.logit_form = LogitForm(spec.logit_scale, spec.logit_softcap)
         self._place_parts()
@@ -72,12 +75,18 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         head = self.architecture.modules_layout.name(HEAD)
         if head != HEAD:
             move_head(self, head.removesuffix(".weight"))
+        if self.head_layers is not None:
+            own = self.architecture.modules_layout.name(f"{HEAD_LAYERS}.")
+            move_head(self, own.removesuffix("."), HEAD_LAYERS)
 
     def weight_map(self, layout: Layout | None = None) -> dict[str, Expr]:
         """Add the head, whose name differs between layouts, to the decoder's map."""
         layout, own, spec = layout or self.layouts[0], self.base_decoder.own_layout, self.base_decoder.spec
         shapes = {HEAD: (spec.vocab_size, spec.hidden_size), HEAD_BIAS: (spec.vocab_size,)}
-        heads = (HEAD, HEAD_BIAS) if spec.head_bias else (HEAD,)
+        heads = [HEAD, HEAD_BIAS] if spec.head_bias else [HEAD]
+        if self.head_layers is not None:
+            shapes |= {f"{HEAD_LAYERS}.{n}": shape_of(p) for n, p in self.head_layers.named_parameters()}
+            heads += [name for name in shapes if name.startswith(HEAD_LAYERS)]
         return super().weight_map(layout) | {own.name(n): Ref(layout.name(n), shapes[n]) for n in heads}
 
     def get_output_embeddings(self) -> nn.Module:
@@ -93,6 +102,10 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             keep_initialized(new_embeddings, head)
             new_embeddings = head
         self.lm_head = new_embeddings
+
+    def for_head(self, hidden: Tensor) -> Tensor:
+        """The input of the head's projection, [..., H]."""
+        return hidden if self.head_layers is None else self.head_layers(hidden)
 
     @can_return_tuple
     def forward(
@@ -138,7 +151,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
         if request.teaching is not None:
             sequences = request.teaching.sequences
             output = self.base_decoder(input_ids=input_ids, sequences=sequences, use_cache=False)
-            hidden = sequences.pack(output.last_hidden_state)
+            hidden = self.for_head(sequences.pack(output.last_hidden_state))
             return request.teach(self.lm_head, self.logit_form, hidden)
         with_routers = self.base_decoder.wants_router_logits(others.pop("output_router_logits", None))
         alone = request.score is not None or request.lesson is not None  # an output without a cache
@@ -168,7 +181,7 @@ class LigerForCausalLM(Scoring, Distilling, LigerPreTrainedModel, GenerationMixi
             checks=checks,
             **others,
         )
-        hidden, routers, added = output.last_hidden_state, {}, None
+        hidden, routers, added = self.for_head(output.last_hidden_state), {}, None
         if with_routers:
             # Padding is ignored, as in transformers.
             of_tokens = [sequences.pack(x.unflatten(0, shape)) for x in output.router_logits]
@@ -217,6 +230,7 @@ class LigerForSequenceClassification(GenericForSequenceClassification, LigerPreT
         LigerPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, self.base_class(config, ignore_config_keys))
+        refuse_head_layers(self.base_decoder.spec)
         self.score = nn.Linear(self.base_decoder.spec.hidden_size, self.num_labels, bias=False)
         self._begin()
 

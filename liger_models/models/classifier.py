@@ -25,6 +25,7 @@ from liger_models.convert.errors import ConfigError, DataError, UnsupportedModel
 from liger_models.layers.model.call_checks import CallChecks, batch_shape, refuse_unknown
 from liger_models.layers.model.head import LMHead
 from liger_models.layers.model.output import ModelOutput
+from liger_models.layers.parts.head_layers import refuse_head_layers
 from liger_models.layers.recompute.eager import not_compiled
 from liger_models.layers.sequences.agreement import exchange_device, groups_of_step, refusing_together
 from liger_models.layers.sequences.documents import IGNORE_INDEX
@@ -256,7 +257,12 @@ def with_labels(config: Mapping[str, Any], labels: int, reference: str) -> dict[
 
 
 def of_labels(spec: ModelSpec) -> ModelSpec:
-    """The spec with a plain, untied head."""
+    """The spec with a plain, untied head.
+
+    Raises:
+        UnsupportedModelError: the family's classifiers have further layers in their head.
+    """
+    refuse_head_layers(spec)
     return replace(spec, tie_word_embeddings=False, head_bias=False, logit_softcap=None, logit_scale=1.0)
 
 

@@ -32,6 +32,7 @@ from liger_models.pictures.svg import GREY, INK, box, line, text
 BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
     "pre_norm": [["norm", "mixer"], ["norm", "mlp"]],
     "from_norms": [["norm", "mixer"], ["norm", "mlp"]],
+    "mlp_norm": [["mixer"], ["norm", "mlp"]],
     "shared_latents": [["norm", "mixer"], ["norm", "mlp"]],
     "layer_scale": [["norm", "mixer", "scale"], ["norm", "mlp", "scale"]],
     "gated_pre_norm": [["norm", "mixer", "gate"], ["norm", "mlp", "gate"]],
@@ -44,6 +45,7 @@ BRANCHES: dict[str, list[list[str | tuple[str, ...]]]] = {
         ["per-layer input"],
     ],
     "post_norm": [["mixer", "norm"], ["mlp", "norm"]],
+    "normed_sums": [["mixer", "norm of the sum"], ["mlp", "norm of the sum"]],
     "parallel": [["norm", ("mixer", "mlp")]],
     "parallel_two_norms": [[("norm", "norm"), ("mixer", "mlp")]],
     "one_part": [["norm", "part"]],

@@ -174,9 +174,12 @@ def test_a_fresh_padding_row_is_zero_if_it_is_in_the_reference(tied, family):
     tiny = changed(architecture.tiny, {"pad_token_id": 5, "tie_word_embeddings": tied})
     reference = reference_class(architecture)(reference_config(architecture, tiny))
     expected = reference.get_input_embeddings().weight.any(dim=1)
+    expected[5] &= family not in DRAWN
     weight = liger_models.from_config(tiny).embed_tokens.weight
     assert torch.equal(weight.any(dim=1), expected[: len(weight)])
 
+
+DRAWN = {"modernbert-decoder"}  # whose reference draws the row of padding, too
 
 DOCUMENTS = {"cu_seqlens": torch.tensor([0, 7, 26, 38])}
 MIXED = ["mlp", "checkpoint", "lean@host"] * 6  # by layer

@@ -107,11 +107,11 @@ def move_to_the_top(whole: Any, decoder: Any, head: str) -> None:
     move_head(whole, head)
 
 
-def move_head(whole: Any, head: str) -> None:
-    """Move the head of a whole model to this path."""
+def move_head(whole: Any, head: str, name: str = "lm_head") -> None:
+    """Move the head of a whole model, or another of its modules, to this path."""
     path, leaf = _cut(head)
-    child_table(whole.get_submodule(path))[leaf] = child_table(whole).pop("lm_head")
-    _note(whole, "lm_head", whole, head)
+    child_table(whole.get_submodule(path))[leaf] = child_table(whole).pop(name)
+    _note(whole, name, whole, head)
 
 
 def hide_matrices(model: nn.Module, weight_map: Mapping[str, Expr]) -> None:

@@ -44,6 +44,7 @@ class StepFlops:
         layers = [*model.layers, *(module.block for module in modules)]
         self.elements = sum(sum(matrix_elements(layer)) for layer in layers)
         own: list[Any] = [module.eh_proj.weight for module in modules]
+        own += [] if model.head_layers is None else [model.head_layers.dense.weight]
         own += [
             m.weight for m in (model.per_layer_inputs or nn.Module()).modules() if isinstance(m, nn.Linear)
         ]

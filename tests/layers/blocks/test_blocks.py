@@ -112,6 +112,7 @@ BLOCKS = {
         experts=replace(EXPERTS, router_norm_eps=1e-6, expert_scale=True),
     ),
     "post_norm": replace(PRE_NORM, topology="post_norm"),
+    "a norm of the MLP alone": replace(PRE_NORM, topology="mlp_norm"),
     "norms of sums": replace(PRE_NORM, topology="normed_sums"),
     "parallel": replace(PRE_NORM, topology="parallel"),
     "parallel after two norms": replace(PRE_NORM, topology="parallel_two_norms"),
