@@ -2,7 +2,7 @@
 under other names in config.json and checkpoints.
 """
 
-from liger_models.architectures.llama import llama
+from liger_models.architectures.llama import of_llamas_layers
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Layout
 from liger_models.convert.config.hf_config import HFConfig
@@ -33,7 +33,7 @@ NAMES = (
     },
 )
 def exaone(c: HFConfig) -> ModelSpec:
-    return llama(c, theta=5e5)
+    return of_llamas_layers(c, theta=5e5)
 
 
 # -- tests

@@ -20,7 +20,7 @@ from liger_models.architectures.qwen3_5_text import SKIP
 from liger_models.architectures.registry import for_tests, register
 from liger_models.convert.checkpoints.layout import Joined
 from liger_models.convert.config.hf_config import HFConfig
-from liger_models.layers.specs import BlockSpec, LogRates, MLPSpec, ModelSpec, NormSpec, QKNormSpec
+from liger_models.layers.specs import BlockSpec, LogRates, MixerSpec, MLPSpec, ModelSpec, NormSpec, QKNormSpec
 
 PARTS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 USUAL = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
@@ -48,7 +48,7 @@ def lara_mini(c: HFConfig) -> ModelSpec:
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6), cast="float32")
     sliding = attention(c, bias=c.take_flag("attention_bias", False), window=c.take_count("sliding_window"))
     sliding = replace(sliding, qk_norm=QKNormSpec(norm))
-    mixers = {
+    mixers: dict[str, MixerSpec] = {
         LINEAR: gated_delta(c, "qkv", norm.eps, norm_cast="float32"),
         SLIDING: sliding,
         FULL: replace(sliding, window=None, rope=None),

@@ -27,7 +27,7 @@ NAMES = (
 )
 def lighton_ocr(c: HFConfig) -> ModelSpec:
     text = language_model(c)
-    merger = MistralMergerSpec(c.take_count("spatial_merge_size", 2), text.norm)
+    merger = MistralMergerSpec(c.take_count("spatial_merge_size", 2), text.last_norm)
     image_id = c.take_count("image_token_id", 151655, least=0)
     return replace(text, vision=pixtral.vision(c.part("vision_config"), merger, image_id))
 

@@ -16,7 +16,12 @@ from liger_models.layers.specs import BlockSpec, ModelSpec, NormSpec
     defaults={"max_position_embeddings": 2048},
     carried=lambda c: ("model.layers.*.self_attn.rotary_emb.inv_freq",),
 )
-def llama(c: HFConfig, **rotary: Any) -> ModelSpec:
+def llama(c: HFConfig) -> ModelSpec:
+    return of_llamas_layers(c)
+
+
+def of_llamas_layers(c: HFConfig, **rotary: Any) -> ModelSpec:
+    """A model of LLaMA's layers; `rotary` are defaults of the rotary settings, as in `rope`."""
     norm = NormSpec(eps=c.take_number("rms_norm_eps", 1e-6))
     block = BlockSpec(
         attention(c, bias=c.take_flag("attention_bias", False), **rotary),

@@ -62,7 +62,7 @@ def with_images(c: HFConfig, text: ModelSpec) -> ModelSpec:
     v = c.part("vision_config")
     merger = MistralMergerSpec(
         c.take_count("spatial_merge_size", 2),
-        text.norm,
+        text.last_norm,
         projector_activation(c),
         c.take_flag("multimodal_projector_bias", False),
     )

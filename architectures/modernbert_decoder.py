@@ -31,6 +31,7 @@ OF_ENCODERS = ("position_embedding_type", "sparse_prediction", "sparse_pred_igno
     defaults={
         **{"max_position_embeddings": 8192, "pad_token_id": 50283, "local_attention": 128},
         **{"tie_word_embeddings": True, "hidden_activation": "gelu", "classifier_activation": "gelu"},
+        "initializer_cutoff_factor": 2.0,
     },
     rope_keys=("global_rope_theta", "partial_rotary_factor"),
     other_names={"local_rope_theta": "rope_local_base_freq"},
@@ -59,7 +60,7 @@ def modernbert_decoder(c: HFConfig) -> ModelSpec:
     blocks = [BlockSpec(mixers[kind], mlp, norm) for kind in kinds]
     blocks[:1] = [replace(block, topology="mlp_norm") for block in blocks[:1]]
     act = common.activation(c, "classifier_activation", gated=False)
-    std, cutoff = c.take_number("initializer_range", 0.02), c.take_number("initializer_cutoff_factor", 2.0)
+    std, cutoff = c.take_number("initializer_range", 0.02), c.take_number("initializer_cutoff_factor", 3.0)
     out = std / (2 * len(blocks)) ** 0.5
     stds = {**dict.fromkeys(NARROW, out), **dict.fromkeys(WIDE, std)}  # of a tied head its embedding's
     return common.decoder(
@@ -83,7 +84,7 @@ for_tests(
         **{"hidden_size": 64, "head_dim": ..., "hidden_act": ..., "hidden_activation": "silu"},
         **{"attention_bias": True, "mlp_bias": True, "decoder_bias": True, "classifier_bias": True},
         **{"classifier_activation": "silu", "local_attention": 14, "tie_word_embeddings": True},
-        **{"pad_token_id": 3, "initializer_cutoff_factor": 2.0},
+        **{"pad_token_id": 3, "initializer_cutoff_factor": 1.5},
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta}
             for kind, theta in ((FULL, 1e3), (SLIDING, 1e2))

@@ -48,7 +48,7 @@ def _modules(c: HFConfig, decoder: ModelSpec, key: str, count: object, most: int
         raise ConfigError(
             f"{c.name}: no layer has full attention, but mtp needs its sizes; load the model without mtp"
         )
-    return MTPSpec((replace(decoder.blocks[-1], mixer=full[-1]),) * count, decoder.norm, first)
+    return MTPSpec((replace(decoder.blocks[-1], mixer=full[-1]),) * count, decoder.last_norm, first)
 
 
 _IN_LAYERS = ((".block.", "."), (".lm_head.", ".shared_head.head."))

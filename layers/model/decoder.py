@@ -396,8 +396,6 @@ def _inputs_of_layers(spec: ModelSpec) -> PerLayerInputs | None:
         )
     if size is None or spec.per_layer_vocab_size is None:
         return None
-    if spec.norm is None:
-        raise ValueError("the inputs of layers have a norm like the model's last one, and it has none")
     return PerLayerInputs(
-        spec.hidden_size, len(spec.blocks), size, spec.per_layer_vocab_size, spec.norm, spec.padding_idx
+        spec.hidden_size, len(spec.blocks), size, spec.per_layer_vocab_size, spec.last_norm, spec.padding_idx
     )

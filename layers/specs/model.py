@@ -102,6 +102,17 @@ class ModelSpec:
     ternary: TernarySpec | None = None
 
     @property
+    def last_norm(self) -> NormSpec | LayerNormSpec:
+        """The final norm.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.norm is None:
+            raise ValueError("the model has no norm after its last layer, which normalises its sums")
+        return self.norm
+
+    @property
     def streams(self) -> StreamsSpec | GatedStreamsSpec | AltUpSpec | None:
         """The residual streams between layers; None for one."""
         return self.blocks[-1].streams if self.blocks else None

@@ -31,7 +31,10 @@ DENSE = [
     and name != "olmo"  # the reference clamps what 4-bit layers return in place, which autograd refuses
 ]
 
-TRANSPOSED = ("gpt2",)  # weights in checkpoints
+TRANSPOSED = (
+    "gpt2",
+    "openai-gpt",
+)  # weights in checkpoints
 # Plain, packed and joined projections, experts, and names that differ from checkpoints'.
 READ_BACK = "llama", "gemma2", "phi3", "gpt_neox", "qwen3_moe", "glm4", "nemotron_h"
 
