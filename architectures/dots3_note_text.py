@@ -57,6 +57,8 @@ def dots3_note_text(c: HFConfig) -> ModelSpec:
 
 # -- tests
 
+OF_QUERIES = "key:qk_head_dim", "key:q_head_dim"
+
 NARROW = {
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 12, "qk_nope_head_dim": 8},
     **{"q_lora_rank": 18, "v_head_dim": 14, "head_dim": 16, "qk_rope_head_dim": 8},
@@ -96,7 +98,7 @@ for_tests(
     },
     skip={
         **SKIP_EXPERTS,
-        **{key: why for key, why in SKIP_LATENT.items() if key != "key:qk_head_dim"},
+        **{key: why for key, why in SKIP_LATENT.items() if key not in OF_QUERIES},
         **{key: why for key, why in SKIP_INDEXER.items() if key != "key:layer_types"},
         "rope:all": "settings are stated by layer type",
         **{f"key:{key}": "the same" for key in ("rope_theta", "rope_scaling", "rope_local_base_freq")},

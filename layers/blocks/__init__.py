@@ -21,12 +21,10 @@ from liger_models.layers.blocks.gated_cross import GatedCrossBlock
 from liger_models.layers.blocks.gated_pre_norm import GatedPreNormBlock
 from liger_models.layers.blocks.hyper_connected import AltUpBlock, GatedStreamsBlock, HyperConnectedBlock
 from liger_models.layers.blocks.layer_scale import LayerScaleBlock
-from liger_models.layers.blocks.mlp_norm import MLPNormBlock
-from liger_models.layers.blocks.normed_sums import NormedSumsBlock
 from liger_models.layers.blocks.one_part import OnePartBlock
 from liger_models.layers.blocks.parallel import ParallelBlock, ParallelTwoNormsBlock
-from liger_models.layers.blocks.post_norm import PostNormBlock
-from liger_models.layers.blocks.pre_norm import PreNormBlock
+from liger_models.layers.blocks.post_norm import NormedSumsBlock, PostNormBlock
+from liger_models.layers.blocks.pre_norm import MLPNormBlock, PreNormBlock
 from liger_models.layers.blocks.sandwich import SandwichBlock
 from liger_models.layers.blocks.scaled_sandwich import (
     ScaledSandwichBlock,

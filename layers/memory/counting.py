@@ -104,10 +104,10 @@ class StepMemory:
             narrow = spec.vocab_size * (head.weight.itemsize < wide)
             transient += wide * spec.hidden_size * (step.tokens + narrow)
         gradients = self.gradients if step.accumulates else 0
-        # The last norm's input and output, rounded; the last layer's input is needed first.
+        # The last norm's input and output, rounded, the head's layers'; the last layer's input comes first.
         wide = max(4, self.itemsize) if self.model.layers[-1].float32_stream else self.itemsize
         of_norm = self._streams.at_loss or 2 * self._stream * self.itemsize // wide
-        transient += of_norm + (levels[-1] == "offload") * self._stream
+        transient += of_norm + ((levels[-1] == "offload") + (spec.head_layers is not None)) * self._stream
         transient += 0 if self._gathered is None else self._gathered.at_the_loss()
         transient, streamed = max(transient, self._streams.at_end), sum(self._units[-1:])
         return "the loss", self._parts(self._outside_layers + sum(kept), transient, gradients, streamed)

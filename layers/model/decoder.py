@@ -375,9 +375,7 @@ _OF_LANGUAGE = (
     "shared",
     "per_layer_inputs",
     "stream_ends",
-    "norm",
-    "head_layers",
-    "lm_head",
+    *("norm", "head_layers", "lm_head"),
 )
 
 
