@@ -7,78 +7,33 @@ resolve the name to a folder -> read its config.json -> choose the architecture 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal
 
 import torch
 
-from liger_models.architectures import Architecture, with_mtp
 from liger_models.convert.checkpoints.reading import CheckpointReader, load_parameters
 from liger_models.convert.checkpoints.safetensors_header import TensorInfo
+from liger_models.convert.checkpoints.source_layout import SourceLayout
 from liger_models.convert.config.hf_config import HFConfig
 from liger_models.convert.config.model_config import ModelConfig
 from liger_models.convert.errors import ConfigError
-from liger_models.convert.quantised.recognition import dense_config
 from liger_models.layers.attention.backends import AttentionBackend
 from liger_models.layers.projections.float8 import Float8Recipe
-from liger_models.models import matching
-from liger_models.models.base_model import LigerBaseModel, as_base, is_base, leave_out_heads
 from liger_models.models.causal_lm import LigerCausalLM, parse_dtype
-from liger_models.models.classifier import (
-    LigerSequenceClassifier,
-    as_classifier,
-    labels_of,
-    leave_out_head,
-    with_labels,
-)
-from liger_models.models.devices import WithoutInitialisation, device_for, parse_device
+from liger_models.models.choosing import Choice, LoadOptions, Projections, choose, with_new_rows
+from liger_models.models.devices import WithoutInitialisation, device_for
 from liger_models.models.float8 import load_in_float8
-from liger_models.models.matching import copies_in_modules, dtypes_of_files, find_layout, has_own_head
+from liger_models.models.matching import dtypes_of_files, find_layout
 from liger_models.models.new_rows import ReaderWithNewRows
 from liger_models.models.stored_weights import check_can_keep, fill_stored, keep_stored
 from liger_models.models.ternary import check_loading
-from liger_models.models.text_part import save_alone, select_text, text_config_of, warn_of
-from liger_models.models.vocabulary import check_vocabulary, with_vocab_size
+from liger_models.models.text_part import save_alone, warn_of
 from liger_models.presets import PRESETS, preset
 
-Projections = Literal["fused", "split"]
 WeightsPlace = Literal["device", "host"]
-
-
-@dataclass(frozen=True)
-class LoadOptions:
-    """Options for building a model from a checkpoint or a config: the arguments that `from_hub` and
-    `from_config` share. `from_hub` describes them.
-
-    Raises:
-        ConfigError: the device cannot be used, or there are no such projections.
-    """
-
-    dtype: str | torch.dtype = "auto"
-    device: str | torch.device | None = None
-    attention: AttentionBackend = "auto"
-    activation_memory: str | list[str] = "lean"
-    memory_budget: float | str | None = None
-    projections: Projections = "fused"
-    shard: Callable[[LigerCausalLM], object] | None = None
-    text_only: bool = False
-    labels: int | None = None
-    head: bool = True
-    dropout: float | None = None
-    float8: Float8Recipe | None = None
-    mtp: bool = False
-    ignore_config_keys: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        parse_device(self.device)
-        if self.projections not in get_args(Projections):
-            raise ConfigError(f"projections must be 'fused' or 'split', found {self.projections!r}")
-
-    def read(self, config: Mapping[str, Any] | str | Path) -> HFConfig:
-        read = HFConfig.load(config, ignore_config_keys=self.ignore_config_keys, dropout=self.dropout)
-        return read.with_raw(dense_config(read.raw))  # in memory no weight is quantised
 
 
 def from_hub(
@@ -183,38 +138,23 @@ def from_hub(
     with ReaderWithNewRows(folder) as reader:
         for remark in reader.quantisation.remarks if reader.quantisation else ():
             warnings.warn(f"{folder}: {remark}", stacklevel=2)
-        choice = _choose(config, options, reader)
+        choice = choose(config, options, reader)
         size = choice.architecture.spec(choice.config).vocab_size
         if adapter is not None and max(adapter.tokens, default=0) >= size and not new_tokens:
             new_tokens = range(size, adapter.tokens[-1] + 1)
         if new_tokens:
-            choice = _with_new_rows(choice, new_tokens, reader)
+            choice = with_new_rows(choice, new_tokens, reader)
         model = _skeleton(choice, options, adapter)
         source = find_layout(model, reader, choice.fresh)
         dtypes = dtypes_of_files(model, reader.dtypes, reader.decoded_dtype, choice.fresh)
         if keep_quantised:
             check_can_keep(folder, reader, options.projections, adapter)
-            _lay_out(model, replace(options, device="meta", shard=None), dtypes)
-            model.split_projections()
-            kept = keep_stored(model, reader.tensors, folder)
-            if shard is not None:
-                shard(model)
-            model.materialize(device_for(model.dtype, device))
-            fill_stored(model, kept, reader)
+            _fill_with_bits(reader, model, options, dtypes)
         else:
             _lay_out(model, options, dtypes)
             _fill_from(reader, model, choice.fresh)
     model.source_folder = folder
-    if choice.fresh:
-        model.reset_parameters_of(model.lm_head)
-    elif choice.beheaded:
-        model.layout = source.layout.of_base()
-    elif choice.left_out is None:
-        model.source = source
-    else:  # the text part is saved as a checkpoint of its own
-        left_out = [*choice.left_out, *(reader.tensors[name] for name in source.carried)]
-        save_alone(model, left_out)
-        warn_of(left_out, config, choice.config)
+    _note_source(model, source, choice, reader.tensors, config)
     if adapter is not None:
         weight_maps = map(model.weight_map, (model.layout, *model.architecture.layouts))
         adapter.merge(model.saved_tensors(), weight_maps, model.architecture.says_transposed)
@@ -272,7 +212,7 @@ def from_config(
         config = config.to_dict()
     elif isinstance(config, str) and config in PRESETS and not Path(config).exists():
         config = preset(config)
-    choice = _choose(options.read(config), options)
+    choice = choose(options.read(config), options)
     model = _skeleton(choice, options)
     raw = choice.config.raw
     _lay_out(model, options, raw.get("dtype") or raw.get("torch_dtype") or "float32")
@@ -283,79 +223,6 @@ def from_config(
     if float8 is not None:
         load_in_float8(model, float8)
     return model
-
-
-class _Choice(NamedTuple):
-    """The model that a config describes, and how the checkpoint's tensors differ from its own.
-
-    Attributes:
-        config: of the model: the text part's or the classifier's, as the options ask.
-        left_out: the tensors of a multimodal checkpoint outside its text part; None of a whole checkpoint.
-        fresh: the parameters that the checkpoint does not have.
-        untied: the head is a tensor of its own, whatever the config says.
-        kind: the class of the model.
-        beheaded: a language model's head was left out, so that the model is saved under a base model's names.
-        names: of the checkpoint's tensors; None without a checkpoint.
-    """
-
-    config: HFConfig
-    architecture: Architecture
-    left_out: list[TensorInfo] | None = None
-    fresh: tuple[str, ...] = ()
-    untied: bool = False
-    kind: type[LigerCausalLM] = LigerCausalLM
-    beheaded: bool = False
-    names: Collection[str] | None = None
-
-
-def _choose(config: HFConfig, options: LoadOptions, reader: CheckpointReader | None = None) -> _Choice:
-    """The architecture of a config, and of a checkpoint the tensors to read."""
-    read = text_config_of(config) if options.text_only else config
-    architecture, labels = matching.architecture_of(read), options.labels or labels_of(read.raw)
-    left_out, fresh, untied, beheaded = None, False, False, False
-    kind: type[LigerCausalLM] = LigerCausalLM
-    if reader is not None and read is not config:
-        read, left_out = select_text(config, read, reader)
-    if options.mtp:
-        if labels is not None or not options.head:
-            raise ConfigError("mtp predicts tokens, but labels or head=False asks for a model that does not")
-        architecture = with_mtp(architecture)
-    if labels is not None:
-        fresh = reader is not None and leave_out_head(reader, architecture)
-        architecture, kind = as_classifier(architecture), LigerSequenceClassifier
-        read = read.with_raw(with_labels(read.raw, labels, architecture.reference))
-    elif not options.head or is_base(read, architecture, reader):
-        beheaded = reader is not None and not options.head and leave_out_heads(reader, architecture)
-        architecture, kind = as_base(architecture), LigerBaseModel
-        if not options.head:
-            read = read.with_raw({**read.raw, "architectures": [architecture.reference]})
-    if reader is not None:
-        read.most_layers = min(read.most_layers, len(reader.tensors))
-        untied = architecture.multimodal and has_own_head(architecture, reader)
-    missing, names = ("lm_head.weight",) * fresh, None if reader is None else reader.tensors.keys()
-    return _Choice(read, architecture, left_out, missing, untied, kind, beheaded, names)
-
-
-def _with_new_rows(choice: _Choice, tokens: range, reader: ReaderWithNewRows) -> _Choice:
-    """The choice with a vocabulary that has new tokens, whose rows the reader makes."""
-    config, architecture = choice.config, choice.architecture
-    spec = architecture.spec(config)
-    size = spec.vocab_size
-    check_vocabulary(spec, max(size, tokens.stop))
-    if taken := {kind: token for kind, token in spec.placeholders.items() if token in tokens}:
-        kind, token = next(iter(taken.items()))
-        raise ConfigError(f"new_tokens is {tokens}, but {kind} tokens have the id {token} in this model")
-    if tokens.step != 1 or not 0 < tokens.start <= size:
-        raise ConfigError(f"new_tokens is {tokens}; expected a range that begins at 1 to {size}")
-    if tokens.stop > size:
-        choice = choice._replace(config=config.with_raw(with_vocab_size(config.raw, tokens.stop)))
-    tables = ("embed_tokens", "lm_head") if labels_of(config.raw) is None else ("embed_tokens",)
-    names = [f"{table}.{kind}" for table in tables for kind in ("weight", "bias")]
-    found = {layout.name(name) for name in names for layout in architecture.layouts}
-    found |= {copy for copy, _ in copies_in_modules(spec, architecture)}
-    for name in found & reader.tensors.keys():
-        reader.renew(name, tokens)
-    return choice
 
 
 def _lay_out(model: LigerCausalLM, options: LoadOptions, auto: str | dict[str, torch.dtype]) -> None:
@@ -376,7 +243,40 @@ def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str,
     load_parameters(tensors, weight_map, reader, progress=True)
 
 
-def _skeleton(choice: _Choice, options: LoadOptions, adapter: object = None) -> LigerCausalLM:
+def _fill_with_bits(
+    reader: CheckpointReader, model: LigerCausalLM, options: LoadOptions, auto: dict[str, torch.dtype]
+) -> None:
+    """Allocate the model's memory with quantised weights in the files' bits, and read it."""
+    _lay_out(model, replace(options, device="meta", shard=None), auto)
+    model.split_projections()
+    kept = keep_stored(model, reader.tensors, reader.folder)
+    if options.shard is not None:
+        options.shard(model)
+    model.materialize(device_for(model.dtype, options.device))
+    fill_stored(model, kept, reader)
+
+
+def _note_source(
+    model: LigerCausalLM,
+    source: SourceLayout,
+    choice: Choice,
+    tensors: Mapping[str, TensorInfo],
+    config: HFConfig,
+) -> None:
+    """Let the model be saved as the checkpoint that was read, or as the part of it that it is."""
+    if choice.fresh:
+        model.reset_parameters_of(model.lm_head)
+    elif choice.beheaded:
+        model.layout = source.layout.of_base()
+    elif choice.left_out is None:
+        model.source = source
+    else:  # the text part is saved as a checkpoint of its own
+        left_out = [*choice.left_out, *(tensors[name] for name in source.carried)]
+        save_alone(model, left_out)
+        warn_of(left_out, config, choice.config)
+
+
+def _skeleton(choice: Choice, options: LoadOptions, adapter: object = None) -> LigerCausalLM:
     """The model on the meta device: shapes without memory."""
     config, architecture = choice.config, choice.architecture
     spec = architecture.as_stored(architecture.spec(config), choice.names)

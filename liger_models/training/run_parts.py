@@ -19,7 +19,6 @@ from liger_models.layers.specs import ModelSpec
 from liger_models.models.causal_lm import LigerCausalLM
 from liger_models.models.classifier import LigerSequenceClassifier
 from liger_models.models.float8 import copied_bytes, float8_summary
-from liger_models.models.rounding import describe_rounding
 from liger_models.training.best import Best, check_best
 from liger_models.training.callbacks import Callback, Callbacks
 from liger_models.training.checkpoints import state as states
@@ -41,6 +40,7 @@ from liger_models.training.learning_rate import LearningRate
 from liger_models.training.objectives import OBJECTIVES, make_objective
 from liger_models.training.observing.flops import measure_peak
 from liger_models.training.observing.metrics import METRICS, Metrics, read_metrics
+from liger_models.training.observing.rounding import describe_rounding
 from liger_models.training.observing.samples import Samples, read_prompts
 from liger_models.training.observing.trackers import open_trackers, parse_trackers
 from liger_models.training.optimizer import build_optimizer

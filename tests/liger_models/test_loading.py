@@ -11,7 +11,7 @@ import torch
 import liger_models
 from liger_models.architectures import find_architecture
 from liger_models.convert.errors import ConfigError
-from liger_models.models.loading import LoadOptions
+from liger_models.models.choosing import LoadOptions
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

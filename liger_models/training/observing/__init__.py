@@ -1,4 +1,4 @@
 """Monitoring of a run: metrics, progress, trackers, profiles and utilisation.
 
-May import layers and the tokenizer; knows nothing of data, objectives or the loop.
+May import models and the tokenizer; knows nothing of data, objectives or the loop.
 """

@@ -20,10 +20,10 @@ from liger_models.layers.projections import stored_weight
 from liger_models.layers.projections.stored_linear import StoredLinear
 from liger_models.layers.projections.stored_weight import kept_weights
 from liger_models.models.float8 import set_float8
-from liger_models.models.rounding import describe_rounding
 from liger_models.models.stored_weights import decode_stored
 from liger_models.training.adapters.lora_settings import LoraSettings
 from liger_models.training.lora import Adapters
+from liger_models.training.observing.rounding import describe_rounding
 
 peft = pytest.importorskip("peft")
 
