@@ -82,6 +82,7 @@ DOCS := $(CURDIR)/.venv-docs
 EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet
+	@echo site/index.html
 
 $(DOCS)/.ready: docs/constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(DOCS)

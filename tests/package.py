@@ -64,12 +64,14 @@ def main() -> int:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=LEFT_OUT)
         prepare(tree, args.url.rstrip("/"))
-        run(sys.executable, "-m", "build", "--outdir", args.out.resolve(), cwd=tree)
+        print("Building the sdist and the wheel", flush=True)
+        run(sys.executable, "-m", "build", "--outdir", args.out.resolve(), cwd=tree, quiet=True)
         built = [*args.out.glob("*.tar.gz"), *args.out.glob("*.whl")]
         run(sys.executable, "-m", "twine", "check", "--strict", *built)
         run(sys.executable, "-m", "venv", Path(folder) / "clean")
         python = Path(folder) / "clean/bin/python"
         pins = ("-c", ROOT / "constraints.txt") if args.pins else ()
+        print("Installing the wheel into a clean environment (minutes)", flush=True)
         run(python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *pins, built[-1])
         (Path(folder) / "elsewhere").mkdir()
         run(python, "-c", USE, cwd=Path(folder) / "elsewhere")
@@ -107,9 +109,14 @@ def with_urls(project: str, url: str) -> str:
     return project.replace("[project.scripts]", f"[project.urls]\n{table}\n[project.scripts]", 1)
 
 
-def run(*command, cwd=None) -> None:
+def run(*command, cwd=None, quiet=False) -> None:
+    """Run a command; if it is to be `quiet`, it prints only when it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([str(word) for word in command], cwd=cwd, env=environment, check=True)
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True} if quiet else {}
+    done = subprocess.run([str(word) for word in command], cwd=cwd, env=environment, **output)
+    if done.returncode:
+        print(done.stdout or "", file=sys.stderr)
+        done.check_returncode()
 
 
 if __name__ == "__main__":

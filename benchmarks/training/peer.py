@@ -96,7 +96,7 @@ def _keep_in_float32(model: Any) -> None:
 
 
 def lacking(model_type: str, reference: str, options: Set[str]) -> str | None:
-    """What a peer lacks for a model, from its imports alone: nothing is built, patched or run."""
+    """Missing support or package of a peer for a model, from its imports alone: nothing is built or run."""
     import transformers
 
     if not hasattr(transformers, reference):

@@ -151,7 +151,7 @@ def measure(job: Job, device: torch.device, turn: Callable[[], None] | None = No
 
 
 def lacks(job: Job) -> str | None:
-    """What the job's peer lacks, known before anything runs."""
+    """Missing support or package of the job's peer, known before anything runs; None if there is none."""
     if job.ours:
         return None
     model_type = job.config["model_type"]

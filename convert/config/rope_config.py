@@ -216,16 +216,7 @@ def _normalise(
     """
     rest = {key: value for key, value in settings.items() if value is not None}
     named = {str(rest.pop(key)) for key in ("rope_type", "type") if key in rest}
-    names = named or {"default"}
-    types = {_ROPE_ALIASES.get(name, name) for name in names}
-    if len(types) > 1:
-        raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(names))}")
-    rope_type = types.pop()
-    if rope_type not in _ROPE_TYPES:
-        raise ConfigError(
-            f"{c.name}: {where} has the unknown rope type {abbreviate(rope_type)}; known are "
-            f"{', '.join(sorted(_ROPE_TYPES))}"
-        )
+    rope_type = _type_of(c, where, named)
     required, optional = _ROPE_TYPES[rope_type]
 
     out: dict[str, Any] = {"rope_type": rope_type}
@@ -261,18 +252,32 @@ def _normalise(
     if extra:
         given = [key for key in extra if key in rest]
         out["extra"] = {key: _checked(c, where, key, rest.pop(key), _NUMBER) for key in given}
-    unknown = sorted(set(rest) - _NO_EFFECT)
-    if unknown and named and rope_type == "default" and all(key in _SCALING for key in unknown):
-        warnings.warn(
-            f"{c.name}: {where} of type 'default' does not scale, so {', '.join(unknown)} have no effect",
-            stacklevel=2,
-        )
-    elif unknown:
+    if not (unknown := sorted(set(rest) - _NO_EFFECT)):
+        return out
+    if not named or rope_type != "default" or not all(key in _SCALING for key in unknown):
         raise ConfigError(
             f"{c.name}: {where} of type {rope_type!r} has the unknown key{'s' * (len(unknown) > 1)} "
             f"{', '.join(map(repr, unknown))}; known are {', '.join([*required, *optional, *defaults])}"
         )
+    warnings.warn(
+        f"{c.name}: {where} of type 'default' does not scale, so {', '.join(unknown)} have no effect",
+        stacklevel=2,
+    )
     return out
+
+
+def _type_of(c: Keys, where: str, named: Collection[str]) -> str:
+    """The rope type, under its own name, of settings in which these are `named`."""
+    types = {_ROPE_ALIASES.get(name, name) for name in named or ("default",)}
+    if len(types) > 1:
+        raise ConfigError(f"{c.name}: {where} names two rope types, {' and '.join(sorted(named))}")
+    rope_type = types.pop()
+    if rope_type not in _ROPE_TYPES:
+        raise ConfigError(
+            f"{c.name}: {where} has the unknown rope type {abbreviate(rope_type)}; known are "
+            f"{', '.join(sorted(_ROPE_TYPES))}"
+        )
+    return rope_type
 
 
 def _original_length(c: Keys, where: str, rope_type: str, rest: Mapping[str, Any]) -> Any:

@@ -77,7 +77,7 @@ def _before_mlp(spec: BlockSpec) -> NormSpec | LayerNormSpec | GatedNormSpec:
     """The norm before the MLP.
 
     Raises:
-        ValueError: it is to lack the gate that the other norm does not have either.
+        ValueError: `plain_mlp_norm` with a norm that has no gate.
     """
     if not spec.plain_mlp_norm:
         return spec.norm

@@ -16,7 +16,7 @@ from liger_models.layers.specs import AudioSpec
 
 
 class EncoderCosts(NamedTuple):
-    """What an encoder takes for the inputs of a step.
+    """Memory of an encoder for the inputs of a step.
 
     Attributes:
         part: the encoder with its projector.

@@ -104,7 +104,7 @@ class Offload:
 
 
 class Leaving(Protocol):
-    """What a layer has saved, and now leaves the device: layers/recompute/saved_on_host.py."""
+    """Saved tensors of a layer on their way to the host: layers/recompute/saved_on_host.py."""
 
     @property
     def is_due(self) -> bool: ...

@@ -87,7 +87,7 @@ class NgramInput(nn.Module):
         return wide.flatten(1).to(value.dtype)
 
     def _continued(self, streams: Tensor, ids: Tensor, documents: Documents, cache: Any) -> Tensor:
-        """What is added to the streams of new tokens, whose documents are the rows of a cache."""
+        """The additions to the streams of new tokens, whose documents are the rows of a cache."""
         before = cache.states(self.layer, STATES)
         rows, real = documents.boundaries(), cache.real_tokens()
         if real is None:

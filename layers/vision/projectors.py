@@ -361,7 +361,7 @@ OF_GRIDS = (StridedProjectorSpec, ResamplerSpec, RowsProjectorSpec)
 
 
 def further_inputs(spec: ProjectorSpec, pictures: Pictures) -> tuple[Any, ...]:
-    """What a projector reads in addition to the encoded patches."""
+    """A projector's inputs in addition to the encoded patches."""
     if isinstance(pictures, PicturesInWindows):
         return (pictures.windows,)
     if isinstance(pictures, QueriedPictures):

@@ -1,4 +1,4 @@
-"""What models that round their weights to three values refuse (layers/projections/ternary.py)."""
+"""Refusals of models that round their weights to three values (layers/projections/ternary.py)."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class Schema:
         return f"{of_these}{', '.join(self.forms)}{self.advice(found)}"
 
     def advice(self, found: Iterable[str]) -> str:
-        """What to do about a record with fields of well-known names that the accepted forms do not have."""
+        """Advice on a record with fields of well-known names that the accepted forms do not have."""
         there = set(found)
         known = [pair for pair in _SEEN_AS_PAIRS if there.issuperset(pair)]
         if known and "prompt/completion" in self.forms:
