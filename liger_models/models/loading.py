@@ -244,7 +244,7 @@ def _fill_from(reader: CheckpointReader, model: LigerCausalLM, fresh: tuple[str,
 
 
 def _fill_with_bits(
-    reader: CheckpointReader, model: LigerCausalLM, options: LoadOptions, auto: dict[str, torch.dtype]
+    reader: ReaderWithNewRows, model: LigerCausalLM, options: LoadOptions, auto: dict[str, torch.dtype]
 ) -> None:
     """Allocate the model's memory with quantised weights in the files' bits, and read it."""
     _lay_out(model, replace(options, device="meta", shard=None), auto)

@@ -31,7 +31,7 @@ def kept_in_float32(model: Any, dtype: torch.dtype) -> list[str]:
     loaded in `dtype`.
     """
     with local_torch_dtype(dtype):
-        theirs = own_skeleton(model.architecture, model.config)
+        theirs: Any = own_skeleton(model.architecture, model.config)
     pattern, _, _ = build_glob_alternation(list(theirs._get_dtype_plan(dtype)) or ["$^"])
     wide = {
         name.removeprefix(f"{theirs.base_model_prefix}.")
