@@ -61,7 +61,8 @@ class LigerBaseModel(LigerCausalLM):
     def __init__(
         self, spec: ModelSpec, architecture: Architecture, raw_config: Mapping[str, Any], *options: Any
     ):
-        super().__init__(replace(spec, tie_word_embeddings=False), architecture, raw_config, *options)
+        spec = replace(spec, tie_word_embeddings=False, head_layers=None)
+        super().__init__(spec, architecture, raw_config, *options)
         self.lm_head = None
         self.note_canonical_forms()
 
@@ -190,6 +191,7 @@ def leave_out_heads(reader: CheckpointReader, architecture: Architecture) -> boo
         {layout.name(name) for layout in architecture.layouts for name in names}
         for names in (("lm_head.weight", "lm_head.bias"), ("embed_tokens.weight",))
     )
-    for name in heads & reader.tensors.keys():
+    further = tuple(layout.name("head_layers.") for layout in architecture.layouts)
+    for name in [name for name in reader.tensors if name in heads or name.startswith(further)]:
         reader.tensors.pop(name)
     return bool(embeddings & reader.tensors.keys())

@@ -95,9 +95,11 @@ def test_files_come_back_byte_for_byte(theirs, tmp_path):
     assert before == after
 
 
-def test_a_language_models_head_can_be_left_out(tmp_path):
+@pytest.mark.parametrize("family", ["qwen3", "modernbert-decoder"])
+def test_a_language_models_head_can_be_left_out(family, tmp_path):
+    """Also one of several layers."""
     torch.manual_seed(0)
-    whole = liger_models.from_config(config_of("qwen3"), device="cpu")
+    whole = liger_models.from_config(config_of(family), device="cpu")
     randomise(whole)
     whole.save_pretrained(tmp_path / "whole")
     ours = liger_models.from_hub(tmp_path / "whole", device="cpu", head=False)
@@ -107,7 +109,7 @@ def test_a_language_models_head_can_be_left_out(tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     theirs, report = transformers.AutoModel.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(report.values())
-    assert theirs.config.architectures == ["Qwen3Model"]
+    assert theirs.config.architectures == [MODELS[family]]
     near(theirs(ids).last_hidden_state, expected)
     assert type(liger_models.from_hub(tmp_path / "ours", device="cpu")) is LigerBaseModel
     assert type(liger_models.from_config(tmp_path / "ours", device="cpu")) is LigerBaseModel

@@ -230,3 +230,8 @@ def test_adapters_of_peft_train_the_head_where_it_is_named():
         loss.backward()
         trained = {name for name, p in adapted.named_parameters() if p.grad is not None}
         assert any("lm_head" in name for name in trained) == bool(saved)
+
+
+def test_a_classifier_of_a_model_with_layers_in_its_head_is_refused():
+    with pytest.raises(UnsupportedModelError, match="further layers before their last one"):
+        liger_models.from_config(find_architecture("modernbert-decoder").tiny, labels=3, device="meta")
