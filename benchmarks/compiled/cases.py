@@ -27,6 +27,7 @@ from liger_models.kernels.streams.streams import mixed_streams, summed_streams, 
 
 BF16, F32 = torch.bfloat16, torch.float32
 TOKENS, VOCAB = 4096, 128256
+SEGMENTS = 1 << 14  # tokens of a document that recurrent layers divide into segments
 
 
 def operand(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -139,19 +140,22 @@ def gated_norm(channels, group, gate_first=False, **options):
     backward(kernels.gated_rms_norm(x, gate, weight, group_size=group, gate_first=gate_first, **options))
 
 
-def gated_delta_rule(key_heads, heads, key, value, tokens=TOKENS):
+def gated_delta_rule(key_heads, heads, key, value, least=0):
+    tokens = max(TOKENS, least)
     q, k = (operand(tokens, key_heads, key) for _ in range(2))
     gates = operand(tokens, heads), operand(tokens, heads), operand(heads), operand(heads)
     backward(*kernels.gated_delta_rule(q, k, operand(tokens, heads, value), *gates))
 
 
-def channel_delta_rule(heads, width, tokens=TOKENS, **options):
+def channel_delta_rule(heads, width, least=0, **options):
+    tokens = max(TOKENS, least)
     q, k, v, f = (operand(tokens, heads, width) for _ in range(4))
     gates = operand(tokens, heads), operand(heads), operand(heads, width)
     backward(*kernels.channel_delta_rule(q, k, v, f, *gates, **options))
 
 
-def ssd(heads, head_dim, groups, state, tokens=TOKENS):
+def ssd(heads, head_dim, groups, state, least=0):
+    tokens = max(TOKENS, least)
     x, dt = operand(tokens, heads, head_dim), operand(tokens, heads)
     B, C = (operand(tokens, groups, state) for _ in range(2))
     backward(*kernels.ssd(x, dt, B, C, *(operand(heads) for _ in range(3))))
@@ -305,7 +309,7 @@ def attention(heads, kv_heads, head_dim, value_dim=None, sinks=False, dtype=BF16
 
 def chosen_keys(heads, head_dim, top_k):
     """Of a document whose scores fit registers, and of a longer one."""
-    for tokens in (TOKENS, 16 * TOKENS):
+    for tokens in (TOKENS, max(TOKENS, 1 << 16)):
         q, k = operand(tokens, heads, head_dim), operand(tokens, head_dim)
         kernels.choose_keys(q, k, torch.empty(tokens, heads), top_k, scale=1.0, longest=tokens)
 
@@ -392,15 +396,15 @@ CASES: dict[str, Callable[[], None]] = {
     "short convolution, LFM 3": lambda: gated_short_conv(2048, 7),
     "gated delta rule, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128),
     "gated delta rule, OLMo hybrid": lambda: gated_delta_rule(30, 30, 96, 192),
-    "gated delta rule in segments, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128, 4 * TOKENS),
+    "gated delta rule in segments, Qwen 3 Next": lambda: gated_delta_rule(16, 32, 128, 128, SEGMENTS),
     "channel delta rule, Kimi Linear": lambda: channel_delta_rule(32, 128),
-    "channel delta rule in segments, Kimi Linear": lambda: channel_delta_rule(32, 128, 4 * TOKENS),
+    "channel delta rule in segments, Kimi Linear": lambda: channel_delta_rule(32, 128, SEGMENTS),
     "channel delta rule, Ling 3": lambda: channel_delta_rule(32, 128, lower_bound=-5.0),
     "selective scan, Falcon Mamba 7B": lambda: selective_scan(8192, 16),
     "selective scan, Mamba 2.8B in float32": lambda: selective_scan(5120, 16, F32),
     "selective scan, states of 64": lambda: selective_scan(1024, 64),
     "SSD, Granite 4": lambda: ssd(128, 64, 1, 128),
-    "SSD in segments, Granite 4": lambda: ssd(128, 64, 1, 128, 4 * TOKENS),
+    "SSD in segments, Granite 4": lambda: ssd(128, 64, 1, 128, SEGMENTS),
     "SSD, Nemotron H": lambda: ssd(128, 64, 8, 128),
     "SSD, Nemotron 3 Nano 4B": lambda: ssd(96, 80, 8, 128),
     "SSD, Falcon H1 34B": lambda: ssd(32, 128, 2, 256),
