@@ -147,12 +147,13 @@ class _Screen:
 
     def total(self, counts: str) -> None:
         share = self.trained / max(1, self.tokens)
+        sequences = f"{self.sequences:,} sequence{'s' * (self.sequences != 1)}"
         self._print(
-            f"{self.sequences:,} sequences: {self.tokens:,} tokens, {self.trained:,} trained ({share:.1%}), "
+            f"{sequences}: {self.tokens:,} tokens, {self.trained:,} trained ({share:.1%}), "
             f"{self.tokens - self.trained:,} masked" + (f"; {counts}" if counts else "")
         )
         if self.tokens and not self.trained:
-            self._print("nothing of this is trained on")
+            self._print("none of this is trained on")
 
     def _in_colour(self, pieces: Iterable[tuple[str, bool]]) -> str:
         """Colour trained tokens in two alternating greens, and make their line breaks visible."""

@@ -51,6 +51,7 @@ def test_answers_are_marked_in_conversations(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("NO_COLOR", raising=False)
     coloured = look(capsys, data, "--model", tokenizer_folder, "--train-on", train_on, "--examples", 1)
+    assert "1 sequence: " in coloured
     green = "".join(re.findall(r"\x1b\[(?:32|92)m(.*?)\x1b\[0m", coloured, re.DOTALL))
     assert green == "".join(re.findall("⟦(.*?)⟧", "\n".join(wanted), re.DOTALL)).replace("\n", "↵\n")
 
