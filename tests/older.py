@@ -72,6 +72,8 @@ BEFORE_5_24 = {
     rf"tests/vision/.*({OF_PIXELS}|{OF_TOWERS}|{OF_ADAPTERS}|{OF_TOKENS})\w*\[muse_glimmer[-\]]": "reads the "
     "table of positions along the other axis",
 }
+SINCE_5_24 = frozenset({"exaone", "lara_mini", "sarvam_mla", "sarvam_moe"})
+"""Families that releases before 5.24 lack, and in which they represent no others (representatives.py)."""
 LATER_ADAPTERS = r"(transformers_loads_and_saves|own_add_adapter|multimodal\.py::test_adapters_of_images)"
 WITHOUT_IMAGES = "(gives_its_logits|gives_the_references_logits|trains_in_full|may_mix|all_linear_layers)"
 LATER = {
