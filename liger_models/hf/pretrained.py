@@ -124,7 +124,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         if is_quantised(model.config):
             refuse_quantised_routers(model)
-        leave_unread(model.base_decoder)
+        leave_unread(model)
         return loaded
 
     @staticmethod
@@ -315,7 +315,7 @@ class LigerPreTrainedModel(CheckpointingSwitches, DtypesOfTransformers, PreTrain
         if head is not None:
             parts["language"].append(head)
         freeze(self, self.weight_map(), patterns, train_only, parts=parts)
-        leave_unread(self.base_decoder)
+        leave_unread(self)
 
     # -- adapters and other injected modules
 

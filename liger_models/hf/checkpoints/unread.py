@@ -120,15 +120,17 @@ def _initializers(theirs: nn.Module, path: str, module: nn.Module) -> dict[type,
     return {type(part): functools.partial(type(owner)._init_weights, alone) for part in module.modules()}
 
 
-def leave_unread(decoder: Any) -> None:
+def leave_unread(model: Any) -> None:
     """Turn off gradients of unused tensors and of modules that no loss reaches, such as indexers. DDP would
     wait for them, and reduce no gradient; transformers' loader turns them on.
     """
-    for module in decoder.modules():
+    decoder = model.base_decoder
+    holder = model if model.model_at_the_top else decoder  # of the modules of the decoder, by their paths
+    for module in holder.modules():
         if getattr(module, "untrained", False):
             for part in _with_moved(module):
                 part.requires_grad_(False)
-    own = dict(decoder.named_parameters())
+    own = dict(holder.named_parameters())
     for name in decoder.unread.keys() & own.keys():
         own[name].requires_grad_(False)
 
